@@ -1,0 +1,1 @@
+"""Fast training of vision-language models with PyTorch Lightning."""

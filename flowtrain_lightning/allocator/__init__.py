@@ -1,0 +1,1 @@
+"""Allocator: which ranks play which role, in which layout."""

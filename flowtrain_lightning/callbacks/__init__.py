@@ -1,0 +1,1 @@
+"""Callbacks: progress, timeline, preemption."""

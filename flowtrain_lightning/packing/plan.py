@@ -1,0 +1,126 @@
+"""What a packer answers: sizes of samples in, the plan of one step out (numpy only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SampleSizes:
+    """Sizes of some samples, as one array per quantity.
+
+    Attributes:
+        tokens: ``[samples]`` tokens of each sequence, media tokens included.
+        targets: ``[samples]`` tokens that carry loss.
+        media_start: ``[samples + 1]`` media of sample ``i`` are ``media_start[i]:media_start[i + 1]``.
+        media_rows: ``[media]`` rows of features, that is backbone tokens, of each media.
+        media_patches: ``[media]`` encoder patches of each media.
+    """
+
+    tokens: IntArray
+    targets: IntArray
+    media_start: IntArray
+    media_rows: IntArray
+    media_patches: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def media_sample(self) -> IntArray:
+        """``[media]`` the sample that owns each media."""
+        return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.media_start))
+
+    def select(self, samples: IntArray) -> SampleSizes:
+        """The sizes of ``samples``, in that order (an index may occur twice)."""
+        counts = np.diff(self.media_start)[samples]
+        start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        media = np.repeat(self.media_start[samples] - start[:-1], counts) + np.arange(start[-1], dtype=np.int64)
+        return SampleSizes(
+            tokens=self.tokens[samples],
+            targets=self.targets[samples],
+            media_start=start,
+            media_rows=self.media_rows[media],
+            media_patches=self.media_patches[media],
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one encoder batch hands to one microbatch: the unit that passes through the pool.
+
+    Attributes:
+        encoder_rank: who encodes, counted within the encoder role.
+        encoder_batch: position in that rank's order.
+        backbone_rank: who reads, counted within the backbone role.
+        microbatch: position in that rank's order.
+        media: ``[n]`` the step's media numbers, adjacent in the encoder batch.
+        rows: rows of features in all.
+    """
+
+    encoder_rank: int
+    encoder_batch: int
+    backbone_rank: int
+    microbatch: int
+    media: IntArray
+    rows: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Who encodes and who reads what in one step. Equal on all ranks.
+
+    Attributes:
+        samples: ``[n]`` indices into the data set, in sampler order.
+        sizes: the sizes of these samples; media are numbered in this order.
+        microbatches: ``[backbone rank][position]`` -> positions in ``samples``; may be empty arrays, equal in number.
+        encoder_batches: ``[encoder rank][position]`` -> media numbers, grouped by the microbatch that reads them.
+            On one encoder rank the positions of the reading microbatches never fall from one batch to the next:
+            on this rests the pool's promise that the order cannot block.
+    """
+
+    samples: IntArray
+    sizes: SampleSizes
+    microbatches: tuple[tuple[IntArray, ...], ...]
+    encoder_batches: tuple[tuple[IntArray, ...], ...]
+
+    @cached_property
+    def readers(self) -> tuple[IntArray, IntArray]:
+        """For each media: ``(backbone rank, microbatch)`` that reads it, two ``[media]`` arrays."""
+        rank_of = np.empty(len(self.samples), dtype=np.int64)
+        microbatch_of = np.empty(len(self.samples), dtype=np.int64)
+        for rank, microbatches in enumerate(self.microbatches):
+            for position, members in enumerate(microbatches):
+                rank_of[members] = rank
+                microbatch_of[members] = position
+        owner = self.sizes.media_sample
+        return rank_of[owner], microbatch_of[owner]
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries of the step in a fixed order; the position of an entry is its number."""
+        ranks, microbatches = self.readers
+        found: list[Entry] = []
+        for encoder_rank, batches in enumerate(self.encoder_batches):
+            for position, media in enumerate(batches):
+                if len(media) == 0:
+                    continue
+                changes = (np.diff(ranks[media]) != 0) | (np.diff(microbatches[media]) != 0)
+                for group in np.split(media, np.flatnonzero(changes) + 1):
+                    found.append(
+                        Entry(
+                            encoder_rank=encoder_rank,
+                            encoder_batch=position,
+                            backbone_rank=int(ranks[group[0]]),
+                            microbatch=int(microbatches[group[0]]),
+                            media=group,
+                            rows=int(self.sizes.media_rows[group].sum()),
+                        )
+                    )
+        return tuple(found)

@@ -1,0 +1,1 @@
+"""Parallel: puts a layout onto a half."""

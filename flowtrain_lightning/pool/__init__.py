@@ -1,0 +1,1 @@
+"""Pool: one address space for features and gradients, moved between processes."""

@@ -1,0 +1,1 @@
+"""Runtime: what an encoder lane and a backbone lane do during a step."""
