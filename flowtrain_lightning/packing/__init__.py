@@ -1,5 +1,7 @@
-"""Packing: samples into microbatches balanced by cost. Pure functions on numpy arrays."""
+"""Samples to balanced microbatches and encoder batches: pure functions on numpy arrays, without torch."""
 
+from flowtrain_lightning.packing.cost import DEFAULT_COST, CostModel
 from flowtrain_lightning.packing.plan import Entry, IntArray, SampleSizes, StepPlan
+from flowtrain_lightning.packing.step import PackingError, plan_step
 
-__all__ = ["Entry", "IntArray", "SampleSizes", "StepPlan"]
+__all__ = ["DEFAULT_COST", "CostModel", "Entry", "IntArray", "PackingError", "SampleSizes", "StepPlan", "plan_step"]

@@ -1,0 +1,78 @@
+"""Media to encoder batches, alike in patches on all encoder ranks, in the order in which the backbone wants them."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from flowtrain_lightning.packing.plan import IntArray
+
+
+def pack_encoder_batches(
+    patches: IntArray, backbone_rank: IntArray, microbatch: IntArray, *, encoder_ranks: int, patch_budget: int | None
+) -> tuple[tuple[IntArray, ...], ...]:
+    """Deal the media of one position after another to the encoder ranks, to the one with the fewest patches so far.
+
+    A batch holds media of one position only, so the position of the reading microbatches never falls on a rank, and
+    inside a batch the media of one reader are adjacent. Ties are broken by index.
+
+    Args:
+        patches: ``[media]`` encoder patches, none above ``patch_budget``.
+        backbone_rank: ``[media]`` who reads each media.
+        microbatch: ``[media]`` the position at which it is read.
+        encoder_ranks: ranks of the encoder role.
+        patch_budget: the most patches of one batch; None makes one batch per rank and position.
+
+    Returns:
+        ``[encoder rank][position]`` -> media numbers. No batch is empty, so ranks may differ in their number.
+    """
+    batches: list[list[IntArray]] = [[] for _ in range(encoder_ranks)]
+    least_loaded = [(0, rank) for rank in range(encoder_ranks)]  # a heap
+    for position in np.unique(microbatch):
+        dealt: list[list[int]] = [[] for _ in range(encoder_ranks)]
+        media = np.flatnonzero(microbatch == position)
+        for number in media[np.argsort(-patches[media], kind="stable")].tolist():
+            total, rank = least_loaded[0]
+            dealt[rank].append(number)
+            heapq.heapreplace(least_loaded, (total + int(patches[number]), rank))
+        for rank, numbers in enumerate(dealt):
+            if numbers:
+                chosen = np.sort(np.array(numbers, dtype=np.int64))
+                grouped = chosen[np.argsort(backbone_rank[chosen], kind="stable")]
+                batches[rank] += _split(grouped, patches, patch_budget)
+    return tuple(tuple(of_rank) for of_rank in batches)
+
+
+def local_encoder_batches(
+    backbone_rank: IntArray, microbatch: IntArray, *, ranks: int, microbatches: int
+) -> tuple[tuple[IntArray, ...], ...]:
+    """Encode where it is read: batch ``i`` of rank ``r`` holds the media of microbatch ``i`` of rank ``r``, or none.
+
+    Args:
+        backbone_rank: ``[media]`` who reads each media.
+        microbatch: ``[media]`` the position at which it is read.
+        ranks: ranks, each of which encodes and reads.
+        microbatches: microbatches of each rank.
+    """
+    return tuple(
+        tuple(
+            np.flatnonzero((backbone_rank == rank) & (microbatch == position)).astype(np.int64)
+            for position in range(microbatches)
+        )
+        for rank in range(ranks)
+    )
+
+
+def _split(media: IntArray, patches: IntArray, patch_budget: int | None) -> list[IntArray]:
+    """Cut ``media`` into runs of at most ``patch_budget`` patches, each as long as it can be."""
+    if patch_budget is None:
+        return [media]
+    cuts: list[int] = []
+    filled = 0
+    for place, size in enumerate(patches[media].tolist()):
+        if filled + size > patch_budget:
+            cuts.append(place)
+            filled = 0
+        filled += size
+    return np.split(media, cuts)

@@ -1,0 +1,115 @@
+"""The plan of one step: sizes of samples in, who encodes and who reads what out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flowtrain_lightning.packing.cost import DEFAULT_COST, CostModel
+from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches
+from flowtrain_lightning.packing.microbatches import pack_microbatches
+from flowtrain_lightning.packing.order import flow_order
+from flowtrain_lightning.packing.plan import IntArray, SampleSizes, StepPlan
+
+
+class PackingError(ValueError):
+    """What was asked for cannot be planned."""
+
+
+def plan_step(
+    sizes: SampleSizes,
+    samples: IntArray,
+    *,
+    backbone_ranks: int,
+    encoder_ranks: int,
+    token_budget: int,
+    patch_budget: int | None = None,
+    local: bool = False,
+    cost: CostModel = DEFAULT_COST,
+) -> StepPlan:
+    """Plan one step. The same arguments give the same plan on every rank and machine.
+
+    Args:
+        sizes: sizes of ``samples``, in that order.
+        samples: ``[n]`` indices into the data set, in sampler order.
+        backbone_ranks: data-parallel ranks of the backbone role.
+        encoder_ranks: data-parallel ranks of the encoder role.
+        token_budget: the most tokens of one microbatch.
+        patch_budget: the most patches of one encoder batch. A batch never holds more than the media that one encoder
+            rank owes to one position of the microbatches, so None needs no number.
+        local: every rank encodes just the media that it reads, one encoder batch (perhaps empty) per microbatch.
+        cost: what a packed set of sequences costs the backbone.
+
+    Raises:
+        PackingError: a number of ranks or a budget below 1, sizes of other samples, a sample over the token budget,
+            a media over the patch budget, or ``local`` with unequal numbers of ranks or with a patch budget.
+    """
+    _refuse_bad_settings(backbone_ranks, encoder_ranks, token_budget, patch_budget, local)
+    _refuse_what_does_not_fit(sizes, samples, token_budget, patch_budget)
+    packed = pack_microbatches(sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost)
+    microbatches = _in_flow_order(packed, sizes)
+    rank, position = StepPlan(samples, sizes, microbatches, ()).readers
+    if local:
+        encoder_batches = local_encoder_batches(rank, position, ranks=backbone_ranks, microbatches=len(microbatches[0]))
+    else:
+        encoder_batches = pack_encoder_batches(
+            sizes.media_patches, rank, position, encoder_ranks=encoder_ranks, patch_budget=patch_budget
+        )
+    return StepPlan(samples, sizes, microbatches, encoder_batches)
+
+
+def _in_flow_order(
+    microbatches: tuple[tuple[IntArray, ...], ...], sizes: SampleSizes
+) -> tuple[tuple[IntArray, ...], ...]:
+    patches = np.zeros(len(sizes), dtype=np.int64)
+    np.add.at(patches, sizes.media_sample, sizes.media_patches)
+    media = np.array([sum(patches[members].sum() for members in row) for row in zip(*microbatches, strict=True)])
+    order = flow_order(media)
+    return tuple(tuple(of_rank[position] for position in order) for of_rank in microbatches)
+
+
+def _refuse_bad_settings(
+    backbone_ranks: int, encoder_ranks: int, token_budget: int, patch_budget: int | None, local: bool
+) -> None:
+    least_one = {"backbone_ranks": backbone_ranks, "encoder_ranks": encoder_ranks, "token_budget": token_budget}
+    if patch_budget is not None:
+        least_one["patch_budget"] = patch_budget
+    for name, value in least_one.items():
+        if value < 1:
+            raise PackingError(f"{name} is {value}; it must be at least 1.")
+    if local and backbone_ranks != encoder_ranks:
+        raise PackingError(
+            f"local=True lets every rank encode what it reads, but there are {backbone_ranks} backbone ranks and "
+            f"{encoder_ranks} encoder ranks; make the numbers equal."
+        )
+    if local and patch_budget is not None:
+        raise PackingError(
+            "local=True ties every encoder batch to one microbatch, so patch_budget cannot split it; "
+            "leave patch_budget out, or lower token_budget."
+        )
+
+
+def _refuse_what_does_not_fit(
+    sizes: SampleSizes, samples: IntArray, token_budget: int, patch_budget: int | None
+) -> None:
+    if len(sizes) != len(samples):
+        raise PackingError(
+            f"There are {len(samples)} samples but sizes of {len(sizes)}; give the sizes of each sample."
+        )
+    too_long = np.flatnonzero(sizes.tokens > token_budget)
+    if len(too_long):
+        first = int(too_long[0])
+        start, end = sizes.media_start[first : first + 2].tolist()
+        raise PackingError(
+            f"Sample {samples[first]} has {sizes.tokens[first]} tokens ({sizes.media_rows[start:end].sum()} of them "
+            f"from {end - start} media), more than the token budget of {token_budget}; "
+            "raise the budget, or drop or shorten the sample."
+        )
+    if patch_budget is None:
+        return
+    too_large = np.flatnonzero(sizes.media_patches > patch_budget)
+    if len(too_large):
+        media = int(too_large[0])
+        raise PackingError(
+            f"A media of sample {samples[sizes.media_sample[media]]} has {sizes.media_patches[media]} patches, "
+            f"more than the patch budget of {patch_budget}; raise the budget, or make the media smaller."
+        )
