@@ -1,0 +1,89 @@
+"""Attention over packed sequences: one function, on the fastest kernel that is there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool
+) -> Tensor:
+    """Scaled dot-product attention in which every packed sequence sees itself alone.
+
+    In half precision on CUDA this is flash-attn where it is installed, else PyTorch's ``varlen_attn``. Everywhere
+    else it is PyTorch's ``scaled_dot_product_attention``, one sequence after another: exact in any precision, and
+    on CPU also the fastest way.
+
+    Args:
+        query: ``[tokens, heads, head_dim]`` floats, the sequences one after another.
+        key: ``[tokens, key_heads, head_dim]``; each key head serves ``heads / key_heads`` adjacent query heads.
+        value: ``[tokens, key_heads, head_dim]``.
+        cu_seqlens: ``[sequences + 1]`` int32, where each sequence begins and ends.
+        max_seqlen: tokens of the longest sequence.
+        causal: whether a token sees only itself and the tokens before it.
+
+    Returns:
+        ``[tokens, heads, head_dim]``, in the dtype of ``query``.
+
+    Raises:
+        ValueError: if the query heads are no multiple of the key heads.
+    """
+    heads, key_heads = query.shape[1], key.shape[1]
+    if heads % key_heads != 0:
+        raise ValueError(
+            f"varlen_attention got {heads} query heads for {key_heads} key heads, "
+            "but needs a whole number of query heads per key head; change one of the two."
+        )
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        flash_attention = _flash_attention()
+        if flash_attention is not None:
+            packed: Tensor = flash_attention(
+                query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=causal
+            )
+            return packed
+        return _torch_varlen(query, key, value, cu_seqlens, max_seqlen, causal)
+    return _per_sequence(query, key, value, cu_seqlens, causal)
+
+
+@cache
+def _flash_attention() -> Callable[..., Any] | None:
+    """flash-attn's kernel for packed sequences, or None where the package is not installed."""
+    try:
+        kernel: Callable[..., Any] = importlib.import_module("flash_attn").flash_attn_varlen_func
+    except ImportError:
+        return None
+    return kernel
+
+
+def _torch_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool
+) -> Tensor:
+    """PyTorch's own kernel for packed sequences (CUDA, half precision)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if query.shape[1] != key.shape[1]:
+        shared = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    window = (-1, 0) if causal else (-1, -1)
+    packed = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=window)
+    assert isinstance(packed, Tensor)  # a pair only where auxiliary outputs are asked for
+    return packed
+
+
+def _per_sequence(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, causal: bool) -> Tensor:
+    """One call per sequence: no mask, no padding, and no other sequence within reach."""
+    lengths = cu_seqlens.diff().tolist()
+    grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for packed in zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in packed)
+        output = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs) if outputs else query

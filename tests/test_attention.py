@@ -1,0 +1,109 @@
+"""What the one attention function promises about packed sequences."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flowtrain_lightning.attention import varlen_attention
+
+LENGTHS = [5, 1, 9, 3]
+CU_SEQLENS = torch.tensor([0, 5, 6, 15, 18], dtype=torch.int32)
+HALF_ON_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def packed(key_heads: int = 4, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(sum(LENGTHS), heads, 8, dtype=dtype, generator=generator).requires_grad_()
+        for heads in (4, key_heads, key_heads)
+    ]
+
+
+def masked_reference(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    """The same by one dense block-diagonal mask and repeated key heads."""
+    owner = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    allowed = owner[:, None] == owner[None, :]
+    if causal:
+        allowed = allowed.tril()
+    shared = query.shape[1] // key.shape[1]
+    q, k, v = (
+        x.transpose(0, 1) for x in (query, key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1))
+    )
+    return scaled_dot_product_attention(q, k, v, attn_mask=allowed).transpose(0, 1)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_output_and_gradients_equal_a_dense_block_diagonal_mask(causal: bool, key_heads: int) -> None:
+    inputs = packed(key_heads)
+    output = varlen_attention(*inputs, CU_SEQLENS, max(LENGTHS), causal)
+    expected = masked_reference(*inputs, causal)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(output)
+    gradients = torch.autograd.grad((output * weight).sum(), inputs)
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), inputs)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_pass_the_numerical_check(causal: bool) -> None:
+    cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+    inputs = [torch.randn(5, heads, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
+    assert torch.autograd.gradcheck(lambda q, k, v: varlen_attention(q, k, v, cu_seqlens, 3, causal), inputs)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_changing_one_sequence_leaves_the_others_bit_equal(causal: bool, dtype: torch.dtype) -> None:
+    inputs = packed(2, dtype)
+    other = [x.detach().clone() for x in inputs]
+    for x in other:
+        x[6:15] += 1
+    before = varlen_attention(*inputs, CU_SEQLENS, max(LENGTHS), causal)
+    after = varlen_attention(*other, CU_SEQLENS, max(LENGTHS), causal)
+    assert torch.equal(before[:6], after[:6])
+    assert torch.equal(before[15:], after[15:])
+    assert not torch.equal(before[6:15], after[6:15])
+
+
+def test_a_causal_token_does_not_see_later_ones() -> None:
+    inputs = packed()
+    later = [x.detach().clone() for x in inputs]
+    for x in later:
+        x[4] += 1
+    before = varlen_attention(*inputs, CU_SEQLENS, max(LENGTHS), causal=True)
+    after = varlen_attention(*later, CU_SEQLENS, max(LENGTHS), causal=True)
+    assert torch.equal(before[:4], after[:4])
+    assert not torch.equal(before[4], after[4])
+
+
+def test_an_empty_sequence_takes_no_room() -> None:
+    inputs = packed()
+    with_empty = torch.tensor([0, 5, 5, 6, 15, 18], dtype=torch.int32)
+    assert torch.equal(
+        varlen_attention(*inputs, with_empty, max(LENGTHS), causal=True),
+        varlen_attention(*inputs, CU_SEQLENS, max(LENGTHS), causal=True),
+    )
+
+
+def test_heads_that_do_not_divide_are_refused_with_both_numbers() -> None:
+    query, key, value = (torch.randn(3, heads, 4) for heads in (4, 3, 3))
+    with pytest.raises(ValueError, match="4 query heads for 3 key heads"):
+        varlen_attention(query, key, value, torch.tensor([0, 3], dtype=torch.int32), 3, causal=True)
+
+
+@HALF_ON_CUDA
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_the_half_precision_kernel_on_cuda_agrees_with_float32(causal: bool, key_heads: int) -> None:
+    inputs = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in packed(key_heads)]
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    cu_seqlens = CU_SEQLENS.cuda()
+    output = varlen_attention(*inputs, cu_seqlens, max(LENGTHS), causal)
+    expected = varlen_attention(*exact, cu_seqlens, max(LENGTHS), causal)
+    torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2)
+    gradients = torch.autograd.grad(output.float().square().sum(), inputs)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), exact)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient.float(), expected_gradient, rtol=5e-2, atol=5e-2)
