@@ -1,0 +1,92 @@
+"""The allocation that is used where nobody has measured the module: a rule of thumb, node by node."""
+
+from __future__ import annotations
+
+from flowtrain_lightning.allocator.allocation import (
+    Allocation,
+    AllocationError,
+    Placement,
+    refuse_unknown_placement,
+)
+from flowtrain_lightning.allocator.layout import Layout
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+
+BACKBONE_SHARE = 4
+"""One rank in so many encodes: in common vision-language models the backbone does most of the work."""
+
+
+def default_allocation(
+    devices: int,
+    placement: Placement | None = None,
+    encoder_ranks: int | None = None,
+    devices_per_node: int | None = None,
+) -> Allocation:
+    """Allocate replicated data-parallel roles by rule.
+
+    One device has both roles. On several, a quarter of the ranks, but at least one, encodes. The last ranks of each
+    node encode, so that features stay within the node; where encoder ranks do not divide evenly the last nodes have
+    one more. Rank 0 is always a backbone rank.
+
+    Args:
+        devices: ranks in all.
+        placement: ``"colocated"`` gives both roles to every rank, ``"separate"`` one to each; None follows the rule.
+        encoder_ranks: how many ranks encode; None follows the rule.
+        devices_per_node: ranks of each node; None means that all are on one node.
+
+    Raises:
+        AllocationError: the settings contradict each other, or leave a role without ranks.
+    """
+    per_node = devices if devices_per_node is None else devices_per_node
+    _refuse_bad_settings(devices, placement, encoder_ranks, per_node)
+    if placement == "colocated" or (devices == 1 and placement is None and encoder_ranks is None):
+        everyone = tuple(range(devices))
+        return _replicated("colocated", encoder=everyone, backbone=everyone)
+    encoders = max(1, devices // BACKBONE_SHARE) if encoder_ranks is None else encoder_ranks
+    if encoders >= devices:
+        raise AllocationError(
+            f"{encoders} encoder ranks leave no backbone rank on {_devices(devices)}; use at most {devices - 1}."
+            if devices > 1
+            else 'Separate roles need at least 2 devices, but there is 1; use placement="colocated".'
+        )
+    encoder = _last_of_each_node(encoders, devices // per_node, per_node)
+    backbone = tuple(rank for rank in range(devices) if rank not in encoder)
+    return _replicated("separate", encoder=encoder, backbone=backbone)
+
+
+def _last_of_each_node(encoders: int, nodes: int, per_node: int) -> tuple[int, ...]:
+    """The encoder ranks, ascending. Fewer encoders than ranks in all, so node 0 always keeps its first rank."""
+    each, more = divmod(encoders, nodes)
+    found: list[int] = []
+    for node in range(nodes):
+        count = each + (node >= nodes - more)
+        end = (node + 1) * per_node
+        found += range(end - count, end)
+    return tuple(found)
+
+
+def _replicated(placement: Placement, *, encoder: tuple[int, ...], backbone: tuple[int, ...]) -> Allocation:
+    ranks = {ENCODER: encoder, BACKBONE: backbone}
+    return Allocation(placement, {role: Layout(data=len(ranks[role])) for role in ROLES}, ranks)
+
+
+def _refuse_bad_settings(
+    devices: int, placement: Placement | None, encoder_ranks: int | None, devices_per_node: int
+) -> None:
+    if devices < 1:
+        raise AllocationError(f"There are {devices} devices; training needs at least 1.")
+    if devices_per_node < 1 or devices % devices_per_node:
+        raise AllocationError(
+            f"{_devices(devices)} cannot be divided into nodes of {devices_per_node}; every node must have as many."
+        )
+    if placement is not None:
+        refuse_unknown_placement(placement)
+    if encoder_ranks is not None and encoder_ranks < 1:
+        raise AllocationError(f"encoder_ranks is {encoder_ranks}; at least 1 rank must encode.")
+    if encoder_ranks is not None and placement == "colocated":
+        raise AllocationError(
+            'With placement="colocated" every rank encodes; leave encoder_ranks out, or use placement="separate".'
+        )
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"

@@ -1,0 +1,1 @@
+"""The project's tests; the folders mirror the package's."""

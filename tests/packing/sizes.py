@@ -1,0 +1,32 @@
+"""Sizes of made-up samples, by hand and by hypothesis."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from flowtrain_lightning.packing import SampleSizes
+
+TOKEN_BUDGET = 100
+PATCHES_PER_ROW = 4
+
+
+def make_sizes(*samples: tuple[int, list[int]]) -> SampleSizes:
+    """Sizes of samples given as ``(text tokens, [rows of each media])``."""
+    media = [rows for _, of_sample in samples for rows in of_sample]
+    counts = [len(of_sample) for _, of_sample in samples]
+    text = [tokens for tokens, _ in samples]
+    rows = np.array(media, dtype=np.int64)
+    return SampleSizes(
+        tokens=np.array([tokens + sum(of_sample) for tokens, of_sample in samples], dtype=np.int64),
+        targets=np.array(text, dtype=np.int64),
+        media_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        media_rows=rows,
+        media_patches=rows * PATCHES_PER_ROW,
+    )
+
+
+def sizes_strategy(max_samples: int = 40) -> st.SearchStrategy[SampleSizes]:
+    """Steps of up to ``max_samples`` samples, each within ``TOKEN_BUDGET``, most with several media or none."""
+    sample = st.tuples(st.integers(1, 40), st.lists(st.integers(1, 20), max_size=3))
+    return st.lists(sample, max_size=max_samples).map(lambda samples: make_sizes(*samples))

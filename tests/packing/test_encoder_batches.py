@@ -1,0 +1,49 @@
+"""Media to encoder batches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches
+
+
+def pack(patches, backbone_rank, microbatch, encoder_ranks=1, patch_budget=None):
+    batches = pack_encoder_batches(
+        np.array(patches, dtype=np.int64),
+        np.array(backbone_rank, dtype=np.int64),
+        np.array(microbatch, dtype=np.int64),
+        encoder_ranks=encoder_ranks,
+        patch_budget=patch_budget,
+    )
+    return [[batch.tolist() for batch in of_rank] for of_rank in batches]
+
+
+def test_one_batch_per_rank_and_position_by_default():
+    assert pack([8, 8, 8, 8], [0, 0, 0, 0], [1, 0, 1, 0], encoder_ranks=2) == [[[1], [0]], [[3], [2]]]
+
+
+def test_inside_a_batch_the_media_of_one_reader_are_adjacent():
+    assert pack([1, 1, 1, 1, 1], [1, 0, 1, 0, 1], [0] * 5) == [[[1, 3, 0, 2, 4]]]
+
+
+def test_the_next_media_goes_to_the_rank_with_the_fewest_patches_of_the_whole_step():
+    assert pack([90, 10, 20, 30], [0] * 4, [0, 0, 1, 1], encoder_ranks=2) == [[[0]], [[1], [2, 3]]]
+
+
+def test_a_patch_budget_splits_a_position_and_each_batch_is_as_full_as_it_can_be():
+    assert pack([4, 4, 4, 6, 4], [0] * 5, [0] * 5, patch_budget=10) == [[[0, 1], [2, 3], [4]]]
+
+
+def test_a_patch_budget_never_joins_positions():
+    assert pack([1, 1], [0, 0], [0, 1], patch_budget=100) == [[[0], [1]]]
+
+
+def test_a_rank_without_media_has_no_batch():
+    assert pack([5], [0], [0], encoder_ranks=3) == [[[0]], [], []]
+    assert pack([], [], [], encoder_ranks=2) == [[], []]
+
+
+def test_local_batches_hold_just_what_their_microbatch_reads():
+    batches = local_encoder_batches(np.array([0, 1, 1, 1]), np.array([1, 0, 0, 1]), ranks=2, microbatches=2)
+    assert [[batch.tolist() for batch in of_rank] for of_rank in batches] == [[[], [0]], [[1, 2], [3]]]
+    assert all(batch.dtype == np.int64 for of_rank in batches for batch in of_rank)

@@ -1,0 +1,168 @@
+"""The plan of one step: what every plan promises, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain_lightning.packing import CostModel, PackingError, StepPlan, plan_step
+from tests.packing.sizes import PATCHES_PER_ROW, TOKEN_BUDGET, make_sizes, sizes_strategy
+
+RANKS = st.integers(1, 4)
+PATCH_BUDGETS = st.none() | st.integers(20 * PATCHES_PER_ROW, 400)
+
+
+def plan(sizes, backbone_ranks=2, encoder_ranks=2, **settings) -> StepPlan:
+    samples = np.arange(len(sizes), dtype=np.int64) + 1000
+    settings = {"token_budget": TOKEN_BUDGET, **settings}
+    return plan_step(sizes, samples, backbone_ranks=backbone_ranks, encoder_ranks=encoder_ranks, **settings)
+
+
+@given(sizes_strategy(), RANKS, RANKS)
+def test_every_sample_is_computed_once_within_the_budget_and_counts_are_equal(sizes, backbone_ranks, encoder_ranks):
+    step = plan(sizes, backbone_ranks, encoder_ranks)
+    members = [microbatch for of_rank in step.microbatches for microbatch in of_rank]
+    assert len(step.microbatches) == backbone_ranks
+    assert sorted(np.concatenate(members).tolist()) == list(range(len(sizes)))
+    assert all(sizes.tokens[microbatch].sum() <= TOKEN_BUDGET for microbatch in members)
+    assert len({len(of_rank) for of_rank in step.microbatches}) == 1
+
+
+@given(sizes_strategy(), RANKS, RANKS, PATCH_BUDGETS)
+def test_every_media_is_encoded_once_within_the_patch_budget(sizes, backbone_ranks, encoder_ranks, patch_budget):
+    step = plan(sizes, backbone_ranks, encoder_ranks, patch_budget=patch_budget)
+    batches = [batch for of_rank in step.encoder_batches for batch in of_rank]
+    encoded = [media for batch in batches for media in batch.tolist()]
+    assert len(step.encoder_batches) == encoder_ranks
+    assert sorted(encoded) == list(range(len(sizes.media_rows)))
+    assert patch_budget is None or all(sizes.media_patches[batch].sum() <= patch_budget for batch in batches)
+
+
+@given(sizes_strategy(), RANKS, RANKS, PATCH_BUDGETS)
+def test_readers_positions_never_fall_and_each_reader_of_a_batch_is_one_group(
+    sizes, backbone_ranks, encoder_ranks, patch_budget
+):
+    step = plan(sizes, backbone_ranks, encoder_ranks, patch_budget=patch_budget)
+    ranks, positions = step.readers
+    for of_rank in step.encoder_batches:
+        in_order = [position for batch in of_rank for position in positions[batch].tolist()]
+        assert in_order == sorted(in_order)
+        for batch in of_rank:
+            readers = list(zip(positions[batch].tolist(), ranks[batch].tolist(), strict=True))
+            changes = sum(a != b for a, b in pairwise(readers))
+            assert changes == len(set(readers)) - 1
+
+
+@given(sizes_strategy(), RANKS, RANKS, st.booleans())
+def test_entries_hold_all_media_exactly_and_rows_add_up(sizes, backbone_ranks, encoder_ranks, local):
+    step = plan(sizes, backbone_ranks, backbone_ranks if local else encoder_ranks, local=local)
+    ranks, positions = step.readers
+    assert sorted(media for entry in step.entries for media in entry.media.tolist()) == list(
+        range(len(sizes.media_rows))
+    )
+    for entry in step.entries:
+        assert entry.rows == sizes.media_rows[entry.media].sum()
+        assert set(ranks[entry.media].tolist()) == {entry.backbone_rank}
+        assert set(positions[entry.media].tolist()) == {entry.microbatch}
+        batch = step.encoder_batches[entry.encoder_rank][entry.encoder_batch]
+        assert set(entry.media.tolist()) <= set(batch.tolist())
+    keys = [(e.encoder_rank, e.encoder_batch, e.backbone_rank, e.microbatch) for e in step.entries]
+    assert len(set(keys)) == len(keys)
+
+
+@given(sizes_strategy(), RANKS)
+def test_local_plans_encode_where_they_read(sizes, ranks):
+    step = plan(sizes, ranks, ranks, local=True)
+    owner = sizes.media_sample
+    for microbatches, batches in zip(step.microbatches, step.encoder_batches, strict=True):
+        for members, media in zip(microbatches, batches, strict=True):
+            assert media.tolist() == [m for m, sample in enumerate(owner) if sample in members]
+
+
+@given(sizes_strategy(), RANKS, RANKS)
+def test_the_same_arguments_give_the_same_plan(sizes, backbone_ranks, encoder_ranks):
+    one, other = plan(sizes, backbone_ranks, encoder_ranks), plan(sizes, backbone_ranks, encoder_ranks)
+    for ours, theirs in [(one.microbatches, other.microbatches), (one.encoder_batches, other.encoder_batches)]:
+        assert [[a.tolist() for a in of_rank] for of_rank in ours] == [
+            [a.tolist() for a in of_rank] for of_rank in theirs
+        ]
+
+
+@given(sizes_strategy(), RANKS, RANKS)
+def test_encoder_ranks_differ_by_no_more_than_one_media(sizes, backbone_ranks, encoder_ranks):
+    step = plan(sizes, backbone_ranks, encoder_ranks)
+    patches = [sum(int(sizes.media_patches[batch].sum()) for batch in of_rank) for of_rank in step.encoder_batches]
+    assert max(patches) - min(patches) <= max(sizes.media_patches, default=0)
+
+
+def test_positions_rich_in_media_stand_in_the_middle_on_all_ranks():
+    text, rich = (80, []), (10, [80])
+    step = plan(make_sizes(text, rich, text, rich, text, rich, text, rich), backbone_ranks=2)
+    media = [[int(np.isin(members, [1, 3, 5, 7]).sum()) for members in of_rank] for of_rank in step.microbatches]
+    assert media == [[0, 1, 1, 0], [0, 1, 1, 0]]
+
+
+def test_a_step_without_media_has_no_encoder_batch_and_no_entry():
+    step = plan(make_sizes((10, []), (20, [])))
+    assert step.encoder_batches == ((), ())
+    assert step.entries == ()
+
+
+def test_one_sample_on_several_ranks_leaves_the_others_empty():
+    step = plan(make_sizes((10, [5, 5])), backbone_ranks=3, encoder_ranks=2)
+    assert [[members.tolist() for members in of_rank] for of_rank in step.microbatches] == [[[0]], [[]], [[]]]
+    assert [entry.rows for entry in step.entries] == [5, 5]
+
+
+def test_a_giant_sample_stands_alone():
+    step = plan(make_sizes((10, [5]), (20, [80]), (10, [5])), backbone_ranks=2)
+    assert sorted(members.tolist() for of_rank in step.microbatches for members in of_rank) == [[0, 2], [1]]
+
+
+def test_the_cost_model_decides_what_is_balanced():
+    sizes = make_sizes((50, []), (30, []), (30, []), (10, []), (10, []))
+    by_tokens = plan(sizes, cost=CostModel(1.0, 0.0, 0.0))
+    by_attention = plan(sizes, cost=CostModel(0.0, 1.0, 0.0))
+    assert {int(sizes.tokens[of_rank[0]].sum()) for of_rank in by_tokens.microbatches} == {60, 70}
+    assert {int(sizes.tokens[of_rank[0]].sum()) for of_rank in by_attention.microbatches} == {50, 80}
+
+
+def test_a_sample_over_the_token_budget_is_named_with_its_sizes():
+    with pytest.raises(
+        PackingError,
+        match="Sample 1001 has 130 tokens \\(80 of them from 2 media\\), more than the token budget of 100",
+    ):
+        plan(make_sizes((10, []), (50, [60, 20])))
+
+
+def test_a_media_over_the_patch_budget_is_named_by_its_sample():
+    with pytest.raises(PackingError, match="A media of sample 1002 has 60 patches, more than the patch budget of 50"):
+        plan(make_sizes((10, [5]), (10, []), (10, [1, 15])), patch_budget=50)
+
+
+@pytest.mark.parametrize("name", ["backbone_ranks", "encoder_ranks", "token_budget", "patch_budget"])
+@pytest.mark.parametrize("value", [0, -2])
+def test_a_number_below_one_is_refused_by_name(name, value):
+    with pytest.raises(PackingError, match=f"{name} is {value}; it must be at least 1"):
+        plan(make_sizes((10, [])), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"backbone_ranks": 2, "encoder_ranks": 3}, "2 backbone ranks and 3 encoder ranks; make the numbers equal"),
+        ({"patch_budget": 50}, "leave patch_budget out"),
+    ],
+)
+def test_local_plans_refuse_what_they_cannot_keep(settings, words):
+    with pytest.raises(PackingError, match=words):
+        plan(make_sizes((10, [])), local=True, **settings)
+
+
+def test_sizes_of_other_samples_are_refused():
+    with pytest.raises(PackingError, match="There are 3 samples but sizes of 1"):
+        plan_step(make_sizes((10, [])), np.arange(3), backbone_ranks=1, encoder_ranks=1, token_budget=10)
