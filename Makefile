@@ -1,0 +1,38 @@
+# Sets up .venv once, then trains, checks or tests in it. `make help` lists what there is.
+
+SHELL := /usr/bin/env bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+RESULTS = tests/results/$(shell date -u +%Y-%m-%d)-$(shell git rev-parse --short HEAD).txt
+
+.PHONY: help quickstart check test test-all
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@echo 'PIP_ARGS="..." passes arguments to pip, such as your own index; PYTHON=... picks the interpreter (3.10 or newer).'
+
+quickstart: $(VENV)/.installed-quickstart ## train the quickstart recipe on two processes of this machine
+	$(VENV)/bin/python recipes/quickstart/run.py
+
+check: $(VENV)/.installed-test ## lint, format and types
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+test: check ## check, then every test but the long forms
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -m 'not full' --durations=10
+
+test-all: check ## check, then every test; the dated output goes to tests/results/
+	@mkdir -p tests/results
+	@{ date -u +'%Y-%m-%d %H:%M UTC'; git log -1 --format='commit %h: %s'; $(VENV)/bin/flowtrain doctor; \
+	   OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q --durations=20; } 2>&1 | tee $(RESULTS)
+
+$(VENV)/.installed-%: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Python %d.%d is too old; set PYTHON to 3.10 or newer." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q $(PIP_ARGS) -e '.[$*]'
+	@touch $@

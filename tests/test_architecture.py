@@ -1,0 +1,124 @@
+"""The house rules that a machine can check: imports run downward, and planning needs no torch."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import scipy
+
+PACKAGE = Path(__file__).parents[1] / "flowtrain_lightning"
+NAME = PACKAGE.name
+
+ROOMS = {
+    "packing": set(),
+    "allocator": set(),
+    "pool": set(),
+    "data": {"packing"},
+    "parallel": {"allocator"},
+    "runtime": {"allocator", "pool", "data", "parallel"},
+}
+"""Each room and the rooms that it may import. The runtime takes role names from the allocator; plans reach it through
+data."""
+
+OUTSIDE = {
+    "packing": {"numpy", "scipy"},
+    "allocator": {"numpy", "scipy"},
+    "pool": {"numpy", "torch"},
+    "parallel": {"numpy", "torch"},
+}
+"""What rooms may import from outside the package; rooms that are not named here are free."""
+
+SHARED = {"attention"}
+"""Modules beside the rooms that import nothing of the package and serve everyone."""
+
+STOREYS = [
+    {"strategy", "module", "checkpoint"},
+    {"metrics", "callbacks", "doctor"},
+    {"models"},
+    {"cli"},
+]
+"""What stands above the rooms, from below: each may import all rooms, its own storey and those under it."""
+
+
+def imports(file: Path) -> Iterator[str]:
+    """The dotted names that a file imports when it runs: imports for the type checker are left out."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for_types = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    skipped = {inner for node in for_types for statement in node.body for inner in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} imports relatively; write the whole name"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def allowed_rooms(room: str) -> set[str]:
+    if room in ROOMS:
+        return ROOMS[room] | {room} | SHARED
+    if room in SHARED:
+        return {room}
+    level = next(level for level, storey in enumerate(STOREYS) if room in storey)
+    return set(ROOMS) | SHARED | set().union(*STOREYS[: level + 1])
+
+
+FILES = [file for file in sorted(PACKAGE.rglob("*.py")) if file != PACKAGE / "__init__.py"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_run_downward_only(file):
+    allowed = allowed_rooms(room_of(file))
+    within = {name.split(".")[1] for name in imports(file) if name.startswith(f"{NAME}.")}
+    assert within <= allowed, f"may import {sorted(allowed)}, but imports {sorted(within - allowed)} too"
+
+
+@pytest.mark.parametrize("room", sorted(OUTSIDE))
+def test_a_room_leans_on_nothing_but_what_the_design_names(room):
+    for file in (PACKAGE / room).rglob("*.py"):
+        top = {name.split(".")[0] for name in imports(file)} - set(sys.stdlib_module_names) - {NAME}
+        assert top <= OUTSIDE[room], f"{file.name} imports {sorted(top - OUTSIDE[room])}"
+
+
+def test_planning_for_a_thousand_ranks_works_where_there_is_no_torch(tmp_path):
+    for package in (numpy, scipy):
+        folder = Path(package.__file__).parent
+        for part in (folder, folder.with_name(f"{folder.name}.libs")):
+            if part.exists():
+                (tmp_path / part.name).symlink_to(part)
+    (tmp_path / NAME).symlink_to(PACKAGE)
+    script = """if True:
+        import importlib.util
+        assert importlib.util.find_spec("torch") is None and importlib.util.find_spec("lightning") is None
+        import numpy as np
+        from flowtrain_lightning.allocator import default_allocation
+        from flowtrain_lightning.packing import SampleSizes, plan_step
+        allocation = default_allocation(1000, devices_per_node=8)
+        count = 2000
+        ones = np.ones(count, dtype=np.int64)
+        sizes = SampleSizes(ones * 100, ones, np.arange(count + 1), ones * 50, ones * 200)
+        ranks = {role: layout.data for role, layout in allocation.layouts.items()}
+        plan = plan_step(sizes, np.arange(count), backbone_ranks=ranks["backbone"], encoder_ranks=ranks["encoder"],
+                         token_budget=400)
+        print(len(plan.microbatches), len(plan.encoder_batches))
+    """
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.split() == ["750", "250"]
