@@ -1,0 +1,146 @@
+"""What this machine offers to flowtrain: versions, devices, kernel services and attention kernels."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+REQUIRED = ("flowtrain-lightning", "torch", "lightning", "torchmetrics", "numpy", "scipy")
+
+OPTIONAL = {
+    "jsonargparse": "flowtrain fit, validate, test and predict; extra: cli",
+    "tokenizers": "byte-level tokenizers for FlowDataModule; extra: data",
+    "pillow": "reading pictures; extra: data",
+    "matplotlib": "pictures of losses and timelines; extra: plot",
+    "wandb": "WandbLogger; extra: wandb",
+    "tensorboard": "TensorBoardLogger",
+}
+"""Packages that need not be there, and what each is for."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked for.
+        found: whether it is there.
+        meaning: its version or size where it is there, and what follows from that.
+    """
+
+    name: str
+    found: bool
+    meaning: str
+
+    def __str__(self) -> str:
+        return f"{self.name:<20} {'ok' if self.found else 'absent':<8} {self.meaning}"
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything, in the order in which it is printed."""
+    yield from _versions()
+    yield from _devices()
+    yield from _kernel_services()
+    yield from _attention_kernels()
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("python", True, platform.python_version())
+    for package in REQUIRED:
+        installed = _version(package)
+        yield Finding(package, installed is not None, installed or "required; install flowtrain-lightning again")
+    for package, purpose in OPTIONAL.items():
+        installed = _version(package)
+        yield Finding(package, installed is not None, f"{installed} ({purpose})" if installed else purpose)
+
+
+def _devices() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("processor", True, f"{cores} cores, {_processor()}, {_memory_bytes() / 2**30:.0f} GiB memory")
+    limit = os.environ.get("OMP_NUM_THREADS", "not set")
+    yield Finding("threads", True, f"{torch.get_num_threads()} per process (OMP_NUM_THREADS: {limit})")
+    if torch.cuda.is_available():
+        names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
+        yield Finding("CUDA", True, f"{torch.cuda.device_count()} GPUs, {names}")
+    else:
+        yield Finding("CUDA", False, "training runs on the CPU")
+    yield Finding("gloo", dist.is_gloo_available(), "process groups on the CPU; no run of several ranks without it")
+    yield Finding("NCCL", dist.is_nccl_available(), "process groups on GPUs")
+
+
+def _kernel_services() -> Iterator[Finding]:
+    for name, probe, purpose in (
+        ("memfd", _probe_memfd, "the pool's memory: without a name, so nothing is left behind"),
+        ("pidfd", _probe_pidfd, "the death of a rank is noticed at once"),
+        ("abstract sockets", _probe_abstract_socket, "ranks of a node meet without a file"),
+        ("descriptor passing", _probe_descriptor_passing, "ranks of a node map each other's memory"),
+    ):
+        yield Finding(name, _works(probe), purpose)
+
+
+def _attention_kernels() -> Iterator[Finding]:
+    flash = _version("flash-attn")
+    cuda = torch.cuda.is_available()
+    yield Finding("flash-attn", flash is not None and cuda, "packed attention on GPUs in half precision, first choice")
+    yield Finding("varlen_attn", cuda, "packed attention on GPUs in half precision, where flash-attn is absent")
+    yield Finding("SDPA", True, "packed attention sequence by sequence, everywhere else")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _works(probe: Callable[[], None]) -> bool:
+    """Whether the kernel offers what ``probe`` uses: Python leaves out what the system has not, containers forbid."""
+    try:
+        probe()
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _probe_memfd() -> None:
+    os.close(os.memfd_create("flowtrain-doctor", os.MFD_ALLOW_SEALING))
+
+
+def _probe_pidfd() -> None:
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def _probe_abstract_socket() -> None:
+    with closing(socket.socket(socket.AF_UNIX)) as server:
+        server.bind(f"\0flowtrain-doctor-{os.getpid()}")
+
+
+def _probe_descriptor_passing() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX)
+    with closing(one), closing(other):
+        socket.send_fds(one, [b"x"], [one.fileno()])
+        _, descriptors, _, _ = socket.recv_fds(other, 1, 1)
+        for descriptor in descriptors:
+            os.close(descriptor)
