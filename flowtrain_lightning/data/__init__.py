@@ -1,6 +1,39 @@
 """Data: samples, media, packed batches, metadata sources, readers and the data module."""
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch, PackedMedia, StepBatch, StepPart
+from flowtrain_lightning.data.conversation import ChatTemplate, TokenSequence
+from flowtrain_lightning.data.images import ImageProcessor, PictureError
+from flowtrain_lightning.data.loader import StepLoader
+from flowtrain_lightning.data.metadata import JoinedSources, MetadataIndex, MetadataSource
+from flowtrain_lightning.data.module import FlowDataModule
+from flowtrain_lightning.data.records import DataError, Record, Turn
+from flowtrain_lightning.data.sampling import Sampling
+from flowtrain_lightning.data.steps import StepDataset
+from flowtrain_lightning.data.tokenizer import Tokenizer, open_tokenizer
 from flowtrain_lightning.packing import Entry, StepPlan
 
-__all__ = ["IGNORED_LABEL", "Entry", "PackedBatch", "PackedMedia", "StepBatch", "StepPart", "StepPlan"]
+__all__ = [
+    "IGNORED_LABEL",
+    "ChatTemplate",
+    "DataError",
+    "Entry",
+    "FlowDataModule",
+    "ImageProcessor",
+    "JoinedSources",
+    "MetadataIndex",
+    "MetadataSource",
+    "PackedBatch",
+    "PackedMedia",
+    "PictureError",
+    "Record",
+    "Sampling",
+    "StepBatch",
+    "StepDataset",
+    "StepLoader",
+    "StepPart",
+    "StepPlan",
+    "TokenSequence",
+    "Tokenizer",
+    "Turn",
+    "open_tokenizer",
+]

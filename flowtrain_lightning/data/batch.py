@@ -65,6 +65,10 @@ class PackedMedia:
             self, patches=move(self.patches), cu_seqlens=move(self.cu_seqlens), grid=move(self.grid)
         )
 
+    def with_patches(self, patches: Tensor) -> PackedMedia:
+        """The same media with other patches, for example in another precision."""
+        return replace(self, patches=patches)
+
     def pin_memory(self) -> PackedMedia:
         """The same media in page-locked memory."""
         return replace(

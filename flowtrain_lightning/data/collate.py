@@ -1,0 +1,78 @@
+"""Packing: token sequences into a microbatch, pictures into an encoder batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch, PackedMedia
+from flowtrain_lightning.data.conversation import TokenSequence
+from flowtrain_lightning.packing import IntArray
+
+IMAGE = "image"
+"""The modality of pictures."""
+
+_PADDING_TOKEN = 0
+
+
+class LoadedPicture(NamedTuple):
+    """A picture ready to be packed: ``[patches, patch_dim]`` floats, its rows and columns of patches, its features."""
+
+    patches: NDArray[np.float32]
+    grid: tuple[int, int]
+    rows: int
+
+
+def pack_sequences(
+    sequences: Sequence[TokenSequence], samples: Sequence[int], *, pad_to: int | None = None
+) -> PackedBatch:
+    """One microbatch of at least one sequence.
+
+    Args:
+        sequences: the sequences in order.
+        samples: their data set indices.
+        pad_to: fill up to so many tokens by one more sequence without labels. The padding is token 0.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    missing = 0 if pad_to is None else pad_to - sum(lengths)
+    lengths += [missing] if missing > 0 else []
+    tokens = np.full(sum(lengths), _PADDING_TOKEN, dtype=np.int64)
+    labels = np.full(sum(lengths), IGNORED_LABEL, dtype=np.int64)
+    ends = np.cumsum(lengths)
+    places: list[IntArray] = []
+    for sequence, end in zip(sequences, ends, strict=False):
+        start = end - len(sequence)
+        tokens[start:end] = sequence.tokens
+        labels[start:end] = sequence.labels
+        places.append(start + sequence.media_positions)
+    positions = np.concatenate(places)
+    return PackedBatch(
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        position_ids=torch.from_numpy(np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])),
+        cu_seqlens=_boundaries(lengths),
+        max_seqlen=max(lengths),
+        media_positions={IMAGE: torch.from_numpy(positions)} if len(positions) else {},
+        samples=tuple(samples),
+    )
+
+
+def pack_pictures(pictures: Sequence[LoadedPicture]) -> PackedMedia:
+    """One encoder batch of at least one picture."""
+    lengths = [len(picture.patches) for picture in pictures]
+    return PackedMedia(
+        modality=IMAGE,
+        patches=torch.from_numpy(np.concatenate([picture.patches for picture in pictures])),
+        cu_seqlens=_boundaries(lengths),
+        grid=torch.tensor([picture.grid for picture in pictures], dtype=torch.int64),
+        max_seqlen=max(lengths),
+        rows=tuple(picture.rows for picture in pictures),
+    )
+
+
+def _boundaries(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))

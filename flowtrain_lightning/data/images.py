@@ -1,0 +1,230 @@
+"""Pictures at their native sizes: how large each becomes, and its pixels as patches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowtrain_lightning.packing import IntArray
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+LARGEST_ASPECT = 200
+_ORIENTATION = 0x0112
+
+
+class PictureError(ValueError):
+    """A picture that cannot be used; the message says why, without naming the record."""
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """The size rule of Qwen2-VL, Qwen2.5-VL and (with ``patch_size=16``) Qwen3-VL, and the pixels that follow from it.
+
+    A picture keeps its aspect ratio; both sides become multiples of ``patch_size * merge_size``. Patches are ordered
+    in blocks of ``merge_size x merge_size``, row by row, so an encoder merges ``merge_size ** 2`` consecutive patches
+    into one row of features. Inside a patch the order is channel, row, column. Transparent pictures lie on white.
+
+    Attributes:
+        patch_size: side of a patch in pixels.
+        merge_size: side of a block of patches that becomes one row of features.
+        min_pixels: smaller pictures are scaled up to about this many pixels.
+        max_pixels: larger pictures are scaled down to at most this many pixels.
+        channels: 3 for colour, 1 for grey.
+        mean: per channel, subtracted from values in 0..1.
+        std: per channel, divides what is left.
+    """
+
+    patch_size: int = 14
+    merge_size: int = 2
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    channels: int = 3
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+
+    def __post_init__(self) -> None:
+        if self.channels not in (1, 3):
+            raise ValueError(f"ImageProcessor got channels={self.channels}; give 1 (grey) or 3 (colour).")
+        if len(self.mean) != self.channels or len(self.std) != self.channels:
+            raise ValueError(
+                f"ImageProcessor got {len(self.mean)} values in mean and {len(self.std)} in std "
+                f"for channels={self.channels}; give one per channel."
+            )
+        if not self._block**2 <= self.min_pixels <= self.max_pixels:
+            raise ValueError(
+                f"ImageProcessor got min_pixels={self.min_pixels} and max_pixels={self.max_pixels}; "
+                f"(patch_size * merge_size) ** 2 = {self._block**2} <= min_pixels <= max_pixels must hold."
+            )
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one patch: ``channels * patch_size ** 2``."""
+        return self.channels * self.patch_size**2
+
+    @property
+    def _block(self) -> int:
+        return self.patch_size * self.merge_size
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of patches of a picture of ``height x width`` pixels.
+
+        Raises:
+            PictureError: the picture has no pixels or is too long and thin.
+        """
+        rows, columns = self._grids(np.array([height]), np.array([width]))
+        return int(rows[0]), int(columns[0])
+
+    def patches(self, rows: int, columns: int) -> int:
+        """Patches of a picture of ``rows x columns`` patches."""
+        return rows * columns
+
+    def rows_of_features(self, rows: int, columns: int) -> int:
+        """Rows of features, that is backbone tokens, of a picture of ``rows x columns`` patches."""
+        return rows * columns // self.merge_size**2
+
+    def sizes(self, heights: IntArray, widths: IntArray) -> tuple[IntArray, IntArray]:
+        """Patches and rows of features of many pictures at once, two ``[pictures]`` arrays.
+
+        Raises:
+            PictureError: a picture has no pixels or is too long and thin.
+        """
+        rows, columns = self._grids(heights, widths)
+        patches = rows * columns
+        return patches, patches // self.merge_size**2
+
+    def _grids(self, heights: IntArray, widths: IntArray) -> tuple[IntArray, IntArray]:
+        shortest, longest = np.minimum(heights, widths), np.maximum(heights, widths)
+        if np.any(bad := (shortest < 1) | (longest > LARGEST_ASPECT * shortest)):
+            first = int(np.flatnonzero(bad)[0])
+            raise PictureError(
+                f"it is {heights[first]} pixels high and {widths[first]} wide, "
+                f"but one side may be at most {LARGEST_ASPECT} times the other"
+            )
+        block, pixels = self._block, heights * widths
+        rounded = np.rint(heights / block), np.rint(widths / block)
+        area = rounded[0] * rounded[1] * block**2
+        shrink = np.sqrt(pixels / self.max_pixels)
+        grow = np.sqrt(self.min_pixels / pixels)
+        blocks = []
+        for side, near in zip((heights, widths), rounded, strict=True):
+            smaller = np.maximum(1, np.floor(side / shrink / block))
+            larger = np.ceil(side * grow / block)
+            chosen = np.where(area > self.max_pixels, smaller, np.where(area < self.min_pixels, larger, near))
+            blocks.append(chosen.astype(np.int64) * self.merge_size)
+        return blocks[0], blocks[1]
+
+    def header(self, path: Path) -> tuple[int, int]:
+        """Height and width in pixels, read from the picture's header alone.
+
+        Raises:
+            PictureError: there is no such file, or it is no picture.
+        """
+        with _opened(path) as picture:
+            width, height = picture.size
+            # Orientations 5 to 8 lie on their side.
+            return (width, height) if _orientation(picture) >= 5 else (height, width)
+
+    def check(self, path: Path) -> None:
+        """Decode the whole picture once.
+
+        Raises:
+            PictureError: it cannot be decoded.
+        """
+        with _opened(path) as picture:
+            _decode(picture)
+
+    def load(
+        self, path: Path, augment: Callable[[Image], Image] | None = None
+    ) -> tuple[NDArray[np.float32], tuple[int, int]]:
+        """The picture's patches and its rows and columns of patches.
+
+        Args:
+            path: the picture's file.
+            augment: changes the picture before it is scaled. What it returns is scaled to the size that the original
+                has by the size rule, so it may crop but never changes how many tokens a sample has.
+
+        Returns:
+            ``[patches, patch_dim]`` floats in the encoder's order, and ``(rows, columns)``.
+
+        Raises:
+            PictureError: it cannot be decoded.
+        """
+        image = _pillow()
+        with _opened(path) as opened:
+            picture = _upright(_decode(opened))
+        grid = self.size(picture.height, picture.width)
+        if augment is not None:
+            picture = augment(picture)
+        picture = _flat(picture, "RGB" if self.channels == 3 else "L")
+        scaled = (grid[1] * self.patch_size, grid[0] * self.patch_size)
+        picture = picture.resize(scaled, image.Resampling.BICUBIC)
+        return self._cut(np.asarray(picture, dtype=np.float32), grid), grid
+
+    def _cut(self, pixels: NDArray[np.float32], grid: tuple[int, int]) -> NDArray[np.float32]:
+        merge, side = self.merge_size, self.patch_size
+        mean, std = np.asarray(self.mean, np.float32), np.asarray(self.std, np.float32)
+        values = pixels.reshape(*pixels.shape[:2], self.channels) / np.float32(255)
+        normal: NDArray[np.float32] = ((values - mean) / std).astype(np.float32, copy=False)
+        blocks = normal.reshape(grid[0] // merge, merge, side, grid[1] // merge, merge, side, self.channels)
+        # -> block row, block column, row in block, column in block, channel, pixel row, pixel column
+        ordered = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
+        return np.ascontiguousarray(ordered).reshape(-1, self.patch_dim)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            "Reading pictures needs Pillow; install it with: pip install 'flowtrain-lightning[data]'"
+        ) from error
+    return Image
+
+
+def _opened(path: Path) -> Image:
+    image = _pillow()
+    try:
+        picture: Image = image.open(path)
+    except FileNotFoundError:
+        raise PictureError("there is no such file") from None
+    except Exception as error:  # Pillow's readers raise whatever they stumble over
+        raise PictureError(f"it is no picture that Pillow can read ({error})") from error
+    return picture
+
+
+def _decode(picture: Image) -> Image:
+    try:
+        picture.load()
+    except Exception as error:  # as above
+        raise PictureError(f"it cannot be decoded ({error})") from error
+    return picture
+
+
+def _orientation(picture: Image) -> int:
+    # Only for formats that keep it in the header: for PNG, asking would decode the whole picture.
+    if picture.format not in ("JPEG", "MPO"):
+        return 1
+    return int(picture.getexif().get(_ORIENTATION, 1))
+
+
+def _upright(picture: Image) -> Image:
+    if _orientation(picture) == 1:
+        return picture
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(picture)
+
+
+def _flat(picture: Image, mode: str) -> Image:
+    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+        colours = picture.convert("RGBA")
+        white = _pillow().new("RGBA", colours.size, "white")
+        picture = _pillow().alpha_composite(white, colours)
+    return picture.convert(mode)

@@ -1,0 +1,211 @@
+"""The loader that Lightning iterates: steps in order, resumable in mid-epoch, with a look ahead."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from flowtrain_lightning.data.batch import StepBatch
+from flowtrain_lightning.data.parcel import Parcel
+from flowtrain_lightning.data.steps import StepDataset
+
+_PR_SET_PDEATHSIG = 1
+
+
+class StepSampler(Sampler[tuple[int, int]]):
+    """Where the loader is: the epoch that Lightning sets, and the step at which it is entered."""
+
+    def __init__(self, steps: int) -> None:
+        self.epoch = 0
+        self.first = 0
+        self._steps = steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iterator that starts will read this epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        epoch = self.epoch
+        return ((epoch, step) for step in range(self.first, self._steps))
+
+
+class StepLoader:
+    """Steps of an epoch in order.
+
+    Wraps a PyTorch ``DataLoader`` and is none, so that Lightning neither puts a sampler of its own into it nor
+    builds it anew. Its iterators begin to read when the first batch is asked for: Lightning asks for an iterator
+    before it sets the epoch. One iterator is in use at a time.
+
+    Args:
+        steps: the steps.
+        settings: what decides which samples are in which step, as JSON types; kept in the state.
+        num_workers: processes that load; with 0 the training process loads. They live until :meth:`close`.
+        pin_memory: batches lie in page-locked memory.
+    """
+
+    def __init__(
+        self,
+        steps: StepDataset,
+        *,
+        settings: Mapping[str, Any],
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.steps = steps
+        self.sampler = StepSampler(len(steps))
+        self._settings = dict(settings)
+        self._resume: tuple[int, int] | None = None
+        self._position = (0, 0)
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._loader: DataLoader[Parcel] | None = None
+        self._reading: weakref.ref[_StepIterator] | None = None
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return _StepIterator(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, the number of its batches that were delivered, and the settings on which this rests."""
+        epoch, step = self._resume or self._position
+        return {"epoch": epoch, "step": step, "settings": self._settings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken: the epoch that it names begins after the batches delivered then.
+
+        Raises:
+            ValueError: the state was taken with other settings.
+        """
+        saved = state["settings"]
+        changed = [name for name in sorted({*saved, *self._settings}) if saved.get(name) != self._settings.get(name)]
+        if changed:
+            told = "; ".join(f"{name} was {saved.get(name)}, is {self._settings.get(name)}" for name in changed)
+            raise ValueError(
+                f"The checkpoint's place in the data means other samples now: {told}. "
+                "Use the settings and files it was made with, or start a new run from its weights."
+            )
+        self._resume = (int(state["epoch"]), int(state["step"]))
+
+    def close(self) -> None:
+        """End the workers. A later iterator starts new ones."""
+        self._release()
+        # The loader's own iterator ends its workers when nothing refers to it any more.
+        self._loader = None
+
+    def _release(self) -> None:
+        reading = None if self._reading is None else self._reading()
+        if reading is not None:
+            reading.close()
+        self._reading = None
+
+    def _start(self, iterator: _StepIterator) -> Iterator[Parcel]:
+        """Begin to read the epoch that the sampler names, for this iterator."""
+        self._release()
+        self._reading = weakref.ref(iterator)
+        epoch = self.sampler.epoch
+        self.sampler.first = self._resume[1] if self._resume is not None and self._resume[0] == epoch else 0
+        self._resume = None
+        self._position = (epoch, self.sampler.first)
+        if self._loader is None:
+            self._loader = self._build()
+        return iter(self._loader)
+
+    def _build(self) -> DataLoader[Parcel]:
+        return DataLoader(
+            self.steps,
+            batch_size=None,
+            sampler=self.sampler,
+            num_workers=self._num_workers,
+            pin_memory=self._pin_memory,
+            persistent_workers=self._num_workers > 0,
+            worker_init_fn=_start_worker,
+            # A generator of its own: the loader must not draw from the stream that the model's dropout reads.
+            generator=torch.Generator(),
+        )
+
+    def _delivered(self, epoch: int, step: int) -> None:
+        self._position = (epoch, step + 1)
+
+
+class _StepIterator(Iterator[StepBatch]):
+    """One epoch's batches. A lane's thread may look ahead while another thread takes the next batch."""
+
+    def __init__(self, loader: StepLoader) -> None:
+        self._loader: StepLoader | None = loader
+        self._parcels: Iterator[Parcel] | None = None
+        self._ahead: deque[StepBatch] = deque()
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def __next__(self) -> StepBatch:
+        with self._lock:
+            if self._loader is None:
+                raise RuntimeError("This iterator ended when another one of the same StepLoader began; use that one.")
+            if not self._look_ahead(1):
+                raise StopIteration
+            batch = self._ahead.popleft()
+            self._next = batch.step + 1
+            self._loader._delivered(batch.epoch, batch.step)
+            return batch
+
+    def close(self) -> None:
+        """Let go of the workers and of what was loaded."""
+        with self._lock:
+            self._loader = self._parcels = None
+            self._ahead.clear()
+
+    def following(self, step: int) -> StepBatch | None:
+        """The batch of this step, which stays in the queue, or None past the end or once closed."""
+        with self._lock:
+            distance = step - self._next
+            if distance < 0:
+                raise LookupError(f"Step {step} was delivered already; the next one is {self._next}.")
+            return self._ahead[distance] if self._look_ahead(distance + 1) else None
+
+    def _look_ahead(self, batches: int) -> bool:
+        if self._loader is None:
+            return False
+        if self._parcels is None:
+            self._parcels = self._loader._start(self)
+        while len(self._ahead) < batches:
+            parcel = next(self._parcels, None)
+            if parcel is None:
+                return False
+            self._ahead.append(self._open(parcel))
+        return True
+
+    def _open(self, parcel: Parcel) -> StepBatch:
+        batch = parcel.open()
+        # A weak reference: batches in the queue must not keep the iterator, and with it the workers, alive.
+        batch.following = _Following(weakref.ref(self), batch.step)
+        return batch
+
+
+class _Following:
+    def __init__(self, iterator: weakref.ref[_StepIterator], step: int) -> None:
+        self._iterator = iterator
+        self._step = step
+
+    def __call__(self, distance: int) -> StepBatch | None:
+        iterator = self._iterator()
+        return None if iterator is None else iterator.following(self._step + distance)
+
+
+def _start_worker(_: int) -> None:
+    # PyTorch's workers notice a dead parent after seconds, and not while they load; the kernel tells them at once.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,258 @@
+"""The data module: files in, a loader of steps for every stage out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from flowtrain_lightning.data.batch import StepPart
+from flowtrain_lightning.data.conversation import ChatTemplate
+from flowtrain_lightning.data.images import ImageProcessor
+from flowtrain_lightning.data.index import Measure, Unreadable
+from flowtrain_lightning.data.loader import StepLoader
+from flowtrain_lightning.data.metadata import JoinedSources, MetadataIndex, TooLong
+from flowtrain_lightning.data.records import DataError, Record
+from flowtrain_lightning.data.samples import Augment, SampleLoader
+from flowtrain_lightning.data.sampling import Sampling
+from flowtrain_lightning.data.steps import StepDataset
+from flowtrain_lightning.data.tokenizer import Tokenizer, open_tokenizer
+
+Files = str | Path | Sequence[str | Path]
+"""One data file, or several that are read as one."""
+
+_STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+
+class FlowDataModule(L.LightningDataModule):
+    """Image-text data in JSON files, as steps of packed microbatches.
+
+    Reads JSON Lines and JSON arrays of ``messages`` records (``images`` with ``path``, ``messages`` with ``role`` and
+    ``content``) and of LLaVA records (``image``, ``conversations``); paths of pictures are relative to the file. What
+    each record weighs is measured once, from headers of pictures, and kept in a cache.
+
+    A step has ``global_batch_size`` samples over all ranks. How many microbatches that makes follows from
+    ``token_budget``; it is the same number on every rank. An epoch's last, smaller step is left out in training
+    (``drop_last``), which costs fewer than ``global_batch_size`` samples, shuffled others each time; it is kept in
+    validation, test and prediction. Which samples are in a step depends on the data, ``seed``, ``global_batch_size``,
+    ``shuffle`` and ``drop_last`` alone: a checkpoint keeps them and refuses to go on in mid-epoch with others.
+
+    Args:
+        train: training file or files; a mapping of files to weights mixes them in that proportion, see
+            :class:`~flowtrain_lightning.data.sampling.Sampling`.
+        val: validation file or files.
+        test: test file or files.
+        predict: files whose last assistant turns are to be written anew: sequences end with that turn's header.
+        tokenizer: path of a ``tokenizer.json`` or its folder, a ``tokenizers.Tokenizer``, or a Hugging Face tokenizer.
+        token_budget: the most tokens of a microbatch.
+        global_batch_size: samples of one step over all ranks.
+        images: how large pictures become; None takes ``ImageProcessor()``.
+        template: how conversations are written; None takes ``ChatTemplate()``.
+        seed: of order and augmentation; None takes that of ``seed_everything``, or 0.
+        shuffle: training samples come in another order each epoch. Off while ``Trainer(overfit_batches=...)`` is on.
+        drop_last: in training, leave out an epoch's last step if it is smaller.
+        pad_to_budget: fill every microbatch up to ``token_budget``, for static shapes.
+        too_long: what happens to a sample longer than ``token_budget``: ``"error"``, ``"drop"``, or ``"truncate"``
+            (its end is cut, never inside a picture).
+        unreadable: what happens to a record with a picture that cannot be used: ``"error"``, or ``"drop"``, for which
+            every picture is decoded once when the file is indexed, so that all ranks drop the same records.
+        augment: changes training pictures: ``augment(picture, generator)`` gets a Pillow image and a NumPy generator
+            seeded from seed, epoch, sample and the picture's number in it, and returns a Pillow image.
+        num_workers: processes that load, for each loader.
+        cache_dir: folder of the index; None is ``.flowtrain`` beside each file.
+    """
+
+    def __init__(
+        self,
+        train: Files | Mapping[str, float] | None = None,
+        val: Files | None = None,
+        test: Files | None = None,
+        predict: Files | None = None,
+        *,
+        tokenizer: Any,
+        token_budget: int,
+        global_batch_size: int,
+        images: ImageProcessor | None = None,
+        template: ChatTemplate | None = None,
+        seed: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        pad_to_budget: bool = False,
+        too_long: TooLong = "error",
+        unreadable: Unreadable = "error",
+        augment: Augment | None = None,
+        num_workers: int = 0,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse_unknown(too_long=(too_long, ("error", "drop", "truncate")), unreadable=(unreadable, ("error", "drop")))
+        given: dict[str, Files | Mapping[str, float] | None] = {
+            "train": train,
+            "val": val,
+            "test": test,
+            "predict": predict,
+        }
+        self.files = {name: _paths(files) for name, files in given.items() if files is not None}
+        self.weights = tuple(float(weight) for weight in train.values()) if isinstance(train, Mapping) else None
+        self.token_budget = token_budget
+        self.global_batch_size = global_batch_size
+        self.images = images or ImageProcessor()
+        self.template = template or ChatTemplate()
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.pad_to_budget = pad_to_budget
+        self.too_long = too_long
+        self.unreadable = unreadable
+        self.augment = augment
+        self.num_workers = num_workers
+        self.cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._tokenizer = tokenizer
+        self._sources: dict[str, JoinedSources] = {}
+        self._loaders: list[StepLoader] = []
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; opened when first asked for, so that ``prepare_data`` of a subclass may make it."""
+        return open_tokenizer(self._tokenizer)
+
+    def prepare_data(self) -> None:
+        """Index the files of the running stage, once for all ranks of a machine."""
+        running = self.trainer.state.fn if self.trainer is not None else None
+        for name in self._wanted(running):
+            for index in self._open(name).sources:
+                if isinstance(index, MetadataIndex):
+                    rank_zero_info(index.summary)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the indexes of a stage; every rank does."""
+        for name in self._wanted(stage):
+            self._sources[name] = self._open(name)
+
+    def train_dataloader(self) -> StepLoader:
+        """Steps of training."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> StepLoader | list[StepLoader]:
+        """Steps of validation; none without a file."""
+        return self._loader("val") if "val" in self.files else []
+
+    def test_dataloader(self) -> StepLoader:
+        """Steps of testing."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> StepLoader:
+        """Steps of prompts."""
+        return self._loader("predict")
+
+    def record(self, stage: str, sample: int) -> Record:
+        """The record that a sample of ``"train"``, ``"val"``, ``"test"`` or ``"predict"`` is."""
+        return self._source(stage).record(sample)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """End the workers."""
+        for loader in self._loaders:
+            loader.close()
+        self._loaders.clear()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the workers."""
+        self.teardown()
+
+    def _wanted(self, stage: str | None) -> list[str]:
+        names = self.files if stage is None else _STAGES[stage]
+        return [name for name in names if name in self.files]
+
+    def _source(self, name: str) -> JoinedSources:
+        if name not in self.files:
+            raise DataError(f"FlowDataModule has no {name} data; give it: FlowDataModule({name}='{name}.jsonl', ...).")
+        if name not in self._sources:
+            self._sources[name] = self._open(name)
+        return self._sources[name]
+
+    def _open(self, name: str) -> JoinedSources:
+        measure = Measure(self.tokenizer, self.template, self.images, self.unreadable, prompt=name == "predict")
+        return JoinedSources(
+            [
+                MetadataIndex(
+                    path, measure, token_budget=self.token_budget, too_long=self.too_long, cache_dir=self.cache_dir
+                )
+                for path in self.files[name]
+            ]
+        )
+
+    def _sampling(self, name: str, lengths: tuple[int, ...]) -> Sampling:
+        training = name == "train"
+        overfits = getattr(self.trainer, "overfit_batches", 0) > 0
+        return Sampling(
+            lengths,
+            self.global_batch_size,
+            weights=self.weights if training else None,
+            seed=self.seed,
+            shuffle=training and self.shuffle and not overfits,
+            drop_last=training and self.drop_last,
+        )
+
+    def _loader(self, name: str) -> StepLoader:
+        source = self._source(name)
+        sampling = self._sampling(name, source.lengths)
+        if sampling.steps == 0:
+            raise DataError(
+                f"{name} has {len(source)} samples, fewer than global_batch_size={self.global_batch_size}, so no step "
+                "would be left; lower it, or set drop_last=False."
+            )
+        samples = SampleLoader(
+            source,
+            self.tokenizer,
+            self.template,
+            self.images,
+            prompt=name == "predict",
+            limit=self.token_budget if self.too_long == "truncate" else None,
+            augment=self.augment if name == "train" else None,
+            seed=self.seed,
+        )
+        loader = StepLoader(
+            StepDataset(samples, sampling, self._part(), self.token_budget, self.pad_to_budget),
+            settings=_settings(sampling, source),
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+        )
+        self._loaders.append(loader)
+        return loader
+
+    def _part(self) -> StepPart:
+        if self.trainer is None:
+            return StepPart.plain(0, 1)
+        part: StepPart | None = getattr(self.trainer.strategy, "step_part", None)
+        return part or StepPart.plain(self.trainer.global_rank, self.trainer.world_size)
+
+
+def _settings(sampling: Sampling, source: JoinedSources) -> dict[str, Any]:
+    return {
+        "files": [each.fingerprint for each in source.sources],
+        "global_batch_size": sampling.global_batch_size,
+        "weights": None if sampling.weights is None else list(sampling.weights),
+        "seed": sampling.seed,
+        "shuffle": sampling.shuffle,
+        "drop_last": sampling.drop_last,
+    }
+
+
+def _paths(files: Files | Mapping[str, float]) -> list[Path]:
+    if isinstance(files, str | Path):
+        return [Path(files)]
+    if not files:
+        raise DataError("FlowDataModule got an empty list of files; name at least one, or leave the argument out.")
+    return [Path(file) for file in files]
+
+
+def _refuse_unknown(**settings: tuple[str, tuple[str, ...]]) -> None:
+    for name, (given, known) in settings.items():
+        if given not in known:
+            raise ValueError(f"{name} is {given!r}; give one of {', '.join(map(repr, known))}.")

@@ -1,0 +1,181 @@
+"""Readers of data files: JSONL or a JSON array, of ``messages`` records or LLaVA records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MEDIA_MARKER = "<image>"
+"""Where a record's text says that its next picture belongs."""
+
+_LLAVA_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+class DataError(ValueError):
+    """Data that cannot be used; the message names the file and the record."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one role says, with a ``<image>`` marker for each picture."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a data file.
+
+    Attributes:
+        where: the file and the record's number and id, for messages.
+        id: the record's ``id``, or its number (from 1) where it has none.
+        turns: the conversation.
+        pictures: one path per marker, in order.
+        fields: the record as it stands in the file.
+    """
+
+    where: str
+    id: str
+    turns: tuple[Turn, ...]
+    pictures: tuple[Path, ...]
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RecordPlace:
+    """Where one record lies in its file, in bytes, and what stands there."""
+
+    offset: int
+    length: int
+    record: Record
+
+
+def scan(path: Path) -> Iterator[RecordPlace]:
+    """All records of a file in order: a JSON array, or JSON Lines (empty lines are skipped).
+
+    Raises:
+        DataError: there is no such file, or a record cannot be understood.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such file.")
+    with path.open("rb") as file:
+        start = file.read(4096).lstrip()
+    places = _scan_array(path) if start.startswith(b"[") else _scan_lines(path)
+    for number, (offset, length, fields) in enumerate(places):
+        yield RecordPlace(offset, length, parse(fields, path, number))
+
+
+def read(path: Path, number: int, offset: int, length: int) -> Record:
+    """The record with this number (from 0), of which ``scan`` told where it lies.
+
+    Raises:
+        DataError: what lies there is no record (the file was changed).
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
+        content = file.read(length)
+    return parse(_decoded(content, path, number), path, number)
+
+
+def parse(fields: Any, path: Path, number: int) -> Record:
+    """What one JSON value means; ``number`` counts from 0.
+
+    Raises:
+        DataError: it is neither a ``messages`` nor a LLaVA record, or markers and pictures disagree.
+    """
+    where = f"{path}, record {number + 1}"
+    if not isinstance(fields, dict):
+        raise DataError(f"{where}: expected a JSON object, got {type(fields).__name__}.")
+    name = str(fields.get("id", number + 1))
+    where = f"{where} (id {name!r})" if "id" in fields else where
+    if "messages" in fields:
+        turns = _turns(fields["messages"], where, "messages", "role", "content")
+        pictures = [item["path"] if isinstance(item, dict) else item for item in _several(fields.get("images"))]
+    elif "conversations" in fields:
+        turns = _turns(fields["conversations"], where, "conversations", "from", "value")
+        pictures = _several(fields.get("image"))
+    else:
+        raise DataError(
+            f"{where}: expected 'messages' (with 'images') or 'conversations' (with 'image'), found neither."
+        )
+    markers = sum(turn.text.count(MEDIA_MARKER) for turn in turns)
+    if markers != len(pictures):
+        raise DataError(
+            f"{where}: its text has {markers} {MEDIA_MARKER} markers, but it names {len(pictures)} pictures; "
+            "give one picture for each marker, in order."
+        )
+    if not all(isinstance(picture, str) for picture in pictures):
+        raise DataError(f"{where}: a picture's path is no string.")
+    return Record(where, name, turns, tuple(path.parent / picture for picture in pictures), fields)
+
+
+def _several(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _turns(items: Any, where: str, name: str, role_key: str, text_key: str) -> tuple[Turn, ...]:
+    if not isinstance(items, list) or not items:
+        raise DataError(f"{where}: '{name}' must be a list with at least one turn.")
+    turns = []
+    for item in items:
+        role, text = (item.get(role_key), item.get(text_key)) if isinstance(item, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(text, str):
+            raise DataError(f"{where}: every turn in '{name}' needs '{role_key}' and '{text_key}', both strings.")
+        turns.append(Turn(_LLAVA_ROLES.get(role, role), text))
+    return tuple(turns)
+
+
+def _decoded(content: bytes, path: Path, number: int) -> Any:
+    try:
+        return json.loads(content)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}, record {number + 1}: not valid JSON ({error}).") from error
+
+
+def _scan_lines(path: Path) -> Iterator[tuple[int, int, Any]]:
+    offset = number = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                yield offset, len(line), _decoded(line, path, number)
+                number += 1
+            offset += len(line)
+
+
+def _scan_array(path: Path) -> Iterator[tuple[int, int, Any]]:
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not valid UTF-8 ({error}).") from error
+    decoder = json.JSONDecoder()
+    place, offset, number = text.index("[") + 1, 0, 0
+    offset = len(text[:place].encode())
+    while True:
+        start = _after_space(text, place)
+        if text[start : start + 1] == "]":
+            return
+        if number > 0:
+            if text[start : start + 1] != ",":
+                raise DataError(f"{path}: expected ',' or ']' after record {number}; the JSON array is broken there.")
+            start = _after_space(text, start + 1)
+        try:
+            fields, end = decoder.raw_decode(text, start)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, record {number + 1}: not valid JSON ({error}).") from error
+        # Characters are counted as bytes piece by piece: reading back needs byte offsets.
+        offset += len(text[place:start].encode())
+        length = len(text[start:end].encode())
+        yield offset, length, fields
+        place, offset, number = end, offset + length, number + 1
+
+
+def _after_space(text: str, place: int) -> int:
+    while place < len(text) and text[place].isspace():
+        place += 1
+    return place

@@ -1,0 +1,106 @@
+"""Which samples are in which step: pure functions of seed, epoch, lengths and weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from flowtrain_lightning.packing import IntArray
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The order of all epochs. Knows nothing of ranks, layouts or workers.
+
+    An epoch has as many samples as all sources together. Each source gives its share of them: its length, or with
+    weights its weight's part (rounded to whole samples). A source is read in permutations of itself, one after
+    another and on through the epochs, so that it starts again with a fresh one only when it has run out. Unshuffled,
+    every epoch is the same: each source from its beginning, and the sources evenly mixed.
+
+    Attributes:
+        lengths: samples of each source.
+        global_batch_size: samples of one step.
+        weights: of each source; None takes the lengths.
+        seed: of all permutations.
+        shuffle: False keeps the order of the sources.
+        drop_last: leave out an epoch's last step if it would be smaller; shuffled, other samples fall out each time.
+    """
+
+    lengths: tuple[int, ...]
+    global_batch_size: int
+    weights: tuple[float, ...] | None = None
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1:
+            raise ValueError(f"global_batch_size is {self.global_batch_size}; it must be at least 1.")
+        if self.weights is not None and (min(self.weights) < 0 or sum(self.weights) <= 0):
+            raise ValueError(f"The weights of the files are {self.weights}; give none below 0, and one above.")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must not be negative.")
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        whole, rest = divmod(sum(self.lengths), self.global_batch_size)
+        return whole if self.drop_last or rest == 0 else whole + 1
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples that each source gives to an epoch: by largest remainder, the earlier source first."""
+        if self.weights is None:
+            return self.lengths
+        exact = np.asarray(self.weights) * (sum(self.lengths) / sum(self.weights))
+        shares = np.floor(exact).astype(np.int64)
+        missing = sum(self.lengths) - int(shares.sum())
+        shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
+        return tuple(shares.tolist())
+
+    def step(self, epoch: int, step: int) -> IntArray:
+        """The samples of one step: numbers into the sources one after another."""
+        start = step * self.global_batch_size
+        return epoch_order(self, epoch)[start : start + self.global_batch_size]
+
+
+@lru_cache(maxsize=2)
+def epoch_order(sampling: Sampling, epoch: int) -> IntArray:
+    """All samples of an epoch in order; the array must not be changed."""
+    taken, places = [], []
+    first = 0
+    for source, (length, share) in enumerate(zip(sampling.lengths, sampling.shares, strict=True)):
+        start = epoch * share if sampling.shuffle else 0
+        taken.append(first + _run(sampling, source, length, start, start + share))
+        places.append((np.arange(share) + 0.5) / max(share, 1))
+        first += length
+    samples = np.concatenate(taken)
+    if len(sampling.lengths) > 1:
+        mixed = _permutation(len(samples), sampling.seed, 0, epoch) if sampling.shuffle else _sorted(places)
+        samples = samples[mixed]
+    samples.flags.writeable = False
+    return samples
+
+
+def _run(sampling: Sampling, source: int, length: int, start: int, end: int) -> IntArray:
+    """Samples ``start`` to ``end`` of a source's endless row of permutations."""
+    if length == 0 or start == end:
+        return np.empty(0, dtype=np.int64)
+    rounds = range(start // length, (end - 1) // length + 1)
+    order = [
+        _permutation(length, sampling.seed, 1 + source, number) if sampling.shuffle else np.arange(length)
+        for number in rounds
+    ]
+    offset = rounds.start * length
+    return np.concatenate(order)[start - offset : end - offset]
+
+
+def _permutation(length: int, *key: int) -> IntArray:
+    # NumPy promises that a bit generator's raw numbers never change between its versions; of `permutation` it does not.
+    return np.argsort(np.random.PCG64(list(key)).random_raw(length), kind="stable")
+
+
+def _sorted(places: list[np.ndarray]) -> IntArray:
+    return np.argsort(np.concatenate(places), kind="stable")
