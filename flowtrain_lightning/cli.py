@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from flowtrain_lightning.allocator import AllocationError
+from flowtrain_lightning.data import DataError, FlowDataModule, PictureError
 from flowtrain_lightning.doctor import examine
+from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing import PackingError
 
 
@@ -20,18 +24,20 @@ class UsageError(Exception):
     """The command cannot do what it was asked for."""
 
 
-MISTAKES = (UsageError, MisconfigurationException, AllocationError, PackingError)
+class BriefParser(LightningArgumentParser):
+    """Says what is wrong with an option without listing all options first."""
+
+    def print_usage(self, *args: Any, **kwargs: Any) -> None:
+        """Prints nothing; ``--help`` prints all."""
+
+
+MISTAKES = (UsageError, MisconfigurationException, AllocationError, PackingError, DataError, PictureError)
 """Errors whose message says all that a user needs: the command prints it and no traceback."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command.
-
-    Args:
-        arguments: the command and its own arguments; None takes them from the command line.
-    """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name = given[0] if given else "--help"
+def main() -> None:
+    """Run the command that the command line names."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(_help())
         return
@@ -41,18 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"flowtrain: there is no command {name!r}.{hint} Choose from {', '.join(COMMANDS)}.")
     run, _ = COMMANDS[name]
     try:
-        run(given)
+        run()
     except MISTAKES as error:
         sys.exit(f"flowtrain {name}: {error}")
 
 
-def train(arguments: list[str]) -> None:
+def train() -> None:
     """Run one of the Trainer's entry points on a module and data that a YAML file or options describe.
 
     Classes are found in installed packages and in the current folder.
-
-    Args:
-        arguments: ``fit``, ``validate``, ``test`` or ``predict``, and Lightning's options for it.
 
     Raises:
         UsageError: if jsonargparse is not installed.
@@ -61,29 +64,20 @@ def train(arguments: list[str]) -> None:
         raise UsageError(
             "configuration files need jsonargparse; install it with `pip install flowtrain-lightning[cli]`."
         )
-    # Slow to import, and needed by this command only.
-    from lightning.pytorch.cli import LightningCLI
-
-    from flowtrain_lightning.data import FlowDataModule
-    from flowtrain_lightning.module import FlowModule
-
     sys.path.insert(0, str(Path.cwd()))
     LightningCLI(
         FlowModule,
         FlowDataModule,
+        parser_class=BriefParser,
         subclass_mode_model=True,
         subclass_mode_data=True,
         auto_configure_optimizers=False,
         save_config_kwargs={"overwrite": True},
-        args=arguments,
     )
 
 
-def export(arguments: list[str]) -> None:
+def export() -> None:
     """Write a checkpoint directory as one plain Lightning ``.ckpt`` file.
-
-    Args:
-        arguments: ``export``, the checkpoint and the file to write.
 
     Raises:
         UsageError: if there is no such checkpoint, the file exists or its folder does not.
@@ -91,7 +85,7 @@ def export(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="flowtrain export", description=COMMANDS["export"][1])
     parser.add_argument("checkpoint", type=Path, help="a checkpoint directory that flowtrain wrote")
     parser.add_argument("out", type=Path, metavar="out.ckpt", help="the file to write; it must not exist")
-    options = parser.parse_args(arguments[1:])
+    options = parser.parse_args(sys.argv[2:])
     if not options.checkpoint.is_dir():
         raise UsageError(f"{options.checkpoint} is no checkpoint directory.")
     if options.out.exists():
@@ -104,18 +98,14 @@ def export(arguments: list[str]) -> None:
     print(f"Wrote {options.out} ({options.out.stat().st_size / 2**20:.1f} MiB).")
 
 
-def doctor(arguments: list[str]) -> None:
-    """Print what this machine offers, one line each.
-
-    Args:
-        arguments: ``doctor``, which takes no options.
-    """
-    argparse.ArgumentParser(prog="flowtrain doctor", description=COMMANDS["doctor"][1]).parse_args(arguments[1:])
+def doctor() -> None:
+    """Print what this machine offers, one line each."""
+    argparse.ArgumentParser(prog="flowtrain doctor", description=COMMANDS["doctor"][1]).parse_args(sys.argv[2:])
     for finding in examine():
         print(finding)
 
 
-COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
+COMMANDS: dict[str, tuple[Callable[[], None], str]] = {
     "fit": (train, "train and validate"),
     "validate": (train, "one pass over the validation set"),
     "test": (train, "one pass over the test set"),

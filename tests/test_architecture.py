@@ -22,10 +22,9 @@ ROOMS = {
     "pool": set(),
     "data": {"packing"},
     "parallel": {"allocator"},
-    "runtime": {"allocator", "pool", "data", "parallel"},
+    "runtime": {"packing", "allocator", "pool", "data", "parallel"},
 }
-"""Each room and the rooms that it may import. The runtime takes role names from the allocator; plans reach it through
-data."""
+"""Each room and the rooms that it may import. From the two planning rooms the runtime takes types and names."""
 
 OUTSIDE = {
     "packing": {"numpy", "scipy"},
@@ -39,7 +38,7 @@ SHARED = {"attention"}
 """Modules beside the rooms that import nothing of the package and serve everyone."""
 
 STOREYS = [
-    {"strategy", "module", "checkpoint"},
+    {"strategy", "module", "checkpoint", "compatibility"},
     {"metrics", "callbacks", "doctor"},
     {"models"},
     {"cli"},
