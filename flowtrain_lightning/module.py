@@ -1,0 +1,286 @@
+"""What a user writes: a LightningModule whose two halves have names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flowtrain_lightning.allocator.roles import ROLES
+from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
+from flowtrain_lightning.runtime.compute import Features
+from flowtrain_lightning.runtime.generation import generate_greedily
+from flowtrain_lightning.runtime.halves import build_halves, check_halves
+from flowtrain_lightning.runtime.logbook import Logbook, StepReport
+from flowtrain_lightning.runtime.plain import PlainEngine
+
+
+# What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.
+warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
+
+
+class Engine(Protocol):
+    """Who runs the steps: ``PlainEngine`` under plain Lightning, ``FlowEngine`` under flowtrain."""
+
+    trainer: L.Trainer
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        """Forward and backward of a whole step; gradients are final, the mean loss is returned."""
+
+    def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
+        """Forward of a whole step; the mean loss is returned."""
+
+    def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
+        """Predictions of this rank's microbatches."""
+
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The 2-norm of the gradients of all halves; ``parameters`` are this rank's."""
+
+    def agree_on_logged(self, value: Any, mean: bool) -> Any:
+        """What ``log`` records in the hooks of a whole epoch."""
+
+
+class FlowModule(L.LightningModule):
+    """A vision-language model in two halves: an encoder of media and a backbone of tokens.
+
+    A subclass says how each half is built and what it computes; which rank computes what, and when, is the
+    strategy's affair. The same subclass trains under ``strategy="flowtrain"``, ``"auto"`` and ``"ddp"``.
+
+    Attributes:
+        halves: for each half the paths of its modules. Every parameter lies under exactly one half.
+        max_new_tokens: how many tokens ``generate`` adds at most.
+        end_token: the id at which ``generate`` ends a sequence, or None.
+    """
+
+    halves: ClassVar[Mapping[str, tuple[str, ...]]] = {"encoder": ("encoder",), "backbone": ("backbone",)}
+    max_new_tokens: int = 32
+    end_token: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._resident: tuple[str, ...] = ROLES
+        self._built: tuple[str, ...] | None = None
+        self._engine: Engine | None = None
+        self._logbook: Logbook | None = None
+        self._no_logging_in: str | None = None
+
+    # ---- what a user writes -------------------------------------------------------------------------------------
+
+    def configure_encoder(self) -> None:
+        """Builds the modules of the encoder half. Runs in a random stream of its own."""
+        raise NotImplementedError(f"{type(self).__name__} must define configure_encoder, or configure_whole.")
+
+    def configure_backbone(self) -> None:
+        """Builds the modules of the backbone half. Runs in a random stream of its own."""
+        raise NotImplementedError(f"{type(self).__name__} must define configure_backbone, or configure_whole.")
+
+    def configure_whole(self) -> None:
+        """Builds both halves at once, instead of the two methods above.
+
+        For models that exist in one piece, with their halves named by path in ``halves``. Every rank then builds
+        everything for a moment before it gives up what it does not need.
+        """
+        raise NotImplementedError
+
+    def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
+        """Encoder ranks: packed media of one modality -> features.
+
+        Returns:
+            ``[sum(media.rows), ...]``, or a tuple of such tensors, rows in the order of the media.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define encode.")
+
+    def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
+        """Backbone ranks: token embeddings and features -> the backbone's keyword arguments.
+
+        Args:
+            batch: the microbatch.
+            features: modality -> features, whose rows belong at ``batch.media_positions[modality]``. A modality
+                without media in this microbatch is absent.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define merge.")
+
+    def loss(self, outputs: Any, batch: PackedBatch) -> tuple[Tensor, int | Tensor]:
+        """The backbone's outputs -> the loss **summed** over target tokens, and their number."""
+        raise NotImplementedError(f"{type(self).__name__} must define loss.")
+
+    def backbone_step(self, batch: PackedBatch, features: Features, stage: str) -> Any:
+        """One microbatch on a backbone rank.
+
+        Args:
+            batch: the microbatch.
+            features: see ``merge``.
+            stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+
+        Returns:
+            the summed loss and the number of target tokens; for ``"predict"`` anything, by default what
+            ``generate`` returns.
+        """
+        if stage == "predict":
+            return self.generate(batch, features)
+        return self.loss(self.get_submodule(self.halves["backbone"][0])(**self.merge(batch, features)), batch)
+
+    def generate(self, batch: PackedBatch, features: Features) -> list[tuple[int, list[int]]]:
+        """Greedy continuation of every sequence, at most ``max_new_tokens`` up to ``end_token``.
+
+        Returns:
+            data set index and new token ids of every sequence.
+        """
+        return generate_greedily(self, batch, features)
+
+    # ---- what Lightning calls -----------------------------------------------------------------------------------
+
+    @property
+    def builds_whole(self) -> bool:
+        """Whether the subclass builds both halves at once."""
+        return type(self).configure_whole is not FlowModule.configure_whole
+
+    def configure_model(self) -> None:
+        """Builds the halves that live on this rank, and the others without memory."""
+        if self._built is None:
+            build_halves(self, self._resident)
+            self._built = self._resident
+            check_halves(self)
+        elif not set(self._resident) <= set(self._built):
+            raise RuntimeError(
+                f"This {type(self).__name__} was built on a rank that holds {', '.join(self._built)} only, but is now "
+                f"needed with {', '.join(self._resident)}. Load it from a checkpoint: "
+                f"{type(self).__name__}.load_from_checkpoint(PATH)."
+            )
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        """Forward and backward of one whole step."""
+        return self._running_engine().training_step(_step_batch(batch), batch_idx)
+
+    def validation_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Forward of one validation step."""
+        return self._running_engine().evaluation_step(_step_batch(batch), batch_idx, "val")
+
+    def test_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Forward of one test step."""
+        return self._running_engine().evaluation_step(_step_batch(batch), batch_idx, "test")
+
+    def predict_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> list[Any]:
+        """What ``backbone_step`` returns for every microbatch of this rank; empty on encoder ranks."""
+        return self._running_engine().predict_step(_step_batch(batch), batch_idx)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: ``training_step`` has run one backward per microbatch already."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Does nothing: Lightning calls it after ``training_step``, which zeroes gradients at its start."""
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips by value, or by one norm over the gradients of both halves on all ranks."""
+        limit = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        algorithm = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
+        if limit is None:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, limit)
+        else:
+            norm = self._running_engine().gradient_norm(parameters)
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+
+    # ---- logging ------------------------------------------------------------------------------------------------
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Logs as Lightning does; inside a microbatch, the token-weighted mean over the whole step.
+
+        In the hooks of a whole epoch, where encoder ranks have no results, the value is that of the backbone ranks:
+        their mean with ``sync_dist=True``, otherwise rank 0's.
+        """
+        if self._no_logging_in is not None:
+            raise RuntimeError(
+                f"log({name!r}) was called in {self._no_logging_in}, where other ranks cannot hear it in time. Log in "
+                "`merge`, `loss` or `backbone_step` instead."
+            )
+        if self._logbook is not None:
+            names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+            self._logbook.record(name, value, dict(zip(names, args, strict=False)) | kwargs)
+        else:
+            if self._engine is not None and not kwargs.get("rank_zero_only"):
+                value = self._engine.agree_on_logged(value, bool(kwargs.get("sync_dist")))
+            super().log(name, value, *args, **kwargs)
+
+    @contextmanager
+    def logging_into(self, logbook: Logbook) -> Iterator[None]:
+        """Inside, ``log`` collects into ``logbook``."""
+        self._logbook = logbook
+        try:
+            yield
+        finally:
+            self._logbook = None
+
+    @contextmanager
+    def logging_refused(self, place: str) -> Iterator[None]:
+        """Inside, ``log`` raises."""
+        self._no_logging_in = place
+        try:
+            yield
+        finally:
+            self._no_logging_in = None
+
+    def log_report(self, stage: str, report: StepReport) -> Tensor:
+        """Logs what all ranks agreed on, alike on every rank, and returns the mean loss."""
+        loss = torch.tensor(report.loss, dtype=torch.get_default_dtype(), device=self.device)
+        weight = max(int(report.tokens), 1)
+        values = {f"{stage}_loss": report.loss, **report.values}
+        for name, value in values.items():
+            options = {"prog_bar": True} if name not in report.options else dict(report.options[name])
+            options |= {"batch_size": weight, "sync_dist": False, "rank_zero_only": False}
+            super().log(name, loss.new_tensor(value), **options)
+        return loss
+
+    # ---- engine -------------------------------------------------------------------------------------------------
+
+    def live_on(self, roles: tuple[str, ...]) -> None:
+        """The strategy says which halves this rank holds."""
+        self._resident = roles
+
+    def run_on(self, engine: Engine | None) -> None:
+        """The strategy says who runs the steps (None: plain Lightning)."""
+        self._engine = engine
+
+    def _running_engine(self) -> Engine:
+        if self._engine is None or self._engine.trainer is not self.trainer:
+            strategy = self.trainer.strategy
+            if type(strategy).__name__ not in ("SingleDeviceStrategy", "DDPStrategy"):
+                raise TypeError(
+                    f"A FlowModule trains under strategy='flowtrain', 'auto' (one device) or 'ddp', but got "
+                    f"{type(strategy).__name__}. Change Trainer(strategy=...)."
+                )
+            self._engine = PlainEngine(self, self.trainer)
+        return self._engine
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's ``load_from_checkpoint``, for plain checkpoints and for flowtrain's directories."""
+        from flowtrain_lightning.checkpoint import plain_file
+
+        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
+            with plain_file(checkpoint_path) as path:
+                return super().load_from_checkpoint(path, *args, **kwargs)
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+
+
+def _step_batch(batch: Any) -> StepBatch:
+    if not isinstance(batch, StepBatch):
+        raise TypeError(
+            f"A FlowModule takes the packed steps of a FlowDataModule, but the loader gave {type(batch).__name__}. "
+            "Pass `datamodule=FlowDataModule(...)` to the Trainer."
+        )
+    return batch

@@ -1,0 +1,150 @@
+"""What a backbone rank does in a step: wait for features, forward, backward, return their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.allocator.roles import BACKBONE
+from flowtrain_lightning.data import PackedBatch
+from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.runtime.compute import Features, as_features
+from flowtrain_lightning.runtime.lane import Desk, Turns
+from flowtrain_lightning.runtime.step import Step, feature_places
+from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE
+
+
+class BackboneLane:
+    """One backbone rank's work.
+
+    Args:
+        desk: what the lane works with.
+        encoder_ranks: global rank of every encoder rank.
+    """
+
+    def __init__(self, desk: Desk, encoder_ranks: tuple[int, ...]) -> None:
+        self._desk = desk
+        self._encoder_ranks = encoder_ranks
+        self._mailboxes: dict[int, Mailbox] = {}
+
+    def run(self, step: Step, outputs: list[Any]) -> Turns:
+        """Works through the step's microbatches in the plan's order; predictions are appended to ``outputs``."""
+        for number, packed in enumerate(step.batch.microbatches):
+            if packed is None:
+                continue
+            mailbox = self._mailbox(step, number)
+            while not mailbox.is_full:
+                # The next microbatch's features are fetched as well: so the encoder's room is free sooner, and the
+                # backbone finds them here when it gets there.
+                arrived = self._fetch(mailbox)
+                arrived |= number + 1 < len(step.batch.microbatches) and self._fetch(self._mailbox(step, number + 1))
+                if not mailbox.is_full and not arrived:
+                    yield f"features of microbatch {number}"
+            del self._mailboxes[number]
+            yield from self._compute(step, number, packed, mailbox, outputs)
+        self._mailboxes.clear()
+
+    def _compute(self, step: Step, number: int, packed: PackedBatch, mailbox: Mailbox, outputs: list[Any]) -> Turns:
+        desk = self._desk
+        leaves = mailbox.leaves(step.trains)
+        desk.page.enter(f"compute microbatch {number}", step.index)
+        with desk.timeline.span(BACKBONE, COMPUTE, "microbatch", step.index, number):
+            rank = step.batch.part.backbone_rank
+            assert rank is not None
+            result = desk.compute.microbatch(
+                packed,
+                as_features(next(iter(packed.media_positions)), leaves) if leaves else Features(),
+                stage=step.stage,
+                step=step.name,
+                number=step.microbatch_number(rank, number),
+            )
+            if step.stage == "predict":
+                outputs.append(result)
+            elif step.stage == "train" and result.requires_grad:
+                desk.compute.backward((result,), (torch.ones_like(result),))
+        if step.trains:
+            yield from self._return_gradients(step, mailbox, leaves)
+        yield None
+
+    def _return_gradients(self, step: Step, mailbox: Mailbox, leaves: tuple[Tensor, ...]) -> Turns:
+        for entry, places in mailbox.places.items():
+            gradients = [(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)[places] for leaf in leaves]
+            while not self._put(step, entry, gradients):
+                yield "room for gradients in the pool"
+
+    def _put(self, step: Step, entry: int, gradients: list[Tensor]) -> bool:
+        reader = self._encoder_ranks[step.plan.entries[entry].encoder_rank]
+        with self._desk.timeline.span(BACKBONE, COMMUNICATION, "gradients", step.index):
+            return self._desk.pool.put(step.gradient_key(entry), gradients, [reader]) is not None
+
+    def _mailbox(self, step: Step, number: int) -> Mailbox:
+        if number not in self._mailboxes:
+            rank = step.batch.part.backbone_rank
+            assert rank is not None
+            self._mailboxes[number] = Mailbox(step, step.entries_of_microbatch.get((rank, number), []))
+        return self._mailboxes[number]
+
+    def _fetch(self, mailbox: Mailbox) -> bool:
+        if mailbox.is_full:
+            return False
+        with self._desk.timeline.span(BACKBONE, COMMUNICATION, "features", mailbox.step.index):
+            return mailbox.fetch(self._desk)
+
+
+class Mailbox:
+    """The features of one microbatch, gathered from their entries as they arrive.
+
+    Attributes:
+        step: the step.
+        places: entry number -> the rows of the microbatch's features in which its rows belong.
+    """
+
+    def __init__(self, step: Step, entries: list[int]) -> None:
+        self.step = step
+        self._missing = list(entries)
+        self._rows = 0
+        self._tensors: tuple[Tensor, ...] = ()
+        self.places: dict[int, slice | Tensor] = {}
+        if entries:
+            self._rows, places = feature_places(step.plan, [step.plan.entries[entry] for entry in entries])
+            self.places = {entry: _index(rows) for entry, rows in zip(entries, places, strict=True)}
+
+    @property
+    def is_full(self) -> bool:
+        """All features are here."""
+        return not self._missing
+
+    def fetch(self, desk: Desk) -> bool:
+        """Copies what has arrived and gives its room back at once; True if anything had."""
+        still_missing = []
+        for entry in self._missing:
+            lease = desk.pool.get(self.step.feature_key(entry))
+            if lease is None:
+                still_missing.append(entry)
+                continue
+            if not self._tensors:
+                device = desk.compute.device
+                self._tensors = tuple(
+                    torch.empty((self._rows, *part.shape[1:]), dtype=part.dtype, device=device)
+                    for part in lease.tensors
+                )
+            for whole, part in zip(self._tensors, lease.tensors, strict=True):
+                whole[self.places[entry]] = part.to(whole.device)
+            lease.release()
+        arrived = len(still_missing) < len(self._missing)
+        self._missing = still_missing
+        return arrived
+
+    def leaves(self, trains: bool) -> tuple[Tensor, ...]:
+        """The features as leaves of the backbone's graph; ``()`` where the microbatch has no media."""
+        return tuple(t.requires_grad_(trains and t.is_floating_point()) for t in self._tensors)
+
+
+def _index(rows: IntArray) -> slice | Tensor:
+    """Adjacent rows as a slice, which is copied faster."""
+    first = int(rows[0])
+    if int(rows[-1]) - first + 1 == len(rows):
+        return slice(first, first + len(rows))
+    return torch.from_numpy(rows)

@@ -1,0 +1,87 @@
+"""The two computations of a step, alike in every placement: one encoder batch, one microbatch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.data import PackedBatch, PackedMedia
+from flowtrain_lightning.runtime.logbook import Logbook
+from flowtrain_lightning.runtime.random import enter_stream, global_seed
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from flowtrain_lightning.module import FlowModule
+
+Features = dict[str, Tensor | tuple[Tensor, ...]]
+
+
+class Compute:
+    """Calls the user's methods with the right device, precision, random stream and logbook."""
+
+    def __init__(self, module: FlowModule, trainer: L.Trainer, device: torch.device) -> None:
+        self.module = module
+        self.device = device
+        self.logbook = Logbook()
+        self._trainer = trainer
+        self._convert_input = trainer.precision_plugin.convert_input
+
+    def encode(self, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
+        """Features of one encoder batch, always as a tuple: ``[sum(media.rows), ...]`` each.
+
+        Args:
+            media: the encoder batch.
+            step: epoch and step, which with ``number`` name the random stream.
+            number: which encoder batch of the step it is, counted over all encoder ranks.
+
+        Raises:
+            ValueError: the user's ``encode`` returned another number of rows than the plan promises.
+        """
+        media = media.to(self.device, non_blocking=True)
+        media = media.with_patches(self._convert_input(media.patches))
+        enter_stream(global_seed(), ENCODER, *step, number)
+        with self.module.logging_refused("encode"):
+            output = self.module.encode(media)
+        features = output if isinstance(output, tuple) else (output,)
+        expected = sum(media.rows)
+        for feature in features:
+            if feature.shape[0] != expected:
+                raise ValueError(
+                    f"{type(self.module).__name__}.encode returned {feature.shape[0]} rows of features for "
+                    f"{len(media.rows)} media, but their sizes promise {expected} (PackedMedia.rows). Check that the "
+                    "encoder merges patches as the data module's image processor says."
+                )
+        return features
+
+    def microbatch(
+        self, batch: PackedBatch, features: Features, *, stage: str, step: tuple[int, int], number: int
+    ) -> Any:
+        """The user's ``backbone_step``: the summed loss, or what it returns for predictions.
+
+        The loss, its target tokens and the logged values go into the logbook; the loss is returned to be
+        differentiated.
+        """
+        batch = batch.to(self.device, non_blocking=True)
+        enter_stream(global_seed(), BACKBONE, *step, number)
+        if stage == "predict":
+            with self.module.logging_refused("predictions"):
+                return self.module.backbone_step(batch, features, stage)
+        with self.module.logging_into(self.logbook):
+            loss, tokens = self.module.backbone_step(batch, features, stage)
+        self.logbook.close_microbatch(loss, tokens)
+        return loss
+
+    def backward(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
+        """Backward outside autocast, as PyTorch advises: each operation runs in the precision of its forward."""
+        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+        with torch.autocast(self.device.type, enabled=False):
+            torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:
+    """What ``merge`` gets: a tensor, or a tuple where the encoder returned several."""
+    return {modality: tensors[0] if len(tensors) == 1 else tensors}

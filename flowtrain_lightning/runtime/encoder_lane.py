@@ -1,0 +1,225 @@
+"""What an encoder rank does in a step: forward, hand over features, and backward when their gradients are here."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.allocator.roles import ENCODER
+from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.runtime.activations import recomputed_batches
+from flowtrain_lightning.runtime.lane import Desk, Turns
+from flowtrain_lightning.runtime.room import FeatureSpec
+from flowtrain_lightning.runtime.step import Step
+from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE
+
+_STEPS_AHEAD = 8
+"""How many later steps a frozen encoder may have begun: a bound on loaded pixels where few of them hold media."""
+
+
+class EncoderLane:
+    """One encoder rank's work.
+
+    Args:
+        desk: what the lane works with.
+        backbone_ranks: global rank of every backbone rank.
+        kept_batches: encoder batches whose activations may be kept at a time.
+    """
+
+    def __init__(self, desk: Desk, backbone_ranks: tuple[int, ...], kept_batches: int) -> None:
+        self._desk = desk
+        self._backbone_ranks = backbone_ranks
+        self._kept_batches = kept_batches
+        self._published: dict[tuple[str, int], int] = {}
+        self._held: deque[tuple[Step, int, list[Tensor]]] = deque()
+
+    def run(self, step: Step, spec: FeatureSpec | None) -> Turns:
+        """Works through the step's encoder batches in the plan's order.
+
+        Args:
+            step: the step.
+            spec: what a row of features is; None only in a step without media.
+        """
+        if spec is not None:
+            yield from self._train(step, spec) if step.trains else self._publish_all(step, spec)
+
+    def work_ahead(self, step: Step, spec: FeatureSpec, steps_left: int) -> bool:
+        """Encodes one batch of a later step, if there is one and room for it; for encoders that do not train.
+
+        Args:
+            step: the step that runs; this lane has done its part of it.
+            spec: what a row of features is.
+            steps_left: steps of this stage that will follow.
+
+        Returns:
+            whether a batch was encoded.
+        """
+        if self._held:
+            return self._put_held(ahead=True)
+        for distance in range(1, min(steps_left, _STEPS_AHEAD) + 1):
+            following = step.batch.following(distance)
+            if following is None:
+                return False
+            later = Step(following, step.stage, step.index + distance, trains=False)
+            for number in self._unpublished(later):
+                if not self._desk.pool.fits(spec.batch_room(self._rows(later, number)), ahead=True):
+                    return False
+                features = self._forward(later, number, keep=False)
+                self._held.extend((later, entry, parts) for entry, parts in self._split(later, number, features))
+                self._published[later.stage, later.index] = number + 1
+                self._put_held(ahead=True)
+                return True
+        return False
+
+    def forget_published(self) -> None:
+        """Everything that was published for later steps is void, since the pool was opened anew."""
+        self._published.clear()
+        self._held.clear()
+
+    # ---- an encoder that does not train -------------------------------------------------------------------------
+
+    def _publish_all(self, step: Step, spec: FeatureSpec) -> Turns:
+        while self._held:
+            if not self._put_held(ahead=False):
+                yield "room for features in the pool"
+        for number in self._unpublished(step):
+            while not self._desk.pool.fits(spec.batch_room(self._rows(step, number))):
+                yield "room for features in the pool"
+            yield from self._publish(step, number, self._forward(step, number, keep=False))
+            yield None
+        self._published.pop((step.stage, step.index), None)
+
+    def _put_held(self, *, ahead: bool) -> bool:
+        """Publishes what was encoded but found the room in pieces; True if anything could be."""
+        count = len(self._held)
+        while self._held and self._put(*self._held[0], ahead=ahead):
+            self._held.popleft()
+        return len(self._held) < count
+
+    def _unpublished(self, step: Step) -> list[int]:
+        done = self._published.get((step.stage, step.index), 0)
+        return [n for n, media in enumerate(step.batch.encoder_batches) if n >= done and media is not None]
+
+    # ---- an encoder that trains ---------------------------------------------------------------------------------
+
+    def _train(self, step: Step, spec: FeatureSpec) -> Turns:
+        assert step.batch.part.encoder_rank is not None
+        recomputed = recomputed_batches(step.plan, self._kept_batches)[step.batch.part.encoder_rank]
+        forwards = deque(self._unpublished(step))
+        backwards: deque[AwaitingBackward] = deque()
+        while forwards or backwards:
+            self._collect_gradients(step, backwards)
+            kept = sum(batch.outputs is not None for batch in backwards)
+            may_run = bool(forwards) and (forwards[0] in recomputed or kept < self._kept_batches)
+            if may_run and self._desk.pool.fits(spec.batch_room(self._rows(step, forwards[0]))):
+                number = forwards.popleft()
+                features = self._forward(step, number, keep=number not in recomputed)
+                batch = AwaitingBackward(number, self._entries(step, number), features, number not in recomputed)
+                backwards.append(batch)
+                for reason in self._publish(step, number, features):
+                    self._collect_gradients(step, backwards)
+                    yield reason
+            elif backwards and backwards[0].is_complete:
+                self._backward(step, backwards.popleft())
+            else:
+                yield self._waiting_for(step, may_run, backwards)
+                continue
+            yield None
+
+    def _waiting_for(self, step: Step, may_run: bool, backwards: deque[AwaitingBackward]) -> str:
+        if may_run:
+            return "room for features in the pool"
+        return f"gradients of encoder batch {backwards[0].number}"
+
+    def _collect_gradients(self, step: Step, backwards: deque[AwaitingBackward]) -> None:
+        # Whatever has arrived is copied out at once, so that a backbone rank never waits for room because this lane
+        # has not come to that batch yet.
+        with self._desk.timeline.span(ENCODER, COMMUNICATION, "gradients", step.index):
+            for batch in backwards:
+                batch.collect(step, self._desk)
+
+    def _backward(self, step: Step, batch: AwaitingBackward) -> None:
+        desk = self._desk
+        outputs = batch.outputs
+        if outputs is None:
+            outputs = self._forward(step, batch.number, keep=True)
+        desk.page.enter(f"backward of encoder batch {batch.number}", step.index)
+        with desk.timeline.span(ENCODER, COMPUTE, "backward", step.index, batch.number):
+            desk.compute.backward(outputs, batch.gradients)
+
+    # ---- both ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, step: Step, number: int, *, keep: bool) -> tuple[Tensor, ...]:
+        desk = self._desk
+        rank = step.batch.part.encoder_rank
+        assert rank is not None
+        desk.page.enter(f"forward of encoder batch {number}", step.index)
+        with desk.timeline.span(ENCODER, COMPUTE, "forward", step.index, number), torch.set_grad_enabled(keep):
+            return desk.compute.encode(
+                self._media(step, number), step=step.name, number=step.batch_number(rank, number)
+            )
+
+    def _publish(self, step: Step, number: int, features: tuple[Tensor, ...]) -> Turns:
+        for entry, parts in self._split(step, number, features):
+            while not self._put(step, entry, parts, ahead=False):
+                yield "room for features in the pool"
+
+    def _split(self, step: Step, number: int, features: tuple[Tensor, ...]) -> list[tuple[int, list[Tensor]]]:
+        entries = self._entries(step, number)
+        rows = [step.plan.entries[entry].rows for entry in entries]
+        parts = zip(*(torch.split(feature.detach(), rows) for feature in features), strict=True)
+        return [(entry, list(part)) for entry, part in zip(entries, parts, strict=True)]
+
+    def _put(self, step: Step, entry: int, parts: list[Tensor], *, ahead: bool) -> bool:
+        reader = self._backbone_ranks[step.plan.entries[entry].backbone_rank]
+        with self._desk.timeline.span(ENCODER, COMMUNICATION, "features", step.index):
+            return self._desk.pool.put(step.feature_key(entry), parts, [reader], ahead=ahead) is not None
+
+    def _entries(self, step: Step, number: int) -> list[int]:
+        rank = step.batch.part.encoder_rank
+        assert rank is not None
+        return step.entries_of_encoder_batch[rank, number]
+
+    def _rows(self, step: Step, number: int) -> list[int]:
+        return [step.plan.entries[entry].rows for entry in self._entries(step, number)]
+
+    def _media(self, step: Step, number: int) -> PackedMedia:
+        media = step.batch.encoder_batches[number]
+        assert media is not None
+        return media
+
+
+class AwaitingBackward:
+    """An encoder batch between its forward and its backward.
+
+    Attributes:
+        number: its position in this rank's order.
+        outputs: its features with their graph, or None where the forward will be computed again.
+        gradients: what has arrived so far, shaped as the features.
+    """
+
+    def __init__(self, number: int, entries: list[int], features: tuple[Tensor, ...], keep: bool) -> None:
+        self.number = number
+        self.outputs = features if keep else None
+        self.gradients = tuple(torch.zeros_like(feature, requires_grad=False) for feature in features)
+        self._missing = dict.fromkeys(entries)
+        self._entries = entries
+
+    @property
+    def is_complete(self) -> bool:
+        """All gradients are here."""
+        return not self._missing
+
+    def collect(self, step: Step, desk: Desk) -> None:
+        """Copies the gradients that have arrived and gives their room back."""
+        for entry in list(self._missing):
+            lease = desk.pool.get(step.gradient_key(entry))
+            if lease is None:
+                continue
+            start = sum(step.plan.entries[other].rows for other in self._entries[: self._entries.index(entry)])
+            for whole, part in zip(self.gradients, lease.tensors, strict=True):
+                whole[start : start + part.shape[0]].copy_(part)
+            lease.release()
+            del self._missing[entry]

@@ -1,0 +1,273 @@
+"""Runs the steps of one rank under flowtrain: its lanes, the pool, and the report in which a step ends."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from flowtrain_lightning.allocator import Allocation
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.data import PackedMedia, StepBatch
+from flowtrain_lightning.parallel import reduce_gradients
+from flowtrain_lightning.pool import Mesh, Pool, PoolError
+from flowtrain_lightning.runtime.backbone_lane import BackboneLane
+from flowtrain_lightning.runtime.compute import Compute
+from flowtrain_lightning.runtime.encoder_lane import EncoderLane
+from flowtrain_lightning.runtime.groups import Groups
+from flowtrain_lightning.runtime.halves import half_parameters, half_trains
+from flowtrain_lightning.runtime.lane import Desk, Turns, take_turns
+from flowtrain_lightning.runtime.logbook import StepReport
+from flowtrain_lightning.runtime.random import own_streams
+from flowtrain_lightning.runtime.room import LEAST_ARENA, FeatureSpec, least_room, step_room
+from flowtrain_lightning.runtime.step import STAGES, Step
+from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, Span, Timeline
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from flowtrain_lightning.module import FlowModule
+
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What a user may bound.
+
+    Attributes:
+        encoder_activations: encoder batches per rank whose activations are kept for the backward; others are
+            recomputed.
+        pool_bytes: bytes of the pool on each rank; None lets it follow from the plan.
+    """
+
+    encoder_activations: int
+    pool_bytes: int | None
+
+
+class FlowEngine:
+    """The steps of one rank.
+
+    Attributes:
+        timeline: what the lanes did when.
+        stop_requested: some rank was asked to end (SIGTERM); known to all ranks after the same step.
+    """
+
+    def __init__(
+        self,
+        module: FlowModule,
+        trainer: L.Trainer,
+        allocation: Allocation,
+        groups: Groups,
+        mesh: Mesh,
+        settings: EngineSettings,
+    ) -> None:
+        self.trainer = trainer
+        self.timeline = Timeline()
+        self.stop_requested = False
+        self._module = module
+        self._allocation = allocation
+        self._groups = groups
+        self._mesh = mesh
+        self._settings = settings
+        rank = groups.cross.rank
+        self._roles = tuple(role for role in (BACKBONE, ENCODER) if rank in allocation.ranks[role])
+        self._listeners = [r for r in allocation.ranks[ENCODER] if r not in allocation.ranks[BACKBONE]]
+        self._compute = Compute(module, trainer, trainer.strategy.root_device)
+        self._spec: FeatureSpec | None = None
+        self._arena_bytes = 0
+        self._desk: Desk | None = None
+        self._indices = dict.fromkeys(STAGES, 0)
+
+    # ---- what FlowModule calls ----------------------------------------------------------------------------------
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        """Forward and backward of this rank's part; gradients end up final, the mean loss is returned."""
+        step = self._begin(batch, "train")
+        self._module.zero_grad(set_to_none=True)
+        with own_streams():
+            self._run_lanes(step, [])
+            report = self._end(step, self._steps_left("train", batch_idx))
+        with self.timeline.span(self._roles[0], COMMUNICATION, "reduce gradients", step.index):
+            self._enter("reduce gradients", step)
+            for role in self._roles:
+                reduce_gradients(half_parameters(self._module, role), 1 / max(report.tokens, 1))
+        self.stop_requested = report.stop
+        return self._module.log_report("train", report)
+
+    def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
+        """Forward of this rank's part; the mean loss is returned."""
+        step = self._begin(batch, stage)
+        with own_streams():
+            self._run_lanes(step, [])
+            report = self._end(step, self._steps_left(stage, batch_idx))
+        return self._module.log_report(stage, report)
+
+    def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
+        """What ``backbone_step`` returns for this rank's microbatches; ``[]`` on an encoder rank."""
+        step = self._begin(batch, "predict")
+        outputs: list[Any] = []
+        with own_streams():
+            self._run_lanes(step, outputs)
+        return outputs
+
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The 2-norm of the gradients of both halves."""
+        own = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if not self._listeners or not half_trains(self._module, ENCODER):
+            return own
+        # Gradients are equal on all ranks of a role, so one rank speaks for it.
+        speaks = self._groups.role_rank == 0
+        squares = torch.tensor([float(own.double()) ** 2 if speaks else 0.0], dtype=torch.float64)
+        return self._groups.cross.all_reduce(squares).sqrt().to(own)[0]
+
+    def agree_on_logged(self, value: Any, mean: bool) -> Any:
+        """The value that backbone ranks logged outside of a step: their mean, or rank 0's. Every rank calls it."""
+        cross = self._groups.cross
+        backbones = self._allocation.ranks[BACKBONE]
+        if not mean:
+            return cross.broadcast_object(float(value), backbones[0])
+        share = float(value) / len(backbones) if cross.rank in backbones else 0.0
+        return float(cross.all_reduce(torch.tensor([share], dtype=torch.float64)))
+
+    def close(self) -> None:
+        """Gives the pool's memory back."""
+        if self._desk is not None:
+            self._desk.pool.close()
+            self._desk = None
+
+    # ---- the course of a step -----------------------------------------------------------------------------------
+
+    def _begin(self, batch: StepBatch, stage: str) -> Step:
+        trains = stage == "train" and half_trains(self._module, ENCODER)
+        step = Step(batch, stage, self._indices[stage], trains)
+        self._indices[stage] += 1
+        self._enter("begin the step", step)
+        self._make_room(step)
+        return step
+
+    def _run_lanes(self, step: Step, outputs: list[Any]) -> None:
+        assert self._desk is not None
+        lanes: list[tuple[str, Turns]] = []
+        if BACKBONE in self._roles:
+            lanes.append((BACKBONE, self._backbone_lane.run(step, outputs)))
+        if ENCODER in self._roles:
+            lanes.append((ENCODER, self._encoder_lane.run(step, self._spec if step.plan.entries else None)))
+        take_turns(self._desk, lanes, step.index)
+
+    def _end(self, step: Step, steps_left: int) -> StepReport:
+        if BACKBONE not in self._roles:
+            return self._await_report(step, steps_left)
+        start = time.monotonic()
+        self._enter("wait for the other backbone ranks", step)
+        report = self._compute.logbook.agree(
+            self._asked_to_stop(), self._groups.sum_over_role, self._groups.gather_over_role
+        )
+        self.timeline.add(Span(BACKBONE, STALL, "other backbone ranks", step.index, -1, start, time.monotonic()))
+        if self._listeners and self._groups.cross.rank == self._allocation.ranks[BACKBONE][0]:
+            self._publish_report(step, report)
+        return report
+
+    def _publish_report(self, step: Step, report: StepReport) -> None:
+        # A report goes one way through the pool and not through a collective: so the backbone goes on at once, also
+        # when an encoder rank is in the middle of a later step's batch.
+        assert self._desk is not None
+        text = torch.frombuffer(bytearray(json.dumps(asdict(report)).encode()), dtype=torch.uint8)
+        while self._desk.pool.put(step.report_key, [text], self._listeners) is None:
+            self._desk.pool.poll(_POLL_SECONDS)
+
+    def _await_report(self, step: Step, steps_left: int) -> StepReport:
+        assert self._desk is not None
+        pool = self._desk.pool
+        start = time.monotonic()
+        while (lease := pool.get(step.report_key)) is None:
+            spec = None if step.trains else self._spec
+            if spec is not None and self._encoder_lane.work_ahead(step, spec, steps_left):
+                pool.poll()
+                start = time.monotonic()
+                continue
+            self._enter("wait for the backbone to end the step", step)
+            pool.poll(_POLL_SECONDS)
+        self.timeline.add(Span(ENCODER, STALL, "end of the step", step.index, -1, start, time.monotonic()))
+        report = StepReport(**json.loads(bytes(lease.tensors[0].numpy())))
+        lease.release()
+        return report
+
+    def _steps_left(self, stage: str, batch_idx: int) -> int:
+        trainer = self.trainer
+        if stage == "train":
+            left = trainer.num_training_batches - batch_idx - 1
+            if trainer.max_steps >= 0:
+                left = min(left, trainer.max_steps - trainer.global_step - 1)
+        else:
+            counts = (
+                trainer.num_test_batches
+                if stage == "test"
+                else (trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+            )
+            left = min(counts) - batch_idx - 1
+        return int(min(left, 1 << 30))
+
+    def _asked_to_stop(self) -> bool:
+        board = self._mesh.board
+        return any(board[rank].sigterm for rank in range(len(board)))
+
+    def _enter(self, phase: str, step: Step) -> None:
+        self._mesh.page.enter(phase, step.index)
+
+    # ---- room in the pool ---------------------------------------------------------------------------------------
+
+    def _make_room(self, step: Step) -> None:
+        """Opens the pool, or a larger one when this step needs more. All ranks decide alike, from the plan."""
+        if step.plan.entries and self._spec is None:
+            self._spec = self._agree_on_spec(step)
+        needed = least_room(step.plan, self._spec) if step.plan.entries and self._spec else 0
+        if self._desk is not None and needed <= self._arena_bytes:
+            return
+        limit = self._settings.pool_bytes
+        if limit is not None and needed > limit // 2:
+            raise PoolError(
+                f"The largest encoder batch of this step takes {needed:,} bytes of features, but pool_bytes={limit:,} "
+                f"leaves {limit // 2:,} for the running step. Set FlowTrainStrategy(pool_bytes={2 * needed:,}) or "
+                "more, or a smaller token_budget."
+            )
+        wanted = step_room(step.plan, self._spec) if step.plan.entries and self._spec else 0
+        self._arena_bytes = limit // 2 if limit is not None else max(wanted, 2 * needed, LEAST_ARENA)
+        self._open_pool()
+
+    def _open_pool(self) -> None:
+        former = self._desk
+        pool = Pool.open(self._mesh, self._arena_bytes, self._arena_bytes)
+        self._desk = Desk(pool, self._compute, self._mesh.page, self.timeline)
+        self._backbone_lane = BackboneLane(self._desk, self._allocation.ranks[ENCODER])
+        self._encoder_lane = EncoderLane(
+            self._desk, self._allocation.ranks[BACKBONE], self._settings.encoder_activations
+        )
+        if former is not None:
+            former.pool.close()
+
+    def _agree_on_spec(self, step: Step) -> FeatureSpec:
+        """What a row of features is, found by encoding the first batch of the first rank that has one."""
+        encoder_rank = min(entry.encoder_rank for entry in step.plan.entries)
+        source = self._allocation.ranks[ENCODER][encoder_rank]
+        spec = None
+        if self._groups.cross.rank == source:
+            media = next(media for media in step.batch.encoder_batches if media is not None)
+            spec = self._probe(media)
+        agreed: FeatureSpec = self._groups.cross.broadcast_object(spec, source)
+        return agreed
+
+    def _probe(self, media: PackedMedia) -> FeatureSpec:
+        training = [module for module in self._module.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False  # so that running statistics and the like stay as they are
+            with own_streams(), torch.no_grad():
+                return FeatureSpec.of(self._compute.encode(media, step=(-1, -1), number=0))
+        finally:
+            for module in training:
+                module.training = True

@@ -1,0 +1,175 @@
+"""Process groups: one world per role, and one explicit CPU group for what spans roles at step boundaries.
+
+Each role is a default group of its own (DeepSpeed ZeRO-3 and Lightning's per-step broadcast reach no further than
+the default group); a colocated placement has one default group of all ranks. Collectives over all roles go through
+``Groups.cross`` only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import pickle
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+
+
+class CrossGroup:
+    """All ranks of the job, on CPU tensors over gloo.
+
+    torch.distributed makes subgroups of the default group only, and the default group is a role; so this one is a
+    ``ProcessGroupGloo`` of its own. Its collectives are counted, for the test that none runs inside a step.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int, timeout: timedelta) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.collectives = 0
+        self._group: Any = dist.ProcessGroupGloo(store, rank, ranks, timeout) if ranks > 1 else None
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduces a CPU tensor over all ranks, in place, and returns it."""
+        self.collectives += 1
+        if self._group is not None:
+            options = dist.AllreduceOptions()
+            options.reduceOp = op
+            self._group.allreduce([tensor], options).wait()
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Overwrites a CPU tensor with that of ``source`` and returns it."""
+        self.collectives += 1
+        if self._group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            self._group.broadcast([tensor], options).wait()
+        return tensor
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """The object that ``source`` passed, on every rank."""
+        if self._group is None:
+            return value
+        payload = _to_bytes(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+        size = self.broadcast(torch.tensor([payload.numel()]), source)
+        if self.rank != source:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(payload, source)
+        return value if self.rank == source else _from_bytes(payload)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The objects of all ranks in rank order, on every rank."""
+        return [self.broadcast_object(value if rank == self.rank else None, rank) for rank in range(self.ranks)]
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        self.all_reduce(torch.zeros(1))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one rank.
+
+    Attributes:
+        cross: all ranks, on CPU.
+        store: the job's key-value store, under a prefix of this connection.
+        role_rank: this rank within its default group.
+        role_ranks: size of its default group.
+        role_cpu: the ranks of the default group, on CPU; None is the default group itself.
+    """
+
+    cross: CrossGroup
+    store: Store
+    role_rank: int
+    role_ranks: int
+    role_cpu: dist.ProcessGroup | None
+
+    def sum_over_role(self, tensor: Tensor) -> Tensor:
+        """Sums a CPU tensor over the ranks of the default group, in place, and returns it."""
+        if self.role_ranks > 1:
+            dist.all_reduce(tensor, group=self.role_cpu)
+        return tensor
+
+    def gather_over_role(self, value: Any) -> list[Any]:
+        """The objects of the default group's ranks in rank order."""
+        if self.role_ranks == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.role_ranks
+        dist.all_gather_object(gathered, value, group=self.role_cpu)
+        return gathered
+
+
+_connected: tuple[Any, Groups] | None = None
+_connections = 0
+_root_store: Store | None = None
+
+
+def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta) -> Groups:
+    """Connects this process, or returns the groups of an earlier ``fit`` of the same layout in this process.
+
+    Args:
+        rank: global rank.
+        worlds: the global ranks of every default group; together they hold each rank once.
+        backend: of the default groups, for example ``"nccl"`` or ``"gloo"``.
+        timeout: after which a blocked collective raises.
+    """
+    global _connected, _connections, _root_store
+    key = (rank, worlds, backend)
+    if _connected is not None and _connected[0] == key:
+        return _connected[1]
+    disconnect_groups()
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is already initialised in this process, by code outside flowtrain. Each role needs a "
+            "default group of its own: destroy the group before `fit` (torch.distributed.destroy_process_group())."
+        )
+    ranks = sum(map(len, worlds))
+    if _root_store is None:
+        _root_store, _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
+    _connections += 1
+    store = PrefixStore(f"flowtrain/{_connections}", _root_store)
+    number, world = next((n, world) for n, world in enumerate(worlds) if rank in world)
+    role_rank = world.index(rank)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"world/{number}", store),
+        rank=role_rank,
+        world_size=len(world),
+        timeout=timeout,
+    )
+    groups = Groups(
+        cross=CrossGroup(PrefixStore("cross", store), rank, ranks, timeout),
+        store=PrefixStore("mesh", store),
+        role_rank=role_rank,
+        role_ranks=len(world),
+        role_cpu=None if backend == "gloo" else dist.new_group(backend="gloo"),
+    )
+    _connected = (key, groups)
+    return groups
+
+
+@atexit.register
+def disconnect_groups() -> None:
+    """Leaves all groups; also at exit."""
+    global _connected
+    if _connected is None:
+        return
+    _connected = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # gloo's threads may still drop finished work; the interpreter must not end under their feet.
+    time.sleep(0.1)
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.from_numpy(np.frombuffer(pickle.dumps(value), dtype=np.uint8).copy())
+
+
+def _from_bytes(payload: Tensor) -> Any:
+    return pickle.loads(payload.numpy().tobytes())

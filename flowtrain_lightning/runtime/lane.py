@@ -1,0 +1,71 @@
+"""What lanes have in common, and how the one or two lanes of a rank take turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flowtrain_lightning.pool import Pool, StatusPage
+from flowtrain_lightning.runtime.compute import Compute
+from flowtrain_lightning.runtime.timeline import STALL, Span, Timeline
+
+Turns = Iterator[str | None]
+"""A lane at work: each turn is one unit of work (None), or what the lane waits for (a text)."""
+
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What a lane works with.
+
+    Attributes:
+        pool: where features and gradients pass.
+        compute: runs the user's methods.
+        page: tells the other ranks what this one is doing.
+        timeline: records what was done when.
+    """
+
+    pool: Pool
+    compute: Compute
+    page: StatusPage
+    timeline: Timeline
+
+
+def take_turns(desk: Desk, lanes: Sequence[tuple[str, Turns]], step: int) -> None:
+    """Runs the lanes of this rank to their end, in one thread.
+
+    After every unit of work the first lane is asked again, so it has precedence. Where no lane can move, the rank
+    sleeps until something arrives from another rank.
+
+    Args:
+        desk: what the lanes work with.
+        lanes: role and lane, in order of precedence.
+        step: the step's index, for the status page.
+    """
+    running = dict(lanes)
+    while running:
+        desk.pool.poll()
+        reasons: list[str] = []
+        for role, turns in list(running.items()):
+            reason = next(turns, _END)
+            if reason is _END:
+                del running[role]
+            if not isinstance(reason, str):
+                break
+            reasons.append(reason)
+        else:
+            _sleep(desk, next(iter(running)), reasons, step)
+
+
+def _sleep(desk: Desk, role: str, reasons: list[str], step: int) -> None:
+    reason = " and ".join(reasons)
+    desk.page.enter(f"wait for {reason}", step)
+    start = time.monotonic()
+    while not desk.pool.poll(_POLL_SECONDS):
+        pass
+    desk.timeline.add(Span(role, STALL, reasons[0], step, -1, start, time.monotonic()))
+
+
+_END = object()

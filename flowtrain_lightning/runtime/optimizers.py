@@ -1,0 +1,112 @@
+"""An optimizer of which a rank holds one part: groups that line up everywhere, and state by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+NamedState = dict[str, Any]
+"""``{"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}``."""
+
+
+class NamedOptimizer:
+    """Remembers which parameters the user gave to which group, on all ranks alike.
+
+    The user's ``configure_optimizers`` runs on every rank with both halves. Parameters of an absent half are then
+    dropped; groups that become empty stay, so that schedulers and settings per group line up.
+
+    Attributes:
+        groups: for each group the names of all its parameters, absent ones included, in the user's order.
+    """
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+        self._optimizer = optimizer
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self.groups: list[list[str]] = []
+        for group in optimizer.param_groups:
+            self.groups.append([_name(parameter, names) for parameter in group["params"]])
+            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+        self._parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+
+    def state(self) -> NamedState:
+        """This rank's state by name; the groups name all parameters."""
+        state = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._parameters.items()}
+        return {
+            "state": {name: dict(entries) for name, entries in state.items() if entries},
+            "param_groups": [
+                {**_settings(group), "params": names}
+                for group, names in zip(self._optimizer.param_groups, self.groups, strict=True)
+            ],
+        }
+
+    def load(self, saved: NamedState) -> None:
+        """Takes this rank's part of a state by name, or of a plain PyTorch state (parameters by number).
+
+        Raises:
+            ValueError: the groups do not match those of ``configure_optimizers``.
+        """
+        by_name = with_names(saved, self.groups)
+        numbers = {name: n for n, name in enumerate(self._parameters)}
+        groups = []
+        for settings, group in zip(by_name["param_groups"], self._optimizer.param_groups, strict=True):
+            own = [numbers[name] for name in settings["params"] if name in numbers]
+            if len(own) != len(group["params"]):
+                raise ValueError(
+                    f"The checkpoint's optimizer group holds {len(own)} parameters of this rank, but "
+                    f"configure_optimizers made a group of {len(group['params'])}. Use the same configure_optimizers."
+                )
+            groups.append({**_settings(settings), "params": own})
+        state = {numbers[name]: entries for name, entries in by_name["state"].items() if name in numbers}
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def with_names(saved: Mapping[str, Any], groups: list[list[str]]) -> NamedState:
+    """An optimizer's state by name. PyTorch numbers parameters through all groups in order."""
+    numbered = [n for group in saved["param_groups"] for n in group["params"]]
+    if all(isinstance(n, str) for n in numbered):
+        return dict(saved)
+    names = [name for group in groups for name in group]
+    if len(numbered) != len(names) or len(saved["param_groups"]) != len(groups):
+        raise ValueError(
+            f"The checkpoint's optimizer holds {len(numbered)} parameters in {len(saved['param_groups'])} groups, but "
+            f"configure_optimizers gives {len(names)} in {len(groups)}. Use the same configure_optimizers as when it "
+            "was saved."
+        )
+    name_of = dict(zip(numbered, names, strict=True))
+    return {
+        "state": {name_of[n]: entries for n, entries in saved["state"].items()},
+        "param_groups": [
+            {**_settings(group), "params": [name_of[n] for n in group["params"]]} for group in saved["param_groups"]
+        ],
+    }
+
+
+def with_numbers(saved: NamedState) -> dict[str, Any]:
+    """An optimizer's state as PyTorch writes it: parameters by number, through all groups in order."""
+    numbers: dict[str, int] = {}
+    for group in saved["param_groups"]:
+        for name in group["params"]:
+            numbers[name] = len(numbers)
+    return {
+        "state": {numbers[name]: entries for name, entries in saved["state"].items()},
+        "param_groups": [
+            {**_settings(group), "params": [numbers[name] for name in group["params"]]}
+            for group in saved["param_groups"]
+        ],
+    }
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _name(parameter: nn.Parameter, names: Mapping[int, str]) -> str:
+    if id(parameter) not in names:
+        raise ValueError(
+            f"configure_optimizers gave the optimizer a parameter of shape {tuple(parameter.shape)} that is not a "
+            "parameter of the module. Pass parameters of `self` only."
+        )
+    return names[id(parameter)]

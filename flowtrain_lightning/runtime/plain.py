@@ -1,0 +1,107 @@
+"""The whole module on every rank: what a step does under plain Lightning (``strategy="auto"`` and ``"ddp"``)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flowtrain_lightning.allocator.roles import ROLES
+from flowtrain_lightning.data import StepBatch
+from flowtrain_lightning.parallel import reduce_gradients
+from flowtrain_lightning.runtime.compute import Compute, Features, as_features
+from flowtrain_lightning.runtime.halves import half_parameters
+from flowtrain_lightning.runtime.logbook import StepReport
+from flowtrain_lightning.runtime.random import own_streams
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from flowtrain_lightning.module import FlowModule
+
+
+class PlainEngine:
+    """One backward per microbatch through both halves; gradients are summed once, after the last microbatch."""
+
+    def __init__(self, module: FlowModule, trainer: L.Trainer) -> None:
+        self._module = module
+        self.trainer = trainer
+        self._compute = Compute(module, trainer, trainer.strategy.root_device)
+        self._no_sync = ExitStack()
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        """All microbatches forward and backward; returns the mean loss over target tokens, detached."""
+        self._silence_ddp()
+        self._module.zero_grad(set_to_none=True)
+        with own_streams():
+            for number, _ in enumerate(batch.microbatches):
+                loss = self._microbatch(batch, number, "train")
+                if loss is not None and loss.requires_grad:
+                    self._compute.backward((loss,), (torch.ones_like(loss),))
+        report = self._agree()
+        for role in ROLES:
+            reduce_gradients(half_parameters(self._module, role), 1 / max(report.tokens, 1))
+        return self._module.log_report("train", report)
+
+    def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
+        """All microbatches forward, without gradients; returns the mean loss over target tokens."""
+        with own_streams():
+            for number, _ in enumerate(batch.microbatches):
+                self._microbatch(batch, number, stage)
+        return self._module.log_report(stage, self._agree())
+
+    def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
+        """What ``backbone_step`` returns for each microbatch."""
+        with own_streams():
+            outputs = [self._microbatch(batch, number, "predict") for number, _ in enumerate(batch.microbatches)]
+        return [output for output in outputs if output is not None]
+
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The 2-norm of all gradients."""
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    def agree_on_logged(self, value: Any, mean: bool) -> Any:
+        """The value itself: under plain Lightning every rank has results of its own."""
+        return value
+
+    def _microbatch(self, batch: StepBatch, number: int, stage: str) -> Any:
+        packed, media = batch.microbatches[number], batch.encoder_batches[number]
+        if packed is None:
+            return None
+        step = (batch.epoch, batch.step)
+        rank = self.trainer.global_rank
+        stream = number * self.trainer.world_size + rank
+        features: Features = {}
+        if media is not None:
+            features = as_features(media.modality, self._compute.encode(media, step=step, number=stream))
+        return self._compute.microbatch(packed, features, stage=stage, step=step, number=stream)
+
+    def _agree(self) -> StepReport:
+        return self._compute.logbook.agree(False, _sum_over_ranks, _gather_over_ranks)
+
+    def _silence_ddp(self) -> None:
+        # Under DDP Lightning calls this step inside DDP's forward. The step sums gradients itself, so DDP's own
+        # reduction stays off from here to the end of the run; `no_sync` is DDP's public switch.
+        wrapped = self.trainer.strategy.model
+        if isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync:
+            self._no_sync.enter_context(wrapped.no_sync())
+
+
+def _sum_over_ranks(vector: Tensor) -> Tensor:
+    if dist.is_initialized():
+        on_device = vector.cuda() if dist.get_backend() == "nccl" else vector
+        dist.all_reduce(on_device)
+        vector.copy_(on_device)
+    return vector
+
+
+def _gather_over_ranks(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

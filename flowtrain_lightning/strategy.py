@@ -1,0 +1,367 @@
+"""What Lightning sees: the strategy that splits a FlowModule into encoder ranks and backbone ranks."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+
+from flowtrain_lightning.allocator import Allocation, Placement, default_allocation
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.callbacks.preemption import PreemptionCheckpoint
+from flowtrain_lightning.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
+from flowtrain_lightning.compatibility import refuse_unsupported
+from flowtrain_lightning.data import StepPart
+from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.parallel import broadcast_half
+from flowtrain_lightning.pool import Mesh
+from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
+from flowtrain_lightning.runtime.groups import Groups, connect_groups
+from flowtrain_lightning.runtime.halves import half_tensors, without_absent_halves
+from flowtrain_lightning.runtime.optimizers import NamedOptimizer
+from flowtrain_lightning.runtime.watchdog import Watchdog, die_with_parent
+
+log = logging.getLogger(__name__)
+
+
+class FlowTrainStrategy(ParallelStrategy):
+    """Encoder ranks and backbone ranks, bridged by one pool. ``Trainer(strategy="flowtrain")``.
+
+    Args:
+        encoder_ranks: how many ranks encode. By default a quarter of the ranks, at least one.
+        placement: ``"separate"`` (each rank has one role) or ``"colocated"`` (each rank has both). By default
+            separate, on one rank colocated.
+        ranks_per_device: processes that share one device.
+        encoder_activations: encoder batches per rank whose activations a trainable encoder keeps for its backward.
+            Beyond that it waits, or where waiting would block computes a forward again. More room, less waiting.
+        recompute_encoder: keep no activations: every encoder forward runs a second time for its backward.
+        pool_bytes: room in the pool on each rank. By default it follows from the plan and grows between steps.
+        hang_timeout: seconds without any progress of any rank after which all ranks end with an error.
+        timeout: seconds after which a blocked collective raises.
+    """
+
+    strategy_name = "flowtrain"
+
+    def __init__(
+        self,
+        encoder_ranks: int | None = None,
+        placement: Placement | None = None,
+        ranks_per_device: int = 1,
+        encoder_activations: int = 4,
+        recompute_encoder: bool = False,
+        pool_bytes: int | None = None,
+        hang_timeout: float = 600.0,
+        timeout: float = 1800.0,
+    ) -> None:
+        super().__init__()
+        if ranks_per_device < 1:
+            raise ValueError(f"ranks_per_device is {ranks_per_device}; at least 1 process must use each device.")
+        if encoder_activations < 0:
+            raise ValueError(f"encoder_activations is {encoder_activations}; it counts batches, from 0.")
+        self.num_nodes = 1
+        self._encoder_ranks = encoder_ranks
+        self._placement = placement
+        self._ranks_per_device = ranks_per_device
+        self._settings = EngineSettings(0 if recompute_encoder else encoder_activations, pool_bytes)
+        self._hang_timeout = hang_timeout
+        self._timeout = timedelta(seconds=timeout)
+        self._allocation: Allocation | None = None
+        self._groups: Groups | None = None
+        self._mesh: Mesh | None = None
+        self._watchdog: Watchdog | None = None
+        self._engine: FlowEngine | None = None
+        self._named_optimizers: list[NamedOptimizer] = []
+        self._former_sigterm: Any = None
+
+    # ---- who and where ------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks for this name to switch ``sync_dist`` and its like on."""
+        return True
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or ()) * self._ranks_per_device
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank // self._ranks_per_device]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For loaders that Lightning shards itself: by backbone rank; an encoder rank repeats the first part."""
+        backbones = self.allocation.ranks[BACKBONE]
+        rank = self.global_rank
+        return {"num_replicas": len(backbones), "rank": backbones.index(rank) if rank in backbones else 0}
+
+    @property
+    def allocation(self) -> Allocation:
+        """Which ranks play which role."""
+        assert self._allocation is not None, "the allocation is settled in setup_environment"
+        return self._allocation
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of this rank."""
+        return tuple(role for role in ROLES if self.global_rank in self.allocation.ranks[role])
+
+    @property
+    def step_part(self) -> StepPart:
+        """Which part of every step this rank's loaders load."""
+        allocation, rank = self.allocation, self.global_rank
+        return StepPart(
+            backbone_rank=allocation.rank_within(BACKBONE, rank),
+            backbone_ranks=len(allocation.ranks[BACKBONE]),
+            encoder_rank=allocation.rank_within(ENCODER, rank),
+            encoder_ranks=len(allocation.ranks[ENCODER]),
+        )
+
+    @property
+    def engine(self) -> FlowEngine:
+        """Runs the steps; its timeline tells what the lanes did when."""
+        assert self._engine is not None, "the engine exists from setup to teardown"
+        return self._engine
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Called by Lightning when the cluster environment is known."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    # ---- start and end ------------------------------------------------------------------------------------------
+
+    def connect(self, model: L.LightningModule) -> None:
+        """Refuses modules without halves."""
+        if not isinstance(model, FlowModule):
+            raise TypeError(
+                f"strategy='flowtrain' splits a flowtrain_lightning.FlowModule into its halves, but got "
+                f"{type(model).__name__}. Derive it from FlowModule, or use strategy='auto' or 'ddp'."
+            )
+        super().connect(model)
+
+    def setup_environment(self) -> None:
+        """Settles roles, connects the groups and starts to watch over the other ranks."""
+        super().setup_environment()
+        if self.num_nodes > 1:
+            raise ValueError(
+                f"Trainer(num_nodes={self.num_nodes}) was given, but flowtrain's pool reaches one node today. Use "
+                "num_nodes=1, or strategy='ddp' over several nodes."
+            )
+        reset_seed()
+        self.set_world_ranks()
+        if self._launcher is not None and self.local_rank > 0:
+            die_with_parent()
+        self._allocation = default_allocation(self.world_size, self._placement, self._encoder_ranks)
+        separate = self._allocation.placement == "separate"
+        worlds = tuple(self._allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
+        self._groups = connect_groups(self.global_rank, worlds, self._backend(), self._timeout)
+        self._mesh = Mesh.connect(self._groups.store, self.global_rank, self.world_size, self._labels())
+        self._module.live_on(self.roles)
+        rank_zero_info(f"flowtrain: {self._allocation.describe()}")
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Checks what is asked for, places this rank's halves, and sets up optimizers and engine."""
+        refuse_unsupported(trainer)
+        assert self.accelerator is not None
+        assert self._groups is not None
+        assert self._mesh is not None
+        self._start_watchdog(trainer)
+        self.accelerator.setup(trainer)
+        module = self._module
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        for role in self.roles:
+            broadcast_half(half_tensors(module, role))
+        self._engine = FlowEngine(module, trainer, self.allocation, self._groups, self._mesh, self._settings)
+        module.run_on(self._engine)
+        if trainer.training:
+            self.setup_optimizers(trainer)
+            self._take_sigterm()
+            trainer.callbacks.append(PreemptionCheckpoint())  # type: ignore[attr-defined]
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Moves the halves that live on this rank; the others have no memory to move."""
+        with without_absent_halves(self._module, self.roles):
+            self._module.to(self.root_device)
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """The user's optimizers, less the parameters of absent halves."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise TypeError(
+                    "LBFGS runs a step's closure several times, but flowtrain runs each step once over all ranks. Use "
+                    "an optimizer that needs one evaluation per step, such as AdamW."
+                )
+        self._named_optimizers = [NamedOptimizer(optimizer, self._module) for optimizer in self.optimizers]
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks why this one fails."""
+        if self._mesh is not None:
+            self._mesh.page.fail("".join(traceback.format_exception(exception)))
+
+    def teardown(self) -> None:
+        """Closes pool and mesh; the process groups stay for what the user does after ``fit``."""
+        if self._engine is not None:
+            self._engine.close()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+        if self._mesh is not None:
+            self._mesh.close()
+            self._mesh = None
+        if self._former_sigterm is not None:
+            signal.signal(signal.SIGTERM, self._former_sigterm)
+            self._former_sigterm = None
+        if self._lightning_module is not None and self._allocation is not None:
+            self._module.run_on(None)
+            with without_absent_halves(self._module, self.roles):
+                self._module.cpu()
+        self.precision_plugin.teardown()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+
+    def _start_watchdog(self, trainer: L.Trainer) -> None:
+        assert self._mesh is not None
+        self._watchdog = Watchdog(self._mesh, self._hang_timeout, Path(trainer.default_root_dir))
+        self._watchdog.start()
+
+    def _take_sigterm(self) -> None:
+        # Lightning's own handler enters a collective inside the signal handler, which would span one role only. Ours
+        # leaves a mark that all ranks learn of in the same step's report.
+        self._former_sigterm = signal.signal(signal.SIGTERM, self._note_sigterm)
+
+    def _note_sigterm(self, signum: int, frame: object) -> None:
+        if self._mesh is not None:
+            self._mesh.page.sigterm = True
+
+    def _labels(self) -> list[str]:
+        allocation = self.allocation
+        labels = []
+        for rank in range(self.world_size):
+            roles = [f"{role} {allocation.ranks[role].index(rank)}" for role in ROLES if rank in allocation.ranks[role]]
+            labels.append(" and ".join(roles))
+        return labels
+
+    def _backend(self) -> str:
+        # NCCL refuses two ranks of one group on the same device.
+        return "nccl" if self.root_device.type == "cuda" and self._ranks_per_device == 1 else "gloo"
+
+    @property
+    def _module(self) -> FlowModule:
+        assert isinstance(self._lightning_module, FlowModule)
+        return self._lightning_module
+
+    # ---- what spans ranks, at step boundaries -------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks of all roles."""
+        if self._groups is not None:
+            self._groups.cross.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank ``src`` on all ranks of all roles."""
+        return obj if self._groups is None else self._groups.cross.broadcast_object(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over the backbone ranks, whose results count; every rank gets the answer."""
+        if not isinstance(tensor, Tensor) or self._groups is None:
+            return tensor
+        backbones = self.allocation.ranks[BACKBONE]
+        own = tensor.detach().cpu().clone()
+        total = self._groups.cross.all_reduce(own if self.global_rank in backbones else torch.zeros_like(own))
+        if str(reduce_op).lower().endswith(("mean", "avg")):
+            total = total / len(backbones)
+        return total.to(tensor.device)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (or any rank) say yes."""
+        if self._groups is None:
+            return decision
+        votes = int(self._groups.cross.all_reduce(torch.tensor([int(decision)])))
+        return votes == self.world_size if all else votes > 0
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """``[ranks, ...]``: the tensors of all ranks of all roles."""
+        if self._groups is None:
+            return tensor.unsqueeze(0)
+        return torch.stack(self._groups.cross.gather_objects(tensor.detach().cpu())).to(tensor.device)
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Halves and optimizers must be in place first."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights that live on this rank, by name."""
+        return {name: value for name, value in self._module.state_dict().items() if not _is_absent(value)}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's optimizer state, by parameter name."""
+        numbers = [id(own) for own in self.optimizers]
+        return self._named_optimizers[numbers.index(id(getattr(optimizer, "optimizer", optimizer)))].state()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint directory; every rank calls it."""
+        assert self._groups is not None
+        save_checkpoint(checkpoint, filepath, self._module.halves, self.allocation, self._groups)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint directory, this rank's halves only, or a plain Lightning checkpoint."""
+        return load_checkpoint(checkpoint_path, self.roles, self.global_rank, self.checkpoint_io, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads the weights that live on this rank."""
+        saved: Mapping[str, Tensor] = checkpoint["state_dict"]
+        everything = self._module.state_dict()
+        own = {name for name, value in everything.items() if not _is_absent(value)}
+        missing, unknown = sorted(own - saved.keys()), sorted(saved.keys() - everything.keys())
+        if strict and (missing or unknown):
+            raise RuntimeError(
+                f"The checkpoint does not fit {type(self._module).__name__}: missing {missing or 'nothing'}, "
+                f"unknown {unknown or 'nothing'}. Build the module as it was saved, or set strict_loading=False."
+            )
+        self._module.load_state_dict({name: saved[name] for name in own & saved.keys()}, strict=False)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads this rank's part of the optimizers' state."""
+        for named, saved in zip(self._named_optimizers, checkpoint["optimizer_states"], strict=True):
+            named.load(saved)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint directory."""
+        if self.is_global_zero:
+            remove_checkpoint(filepath)
+
+
+def _is_absent(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
