@@ -1,1 +1,36 @@
-"""Pool: one address space for features and gradients, moved between processes."""
+"""Pool: one address space for features and gradients, moved between processes.
+
+Read in this order: `pool.py` (what a user of it sees), `entry.py` and `address.py` (what lies where), `segment.py`
+and `arena.py` (room), `mesh.py` (how processes talk), `liveness.py` and `faults.py` (who is alive), `transport.py`
+(how entries travel).
+"""
+
+from flowtrain_lightning.pool.address import Address, Tier
+from flowtrain_lightning.pool.counters import Occupancy, PoolCounters
+from flowtrain_lightning.pool.entry import Key, tensor_bytes
+from flowtrain_lightning.pool.errors import PeerFailed, PoolError
+from flowtrain_lightning.pool.faults import fault_sentence, first_fault
+from flowtrain_lightning.pool.lease import Lease
+from flowtrain_lightning.pool.liveness import State, Status, StatusBoard, StatusPage
+from flowtrain_lightning.pool.mesh import Mesh
+from flowtrain_lightning.pool.pool import Pool
+
+__all__ = [
+    "Address",
+    "Key",
+    "Lease",
+    "Mesh",
+    "Occupancy",
+    "PeerFailed",
+    "Pool",
+    "PoolCounters",
+    "PoolError",
+    "State",
+    "Status",
+    "StatusBoard",
+    "StatusPage",
+    "Tier",
+    "fault_sentence",
+    "first_fault",
+    "tensor_bytes",
+]

@@ -1,0 +1,193 @@
+"""How an entry lies in memory: a checked header that describes a tuple of tensors, then their bytes.
+
+::
+
+    0    magic, checksum of the header
+    8    address, key, bytes of the whole entry
+    32   channel, number of tensors
+    64   per tensor 80 bytes: dtype, dimensions, offset, shape
+    ...  the tensors, each at a multiple of the alignment
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from mmap import mmap
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.pool.address import Address, aligned
+from flowtrain_lightning.pool.errors import PoolError
+
+Memory = mmap | bytearray
+"""Writable bytes that tensors can be views of."""
+
+MAX_TENSORS = 16
+MAX_DIMENSIONS = 8
+
+_MAGIC = 0x464C4F57
+_HEAD = struct.Struct("<IIQQQII24x")
+_CHECKSUM = struct.Struct("<I")
+_TENSOR = struct.Struct("<BB6xQ8Q")
+_CHECKED_FROM = 8  # the checksum covers what follows it
+
+# The position is the code that stands in the header: append only.
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class Key(NamedTuple):
+    """The name of an entry, given by those who use the pool and never given twice.
+
+    Attributes:
+        channel: 0 .. 255, what kind of entry it is.
+        index: 0 .. 2**40 - 1, never falls within a channel: for example the step.
+        item: 0 .. 2**24 - 1, which of its kind and index.
+    """
+
+    channel: int
+    index: int  # type: ignore[assignment]  # the name hides a tuple's method, which no one needs of a key
+    item: int
+
+    def pack(self) -> int:
+        """Index and item as one number of 64 bits; the channel stands beside it.
+
+        Raises:
+            PoolError: when a part lies outside of its bits.
+        """
+        channel, index, item = self
+        if not (0 <= channel < 256 and 0 <= index < 1 << 40 and 0 <= item < 1 << 24):
+            raise PoolError(f"{self} is no key: expected channel < 256, index < 2**40, item < 2**24, none negative.")
+        return index << 24 | item
+
+    @classmethod
+    def unpack(cls, channel: int, number: int) -> Key:
+        """The key behind a channel and a number made by ``pack``."""
+        return cls(channel, number >> 24, number & 0xFFFFFF)
+
+
+def tensor_bytes(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> int:
+    """Room that an entry takes: header, tensors and alignment.
+
+    Args:
+        shapes: one per tensor of the tuple.
+        dtypes: one per tensor of the tuple.
+    """
+    total = _header_bytes(len(shapes))
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        total += aligned(math.prod(shape) * dtype.itemsize)
+    return total
+
+
+def entry_bytes(tensors: Sequence[Tensor]) -> int:
+    """Room that an entry of ``tensors`` takes.
+
+    Raises:
+        PoolError: when the tuple is one that no header can describe.
+    """
+    if len(tensors) > MAX_TENSORS:
+        raise PoolError(f"An entry of {len(tensors)} tensors was given; it can hold {MAX_TENSORS} at most.")
+    total = _header_bytes(len(tensors))
+    for tensor in tensors:
+        if tensor.dim() > MAX_DIMENSIONS or tensor.dtype not in _CODES:
+            raise PoolError(
+                f"A tensor of shape {tuple(tensor.shape)} and {tensor.dtype} cannot pass through the pool: expected "
+                f"at most {MAX_DIMENSIONS} dimensions and one of {', '.join(str(d)[6:] for d in _DTYPES)}."
+            )
+        total += aligned(tensor.numel() * tensor.element_size())
+    return total
+
+
+def write_entry(memory: Memory, address: Address, key: Key, tensors: Sequence[Tensor]) -> None:
+    """Copy ``tensors`` to ``address``; the header comes last, so that a half-written entry is never a valid one."""
+    base = address.offset
+    position = _header_bytes(len(tensors))
+    descriptions = []
+    for tensor in tensors:
+        shape = tuple(tensor.shape)
+        padded = shape + (0,) * (MAX_DIMENSIONS - len(shape))
+        descriptions.append(_TENSOR.pack(_CODES[tensor.dtype], len(shape), position, *padded))
+        _view(memory, base + position, tensor.dtype, shape).copy_(tensor.detach())
+        position += aligned(tensor.numel() * tensor.element_size())
+    header = bytearray(_HEAD.pack(_MAGIC, 0, address.pack(), key.pack(), position, key.channel, len(tensors)))
+    header += b"".join(descriptions)
+    _CHECKSUM.pack_into(header, 4, zlib.crc32(header[_CHECKED_FROM:]))
+    memory[base : base + len(header)] = header
+
+
+def erase_entry(memory: Memory, offset: int) -> None:
+    """Make whoever still holds the address of the entry at ``offset`` find none there."""
+    memory[offset : offset + _CHECKED_FROM] = bytes(_CHECKED_FROM)
+
+
+def read_entry(memory: Memory, start: int, nbytes: int, address: Address, key: Key) -> tuple[Tensor, ...]:
+    """The tensors of an entry, as views of its bytes.
+
+    Args:
+        memory: where the entry, or a copy of it, lies.
+        start: its first byte; it and ``nbytes`` lie within ``memory``.
+        nbytes: its size, as published.
+        address: the address that was published.
+        key: the key that was published.
+
+    Raises:
+        PoolError: when the entry is gone, or its header damaged. Nothing of it is read then.
+    """
+    if nbytes < _HEAD.size:
+        raise PoolError(f"{key} was published with {nbytes} bytes; an entry has {_HEAD.size} at least.")
+    magic, checksum, owned, number, total, channel, count = _HEAD.unpack_from(memory, start)
+    if magic != _MAGIC or owned != address.pack() or (channel, number) != (key.channel, key.pack()):
+        raise PoolError(f"{address} of {key} is stale: the entry was freed by its owner since it was published.")
+    described = start + _HEAD.size + count * _TENSOR.size
+    if (
+        count > MAX_TENSORS
+        or total != nbytes
+        or _header_bytes(count) > nbytes
+        or zlib.crc32(memory[start + _CHECKED_FROM : described]) != checksum
+    ):
+        raise PoolError(f"The header of {key} at {address} is damaged: its checksum does not match.")
+    return tuple(
+        _described_view(memory, start, nbytes, place) for place in range(start + _HEAD.size, described, _TENSOR.size)
+    )
+
+
+def _described_view(memory: Memory, start: int, nbytes: int, place: int) -> Tensor:
+    code, dimensions, position, *padded = _TENSOR.unpack_from(memory, place)
+    if code < len(_DTYPES) and dimensions <= MAX_DIMENSIONS:
+        dtype, shape = _DTYPES[code], padded[:dimensions]
+        if position + math.prod(shape) * dtype.itemsize <= nbytes:
+            return _view(memory, start + position, dtype, shape)
+    raise PoolError("The header of an entry describes a tensor that lies outside of it.")
+
+
+def _header_bytes(tensors: int) -> int:
+    return aligned(_HEAD.size + tensors * _TENSOR.size)
+
+
+def _view(memory: Memory, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    # Each view has a storage of its own: were they views of one tensor, an in-place write to any of them would count
+    # as a change of all, and autograd would refuse a backward through features whose neighbour was written.
+    elements = math.prod(shape)
+    if elements == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=elements, offset=offset).view(tuple(shape))

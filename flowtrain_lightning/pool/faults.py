@@ -1,0 +1,82 @@
+"""Which rank is to blame when the job cannot go on, and the sentence that says so."""
+
+from __future__ import annotations
+
+import time
+
+from flowtrain_lightning.pool.liveness import State, Status, StatusBoard
+
+_LOOK_SECONDS = 0.02
+
+
+def fault_sentence(status: Status, cause: str) -> str:
+    """One sentence that names rank, role, phase, step and cause.
+
+    Args:
+        status: the page of the rank that is to blame.
+        cause: a verb and what belongs to it, for example ``"died"``.
+    """
+    where = f"in phase '{status.phase}' of step {status.step}" if status.phase else "before its first phase"
+    return f"Rank {status.rank} ({status.label}) {cause} {where}."
+
+
+def find_fault(board: StatusBoard, rank: int) -> tuple[int, str] | None:
+    """The rank that is to blame for a peer's end, and the sentence about it; None when no peer failed or died.
+
+    A rank that ended because of another one says so in its page, so the trail leads back to the first. It may lead
+    to ``rank`` itself, when it hangs and the others have ended for that.
+    """
+    ended: dict[int, str] = {}
+    for peer in range(len(board)):
+        if peer != rank:
+            died = board.died(peer)  # before its page is read: it may write a last word and then die
+            sentence = _ended(board[peer], died)
+            if sentence is not None:
+                ended[peer] = sentence
+    if not ended:
+        return None
+    first = min(ended, key=lambda peer: (board[peer].blames is not None, _when(board[peer]), peer))
+    blamed = board[first].blames
+    if blamed is None:
+        return first, ended[first]
+    cause = "was stopped" if board.stopped(blamed) else f"was held to blame by rank {first} ({board[first].label})"
+    return blamed, fault_sentence(board[blamed], cause)
+
+
+def first_fault(board: StatusBoard, rank: int, wait: float = 1.0) -> str | None:
+    """What to say when a collective fails because a peer has gone: the sentence about the first fault.
+
+    A connection breaks a moment before its process counts as dead, so this looks for up to ``wait`` seconds. The
+    calling rank's page then blames the peer, so that no other rank takes its own end for the first fault.
+
+    Args:
+        board: the pages of all ranks.
+        rank: the calling rank.
+        wait: seconds.
+
+    Returns:
+        The sentence, or None when no peer failed or died.
+    """
+    deadline = time.monotonic() + wait
+    while True:
+        fault = find_fault(board, rank)
+        if fault is not None:
+            board.pages[rank].blame(fault[0])
+            return fault[1]
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(_LOOK_SECONDS)
+
+
+def _when(status: Status) -> float:
+    """When a rank ended. One that could not say so lived until its last heartbeat, or not much longer."""
+    return status.failed_time or status.heartbeat_time
+
+
+def _ended(status: Status, died: bool) -> str | None:
+    """The sentence about a rank that failed or died, or None when it did neither."""
+    if status.state is State.FAILED:
+        return f"{fault_sentence(status, 'failed')} Its error was:\n{status.error.rstrip()}"
+    if died and status.state is not State.FINISHED:
+        return fault_sentence(status, f"died (process {status.pid} is gone)")
+    return None

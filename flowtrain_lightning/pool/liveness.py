@@ -1,0 +1,276 @@
+"""Who is alive and what it does: one page of shared memory per rank, which every rank of the machine can read."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from mmap import mmap
+from pathlib import Path
+
+from flowtrain_lightning.pool.memory import create_memory, map_memory
+
+PAGE_BYTES = 32 * 1024
+_TEXT_BYTES = 256  # of a label or a phase
+_ERROR_BYTES = 16 * 1024
+
+# Words of 64 bits, counted from the page's start. Each is stored whole, so a reader never sees half of one.
+_PID, _STATE, _STEP, _PROGRESS, _HEARTBEAT, _HEARTBEAT_TIME, _SIGTERM, _BLAMES, _FAILED_TIME = range(9)
+_LABEL_LENGTH, _PHASE_LENGTH, _ERROR_LENGTH, _VERSION = range(9, 13)
+# Texts, in bytes from the page's start.
+_LABEL, _PHASE, _ERROR = 1024, 2048, 4096
+
+
+class State(IntEnum):
+    """What has become of a rank."""
+
+    STARTING = 0
+    """It has not entered a phase yet."""
+    RUNNING = 1
+    FINISHED = 2
+    """It left in good order; that its process ends is no death."""
+    FAILED = 3
+    """It met an error, whose text stands in its page."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank's page said at one moment.
+
+    Attributes:
+        rank: whose page it is.
+        pid: its process.
+        label: for example ``"encoder 0"``.
+        state: what has become of it.
+        phase: what it does; a phase that waits for others begins with ``"wait"``.
+        step: in which step.
+        progress: how often it entered a phase or advanced within one.
+        heartbeat: how often its watchdog looked around.
+        heartbeat_time: when it last did, in seconds of ``time.monotonic()``, which all processes share.
+        sigterm: whether it was asked to end by SIGTERM.
+        blames: the rank that it holds to blame for its own end, or None.
+        error: the first error with its traceback; empty unless it failed.
+        failed_time: when it failed, in seconds of ``time.monotonic()``; 0 unless it did.
+    """
+
+    rank: int
+    pid: int
+    label: str
+    state: State
+    phase: str
+    step: int
+    progress: int
+    heartbeat: int
+    heartbeat_time: float
+    sigterm: bool
+    blames: int | None
+    error: str
+    failed_time: float
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in a phase that waits for others."""
+        return self.phase.startswith("wait")
+
+
+class StatusPage:
+    """The page of one rank. Only its owner writes; entering a phase costs about a microsecond.
+
+    Args:
+        rank: the owner.
+        memory: the mapped page.
+    """
+
+    def __init__(self, rank: int, memory: mmap) -> None:
+        self.rank = rank
+        self._bytes = memory
+        self._words = memoryview(memory)[: 16 * 8].cast("q")
+        self._phases: dict[str, bytes] = {}
+
+    @classmethod
+    def attach(cls, rank: int, descriptor: int) -> StatusPage:
+        """Map the page of a peer; closes the descriptor."""
+        try:
+            return cls(rank, map_memory(descriptor, PAGE_BYTES))
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def create(cls, rank: int, label: str) -> tuple[StatusPage, int]:
+        """Make the calling process's page; the descriptor with it is for peers, and the caller closes it."""
+        descriptor = create_memory(f"flowtrain status of rank {rank}", PAGE_BYTES)
+        page = cls(rank, map_memory(descriptor, PAGE_BYTES))
+        text = _encoded(label)
+        page._bytes[_LABEL : _LABEL + len(text)] = text
+        page._words[_LABEL_LENGTH] = len(text)
+        page._words[_BLAMES] = -1
+        page._words[_PID] = os.getpid()
+        page.beat()
+        return page, descriptor
+
+    def enter(self, phase: str, step: int) -> None:
+        """Say what the rank does from now on. Counts as progress.
+
+        Args:
+            phase: a few words; begins with ``"wait"`` where the rank only waits for others.
+            step: the step that it belongs to.
+        """
+        text = self._phases.get(phase)
+        if text is None:
+            text = self._remember(phase)
+        words = self._words
+        words[_VERSION] += 1  # odd while the phase is being changed, so that a reader can tell and look again
+        self._bytes[_PHASE : _PHASE + len(text)] = text
+        words[_PHASE_LENGTH] = len(text)
+        words[_STEP] = step
+        words[_VERSION] += 1
+        words[_PROGRESS] += 1
+        if words[_STATE] == State.STARTING:
+            words[_STATE] = State.RUNNING
+
+    def advance(self) -> None:
+        """Count progress within a phase."""
+        self._words[_PROGRESS] += 1
+
+    def fail(self, text: str) -> None:
+        """Say that this rank itself is to blame for the job's end. The first text stays.
+
+        Nothing happens where the rank already blames another one: what fails then is a consequence.
+
+        Args:
+            text: the error with its traceback. When it is too long its end is kept, where the error stands.
+        """
+        if self._words[_STATE] == State.FAILED or self._words[_BLAMES] >= 0:
+            return
+        error = text.encode(errors="replace")[-_ERROR_BYTES:]
+        self._bytes[_ERROR : _ERROR + len(error)] = error
+        self._words[_ERROR_LENGTH] = len(error)
+        self._words[_FAILED_TIME] = time.monotonic_ns()
+        self._words[_STATE] = State.FAILED
+
+    def blame(self, rank: int) -> None:
+        """Say that this rank ends because of another one, so that nobody takes its end for the first fault."""
+        if self._words[_BLAMES] < 0 and rank != self.rank:
+            self._words[_BLAMES] = rank
+
+    def finish(self) -> None:
+        """Say that this rank has done its work; a rank that failed stays failed."""
+        if self._words[_STATE] != State.FAILED:
+            self._words[_STATE] = State.FINISHED
+
+    def beat(self) -> None:
+        """Say that this process still gets to run."""
+        self._words[_HEARTBEAT_TIME] = time.monotonic_ns()
+        self._words[_HEARTBEAT] += 1
+
+    @property
+    def sigterm(self) -> bool:
+        """Whether this rank was asked to end by SIGTERM."""
+        return bool(self._words[_SIGTERM])
+
+    @sigterm.setter
+    def sigterm(self, received: bool) -> None:
+        self._words[_SIGTERM] = int(received)
+
+    @property
+    def state(self) -> State:
+        """What has become of the rank; cheaper than a whole `Status`."""
+        state = self._words[_STATE]
+        return State(state) if 0 <= state <= State.FAILED else State.FAILED
+
+    @property
+    def progress(self) -> int:
+        """How often the rank entered a phase or advanced; cheaper than a whole `Status`."""
+        return self._words[_PROGRESS]
+
+    def read(self) -> Status:
+        """A snapshot of the page."""
+        words = self._words
+        for _ in range(100):  # bounded: its owner may have been killed while it changed its phase
+            version = words[_VERSION]
+            phase, step = self._text(_PHASE, _PHASE_LENGTH, _TEXT_BYTES), words[_STEP]
+            if version % 2 == 0 and version == words[_VERSION]:
+                break
+        return Status(
+            rank=self.rank,
+            pid=words[_PID],
+            label=self._text(_LABEL, _LABEL_LENGTH, _TEXT_BYTES),
+            state=self.state,
+            phase=phase,
+            step=step,
+            progress=words[_PROGRESS],
+            heartbeat=words[_HEARTBEAT],
+            heartbeat_time=words[_HEARTBEAT_TIME] / 1e9,
+            sigterm=self.sigterm,
+            blames=words[_BLAMES] if words[_BLAMES] >= 0 else None,
+            error=self._text(_ERROR, _ERROR_LENGTH, _ERROR_BYTES),
+            failed_time=words[_FAILED_TIME] / 1e9,
+        )
+
+    def _text(self, start: int, length: int, limit: int) -> str:
+        nbytes = min(max(self._words[length], 0), limit)
+        return self._bytes[start : start + nbytes].decode(errors="replace")
+
+    def _remember(self, phase: str) -> bytes:
+        if len(self._phases) >= 1024:
+            self._phases.clear()  # phases that carry a number would fill it for ever
+        return self._phases.setdefault(phase, _encoded(phase))
+
+
+class StatusBoard:
+    """The pages of all ranks, and whether their processes live. Safe to use from several threads.
+
+    Args:
+        pages: one per rank, the own one among them.
+        processes: for each rank a ``pidfd``, or None for the own process.
+    """
+
+    def __init__(self, pages: list[StatusPage], processes: list[int | None]) -> None:
+        self.pages = pages
+        self.processes = processes
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def __getitem__(self, rank: int) -> Status:
+        return self.pages[rank].read()
+
+    def died(self, rank: int) -> bool:
+        """Whether the process of ``rank`` is gone. It cannot be taken for a later process of the same number."""
+        process = self.processes[rank]
+        if process is None:
+            return False
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def stopped(self, rank: int) -> bool:
+        """Whether the process of ``rank`` is stopped, by SIGSTOP or by a debugger."""
+        pid = self.pages[rank].read().pid
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False
+        return state in "Tt" and not self.died(rank)
+
+    def kill(self, rank: int) -> None:
+        """End the process of a peer at once; nothing happens when it is gone already."""
+        process = self.processes[rank]
+        if process is not None and not self.died(rank):
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of the processes; the pages can still be read."""
+        for rank, process in enumerate(self.processes):
+            if process is not None:
+                self.processes[rank] = None
+                os.close(process)
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="replace")[:_TEXT_BYTES]

@@ -1,0 +1,101 @@
+"""Anonymous shared memory: made by one process, passed to others as a descriptor, gone with the last of them.
+
+It has no name, so nothing can be left behind, and it does not count against the size of ``/dev/shm``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+from flowtrain_lightning.pool.errors import PoolError
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def create_memory(name: str, nbytes: int) -> int:
+    """Make ``nbytes`` of shared memory, all of it backed by pages at once.
+
+    Without that, lack of memory would show as a SIGBUS at some later write. Its size is sealed, so no process that
+    maps it can be made to read beyond its end.
+
+    Args:
+        name: shown in ``/proc/<pid>/maps`` only.
+        nbytes: the size.
+
+    Returns:
+        A descriptor that the caller closes.
+
+    Raises:
+        PoolError: when there is not enough memory.
+    """
+    available = available_memory()
+    if nbytes > available:
+        raise PoolError(_lack(name, nbytes, f"only {available:,} bytes of memory are available"))
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(descriptor)
+        raise PoolError(_lack(name, nbytes, f"the system refused it ({error.strerror})")) from error
+    return descriptor
+
+
+def map_memory(descriptor: int, nbytes: int) -> mmap.mmap:
+    """Map shared memory that some process of this machine made, and touch its page tables once.
+
+    Args:
+        descriptor: what ``create_memory`` returned, here or in a peer. It can be closed afterwards.
+        nbytes: the size that it is said to have.
+
+    Raises:
+        PoolError: when it is smaller than that, or its size could still be changed.
+    """
+    size = os.fstat(descriptor).st_size
+    sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    if size < nbytes or not sealed:
+        raise PoolError(
+            f"A peer passed memory of {size:,} bytes ({'sealed' if sealed else 'not sealed'}); expected {nbytes:,} "
+            "bytes whose size is sealed. Do all ranks run the same version?"
+        )
+    return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def available_memory() -> int:
+    """Bytes that this process can take without swapping: the machine's, or its control group's when that is less."""
+    machine = _machine_memory()
+    group = _group_memory()
+    return machine if group is None else min(machine, group)
+
+
+def _machine_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _group_memory() -> int | None:
+    """What control groups (version 2) leave to this process, or None where they set no limit that can be read."""
+    try:
+        path = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].splitlines()[0]
+        folder = Path("/sys/fs/cgroup") / path.lstrip("/")
+        limit = (folder / "memory.max").read_text().strip()
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        used = int((folder / "memory.current").read_text())
+    except (OSError, ValueError, IndexError):
+        return None
+    if limit == "max":
+        return None
+    cached = int(statistics.get("active_file", 0)) + int(statistics.get("inactive_file", 0))
+    return max(int(limit) - used + cached, 0)
+
+
+def _lack(name: str, nbytes: int, why: str) -> str:
+    return (
+        f"{name} asks for {nbytes:,} bytes of shared memory, but {why}. Lower `pool_bytes` or run fewer ranks on "
+        "this machine."
+    )

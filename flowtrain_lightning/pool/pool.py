@@ -1,0 +1,281 @@
+"""The pool as its users see it: put tensors in, get them elsewhere as views, give the room back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from flowtrain_lightning.pool.address import Address
+from flowtrain_lightning.pool.arena import Arena
+from flowtrain_lightning.pool.counters import Occupancy, PoolCounters
+from flowtrain_lightning.pool.entry import Key, entry_bytes, erase_entry, read_entry, write_entry
+from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.lease import Lease
+from flowtrain_lightning.pool.link import Link
+from flowtrain_lightning.pool.mesh import Mesh, Message
+from flowtrain_lightning.pool.record import Kind
+from flowtrain_lightning.pool.remote import RemoteTransport
+from flowtrain_lightning.pool.segment import Segment
+from flowtrain_lightning.pool.shared_memory import SharedMemoryTransport
+from flowtrain_lightning.pool.transport import Publication, Transport
+
+TransportName = Literal["auto", "shared_memory", "remote"]
+
+_OPEN_POLL_SECONDS = 1.0
+
+
+class _Own:
+    """An entry in the own segment, and the readers who have not released it yet."""
+
+    __slots__ = ("publication", "readers")
+
+    def __init__(self, publication: Publication, readers: set[int]) -> None:
+        self.publication = publication
+        self.readers = readers
+
+
+class Pool:
+    """One rank's part of the pool. Used by the thread that uses its mesh.
+
+    Build it with `Pool.open`.
+    """
+
+    def __init__(self, link: Link, segment: Segment, transport: Transport) -> None:
+        self._link = link
+        self._ranks = {link.rank, *link.peers}
+        self._segment = segment
+        self._transport = transport
+        self._own: dict[Key, _Own] = {}
+        self._published: dict[Key, Publication] = {}  # to this rank, and not leased yet
+        self._leased: dict[Key, Publication] = {}
+        self._discarded: dict[int, int] = {}  # channel -> indices below it are gone
+        self._entries = self._bytes = self._refused = self._waits = 0
+        self._wait_seconds = 0.0
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        mesh: Mesh,
+        current_bytes: int,
+        ahead_bytes: int,
+        transport: TransportName = "auto",
+    ) -> Pool:
+        """Make this rank's segment and get to know those of the others. Every rank of the mesh calls it.
+
+        It waits until all have done so, for as long as they live. A pool that was opened before on this mesh is
+        replaced: what was published in it is void, and its owner closes it.
+
+        Args:
+            mesh: connects the ranks.
+            current_bytes: room for entries of the step that runs; 0 where the rank puts none.
+            ahead_bytes: room for entries of later steps.
+            transport: how entries travel, equal on all ranks; ``"auto"`` takes the fastest that reaches all of them.
+
+        Raises:
+            PeerFailed: when a peer ends meanwhile.
+            PoolError: when memory is lacking.
+        """
+        segment = Segment(mesh.rank, current_bytes, ahead_bytes)
+        link = Link(mesh)
+        way: Transport
+        way = RemoteTransport(link, segment) if transport == "remote" else SharedMemoryTransport(link, segment)
+        pool = cls(link, segment, way)
+        way.announce()
+        while not way.ready():
+            pool.poll(_OPEN_POLL_SECONDS)
+        return pool
+
+    def put(self, key: Key, tensors: Sequence[Tensor], readers: Sequence[int], ahead: bool = False) -> Address | None:
+        """Copy a tuple of tensors into the own segment and publish it.
+
+        Args:
+            key: the entry's name, which no entry had before.
+            tensors: up to 16 of any dtype, of up to 8 dimensions, contiguous or not, on any device.
+            readers: ranks that will each get and release it; the own rank may be one.
+            ahead: take the room of later steps.
+
+        Returns:
+            Its address, or None when there is no room now. Nothing has changed then; releases make room.
+
+        Raises:
+            PoolError: when it could never fit, or key, tensors or readers are not as expected.
+        """
+        waiting = self._check(key, readers)
+        nbytes = entry_bytes(tensors)
+        arena = self._segment.arena(ahead)
+        if nbytes > arena.capacity:
+            raise PoolError(_never_fits(key, nbytes, arena, ahead))
+        address = self._segment.allocate(nbytes, ahead)
+        if address is None:
+            self._refused += 1
+            return None
+        try:
+            write_entry(self._segment.memory, address, key, tensors)
+        except BaseException:
+            self._segment.free(address)
+            raise
+        publication = Publication(key, address, nbytes)
+        self._own[key] = _Own(publication, waiting)
+        self._entries += 1
+        self._bytes += nbytes
+        for reader in readers:
+            if reader == self._link.rank:
+                self._published[key] = publication
+            else:
+                self._transport.publish(reader, publication)
+        return address
+
+    def fits(self, nbytes: int | Sequence[int], ahead: bool = False) -> bool:
+        """Whether there is room now for an entry of ``nbytes`` (see `tensor_bytes`), or for several at once."""
+        sizes = [nbytes] if isinstance(nbytes, int) else nbytes
+        return self._segment.arena(ahead).fits(sizes)
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        """Take in what peers have sent; wait up to ``timeout`` seconds for something.
+
+        Returns:
+            Whether anything arrived.
+
+        Raises:
+            PeerFailed: when a peer died or failed.
+            PoolError: when a peer sent what cannot be true.
+        """
+        if timeout > 0:
+            self._waits += 1
+            started = time.perf_counter()
+            messages = self._link.receive(timeout)
+            self._wait_seconds += time.perf_counter() - started
+        else:
+            messages = self._link.receive()
+        for message in messages:
+            self._take(message)
+        return bool(messages)
+
+    def get(self, key: Key) -> Lease | None:
+        """A lease of an entry that was published to this rank; None while it was not (see `poll`).
+
+        Raises:
+            PoolError: when the entry is not there any more, or is leased already.
+        """
+        publication = self._published.get(key)
+        if publication is None:
+            if key in self._leased:
+                raise PoolError(f"{key} is leased by this rank already; a rank can lease an entry once.")
+            return None
+        address = publication.address
+        own = address.owner == self._link.rank
+        memory, start = (self._segment.memory, address.offset) if own else self._transport.locate(publication)
+        tensors = read_entry(memory, start, publication.nbytes, address, key)
+        self._leased[key] = self._published.pop(key)
+        return Lease(key, address.owner, tensors, self._give_back)
+
+    def discard(self, channel: int, before_index: int) -> None:
+        """Forget all entries of a channel whose index is smaller, unread ones among them.
+
+        For a run that stops early. Owner and readers both call it, when nobody holds a lease of such an entry; what
+        is still on its way is dropped when it arrives.
+
+        Raises:
+            PoolError: when this rank holds a lease of such an entry. Nothing has changed then.
+        """
+        held = [key for key in self._leased if key.channel == channel and key.index < before_index]
+        if held:
+            raise PoolError(f"{held[0]} cannot be discarded while this rank holds a lease of it; release it first.")
+        self._discarded[channel] = max(before_index, self._discarded.get(channel, 0))
+        for key in [key for key in self._published if self._is_discarded(key)]:
+            self._transport.forget(self._published.pop(key))
+        for key in [key for key in self._own if self._is_discarded(key)]:
+            self._free(key)
+
+    def close(self) -> None:
+        """Drop segment and mappings. Views that are still in use stay valid; the mesh stays connected."""
+        self._closed = True
+        for books in (self._own, self._published, self._leased):
+            books.clear()
+        self._transport.close()
+        self._segment.close()
+
+    @property
+    def counters(self) -> PoolCounters:
+        """A snapshot of what this rank's part has done."""
+        return PoolCounters(
+            transport=self._transport.name,
+            entries=self._entries,
+            bytes=self._bytes,
+            refused=self._refused,
+            waits=self._waits,
+            wait_seconds=self._wait_seconds,
+            current=_occupancy(self._segment.current),
+            ahead=_occupancy(self._segment.ahead),
+        )
+
+    def _check(self, key: Key, readers: Sequence[int]) -> set[int]:
+        key.pack()
+        waiting = set(readers)
+        if not waiting or len(waiting) != len(readers) or not waiting <= self._ranks:
+            raise PoolError(
+                f"{key} was put for readers {list(readers)}; expected different ranks below {len(self._ranks)}."
+            )
+        if key in self._own or self._is_discarded(key):
+            raise PoolError(f"{key} was put before, or its index was discarded; every entry needs a key of its own.")
+        return waiting
+
+    def _take(self, message: Message) -> None:
+        record = message.record
+        if record.kind is Kind.RELEASE:
+            self._released(Key.unpack(record.channel, record.number), record.address, record.sender)
+            return
+        publication = self._transport.receive(message)
+        if publication is None:
+            return
+        key = publication.key
+        if self._is_discarded(key):
+            self._transport.forget(publication)
+        elif key in self._published or key in self._leased:
+            raise PoolError(f"Rank {record.sender} published {key} twice.")
+        else:
+            self._published[key] = publication
+
+    def _give_back(self, key: Key) -> None:
+        if self._closed:
+            return
+        publication = self._leased.pop(key)
+        owner = publication.address.owner
+        if owner == self._link.rank:
+            self._released(key, publication.address.pack(), owner)
+        elif not self._link.has_left(owner):
+            self._transport.release(publication)
+
+    def _released(self, key: Key, address: int, reader: int) -> None:
+        if self._is_discarded(key):
+            return  # it was on its way when the entry was discarded
+        own = self._own.get(key)
+        if own is None or own.publication.address.pack() != address or reader not in own.readers:
+            raise PoolError(f"Rank {reader} released {key}, of which it held no lease.")
+        own.readers.remove(reader)
+        if not own.readers:
+            self._free(key)
+
+    def _is_discarded(self, key: Key) -> bool:
+        return key.index < self._discarded.get(key.channel, 0)
+
+    def _free(self, key: Key) -> None:
+        address = self._own.pop(key).publication.address
+        erase_entry(self._segment.memory, address.offset)
+        self._segment.free(address)
+
+
+def _occupancy(arena: Arena) -> Occupancy:
+    return Occupancy(arena.used, arena.peak, arena.capacity)
+
+
+def _never_fits(key: Key, nbytes: int, arena: Arena, ahead: bool) -> str:
+    what = "entries of later steps" if ahead else "entries of the step that runs"
+    return (
+        f"{key} needs {nbytes:,} bytes; this rank's part of the pool has {arena.capacity:,} bytes for {what} in all. "
+        "Raise `pool_bytes`, or make the entries smaller."
+    )

@@ -1,0 +1,98 @@
+"""A transport that shares no memory: the bytes of an entry travel in messages, and each reader keeps a copy.
+
+It stands for a machine elsewhere and keeps the interface honest; between processes of one machine shared memory is
+faster by far.
+"""
+
+from __future__ import annotations
+
+from flowtrain_lightning.pool.entry import Memory
+from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.link import Link
+from flowtrain_lightning.pool.mesh import Message
+from flowtrain_lightning.pool.record import MAX_PAYLOAD, Kind, Record
+from flowtrain_lightning.pool.segment import Segment
+from flowtrain_lightning.pool.transport import Publication
+
+
+class RemoteTransport:
+    """Entries are sent as a whole when they are published."""
+
+    name = "remote"
+
+    def __init__(self, link: Link, segment: Segment) -> None:
+        self._link = link
+        self._segment = segment
+        self._sizes: dict[int, int] = {}  # peer -> bytes of its segment
+        self._copies: dict[int, bytearray] = {}  # packed address -> the entry
+        self._arriving: dict[int, tuple[Publication, int]] = {}  # packed address -> what it will be, bytes so far
+
+    def announce(self) -> None:
+        """Tell all peers the segment's size, the bound of what they may have to keep."""
+        for peer in self._link.peers:
+            self._link.send(peer, Kind.SEGMENT, size=self._segment.nbytes)
+
+    def ready(self) -> bool:
+        """Whether the sizes of all peers are known."""
+        return len(self._sizes) == len(self._link.peers)
+
+    def publish(self, reader: int, publication: Publication) -> None:
+        """Send the entry: first what it is, then its bytes in pieces."""
+        address = publication.address
+        publication.send(self._link, reader, Kind.PUBLISH)
+        for start in range(0, publication.nbytes, MAX_PAYLOAD):
+            first = address.offset + start
+            piece = self._segment.memory[first : first + min(MAX_PAYLOAD, publication.nbytes - start)]
+            self._link.send(reader, Kind.DATA, address=address.pack(), start=start, payload=piece)
+
+    def receive(self, message: Message) -> Publication | None:
+        """Learn of an entry, or take a piece of it; it is readable with its last piece."""
+        record = message.record
+        if record.kind is Kind.SEGMENT:
+            self._sizes[record.sender] = record.size
+        elif record.kind is Kind.PUBLISH:
+            publication = Publication.from_record(record)
+            if publication.address.offset + publication.nbytes > self._sizes.get(record.sender, 0):
+                raise PoolError(f"Rank {record.sender} published {publication}, which lies outside of its segment.")
+            self._copies[record.address] = bytearray(publication.nbytes)
+            self._arriving[record.address] = (publication, 0)
+        elif record.kind is Kind.DATA:
+            return self._take(record, message.payload)
+        else:
+            raise PoolError(f"Rank {record.sender} sent {record}, which this transport has no use for.")
+        return None
+
+    def locate(self, publication: Publication) -> tuple[Memory, int]:
+        """The reader's own copy."""
+        return self._copies[publication.address.pack()], 0
+
+    def release(self, publication: Publication) -> None:
+        """Tell the owner, and drop the copy."""
+        publication.send(self._link, publication.address.owner, Kind.RELEASE)
+        self.forget(publication)
+
+    def forget(self, publication: Publication) -> None:
+        """Drop the copy."""
+        self._copies.pop(publication.address.pack(), None)
+
+    def close(self) -> None:
+        """Drop all copies."""
+        self._copies.clear()
+        self._arriving.clear()
+
+    def _take(self, record: Record, payload: bytes) -> Publication | None:
+        publication, arrived = self._arriving.get(record.address, (None, 0))
+        if (
+            publication is None
+            or publication.address.owner != record.sender
+            or record.start != arrived
+            or arrived + len(payload) > publication.nbytes
+        ):
+            raise PoolError(f"Rank {record.sender} sent bytes that belong to no entry: {record}.")
+        arrived += len(payload)
+        self._copies[record.address][record.start : arrived] = payload
+        if arrived < publication.nbytes:
+            self._arriving[record.address] = (publication, arrived)
+            return None
+        del self._arriving[record.address]
+        return publication

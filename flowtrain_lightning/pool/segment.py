@@ -1,0 +1,76 @@
+"""The part of the pool that one rank owns and alone writes: shared memory, split into two arenas."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from flowtrain_lightning.pool.address import GENERATIONS, MAX_SEGMENT_BYTES, Address, Tier, aligned
+from flowtrain_lightning.pool.arena import Arena
+from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.memory import create_memory, map_memory
+
+
+class Segment:
+    """The owner's view of its segment in host memory.
+
+    Args:
+        rank: the owner.
+        current_bytes: room for entries of the step that runs.
+        ahead_bytes: room for entries of later steps. It is apart, so that work ahead can never take the room that
+            the step which runs is waiting for.
+
+    Attributes:
+        current: the arena of the step that runs.
+        ahead: the arena of later steps.
+        nbytes: bytes of the whole segment.
+        memory: the mapped bytes.
+
+    Raises:
+        PoolError: when there is not enough memory, or an address could not reach all of it.
+    """
+
+    def __init__(self, rank: int, current_bytes: int, ahead_bytes: int) -> None:
+        self.rank = rank
+        self.current = Arena(0, current_bytes)
+        self.ahead = Arena(self.current.capacity, ahead_bytes)
+        self.nbytes = max(-(-aligned(current_bytes + ahead_bytes) // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+        if self.nbytes > MAX_SEGMENT_BYTES:
+            raise PoolError(
+                f"A segment of {self.nbytes:,} bytes was asked for; an address reaches {MAX_SEGMENT_BYTES:,}. "
+                "Lower `pool_bytes`."
+            )
+        self.descriptor = create_memory(f"flowtrain segment of rank {rank}", self.nbytes)
+        self.memory = map_memory(self.descriptor, self.nbytes)
+        self._generation = 0
+        self._live: dict[int, int] = {}  # offset -> generation
+
+    def arena(self, ahead: bool) -> Arena:
+        """The arena of later steps, or that of the step which runs."""
+        return self.ahead if ahead else self.current
+
+    def allocate(self, nbytes: int, ahead: bool) -> Address | None:
+        """Take room, under an address of its own; None when there is none now."""
+        offset = self.arena(ahead).allocate(nbytes)
+        if offset is None:
+            return None
+        self._generation = (self._generation + 1) % GENERATIONS
+        self._live[offset] = self._generation
+        return Address(self.rank, Tier.HOST, offset, self._generation)
+
+    def free(self, address: Address) -> None:
+        """Give room back.
+
+        Raises:
+            PoolError: when the address is not, or no longer, that of room which was taken.
+        """
+        if address.owner != self.rank or self._live.get(address.offset) != address.generation:
+            raise PoolError(f"{address} is stale: this place was freed, or given to another entry, since.")
+        del self._live[address.offset]
+        self.arena(ahead=address.offset >= self.current.capacity).free(address.offset)
+
+    def close(self) -> None:
+        """Drop the memory; the system takes it back when no process and no tensor uses it any more."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

@@ -1,0 +1,70 @@
+"""The transport between processes of one machine: every rank maps every segment once, and reads it in place."""
+
+from __future__ import annotations
+
+import os
+from mmap import mmap
+
+from flowtrain_lightning.pool.address import Tier
+from flowtrain_lightning.pool.entry import Memory
+from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.link import Link
+from flowtrain_lightning.pool.memory import map_memory
+from flowtrain_lightning.pool.mesh import Message
+from flowtrain_lightning.pool.record import Kind
+from flowtrain_lightning.pool.segment import Segment
+from flowtrain_lightning.pool.transport import Publication
+
+
+class SharedMemoryTransport:
+    """Host memory, shared. Tensors on a GPU are copied into it and read from it."""
+
+    name = "shared_memory"
+
+    def __init__(self, link: Link, segment: Segment) -> None:
+        self._link = link
+        self._segment = segment
+        self._memories: dict[int, mmap] = {}
+
+    def announce(self) -> None:
+        """Pass the segment's descriptor to all peers."""
+        for peer in self._link.peers:
+            self._link.send(peer, Kind.SEGMENT, size=self._segment.nbytes, descriptor=self._segment.descriptor)
+
+    def ready(self) -> bool:
+        """Whether the segments of all peers are mapped."""
+        return len(self._memories) == len(self._link.peers)
+
+    def publish(self, reader: int, publication: Publication) -> None:
+        """Tell ``reader`` the address; the bytes stay where they are."""
+        publication.send(self._link, reader, Kind.PUBLISH)
+
+    def receive(self, message: Message) -> Publication | None:
+        """Map a peer's segment, or learn of an entry."""
+        record = message.record
+        if record.kind is Kind.SEGMENT and message.descriptor is not None and record.sender not in self._memories:
+            self._memories[record.sender] = map_memory(message.descriptor, record.size)
+            os.close(message.descriptor)
+            return None
+        if record.kind is not Kind.PUBLISH:
+            raise PoolError(f"Rank {record.sender} sent {record}, which shared memory has no use for.")
+        publication = Publication.from_record(record)
+        address, memory = publication.address, self._memories.get(record.sender)
+        if memory is None or address.tier is not Tier.HOST or address.offset + publication.nbytes > len(memory):
+            raise PoolError(f"Rank {record.sender} published {publication}, which lies outside of its segment.")
+        return publication
+
+    def locate(self, publication: Publication) -> tuple[Memory, int]:
+        """The owner's segment itself."""
+        return self._memories[publication.address.owner], publication.address.offset
+
+    def release(self, publication: Publication) -> None:
+        """Tell the owner."""
+        publication.send(self._link, publication.address.owner, Kind.RELEASE)
+
+    def forget(self, publication: Publication) -> None:
+        """Nothing was kept."""
+
+    def close(self) -> None:
+        """Drop the mappings; the last tensor that is a view of one unmaps it."""
+        self._memories.clear()

@@ -1,0 +1,214 @@
+"""Connects every process of a machine with every other one, before they have anything but a store in common.
+
+The sockets have names in the abstract namespace: they are no files, and end with their processes. Such a name can be
+seen by all users of the machine, therefore both sides ask the kernel whose process the other one is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from flowtrain_lightning.pool.errors import PeerFailed, PoolError
+from flowtrain_lightning.pool.record import MAX_PAYLOAD, RECORD_BYTES, Kind, Record, decode_record, encode_record
+
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+_DESCRIPTOR = struct.Struct("i")
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTOR.size)
+_MESSAGE_BYTES = RECORD_BYTES + MAX_PAYLOAD
+
+
+class Store(Protocol):
+    """What is asked of a ``torch.distributed`` store. ``get`` waits, as long as the store itself allows."""
+
+    def set(self, key: str, value: str) -> None:
+        """Make ``value`` known under ``key``."""
+
+    def get(self, key: str) -> bytes:
+        """The value of ``key``, once it is known."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A connected peer.
+
+    Attributes:
+        socket: non-blocking; one message is one record.
+        process: ``pidfd`` of the peer.
+        page: descriptor of the peer's status page.
+    """
+
+    socket: socket.socket
+    process: int
+    page: int
+
+
+def receive_message(connection: socket.socket) -> tuple[bytes, int | None]:
+    """One message and the descriptor that came with it. Empty bytes: the other side has closed.
+
+    Raises:
+        BlockingIOError: when nothing has arrived.
+        PoolError: when the message is longer than any record.
+    """
+    data, ancillary, flags, _ = connection.recvmsg(_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    descriptor = None
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(content) >= _DESCRIPTOR.size:
+            (descriptor,) = _DESCRIPTOR.unpack_from(content)
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise PoolError("A message longer than any control record was refused. Do all ranks run the same version?")
+    return data, descriptor
+
+
+def send_message(connection: socket.socket, message: bytes, descriptor: int | None = None) -> None:
+    """Send one message, and a copy of a descriptor with it.
+
+    Raises:
+        BlockingIOError: when the other side has too much to read already.
+    """
+    ancillary = []
+    if descriptor is not None:
+        ancillary.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(descriptor)))
+    connection.sendmsg([message], ancillary)
+
+
+class Rendezvous:
+    """Meets all other ranks; used once, at start.
+
+    Args:
+        store: where the ranks tell each other the names of their sockets. Every mesh needs keys of its own (a
+            ``PrefixStore``).
+        rank: the calling rank.
+        labels: one per rank, for messages.
+        page: descriptor of the calling rank's status page.
+        timeout: seconds for all of it.
+    """
+
+    def __init__(self, store: Store, rank: int, labels: Sequence[str], page: int, timeout: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._labels = labels
+        self._page = page
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._sockets: dict[int, socket.socket] = {}
+        self._pages: dict[int, int] = {}
+
+    def meet(self) -> dict[int, Connection]:
+        """Connect to the ranks below, and wait for those above.
+
+        Raises:
+            PeerFailed: when a peer ends meanwhile.
+            PoolError: when a peer does not come in time, or belongs to another user.
+        """
+        ranks = len(self._labels)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            name = f"flowtrain-{secrets.token_hex(16)}"
+            listener.bind(f"\0{name}")
+            listener.listen(ranks)
+            self._store.set(f"mesh/{self._rank}", name)
+            try:
+                for peer in range(self._rank):
+                    self._connect(peer)
+                while len(self._sockets) < ranks - 1:
+                    self._accept(listener)
+                for peer in range(self._rank):  # only now: those below answer after all above them have come
+                    self._pages[peer] = self._hello(self._sockets[peer], peer)[1]
+                return {peer: self._connection(peer) for peer in sorted(self._sockets)}
+            except BaseException:
+                for connection in self._sockets.values():
+                    connection.close()
+                for page in self._pages.values():
+                    os.close(page)
+                raise
+
+    def _connect(self, peer: int) -> None:
+        name = self._store.get(f"mesh/{peer}").decode()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sockets[peer] = connection
+        try:
+            connection.connect(f"\0{name}")
+        except OSError as error:
+            raise self._ended(peer) from error
+        if _credentials(connection)[1] != os.geteuid():
+            raise PoolError(f"Rank {peer} ({self._labels[peer]}) runs as another user; start all ranks as one user.")
+        self._say_hello(connection)
+
+    def _accept(self, listener: socket.socket) -> None:
+        listener.settimeout(self._remaining())
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise self._missing() from None
+        if _credentials(connection)[1] != os.geteuid():
+            connection.close()  # a stranger: no business of ours, and no reason to end the job
+            return
+        peer, page = self._hello(connection, None)
+        self._sockets[peer] = connection
+        self._pages[peer] = page
+        self._say_hello(connection)
+
+    def _say_hello(self, connection: socket.socket) -> None:
+        record = Record(Kind.HELLO, self._rank, number=len(self._labels))
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has ended; reading its answer will say so
+            send_message(connection, encode_record(record), self._page)
+
+    def _hello(self, connection: socket.socket, peer: int | None) -> tuple[int, int]:
+        connection.settimeout(self._remaining())
+        try:
+            message, page = receive_message(connection)
+        except TimeoutError:
+            raise self._missing() from None
+        except ConnectionResetError:
+            message, page = b"", None
+        if not message:
+            raise self._ended(peer)
+        record, _ = decode_record(message, peer)
+        ranks = len(self._labels)
+        known = record.sender in self._sockets if peer is None else False
+        if record.kind is not Kind.HELLO or record.number != ranks or page is None or known:
+            raise PoolError(
+                f"A process introduced itself as rank {record.sender} of {record.number}; expected one of {ranks} "
+                "ranks that has not come yet. Is another run using the same store?"
+            )
+        return record.sender, page
+
+    def _connection(self, peer: int) -> Connection:
+        connection = self._sockets[peer]
+        pid = _credentials(connection)[0]
+        try:
+            process = os.pidfd_open(pid)
+        except OSError as error:
+            raise self._ended(peer) from error
+        connection.setblocking(False)
+        return Connection(connection, process, self._pages[peer])
+
+    def _remaining(self) -> float:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
+            raise self._missing()
+        return remaining
+
+    def _missing(self) -> PoolError:
+        met = {self._rank, *self._pages}
+        missing = [f"{rank} ({label})" for rank, label in enumerate(self._labels) if rank not in met]
+        return PoolError(
+            f"Rank {self._rank} ({self._labels[self._rank]}) waited {self._timeout:g} s for these ranks to start, in "
+            f"vain: {', '.join(missing)}. Did they meet an error? See their output."
+        )
+
+    def _ended(self, peer: int | None) -> PeerFailed:
+        who = "A rank" if peer is None else f"Rank {peer} ({self._labels[peer]})"
+        return PeerFailed(f"{who} died during start-up. See its output.", peer)
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    pid, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid, gid

@@ -1,0 +1,86 @@
+"""How entries get from their owner to their readers: the interface that every way of doing so fills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from flowtrain_lightning.pool.address import Address
+from flowtrain_lightning.pool.entry import Key, Memory
+from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.link import Link
+from flowtrain_lightning.pool.mesh import Message
+from flowtrain_lightning.pool.record import Kind, Record
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What a reader knows of an entry that was published to it.
+
+    Attributes:
+        key: the entry's name.
+        address: where its owner keeps it.
+        nbytes: room that it takes, header included.
+    """
+
+    key: Key
+    address: Address
+    nbytes: int
+
+    @classmethod
+    def from_record(cls, record: Record) -> Publication:
+        """The publication that a record tells of, checked for what can be checked without its memory.
+
+        Raises:
+            PoolError: when it tells of an address that is not its sender's.
+        """
+        address = Address.unpack(record.address)
+        if address.owner != record.sender:
+            raise PoolError(f"Rank {record.sender} published {address}, which is not its own.")
+        return cls(Key.unpack(record.channel, record.number), address, record.size)
+
+    def send(self, link: Link, peer: int, kind: Kind) -> None:
+        """Tell ``peer`` something about this entry."""
+        key, address = self.key, self.address
+        link.send(peer, kind, channel=key.channel, number=key.pack(), address=address.pack(), size=self.nbytes)
+
+
+class Transport(Protocol):
+    """Carries published entries from their owner to their readers, and the readers' releases back.
+
+    The pool keeps the books; a transport only moves bytes and records. Adding one means filling these methods; the
+    contract tests say what they must do.
+    """
+
+    name: str
+
+    def announce(self) -> None:
+        """Tell all peers of the own segment."""
+
+    def ready(self) -> bool:
+        """Whether the segments of all peers are known."""
+
+    def publish(self, reader: int, publication: Publication) -> None:
+        """Make an entry of the own segment readable by ``reader``. Never waits."""
+
+    def receive(self, message: Message) -> Publication | None:
+        """Take a message that is not for the pool's books.
+
+        Returns:
+            The publication that became readable by it, if one did.
+
+        Raises:
+            PoolError: when it tells of bytes outside of its sender's segment.
+        """
+
+    def locate(self, publication: Publication) -> tuple[Memory, int]:
+        """The memory that holds a readable entry, and where in it the entry begins."""
+
+    def release(self, publication: Publication) -> None:
+        """Tell the owner that this reader has done with an entry, and drop what was kept of it."""
+
+    def forget(self, publication: Publication) -> None:
+        """Drop what was kept of an entry that its owner has freed by itself."""
+
+    def close(self) -> None:
+        """Drop all memory."""
