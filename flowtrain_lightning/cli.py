@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from flowtrain_lightning.allocator import AllocationError
+from flowtrain_lightning.checkpoint import export_checkpoint
 from flowtrain_lightning.data import DataError, FlowDataModule, PictureError
 from flowtrain_lightning.doctor import examine
 from flowtrain_lightning.module import FlowModule
@@ -80,7 +81,7 @@ def export() -> None:
     """Write a checkpoint directory as one plain Lightning ``.ckpt`` file.
 
     Raises:
-        UsageError: if there is no such checkpoint, the file exists or its folder does not.
+        UsageError: if the directory is no checkpoint, or the file exists.
     """
     parser = argparse.ArgumentParser(prog="flowtrain export", description=COMMANDS["export"][1])
     parser.add_argument("checkpoint", type=Path, help="a checkpoint directory that flowtrain wrote")
@@ -90,11 +91,10 @@ def export() -> None:
         raise UsageError(f"{options.checkpoint} is no checkpoint directory.")
     if options.out.exists():
         raise UsageError(f"{options.out} exists; choose another name.")
-    if not options.out.parent.is_dir():
-        raise UsageError(f"there is no folder {options.out.parent} to write {options.out.name} into.")
-    from flowtrain_lightning.checkpoint import export_checkpoint
-
-    export_checkpoint(options.checkpoint, options.out)
+    try:
+        export_checkpoint(options.checkpoint, options.out)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     print(f"Wrote {options.out} ({options.out.stat().st_size / 2**20:.1f} MiB).")
 
 

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flowtrain_lightning.cli import COMMANDS, main
+
+TOKENIZER = Path(__file__).parents[1] / "recipes/quickstart/tokenizer.json"
+
+MODULE = """
+import torch
+from flowtrain_lightning import FlowModule
+
+class Bigrams(FlowModule):
+    def __init__(self, vocabulary: int):
+        super().__init__()
+        self.vocabulary = vocabulary
+
+    def configure_encoder(self):
+        self.encoder = torch.nn.Linear(4, self.vocabulary)
+
+    def configure_backbone(self):
+        self.backbone = torch.nn.Embedding(self.vocabulary, self.vocabulary)
+
+    def merge(self, batch, features):
+        return {"input": batch.tokens}
+
+    def loss(self, outputs, batch):
+        loss = torch.nn.functional.cross_entropy(outputs, batch.labels, reduction="sum")
+        return loss, int((batch.labels >= 0).sum())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+"""
+
+CONFIG = """
+model: {class_path: bigrams.Bigrams, init_args: {vocabulary: 1024}}
+data: {train: train.jsonl, tokenizer: TOKENIZER, token_budget: 64, global_batch_size: 2}
+trainer: {accelerator: cpu, devices: 1, strategy: auto, max_epochs: 1, enable_progress_bar: false, logger: false}
+"""
 
 
 @pytest.fixture
@@ -46,7 +82,7 @@ def test_every_command_explains_itself(command, flowtrain, capsys):
         (["dance"], "there is no command 'dance'. Choose from fit, validate, "),
         (["export", "nowhere", "out.ckpt"], "flowtrain export: nowhere is no checkpoint directory."),
         (["export", "/", __file__], "exists; choose another name."),
-        (["export", "/", "/nowhere/out.ckpt"], "there is no folder /nowhere to write out.ckpt into."),
+        (["export", "/", "out.ckpt"], "flowtrain export: / is a directory without"),
     ],
 )
 def test_a_mistake_ends_with_a_sentence(arguments, words, flowtrain):
@@ -79,3 +115,26 @@ def test_doctor_says_of_everything_whether_it_is_there_and_what_it_means(flowtra
     names = {re.split(r" {2,}", line)[0] for line in lines}
     assert {"python", "torch", "lightning", "processor", "threads", "CUDA", "gloo", "memfd", "pidfd"} <= names
     assert {"abstract sockets", "descriptor passing", "flash-attn", "varlen_attn", "SDPA"} <= names
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A user's folder, and the current one: a module, its configuration and four records."""
+    (tmp_path / "bigrams.py").write_text(MODULE)
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("TOKENIZER", str(TOKENIZER)))
+    turns = [{"role": "user", "content": "What flies?"}, {"role": "assistant", "content": "A bird."}]
+    (tmp_path / "train.jsonl").write_text(4 * (json.dumps({"images": [], "messages": turns}) + "\n"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def test_fit_trains_a_module_of_the_current_folder_as_the_yaml_says(project, flowtrain):
+    flowtrain("fit", "--config", "config.yaml")
+    (checkpoint,) = project.glob("checkpoints/*.ckpt")
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
+
+
+def test_data_that_cannot_be_used_end_with_a_sentence(project, flowtrain):
+    with pytest.raises(SystemExit, match=r"flowtrain fit: .*token"):
+        flowtrain("fit", "--config", "config.yaml", "--data.token_budget", "8")
