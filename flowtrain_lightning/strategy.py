@@ -250,7 +250,8 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def _start_watchdog(self, trainer: L.Trainer) -> None:
         assert self._mesh is not None
-        self._watchdog = Watchdog(self._mesh, self._hang_timeout, Path(trainer.default_root_dir))
+        folder = Path(trainer.default_root_dir)
+        self._watchdog = Watchdog(self._mesh, self.global_rank, self._labels(), self._hang_timeout, folder)
         self._watchdog.start()
 
     def _take_sigterm(self) -> None:
