@@ -44,11 +44,6 @@ class Allocation:
             self._refuse_bad_ranks(role)
         self._refuse_bad_sharing()
 
-    @property
-    def world(self) -> int:
-        """Ranks in all."""
-        return len({rank for ranks in self.ranks.values() for rank in ranks})
-
     def rank_within(self, role: str, rank: int) -> int | None:
         """The position of global ``rank`` among the ranks of ``role``, or None where it has no lane for that role."""
         ranks = self.ranks[role]

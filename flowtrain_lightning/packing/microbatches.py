@@ -36,7 +36,8 @@ def pack_microbatches(
     count = max(1, -(-len(bins) // ranks)) * ranks
     bins += [[] for _ in range(count - len(bins))]
     bins = balance(tokens.tolist(), costs, count, token_budget) or bins
-    return _deal(bins, [sum(costs[sample] for sample in members) for members in bins], ranks)
+    microbatches = [np.array(sorted(members), dtype=np.int64) for members in bins]
+    return _deal(microbatches, [cost.of_set(tokens[members]) for members in microbatches], ranks)
 
 
 def best_fit(tokens: list[int], token_budget: int) -> Bins:
@@ -79,12 +80,12 @@ def balance(tokens: list[int], costs: list[float], count: int, token_budget: int
     return bins
 
 
-def _deal(bins: Bins, costs: list[float], ranks: int) -> tuple[tuple[IntArray, ...], ...]:
-    """Deal bins to ranks like a snake: the costliest ``ranks`` bins from left to right, the next from right to left."""
-    order = sorted(range(len(bins)), key=lambda number: (-costs[number], number))
+def _deal(microbatches: list[IntArray], costs: list[float], ranks: int) -> tuple[tuple[IntArray, ...], ...]:
+    """Deal to ranks like a snake: the costliest ``ranks`` ones from left to right, the next from right to left."""
+    order = sorted(range(len(microbatches)), key=lambda number: (-costs[number], number))
     hands: list[list[IntArray]] = [[] for _ in range(ranks)]
     for position, start in enumerate(range(0, len(order), ranks)):
         row = order[start : start + ranks]
         for hand, number in zip(hands, row if position % 2 == 0 else row[::-1], strict=True):
-            hand.append(np.array(sorted(bins[number]), dtype=np.int64))
+            hand.append(microbatches[number])
     return tuple(tuple(hand) for hand in hands)

@@ -14,9 +14,8 @@ def allocate(encoder=(2,), backbone=(0, 1), placement="separate", layouts=None):
     return Allocation(placement, layouts, {"encoder": encoder, "backbone": backbone})
 
 
-def test_it_counts_its_ranks_and_knows_the_place_of_each_within_a_role():
+def test_it_knows_the_place_of_each_rank_within_a_role():
     allocation = allocate(encoder=(1, 3), backbone=(0, 2, 4))
-    assert allocation.world == 5
     assert [allocation.rank_within("encoder", rank) for rank in range(5)] == [None, 0, None, 1, None]
     assert [allocation.rank_within("backbone", rank) for rank in range(5)] == [0, None, 1, None, 2]
 
