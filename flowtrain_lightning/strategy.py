@@ -179,7 +179,7 @@ class FlowTrainStrategy(ParallelStrategy):
         separate = self._allocation.placement == "separate"
         worlds = tuple(self._allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
         self._groups = connect_groups(self.global_rank, worlds, self._backend(), self._timeout)
-        self._mesh = Mesh.connect(self._groups.store, self.global_rank, self.world_size, self._labels())
+        self._mesh = Mesh.connect(self._groups.store, self.global_rank, self.world_size, self.labels)
         self._module.live_on(self.roles)
         rank_zero_info(f"flowtrain: {self._allocation.describe()}")
 
@@ -251,7 +251,7 @@ class FlowTrainStrategy(ParallelStrategy):
     def _start_watchdog(self, trainer: L.Trainer) -> None:
         assert self._mesh is not None
         folder = Path(trainer.default_root_dir)
-        self._watchdog = Watchdog(self._mesh, self.global_rank, self._labels(), self._hang_timeout, folder)
+        self._watchdog = Watchdog(self._mesh, self.global_rank, self.labels, self._hang_timeout, folder)
         self._watchdog.start()
 
     def _take_sigterm(self) -> None:
@@ -263,7 +263,9 @@ class FlowTrainStrategy(ParallelStrategy):
         if self._mesh is not None:
             self._mesh.page.sigterm = True
 
-    def _labels(self) -> list[str]:
+    @property
+    def labels(self) -> list[str]:
+        """What each rank is, for messages and pictures: ``"backbone 0"``, ``"encoder 1"`` or both."""
         allocation = self.allocation
         labels = []
         for rank in range(self.world_size):

@@ -1,0 +1,54 @@
+"""A progress bar that also shows samples per second and how long the backbone waits."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import TQDMProgressBar
+
+from flowtrain_lightning.allocator.roles import BACKBONE
+from flowtrain_lightning.data import StepBatch
+from flowtrain_lightning.runtime.timeline import STALL
+
+
+class FlowProgressBar(TQDMProgressBar):
+    """Lightning's bar with ``samples/s`` and ``stall``, the share of its time that rank 0's backbone lane waits."""
+
+    _started: float = 0.0
+    _paused: float = 0.0
+    _samples: int = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Starts the clock."""
+        super().on_train_start(trainer, pl_module)
+        self._started, self._samples = time.monotonic(), 0
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
+    ) -> None:
+        """Counts the step's samples."""
+        self._samples += len(batch.plan.samples)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stops the clock: validation is no training time."""
+        super().on_validation_start(trainer, pl_module)
+        self._paused = time.monotonic()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Starts the clock again."""
+        super().on_validation_end(trainer, pl_module)
+        self._started += time.monotonic() - self._paused
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        """What stands behind the bar."""
+        metrics: dict[str, Any] = {**super().get_metrics(trainer, pl_module)}
+        metrics.pop("v_num", None)
+        if trainer.training and self._samples:
+            metrics["samples/s"] = f"{self._samples / (time.monotonic() - self._started):.0f}"
+            engine = getattr(trainer.strategy, "engine", None)
+            if engine is not None:
+                metrics["stall"] = f"{100 * engine.timeline.share(BACKBONE, STALL):.0f}%"
+        return metrics

@@ -1,0 +1,102 @@
+"""Writes what every lane did when, and draws one step of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+
+if TYPE_CHECKING:
+    from flowtrain_lightning.strategy import FlowTrainStrategy
+
+COLOURS = {
+    "forward": "#2a78d6",
+    "backward": "#104281",
+    "microbatch": "#1baa6f",
+    "communication": "#e8a33d",
+    "stall": "#e3e3e0",
+}
+
+
+class TimelineRecorder(L.Callback):
+    """Saves ``timeline/rank<r>.json`` of every rank and ``timeline.png`` of one step when ``fit`` ends.
+
+    Args:
+        folder: where to write; by default the logger's folder.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = None if folder is None else Path(folder)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Writes the files; rank 0 draws."""
+        strategy: FlowTrainStrategy = trainer.strategy  # type: ignore[assignment]
+        if not hasattr(strategy, "allocation"):
+            return
+        folder = Path(strategy.broadcast(str(self.folder or trainer.log_dir or trainer.default_root_dir)))
+        rank = trainer.global_rank
+        strategy.engine.timeline.save(folder / "timeline" / f"rank{rank}.json", rank, strategy.labels[rank])
+        strategy.barrier()
+        if trainer.is_global_zero:
+            draw_step(read_timelines(folder / "timeline"), folder / "timeline.png")
+
+
+def read_timelines(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks saved, in rank order: ``rank``, ``label``, ``totals`` (role -> kind -> seconds), ``spans``."""
+    timelines = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
+    return sorted(timelines, key=lambda timeline: int(timeline["rank"]))
+
+
+def time_split(timelines: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Role -> kind (compute, stall, communication) -> its share of all recorded time of that role's lanes."""
+    seconds: dict[str, dict[str, float]] = {}
+    for timeline in timelines:
+        for role, kinds in timeline["totals"].items():
+            for kind, spent in kinds.items():
+                seconds.setdefault(role, {}).setdefault(kind, 0.0)
+                seconds[role][kind] += spent
+    return {role: {kind: s / sum(kinds.values()) for kind, s in kinds.items()} for role, kinds in seconds.items()}
+
+
+def draw_step(timelines: Sequence[dict[str, Any]], path: Path, step: int | None = None) -> None:
+    """Draws one training step: a row per lane, a bar per span.
+
+    Args:
+        timelines: see ``read_timelines``.
+        path: the PNG to write.
+        step: which step; by default one in the middle of those that were kept.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    spans = [(timeline["label"], *span) for timeline in timelines for span in timeline["spans"]]
+    steps = sorted({span[4] for span in spans if span[3] == "microbatch"})
+    if not steps:
+        return
+    chosen = steps[len(steps) // 2] if step is None else step
+    lanes = sorted({(label, lane) for label, lane, *_ in spans}, reverse=True)
+    shown = [span for span in spans if span[4] == chosen]
+    origin = min(span[6] for span in shown)
+    figure = Figure(figsize=(11, 1.2 + 0.6 * len(lanes)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for label, lane, kind, name, _, _, start, end in shown:
+        colour = COLOURS.get(name, COLOURS.get(kind, "#999999"))
+        row = lanes.index((label, lane))
+        axes.barh(row, (end - start) * 1e3, left=(start - origin) * 1e3, height=0.6, color=colour, linewidth=0)
+    axes.set_yticks(
+        range(len(lanes)), [label if label.startswith(lane) else f"{label}, {lane}" for label, lane in lanes]
+    )
+    axes.set_xlabel("milliseconds since the step began")
+    axes.set_title(f"Step {chosen}: what each lane did when", loc="left")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    names = ["encoder forward", "encoder backward", "backbone microbatch", "communication", "stall"]
+    handles = [Patch(color=colour, label=name) for colour, name in zip(COLOURS.values(), names, strict=True)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
