@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
@@ -187,7 +188,7 @@ def _load(place: Path, path: Path) -> IndexTable | None:
         names = ("tokens", "targets", "media_start", "media_rows", "media_patches")
         sizes = SampleSizes(**{name: arrays[name] for name in names})
         return IndexTable(content, arrays["offsets"], arrays["lengths"], arrays["readable"], sizes)
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None  # no cache, or a damaged one: measure again
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from flowtrain_lightning.data.batch import StepBatch
 from flowtrain_lightning.data.parcel import Parcel
@@ -21,13 +21,17 @@ from flowtrain_lightning.data.steps import StepDataset
 _PR_SET_PDEATHSIG = 1
 
 
-class StepSampler(Sampler[tuple[int, int]]):
-    """Where the loader is: the epoch that Lightning sets, and the step at which it is entered."""
+class StepSampler(SequentialSampler):
+    """Where the loader is: the epoch that Lightning sets, and the step at which it is entered.
 
-    def __init__(self, steps: int) -> None:
+    Steps come in sequence, shuffled or not: what is shuffled is which samples they have.
+    """
+
+    def __init__(self, steps: StepDataset) -> None:
+        super().__init__(steps)
         self.epoch = 0
         self.first = 0
-        self._steps = steps
+        self._steps = len(steps)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iterator that starts will read this epoch."""
@@ -36,7 +40,7 @@ class StepSampler(Sampler[tuple[int, int]]):
     def __len__(self) -> int:
         return self._steps
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
         epoch = self.epoch
         return ((epoch, step) for step in range(self.first, self._steps))
 
@@ -55,6 +59,9 @@ class StepLoader:
         pin_memory: batches lie in page-locked memory.
     """
 
+    batch_sampler = None
+    """Lightning reads it of every loader that has a sampler."""
+
     def __init__(
         self,
         steps: StepDataset,
@@ -64,7 +71,7 @@ class StepLoader:
         pin_memory: bool = False,
     ) -> None:
         self.steps = steps
-        self.sampler = StepSampler(len(steps))
+        self.sampler = StepSampler(steps)
         self._settings = dict(settings)
         self._resume: tuple[int, int] | None = None
         self._position = (0, 0)
@@ -99,6 +106,7 @@ class StepLoader:
                 "Use the settings and files it was made with, or start a new run from its weights."
             )
         self._resume = (int(state["epoch"]), int(state["step"]))
+        self.sampler.set_epoch(self._resume[0])
 
     def close(self) -> None:
         """End the workers. A later iterator starts new ones."""
@@ -207,5 +215,6 @@ class _Following:
 
 def _start_worker(_: int) -> None:
     # PyTorch's workers notice a dead parent after seconds, and not while they load; the kernel tells them at once.
+    # It counts the thread that started them as their parent: for a Trainer, the one that runs its loop.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

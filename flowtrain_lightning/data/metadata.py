@@ -71,7 +71,7 @@ class MetadataIndex:
         kept[long if too_long == "drop" else emptied] = False
         self._records = np.flatnonzero(kept)
         self._sizes = sizes.select(self._records)
-        self.fingerprint = fingerprint([table.content, measure.prompt, self._dropped_records(kept)])
+        self.fingerprint = fingerprint([table.content, measure.prompt, np.flatnonzero(~kept).tolist()])
         self.summary = self._summary(table, too_long, token_budget, long, emptied)
         if len(self) == 0:
             raise DataError(f"{path}: no record is left to use. {self.summary}")
@@ -89,11 +89,6 @@ class MetadataIndex:
 
     def _read(self, number: int) -> Record:
         return records.read(self.path, number, int(self._offsets[number]), int(self._lengths[number]))
-
-    @staticmethod
-    def _dropped_records(kept: np.ndarray) -> list[int]:
-        dropped: list[int] = np.flatnonzero(~kept).tolist()
-        return dropped
 
     def _refuse(self, number: int, table: IndexTable, token_budget: int) -> None:
         start, end = table.sizes.media_start[number : number + 2].tolist()
@@ -118,7 +113,8 @@ class MetadataIndex:
         kept = np.arange(len(sizes.media_rows)) - sizes.media_start[sizes.media_sample] < media[sizes.media_sample]
         start = np.concatenate([[0], np.cumsum(media)]).astype(np.int64)
         cut = SampleSizes(tokens, targets, start, sizes.media_rows[kept], sizes.media_patches[kept])
-        return cut, long[targets[long] == 0] if not measure.prompt else long[:0]
+        # A prompt has no target to begin with.
+        return cut, long[:0] if measure.prompt else long[targets[long] == 0]
 
     def _summary(
         self, table: IndexTable, too_long: TooLong, token_budget: int, long: IntArray, emptied: IntArray

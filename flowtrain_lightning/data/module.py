@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.data.batch import StepPart
@@ -98,7 +98,7 @@ class FlowDataModule(L.LightningDataModule):
             "test": test,
             "predict": predict,
         }
-        self.files = {name: _paths(files) for name, files in given.items() if files is not None}
+        self.files = {name: _paths(name, files) for name, files in given.items() if files is not None}
         self.weights = tuple(float(weight) for weight in train.values()) if isinstance(train, Mapping) else None
         self.token_budget = token_budget
         self.global_batch_size = global_batch_size
@@ -115,7 +115,8 @@ class FlowDataModule(L.LightningDataModule):
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
         self._tokenizer = tokenizer
         self._sources: dict[str, JoinedSources] = {}
-        self._loaders: list[StepLoader] = []
+        # Weakly: Lightning may ask for a loader anew and drop the former, whose workers then end.
+        self._loaders: WeakSet[StepLoader] = WeakSet()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -159,7 +160,6 @@ class FlowDataModule(L.LightningDataModule):
         """End the workers."""
         for loader in self._loaders:
             loader.close()
-        self._loaders.clear()
 
     def on_exception(self, exception: BaseException) -> None:
         """End the workers."""
@@ -221,9 +221,9 @@ class FlowDataModule(L.LightningDataModule):
             StepDataset(samples, sampling, self._part(), self.token_budget, self.pad_to_budget),
             settings=_settings(sampling, source),
             num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
-        self._loaders.append(loader)
+        self._loaders.add(loader)
         return loader
 
     def _part(self) -> StepPart:
@@ -244,11 +244,13 @@ def _settings(sampling: Sampling, source: JoinedSources) -> dict[str, Any]:
     }
 
 
-def _paths(files: Files | Mapping[str, float]) -> list[Path]:
+def _paths(name: str, files: Files | Mapping[str, float]) -> list[Path]:
     if isinstance(files, str | Path):
         return [Path(files)]
     if not files:
-        raise DataError("FlowDataModule got an empty list of files; name at least one, or leave the argument out.")
+        raise DataError(f"{name} is an empty list of files; name at least one, or leave the argument out.")
+    if isinstance(files, Mapping) and name != "train":
+        raise DataError(f"{name} gives files weights, which only train may have; give a list of files.")
     return [Path(file) for file in files]
 
 

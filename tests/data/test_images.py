@@ -1,0 +1,155 @@
+import math
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from flowtrain_lightning.data import ImageProcessor, PictureError
+from tests.data.support import IMAGES, write_picture
+
+
+def rule_of_qwen(height, width, block, least, most):
+    """Restated with Python's own numbers from the published rule."""
+    high, wide = round(height / block) * block, round(width / block) * block
+    if high * wide > most:
+        beta = math.sqrt(height * width / most)
+        high = max(block, math.floor(height / beta / block) * block)
+        wide = max(block, math.floor(width / beta / block) * block)
+    elif high * wide < least:
+        beta = math.sqrt(least / (height * width))
+        high, wide = math.ceil(height * beta / block) * block, math.ceil(width * beta / block) * block
+    return high, wide
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([14, 16]))
+def test_sizes_follow_qwens_rule(height, width, patch):
+    images = ImageProcessor(patch_size=patch)
+    if max(height, width) > 200 * min(height, width):
+        with pytest.raises(PictureError, match="200 times"):
+            images.size(height, width)
+        return
+    high, wide = rule_of_qwen(height, width, 2 * patch, 56 * 56, 28 * 28 * 1280)
+    assert images.size(height, width) == (high // patch, wide // patch)
+
+
+def test_a_known_picture_has_the_known_number_of_tokens():
+    rows, columns = ImageProcessor().size(295, 448)
+    assert (rows, columns) == (22, 32)
+    assert ImageProcessor().patches(rows, columns) == 704
+    assert ImageProcessor().rows_of_features(rows, columns) == 176
+
+
+def test_many_sizes_at_once_equal_single_ones():
+    heights, widths = np.array([30, 400, 28]), np.array([70, 100, 5000])
+    patches, rows = ImageProcessor().sizes(heights, widths)
+    grids = [ImageProcessor().size(height, width) for height, width in zip(heights, widths, strict=True)]
+    assert patches.tolist() == [row * column for row, column in grids]
+    assert rows.tolist() == [ImageProcessor().rows_of_features(*grid) for grid in grids]
+
+
+def test_patches_come_in_blocks_that_merge_into_one_row_of_features(tmp_path):
+    images = ImageProcessor(1, 2, 4, 64, channels=1, mean=(0.0,), std=(1 / 255,))
+    Image.fromarray(np.arange(16, dtype=np.uint8).reshape(2, 8)).save(tmp_path / "p.png")
+    patches, grid = images.load(tmp_path / "p.png")
+    assert grid == (2, 8)
+    assert patches.dtype == np.float32
+    np.testing.assert_allclose(patches[:, 0], [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15], atol=1e-4)
+
+
+def test_inside_a_patch_the_order_is_channel_row_column(tmp_path):
+    images = ImageProcessor(2, 1, 4, 64, mean=(0.0,) * 3, std=(1 / 255,) * 3)
+    Image.fromarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3)).save(tmp_path / "p.png")
+    patches, _ = images.load(tmp_path / "p.png")
+    np.testing.assert_allclose(patches[0], [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11], atol=1e-4)
+    assert images.patch_dim == 12
+
+
+def test_values_are_normalised_per_channel(tmp_path):
+    Image.new("RGB", (4, 4), (255, 0, 255)).save(tmp_path / "p.png")
+    images = ImageProcessor(2, 2, 16, 16, mean=(0.5, 0.5, 0.0), std=(0.5, 0.25, 2.0))
+    patches, _ = images.load(tmp_path / "p.png")
+    np.testing.assert_allclose(patches.reshape(4, 3, 4)[0], [[1.0] * 4, [-2.0] * 4, [0.5] * 4], atol=1e-6)
+
+
+def test_transparency_lies_on_white_in_every_mode(tmp_path):
+    images = ImageProcessor(2, 2, 16, 16, mean=(0.0,) * 3, std=(1.0,) * 3)
+    Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(tmp_path / "colour.png")
+    palette = Image.new("P", (4, 4), 0)
+    palette.putpalette([0, 0, 0, 9, 9, 9])
+    palette.save(tmp_path / "palette.png", transparency=0)
+    for name in ("colour.png", "palette.png"):
+        np.testing.assert_allclose(images.load(tmp_path / name)[0], 1.0)
+
+
+def test_a_photo_on_its_side_is_turned_and_its_header_says_so(tmp_path):
+    pixels = np.zeros((8, 16, 3), np.uint8)
+    pixels[:, 8:] = 255
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.fromarray(pixels).save(tmp_path / "p.jpg", exif=turned, quality=100)
+    assert IMAGES.header(tmp_path / "p.jpg") == (16, 8)
+    patches, grid = IMAGES.load(tmp_path / "p.jpg")
+    assert grid == (8, 4)
+    assert patches[: len(patches) // 2].mean() < patches[len(patches) // 2 :].mean()
+
+
+def test_a_header_is_read_without_decoding(tmp_path, monkeypatch):
+    from PIL import ImageFile
+
+    write_picture(tmp_path / "p.png", 5, 9)
+    write_picture(tmp_path / "p.jpg", 5, 9)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("the picture was decoded"))
+    assert IMAGES.header(tmp_path / "p.png") == IMAGES.header(tmp_path / "p.jpg") == (5, 9)
+
+
+def test_augmentation_sees_the_picture_and_never_changes_its_size(tmp_path):
+    write_picture(tmp_path / "p.png", 16, 8)
+    seen = []
+
+    def crop(picture):
+        seen.append(picture.size)
+        return picture.crop((0, 0, 3, 3))
+
+    plain, grid = IMAGES.load(tmp_path / "p.png")
+    cropped, same = IMAGES.load(tmp_path / "p.png", crop)
+    assert seen == [(8, 16)]
+    assert grid == same
+    assert plain.shape == cropped.shape
+    assert not np.allclose(plain, cropped)
+
+
+def test_bad_pictures_are_told_apart(tmp_path):
+    (tmp_path / "text.png").write_text("no picture")
+    write_picture(tmp_path / "whole.png", 64, 64)
+    (tmp_path / "half.png").write_bytes((tmp_path / "whole.png").read_bytes()[:6000])
+    with pytest.raises(PictureError, match="no such file"):
+        IMAGES.header(tmp_path / "none.png")
+    with pytest.raises(PictureError, match="no picture that Pillow can read"):
+        IMAGES.header(tmp_path / "text.png")
+    assert IMAGES.header(tmp_path / "half.png") == (64, 64)
+    for decode in (IMAGES.check, IMAGES.load):
+        with pytest.raises(PictureError, match="cannot be decoded"):
+            decode(tmp_path / "half.png")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"channels": 2}, "channels=2"),
+        ({"mean": (0.0,)}, "1 values in mean"),
+        ({"min_pixels": 100}, r"784 <= min_pixels"),
+        ({"max_pixels": 1000}, "max_pixels=1000"),
+    ],
+)
+def test_a_rule_that_cannot_hold_is_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        ImageProcessor(**change)
+
+
+def test_without_pillow_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"flowtrain-lightning\[data\]"):
+        IMAGES.header(tmp_path / "p.png")

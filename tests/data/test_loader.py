@@ -1,0 +1,225 @@
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from tests.data.support import data_module, write_set
+
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+@pytest.fixture
+def loader_of(tmp_path):
+    """Builds loaders of five steps; ends their workers afterwards."""
+    file = write_set(tmp_path / "d.jsonl", 20)
+    modules = []
+
+    def build(**changes):
+        data = data_module(file, **changes)
+        modules.append(data)
+        data.setup("fit")
+        return data.train_dataloader()
+
+    yield build
+    for data in modules:
+        data.teardown()
+
+
+def named(batches):
+    return [(batch.epoch, batch.step, batch.plan.samples.tolist()) for batch in batches]
+
+
+def read(loader, epoch=0, count=None):
+    loader.sampler.set_epoch(epoch)
+    iterator = iter(loader)
+    return named(next(iterator) for _ in range(count)) if count is not None else named(iterator)
+
+
+@WORKERS
+def test_an_epoch_has_the_steps_that_the_length_promises(loader_of, workers):
+    loader = loader_of(num_workers=workers)
+    batches = read(loader)
+    assert len(loader) == len(batches) == 5
+    assert [step for _, step, _ in batches] == [0, 1, 2, 3, 4]
+    assert sorted(sample for *_, samples in batches for sample in samples) == list(range(20))
+    assert batches != read(loader, epoch=1)
+    assert batches == read(loader, epoch=0)
+
+
+def test_workers_change_nothing(loader_of):
+    alone, helped = loader_of(), loader_of(num_workers=2)
+    for mine, theirs in zip(alone, helped, strict=True):
+        for left, right in zip(mine.microbatches, theirs.microbatches, strict=True):
+            assert torch.equal(left.tokens, right.tokens)
+            assert torch.equal(left.labels, right.labels)
+        for left, right in zip(mine.encoder_batches, theirs.encoder_batches, strict=True):
+            assert (left is None) == (right is None)
+            assert left is None or torch.equal(left.patches, right.patches)
+
+
+def test_an_iterator_reads_the_epoch_that_is_set_when_its_first_batch_is_asked_for(loader_of):
+    loader = loader_of()
+    iterator = iter(loader)
+    loader.sampler.set_epoch(2)
+    assert next(iterator).epoch == 2
+
+
+@WORKERS
+@pytest.mark.parametrize("delivered", [0, 2, 5])
+def test_a_saved_place_gives_exactly_the_remaining_batches(loader_of, workers, delivered):
+    first = loader_of(num_workers=workers)
+    whole = read(loader_of(), epoch=1)
+    assert read(first, epoch=1, count=delivered) == whole[:delivered]
+    second = loader_of(num_workers=workers)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    assert read(second, epoch=1 if delivered else 0) == (whole[delivered:] if delivered else read(loader_of()))
+    assert second.state_dict()["step"] == 5
+
+
+def test_a_place_in_another_epoch_begins_the_epoch_afresh(loader_of):
+    first, second = loader_of(), loader_of()
+    read(first, epoch=0)
+    second.load_state_dict(first.state_dict())
+    assert read(second, epoch=1) == read(loader_of(), epoch=1)
+
+
+def test_a_place_is_used_once(loader_of):
+    loader = loader_of()
+    loader.load_state_dict({**loader.state_dict(), "step": 3})
+    assert len(read(loader)) == 2
+    assert len(read(loader)) == 5
+
+
+@WORKERS
+def test_what_was_loaded_ahead_does_not_count_as_delivered(loader_of, workers):
+    loader = loader_of(num_workers=workers)
+    iterator = iter(loader)
+    batch = next(iterator)
+    ahead = [batch.following(distance) for distance in (1, 3, 2)]
+    assert [each.step for each in ahead] == [1, 3, 2]
+    assert loader.state_dict()["step"] == 1
+    assert next(iterator) is ahead[0]
+    assert ahead[0].following(1) is ahead[2]
+    assert batch.following(4).step == 4
+    assert batch.following(5) is None
+    with pytest.raises(LookupError, match="Step 1 was delivered already"):
+        batch.following(1)
+    assert [each.step for each in iterator] == [2, 3, 4]
+    assert batch.following(9) is None
+
+
+def test_a_batch_does_not_keep_its_loader_busy(loader_of):
+    batch = next(iter(loader_of()))
+    gc.collect()
+    assert batch.following(1) is None
+
+
+def test_of_two_iterators_the_later_one_is_in_use(loader_of):
+    loader = loader_of(num_workers=1)
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    assert next(second).step == 0
+    with pytest.raises(RuntimeError, match="ended when another one"):
+        next(first)
+    assert [batch.step for batch in second] == [1, 2, 3, 4]
+
+
+@WORKERS
+def test_an_epoch_may_be_left_early(loader_of, workers):
+    loader = loader_of(num_workers=workers)
+    read(loader, epoch=0, count=2)
+    assert read(loader, epoch=1) == read(loader_of(), epoch=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 4}, "seed was 3, is 4"),
+        ({"global_batch_size": 5}, "global_batch_size was 4, is 5"),
+        ({"shuffle": False}, "shuffle was True, is False"),
+        ({"token_budget": 28, "too_long": "drop"}, "files was"),
+    ],
+)
+def test_a_place_among_other_samples_is_refused(loader_of, change, words):
+    state = loader_of().state_dict()
+    with pytest.raises(ValueError, match=words):
+        loader_of(**change).load_state_dict(state)
+
+
+def test_what_does_not_move_samples_may_change(loader_of):
+    state = {**loader_of().state_dict(), "step": 2}
+    loader = loader_of(token_budget=100, pad_to_budget=True, num_workers=1)
+    loader.load_state_dict(state)
+    assert read(loader) == read(loader_of())[2:]
+
+
+@WORKERS
+def test_loading_leaves_the_random_stream_of_the_model_alone(loader_of, workers):
+    loader = loader_of(num_workers=workers)
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    read(loader)
+    assert torch.rand(1) == expected
+
+
+def test_an_error_in_a_worker_names_file_and_record(loader_of, tmp_path):
+    loader = loader_of(num_workers=1)
+    for picture in (tmp_path / "pictures").iterdir():
+        picture.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"d\.jsonl, record \d+ .*cannot be used"):
+        read(loader)
+
+
+def test_a_dead_worker_is_an_error_and_no_hang(loader_of):
+    loader = loader_of(num_workers=1, augment=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError, match="worker"):
+        read(loader)
+
+
+def children():
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def test_workers_stay_for_the_next_epoch_and_end_with_the_loader(loader_of):
+    before = children()
+    loader = loader_of(num_workers=2)
+    read(loader)
+    first = children() - before
+    read(loader, epoch=1)
+    assert children() - before == first
+    loader.close()
+    assert not (children() - before) & first
+    assert len(read(loader)) == 5
+
+
+def test_workers_die_with_their_parent(tmp_path):
+    write_set(tmp_path / "d.jsonl", 8)
+    script = """if True:
+        import sys, threading, time
+        import psutil
+        from tests.data.support import data_module
+        data = data_module(sys.argv[1], num_workers=2, augment=lambda picture, _: time.sleep(60))
+        data.setup("fit")
+        iterator = iter(data.train_dataloader())
+        threading.Thread(target=next, args=(iterator,), daemon=True).start()
+        while len(psutil.Process().children()) < 2:
+            time.sleep(0.05)
+        print(*(child.pid for child in psutil.Process().children()), flush=True)
+        time.sleep(60)
+    """
+    parent = subprocess.Popen([sys.executable, "-c", script, tmp_path / "d.jsonl"], stdout=subprocess.PIPE, text=True)
+    workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    time.sleep(0.5)
+    assert len(workers) == 2
+    parent.kill()
+    parent.wait()
+    assert psutil.wait_procs(workers, timeout=3)[1] == []

@@ -1,0 +1,103 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.data import DataError, JoinedSources, MetadataIndex
+from flowtrain_lightning.data.index import Measure
+from tests.data.support import IMAGES, TEMPLATE, Letters, message_record, write_picture, write_records, write_set
+
+MEASURE = Measure(Letters(), TEMPLATE, IMAGES, "error", prompt=False)
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Records of 12, 12, 40 and 29 tokens; the third is long by text, the fourth by its second picture."""
+    wide = write_picture(tmp_path / "p/wide.png", 4, 16)
+    large = write_picture(tmp_path / "p/large.png", 12, 16)
+    return write_records(
+        tmp_path / "d.jsonl",
+        [
+            message_record(0, "a" * 4, "b" * 3, []),
+            message_record(1, "", "b", [wide]),
+            message_record(2, "a" * 4, "b" * 31, []),
+            message_record(3, "", "b" * 4, [wide, large]),
+        ],
+    )
+
+
+def index(file, budget=100, too_long="error", **changes):
+    return MetadataIndex(file, replace(MEASURE, **changes), token_budget=budget, too_long=too_long)
+
+
+def test_samples_are_the_records_of_the_file(mixed):
+    source = index(mixed)
+    assert len(source) == 4
+    assert [source.record(sample).id for sample in range(4)] == ["r0", "r1", "r2", "r3"]
+    assert source.sizes(np.array([2, 0])).tokens.tolist() == [40, 12]
+    assert source.summary == "d.jsonl: 4 of 4 records used."
+
+
+def test_a_long_record_is_named_with_its_sizes_and_the_ways_out(mixed):
+    words = r"record 3 \(id 'r2'\): it has 40 tokens \(0 of them from 0 pictures\), more than token_budget=20.*too_long"
+    with pytest.raises(DataError, match=words):
+        index(mixed, 20)
+
+
+def test_long_records_are_dropped_and_counted(mixed):
+    source = index(mixed, 20, "drop")
+    assert [source.record(sample).id for sample in range(len(source))] == ["r0", "r1"]
+    assert source.summary == "d.jsonl: 2 of 4 records used, 2 dropped as longer than token_budget=20."
+
+
+def test_long_records_are_cut_and_those_without_targets_left_out(mixed):
+    source = index(mixed, 20, "truncate")
+    assert [source.record(sample).id for sample in range(len(source))] == ["r0", "r1", "r2"]
+    sizes = source.sizes(np.arange(3))
+    assert sizes.tokens.tolist() == [12, 12, 20]
+    assert sizes.targets.tolist() == [4, 2, 12]
+    assert source.summary == (
+        "d.jsonl: 3 of 4 records used, 1 cut to token_budget=20, "
+        "1 dropped since no target was left within token_budget=20."
+    )
+
+
+def test_a_cut_prompt_is_kept_although_it_has_no_target(mixed):
+    source = index(mixed, 10, "truncate", prompt=True)
+    assert source.sizes(np.arange(4)).tokens.tolist() == [8, 10, 8, 9]
+    assert source.sizes(np.arange(4)).media_rows.tolist() == [4, 4]
+
+
+def test_records_with_bad_pictures_are_dropped_and_counted(mixed):
+    (mixed.parent / "p/large.png").unlink()
+    source = index(mixed, unreadable="drop")
+    assert len(source) == 3
+    assert source.summary == "d.jsonl: 3 of 4 records used, 1 dropped for a picture that cannot be used."
+
+
+def test_a_set_that_is_or_becomes_empty_is_refused(mixed, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"empty\.jsonl: there is no record in it"):
+        index(tmp_path / "empty.jsonl")
+    with pytest.raises(DataError, match=r"no record is left to use.*0 of 4 records used, 4 dropped as longer"):
+        index(mixed, 5, "drop")
+
+
+def test_the_fingerprint_is_that_of_the_numbered_samples(mixed):
+    whole = index(mixed).fingerprint
+    assert whole == index(mixed, 50).fingerprint
+    assert whole == index(mixed, images=replace(IMAGES, max_pixels=128)).fingerprint
+    assert whole != index(mixed, 20, "drop").fingerprint
+
+
+def test_joined_sources_number_their_samples_one_after_another(tmp_path):
+    files = [write_set(tmp_path / f"{name}.jsonl", count, first) for name, count, first in (("a", 4, 0), ("b", 5, 4))]
+    joined = JoinedSources([index(file) for file in files])
+    whole = index(write_set(tmp_path / "whole.jsonl", 9))
+    assert len(joined) == 9
+    assert joined.lengths == (4, 5)
+    assert [joined.record(sample).id for sample in (0, 3, 4, 8)] == ["r0", "r3", "r4", "r8"]
+    asked = np.array([8, 0, 5, 5, 2, 7, 1])
+    for name in ("tokens", "targets", "media_start", "media_rows", "media_patches"):
+        np.testing.assert_array_equal(getattr(joined.sizes(asked), name), getattr(whole.sizes(asked), name))
+    assert joined.sizes(np.array([1])).tokens.tolist() == whole.sizes(np.array([1])).tokens.tolist()

@@ -1,0 +1,106 @@
+import json
+
+import pytest
+
+from flowtrain_lightning.data import DataError, Turn
+from flowtrain_lightning.data.records import read, scan
+from tests.data.support import message_record, write_records
+
+LLAVA = {
+    "id": "x",
+    "image": "a.png",
+    "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "Äh – this."}],
+}
+
+
+def test_messages_are_read(tmp_path):
+    file = write_records(tmp_path / "d.jsonl", [message_record(7, "What?", "This.", ["p/1.png", "p/2.png"])])
+    (place,) = scan(file)
+    assert place.record.id == "r7"
+    assert place.record.turns == (Turn("user", "<image><image>What?"), Turn("assistant", "This."))
+    assert place.record.pictures == (tmp_path / "p/1.png", tmp_path / "p/2.png")
+    assert place.record.fields["images"] == [{"path": "p/1.png"}, {"path": "p/2.png"}]
+
+
+@pytest.mark.parametrize("image", ["a.png", ["a.png"]])
+@pytest.mark.parametrize("write", [lambda records: json.dumps(records, indent=1), lambda records: json.dumps(*records)])
+def test_llava_records_are_read_from_an_array_and_from_lines(tmp_path, image, write):
+    (tmp_path / "d.json").write_text(write([{**LLAVA, "image": image}]))
+    (place,) = scan(tmp_path / "d.json")
+    assert [turn.role for turn in place.record.turns] == ["user", "assistant"]
+    assert place.record.pictures == (tmp_path / "a.png",)
+
+
+def test_a_record_without_pictures_needs_no_entry_for_them(tmp_path):
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    records = [{"messages": [{"role": "user", "content": "hi"}]}, {"conversations": turns}]
+    places = list(scan(write_records(tmp_path / "d.jsonl", records)))
+    assert [place.record.pictures for place in places] == [(), ()]
+    assert [place.record.id for place in places] == ["1", "2"]
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("form", ["lines", "lines with gaps", "array", "pretty array"])
+def test_every_record_is_found_again_by_its_place(tmp_path, form, ascii_only):
+    records = [{**LLAVA, "id": f"ü{number}"} for number in range(5)]
+    if "array" in form:
+        text = json.dumps(records, indent=3 if "pretty" in form else None, ensure_ascii=ascii_only)
+    else:
+        join = "\n \n\n" if "gaps" in form else "\n"
+        text = join + join.join(json.dumps(record, ensure_ascii=ascii_only) for record in records)
+    file = tmp_path / "d.json"
+    file.write_text(text, encoding="utf-8")
+    places = list(scan(file))
+    assert [place.record.id for place in places] == [f"ü{number}" for number in range(5)]
+    for number in (3, 0, 4, 2, 1):
+        assert read(file, number, places[number].offset, places[number].length) == places[number].record
+
+
+@pytest.mark.parametrize("real", ["train.jsonl", "val.jsonl"])
+def test_real_records_are_read(real_data, real):
+    places = list(scan(real_data / "mini_vl" / real))
+    assert all(place.record.pictures for place in places)
+    assert places[-1].record.pictures[0].is_file()
+
+
+BROKEN = {
+    "not json": ('{"id": 1,', r"record 2.*not valid JSON"),
+    "no object": ("[1]", "record 2.*expected a JSON object, got list"),
+    "neither form": ('{"id": "a", "text": ""}', r"record 2 \(id 'a'\).*neither"),
+    "no turns": ('{"id": "a", "messages": []}', "'messages' must be a list with at least one turn"),
+    "turn without text": ('{"messages": [{"role": "user"}]}', "needs 'role' and 'content'"),
+    "more markers": (
+        '{"id": 5, "messages": [{"role": "user", "content": "<image>"}]}',
+        r"id '5'.*1 <image> markers",
+    ),
+    "more pictures": (
+        '{"image": "a", "conversations": [{"from": "human", "value": "b"}]}',
+        "0 <image> .*1 pictures",
+    ),
+    "path": ('{"image": [1], "conversations": [{"from": "human", "value": "<image>"}]}', "path is no string"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_record_is_named_with_its_file(tmp_path, broken):
+    line, words = BROKEN[broken]
+    file = tmp_path / "d.jsonl"
+    file.write_text(json.dumps(LLAVA) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=words) as caught:
+        list(scan(file))
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tail", "words"),
+    [(', {"id": 2,]', "record 2: not valid JSON"), (" {}]", "after record 1"), ("", "after record 1")],
+)
+def test_a_broken_array_says_where(tmp_path, tail, words):
+    (tmp_path / "d.json").write_text("[" + json.dumps(LLAVA) + tail)
+    with pytest.raises(DataError, match=words):
+        list(scan(tmp_path / "d.json"))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
+        list(scan(tmp_path / "none.jsonl"))
