@@ -61,9 +61,7 @@ class PackedMedia:
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedMedia:
         """The same media on ``device``."""
         move = _mover(device, non_blocking)
-        return replace(
-            self, patches=move(self.patches), cu_seqlens=move(self.cu_seqlens), grid=move(self.grid)
-        )
+        return replace(self, patches=move(self.patches), cu_seqlens=move(self.cu_seqlens), grid=move(self.grid))
 
     def with_patches(self, patches: Tensor) -> PackedMedia:
         """The same media with other patches, for example in another precision."""

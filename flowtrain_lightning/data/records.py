@@ -94,7 +94,7 @@ def parse(fields: Any, path: Path, number: int) -> Record:
     where = f"{where} (id {name!r})" if "id" in fields else where
     if "messages" in fields:
         turns = _turns(fields["messages"], where, "messages", "role", "content")
-        pictures = [item["path"] if isinstance(item, dict) else item for item in _several(fields.get("images"))]
+        pictures = [item.get("path") if isinstance(item, dict) else item for item in _several(fields.get("images"))]
     elif "conversations" in fields:
         turns = _turns(fields["conversations"], where, "conversations", "from", "value")
         pictures = _several(fields.get("image"))
@@ -109,7 +109,7 @@ def parse(fields: Any, path: Path, number: int) -> Record:
             "give one picture for each marker, in order."
         )
     if not all(isinstance(picture, str) for picture in pictures):
-        raise DataError(f"{where}: a picture's path is no string.")
+        raise DataError(f"{where}: every picture needs a path, a string.")
     return Record(where, name, turns, tuple(path.parent / picture for picture in pictures), fields)
 
 

@@ -77,7 +77,8 @@ BROKEN = {
         '{"image": "a", "conversations": [{"from": "human", "value": "b"}]}',
         "0 <image> .*1 pictures",
     ),
-    "path": ('{"image": [1], "conversations": [{"from": "human", "value": "<image>"}]}', "path is no string"),
+    "path": ('{"image": [1], "conversations": [{"from": "human", "value": "<image>"}]}', "every picture needs a path"),
+    "no path": ('{"images": [{}], "messages": [{"role": "user", "content": "<image>"}]}', "every picture needs a path"),
 }
 
 
