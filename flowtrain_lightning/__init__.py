@@ -6,11 +6,7 @@ try:
     from lightning.pytorch.strategies import StrategyRegistry
 
     from flowtrain_lightning.checkpoint import FlowCheckpointIO, export_checkpoint
-    from flowtrain_lightning.data import (
-        PackedBatch,
-        PackedMedia,
-        StepBatch,
-    )
+    from flowtrain_lightning.data import FlowDataModule, ImageProcessor, PackedBatch, PackedMedia
     from flowtrain_lightning.module import FlowModule
     from flowtrain_lightning.strategy import FlowTrainStrategy
 
@@ -23,10 +19,11 @@ except ModuleNotFoundError as missing:
 
 __all__ = [
     "FlowCheckpointIO",
+    "FlowDataModule",
     "FlowModule",
     "FlowTrainStrategy",
+    "ImageProcessor",
     "PackedBatch",
     "PackedMedia",
-    "StepBatch",
     "export_checkpoint",
 ]

@@ -21,7 +21,6 @@ from flowtrain_lightning.runtime.halves import build_halves, check_halves
 from flowtrain_lightning.runtime.logbook import Logbook, StepReport
 from flowtrain_lightning.runtime.plain import PlainEngine
 
-
 # What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.
 warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
 

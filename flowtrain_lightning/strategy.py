@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 
 from flowtrain_lightning.allocator import Allocation, Placement, default_allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
-from flowtrain_lightning.callbacks.preemption import PreemptionCheckpoint
 from flowtrain_lightning.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
 from flowtrain_lightning.compatibility import refuse_unsupported
 from flowtrain_lightning.data import StepPart
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import broadcast_half
 from flowtrain_lightning.pool import Mesh
+from flowtrain_lightning.preemption import PreemptionCheckpoint
 from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
 from flowtrain_lightning.runtime.groups import Groups, connect_groups
 from flowtrain_lightning.runtime.halves import half_tensors, without_absent_halves

@@ -1,7 +1,6 @@
-"""Callbacks: progress, timeline, preemption."""
+"""Callbacks: progress and timeline."""
 
-from flowtrain_lightning.callbacks.preemption import PreemptionCheckpoint
 from flowtrain_lightning.callbacks.progress import FlowProgressBar
 from flowtrain_lightning.callbacks.timeline import TimelineRecorder
 
-__all__ = ["FlowProgressBar", "PreemptionCheckpoint", "TimelineRecorder"]
+__all__ = ["FlowProgressBar", "TimelineRecorder"]

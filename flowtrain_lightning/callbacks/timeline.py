@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
+from flowtrain_lightning.runtime.timeline import Span
+
 if TYPE_CHECKING:
     from flowtrain_lightning.strategy import FlowTrainStrategy
 
@@ -73,21 +75,27 @@ def draw_step(timelines: Sequence[dict[str, Any]], path: Path, step: int | None 
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    spans = [(timeline["label"], *span) for timeline in timelines for span in timeline["spans"]]
-    steps = sorted({span[4] for span in spans if span[3] == "microbatch"})
+    spans = [(timeline["label"], Span(*span)) for timeline in timelines for span in timeline["spans"]]
+    spans = [(label, span) for label, span in spans if span.stage == "train"]
+    steps = sorted({span.step for _, span in spans if span.name == "microbatch"})
     if not steps:
         return
     chosen = steps[len(steps) // 2] if step is None else step
-    lanes = sorted({(label, lane) for label, lane, *_ in spans}, reverse=True)
-    shown = [span for span in spans if span[4] == chosen]
-    origin = min(span[6] for span in shown)
+    lanes = sorted({(label, span.lane) for label, span in spans}, reverse=True)
+    shown = [(label, span) for label, span in spans if span.step == chosen]
+    origin = min(span.start for _, span in shown)
     figure = Figure(figsize=(11, 1.2 + 0.6 * len(lanes)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for label, lane, kind, name, _, _, start, end in shown:
-        colour = COLOURS.get(name, COLOURS.get(kind, "#999999"))
-        row = lanes.index((label, lane))
-        axes.barh(row, (end - start) * 1e3, left=(start - origin) * 1e3, height=0.6, color=colour, linewidth=0)
+    for label, span in shown:
+        axes.barh(
+            lanes.index((label, span.lane)),
+            (span.end - span.start) * 1e3,
+            left=(span.start - origin) * 1e3,
+            height=0.6,
+            color=COLOURS[span.name if span.name in COLOURS else span.kind],
+            linewidth=0,
+        )
     axes.set_yticks(
         range(len(lanes)), [label if label.startswith(lane) else f"{label}, {lane}" for label, lane in lanes]
     )

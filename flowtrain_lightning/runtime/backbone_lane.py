@@ -50,7 +50,7 @@ class BackboneLane:
         desk = self._desk
         leaves = mailbox.leaves(step.trains)
         desk.page.enter(f"compute microbatch {number}", step.index)
-        with desk.timeline.span(BACKBONE, COMPUTE, "microbatch", step.index, number):
+        with desk.timeline.span(BACKBONE, COMPUTE, "microbatch", step.place, number):
             rank = step.batch.part.backbone_rank
             assert rank is not None
             result = desk.compute.microbatch(
@@ -76,7 +76,7 @@ class BackboneLane:
 
     def _put(self, step: Step, entry: int, gradients: list[Tensor]) -> bool:
         reader = self._encoder_ranks[step.plan.entries[entry].encoder_rank]
-        with self._desk.timeline.span(BACKBONE, COMMUNICATION, "gradients", step.index):
+        with self._desk.timeline.span(BACKBONE, COMMUNICATION, "gradients", step.place):
             return self._desk.pool.put(step.gradient_key(entry), gradients, [reader]) is not None
 
     def _mailbox(self, step: Step, number: int) -> Mailbox:
@@ -89,7 +89,7 @@ class BackboneLane:
     def _fetch(self, mailbox: Mailbox) -> bool:
         if mailbox.is_full:
             return False
-        with self._desk.timeline.span(BACKBONE, COMMUNICATION, "features", mailbox.step.index):
+        with self._desk.timeline.span(BACKBONE, COMMUNICATION, "features", mailbox.step.place):
             return mailbox.fetch(self._desk)
 
 

@@ -136,7 +136,7 @@ class EncoderLane:
     def _collect_gradients(self, step: Step, backwards: deque[AwaitingBackward]) -> None:
         # Whatever has arrived is copied out at once, so that a backbone rank never waits for room because this lane
         # has not come to that batch yet.
-        with self._desk.timeline.span(ENCODER, COMMUNICATION, "gradients", step.index):
+        with self._desk.timeline.span(ENCODER, COMMUNICATION, "gradients", step.place):
             for batch in backwards:
                 batch.collect(step, self._desk)
 
@@ -146,7 +146,7 @@ class EncoderLane:
         if outputs is None:
             outputs = self._forward(step, batch.number, keep=True)
         desk.page.enter(f"backward of encoder batch {batch.number}", step.index)
-        with desk.timeline.span(ENCODER, COMPUTE, "backward", step.index, batch.number):
+        with desk.timeline.span(ENCODER, COMPUTE, "backward", step.place, batch.number):
             desk.compute.backward(outputs, batch.gradients)
 
     # ---- both ---------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class EncoderLane:
         rank = step.batch.part.encoder_rank
         assert rank is not None
         desk.page.enter(f"forward of encoder batch {number}", step.index)
-        with desk.timeline.span(ENCODER, COMPUTE, "forward", step.index, number), torch.set_grad_enabled(keep):
+        with desk.timeline.span(ENCODER, COMPUTE, "forward", step.place, number), torch.set_grad_enabled(keep):
             return desk.compute.encode(
                 self._media(step, number), step=step.name, number=step.batch_number(rank, number)
             )
@@ -174,7 +174,7 @@ class EncoderLane:
 
     def _put(self, step: Step, entry: int, parts: list[Tensor], *, ahead: bool) -> bool:
         reader = self._backbone_ranks[step.plan.entries[entry].backbone_rank]
-        with self._desk.timeline.span(ENCODER, COMMUNICATION, "features", step.index):
+        with self._desk.timeline.span(ENCODER, COMMUNICATION, "features", step.place):
             return self._desk.pool.put(step.feature_key(entry), parts, [reader], ahead=ahead) is not None
 
     def _entries(self, step: Step, number: int) -> list[int]:

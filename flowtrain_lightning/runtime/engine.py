@@ -92,7 +92,7 @@ class FlowEngine:
         with own_streams():
             self._run_lanes(step, [])
             report = self._end(step, self._steps_left("train", batch_idx))
-        with self.timeline.span(self._roles[0], COMMUNICATION, "reduce gradients", step.index):
+        with self.timeline.span(self._roles[0], COMMUNICATION, "reduce gradients", step.place):
             self._enter("reduce gradients", step)
             for role in self._roles:
                 reduce_gradients(half_parameters(self._module, role), 1 / max(report.tokens, 1))
@@ -157,7 +157,7 @@ class FlowEngine:
             lanes.append((BACKBONE, self._backbone_lane.run(step, outputs)))
         if ENCODER in self._roles:
             lanes.append((ENCODER, self._encoder_lane.run(step, self._spec if step.plan.entries else None)))
-        take_turns(self._desk, lanes, step.index)
+        take_turns(self._desk, lanes, step)
 
     def _end(self, step: Step, steps_left: int) -> StepReport:
         if BACKBONE not in self._roles:
@@ -167,7 +167,7 @@ class FlowEngine:
         report = self._compute.logbook.agree(
             self._asked_to_stop(), self._groups.sum_over_role, self._groups.gather_over_role
         )
-        self.timeline.add(Span(BACKBONE, STALL, "other backbone ranks", step.index, -1, start, time.monotonic()))
+        self.timeline.add(Span(BACKBONE, STALL, "other backbone ranks", *step.place, -1, start, time.monotonic()))
         if self._listeners and self._groups.cross.rank == self._allocation.ranks[BACKBONE][0]:
             self._publish_report(step, report)
         return report
@@ -192,7 +192,7 @@ class FlowEngine:
                 continue
             self._enter("wait for the backbone to end the step", step)
             pool.poll(_POLL_SECONDS)
-        self.timeline.add(Span(ENCODER, STALL, "end of the step", step.index, -1, start, time.monotonic()))
+        self.timeline.add(Span(ENCODER, STALL, "end of the step", *step.place, -1, start, time.monotonic()))
         report = StepReport(**json.loads(bytes(lease.tensors[0].numpy())))
         lease.release()
         return report

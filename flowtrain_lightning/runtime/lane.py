@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flowtrain_lightning.pool import Pool, StatusPage
 from flowtrain_lightning.runtime.compute import Compute
+from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import STALL, Span, Timeline
 
 Turns = Iterator[str | None]
@@ -33,7 +34,7 @@ class Desk:
     timeline: Timeline
 
 
-def take_turns(desk: Desk, lanes: Sequence[tuple[str, Turns]], step: int) -> None:
+def take_turns(desk: Desk, lanes: Sequence[tuple[str, Turns]], step: Step) -> None:
     """Runs the lanes of this rank to their end, in one thread.
 
     After every unit of work the first lane is asked again, so it has precedence. Where no lane can move, the rank
@@ -42,7 +43,7 @@ def take_turns(desk: Desk, lanes: Sequence[tuple[str, Turns]], step: int) -> Non
     Args:
         desk: what the lanes work with.
         lanes: role and lane, in order of precedence.
-        step: the step's index, for the status page.
+        step: the step that runs.
     """
     running = dict(lanes)
     while running:
@@ -59,13 +60,13 @@ def take_turns(desk: Desk, lanes: Sequence[tuple[str, Turns]], step: int) -> Non
             _sleep(desk, next(iter(running)), reasons, step)
 
 
-def _sleep(desk: Desk, role: str, reasons: list[str], step: int) -> None:
+def _sleep(desk: Desk, role: str, reasons: list[str], step: Step) -> None:
     reason = " and ".join(reasons)
-    desk.page.enter(f"wait for {reason}", step)
+    desk.page.enter(f"wait for {reason}", step.index)
     start = time.monotonic()
     while not desk.pool.poll(_POLL_SECONDS):
         pass
-    desk.timeline.add(Span(role, STALL, reasons[0], step, -1, start, time.monotonic()))
+    desk.timeline.add(Span(role, STALL, reasons[0], *step.place, -1, start, time.monotonic()))
 
 
 _END = object()

@@ -43,6 +43,11 @@ class Step:
         """Epoch and step within it, which name random streams."""
         return self.batch.epoch, self.batch.step
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """Stage and index, as timelines name steps."""
+        return self.stage, self.index
+
     def feature_key(self, entry: int) -> Key:
         """Where the features of entry number ``entry`` are found."""
         return Key(self._channel(_FEATURES), self.index, entry)

@@ -24,7 +24,8 @@ class Span(NamedTuple):
         lane: the role whose lane it is.
         kind: ``compute``, ``stall`` or ``communication``.
         name: what was done, for example ``forward`` or ``wait for features``.
-        step: the step's number since the start of the run, of its stage.
+        stage: ``train``, ``val``, ``test`` or ``predict``.
+        step: the step's number within its stage, since the start of the run.
         number: microbatch or encoder batch, -1 where neither fits.
         start: seconds of ``time.monotonic()`` (one clock for all processes of a node).
         end: likewise.
@@ -33,6 +34,7 @@ class Span(NamedTuple):
     lane: str
     kind: str
     name: str
+    stage: str
     step: int
     number: int
     start: float
@@ -47,13 +49,13 @@ class Timeline:
         self.totals: dict[tuple[str, str], float] = defaultdict(float)
 
     @contextmanager
-    def span(self, lane: str, kind: str, name: str, step: int, number: int = -1) -> Iterator[None]:
-        """Records the time inside."""
+    def span(self, lane: str, kind: str, name: str, step: tuple[str, int], number: int = -1) -> Iterator[None]:
+        """Records the time inside; ``step`` is stage and number."""
         start = time.monotonic()
         try:
             yield
         finally:
-            self.add(Span(lane, kind, name, step, number, start, time.monotonic()))
+            self.add(Span(lane, kind, name, *step, number, start, time.monotonic()))
 
     def add(self, span: Span) -> None:
         """Records a span that was timed elsewhere."""
