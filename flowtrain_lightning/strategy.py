@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import traceback
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
@@ -179,7 +181,8 @@ class FlowTrainStrategy(ParallelStrategy):
         separate = self._allocation.placement == "separate"
         worlds = tuple(self._allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
         self._groups = connect_groups(self.global_rank, worlds, self._backend(), self._timeout)
-        self._mesh = Mesh.connect(self._groups.store, self.global_rank, self.world_size, self.labels)
+        seconds = self._timeout.total_seconds()
+        self._mesh = Mesh.connect(self._groups.new_store(), self.global_rank, self.world_size, self.labels, seconds)
         self._module.live_on(self.roles)
         rank_zero_info(f"flowtrain: {self._allocation.describe()}")
 
@@ -198,10 +201,11 @@ class FlowTrainStrategy(ParallelStrategy):
             broadcast_half(half_tensors(module, role))
         self._engine = FlowEngine(module, trainer, self.allocation, self._groups, self._mesh, self._settings)
         module.run_on(self._engine)
-        if trainer.training:
+        if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._take_sigterm()
-            trainer.callbacks.append(PreemptionCheckpoint())  # type: ignore[attr-defined]
+            if not any(isinstance(callback, PreemptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+                trainer.callbacks.append(PreemptionCheckpoint())  # type: ignore[attr-defined]
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -257,7 +261,8 @@ class FlowTrainStrategy(ParallelStrategy):
     def _take_sigterm(self) -> None:
         # Lightning's own handler enters a collective inside the signal handler, which would span one role only. Ours
         # leaves a mark that all ranks learn of in the same step's report.
-        self._former_sigterm = signal.signal(signal.SIGTERM, self._note_sigterm)
+        if threading.current_thread() is threading.main_thread():
+            self._former_sigterm = signal.signal(signal.SIGTERM, self._note_sigterm)
 
     def _note_sigterm(self, signum: int, frame: object) -> None:
         if self._mesh is not None:
@@ -287,16 +292,21 @@ class FlowTrainStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks of all roles."""
         if self._groups is not None:
+            self._say_waiting("all ranks")
             self._groups.cross.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src`` on all ranks of all roles."""
-        return obj if self._groups is None else self._groups.cross.broadcast_object(obj, src)
+        if self._groups is None:
+            return obj
+        self._say_waiting(f"news from rank {src}")
+        return self._groups.cross.broadcast_object(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over the backbone ranks, whose results count; every rank gets the answer."""
         if not isinstance(tensor, Tensor) or self._groups is None:
             return tensor
+        self._say_waiting("all ranks")
         backbones = self.allocation.ranks[BACKBONE]
         own = tensor.detach().cpu().clone()
         total = self._groups.cross.all_reduce(own if self.global_rank in backbones else torch.zeros_like(own))
@@ -308,6 +318,7 @@ class FlowTrainStrategy(ParallelStrategy):
         """Whether all ranks (or any rank) say yes."""
         if self._groups is None:
             return decision
+        self._say_waiting("all ranks")
         votes = int(self._groups.cross.all_reduce(torch.tensor([int(decision)])))
         return votes == self.world_size if all else votes > 0
 
@@ -316,6 +327,11 @@ class FlowTrainStrategy(ParallelStrategy):
         if self._groups is None:
             return tensor.unsqueeze(0)
         return torch.stack(self._groups.cross.gather_objects(tensor.detach().cpu())).to(tensor.device)
+
+    def _say_waiting(self, what: str) -> None:
+        if self._mesh is not None:
+            page = self._mesh.page
+            page.enter(f"wait for {what}", page.read().step)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

@@ -97,6 +97,7 @@ class FlowEngine:
             for role in self._roles:
                 reduce_gradients(half_parameters(self._module, role), 1 / max(report.tokens, 1))
         self.stop_requested = report.stop
+        self._enter("between steps", step)
         return self._module.log_report("train", report)
 
     def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
@@ -105,6 +106,7 @@ class FlowEngine:
         with own_streams():
             self._run_lanes(step, [])
             report = self._end(step, self._steps_left(stage, batch_idx))
+        self._enter("between steps", step)
         return self._module.log_report(stage, report)
 
     def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:

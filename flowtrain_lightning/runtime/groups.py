@@ -8,8 +8,10 @@ the default group); a colocated placement has one default group of all ranks. Co
 from __future__ import annotations
 
 import atexit
+import itertools
 import pickle
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -78,17 +80,20 @@ class Groups:
 
     Attributes:
         cross: all ranks, on CPU.
-        store: the job's key-value store, under a prefix of this connection.
         role_rank: this rank within its default group.
         role_ranks: size of its default group.
         role_cpu: the ranks of the default group, on CPU; None is the default group itself.
     """
 
     cross: CrossGroup
-    store: Store
     role_rank: int
     role_ranks: int
     role_cpu: dist.ProcessGroup | None
+    _stores: Iterator[Store]
+
+    def new_store(self) -> Store:
+        """An empty key-value store, the same on all ranks if they ask equally often."""
+        return next(self._stores)
 
     def sum_over_role(self, tensor: Tensor) -> Tensor:
         """Sums a CPU tensor over the ranks of the default group, in place, and returns it."""
@@ -145,10 +150,10 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
     )
     groups = Groups(
         cross=CrossGroup(PrefixStore("cross", store), rank, ranks, timeout),
-        store=PrefixStore("mesh", store),
         role_rank=role_rank,
         role_ranks=len(world),
         role_cpu=None if backend == "gloo" else dist.new_group(backend="gloo"),
+        _stores=(PrefixStore(f"store/{number}", store) for number in itertools.count()),
     )
     _connected = (key, groups)
     return groups
