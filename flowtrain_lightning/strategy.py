@@ -34,6 +34,7 @@ from flowtrain_lightning.preemption import PreemptionCheckpoint
 from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
 from flowtrain_lightning.runtime.groups import Groups, connect_groups
 from flowtrain_lightning.runtime.halves import half_tensors, without_absent_halves
+from flowtrain_lightning.runtime.invariance import not_layout_invariant
 from flowtrain_lightning.runtime.optimizers import NamedOptimizer
 from flowtrain_lightning.runtime.watchdog import Watchdog, die_with_parent
 
@@ -201,6 +202,8 @@ class FlowTrainStrategy(ParallelStrategy):
             broadcast_half(half_tensors(module, role))
         self._engine = FlowEngine(module, trainer, self.allocation, self._groups, self._mesh, self._settings)
         module.run_on(self._engine)
+        for sentence in not_layout_invariant(module):
+            rank_zero_info(f"flowtrain: {sentence}")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._take_sigterm()
