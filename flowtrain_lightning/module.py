@@ -271,7 +271,7 @@ class FlowModule(L.LightningModule):
         from flowtrain_lightning.checkpoint import plain_file
 
         if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
-            with plain_file(checkpoint_path) as path:
+            with plain_file(checkpoint_path, kwargs.get("weights_only")) as path:
                 return super().load_from_checkpoint(path, *args, **kwargs)
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 

@@ -33,7 +33,7 @@ from flowtrain_lightning.pool import Mesh
 from flowtrain_lightning.preemption import PreemptionCheckpoint
 from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
 from flowtrain_lightning.runtime.groups import Groups, connect_groups
-from flowtrain_lightning.runtime.halves import half_tensors, without_absent_halves
+from flowtrain_lightning.runtime.halves import half_tensors, role_of, without_absent_halves
 from flowtrain_lightning.runtime.invariance import not_layout_invariant
 from flowtrain_lightning.runtime.optimizers import NamedOptimizer
 from flowtrain_lightning.runtime.watchdog import Watchdog, die_with_parent
@@ -359,14 +359,24 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint directory, this rank's halves only, or a plain Lightning checkpoint."""
-        return load_checkpoint(checkpoint_path, self.roles, self.global_rank, self.checkpoint_io, weights_only)
+        assert self._groups is not None
+        module = self._module
+        return load_checkpoint(
+            checkpoint_path,
+            module.halves,
+            self.allocation,
+            self._groups,
+            self.checkpoint_io,
+            weights_only,
+            resumes=module.trainer.training,
+        )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads the weights that live on this rank."""
         saved: Mapping[str, Tensor] = checkpoint["state_dict"]
-        everything = self._module.state_dict()
-        own = {name for name, value in everything.items() if not _is_absent(value)}
-        missing, unknown = sorted(own - saved.keys()), sorted(saved.keys() - everything.keys())
+        known = self._module.state_dict().keys()
+        own = {name for name in known if role_of(name, self._module.halves) in (None, *self.roles)}
+        missing, unknown = sorted(own - saved.keys()), sorted(saved.keys() - known)
         if strict and (missing or unknown):
             raise RuntimeError(
                 f"The checkpoint does not fit {type(self._module).__name__}: missing {missing or 'nothing'}, "
@@ -376,7 +386,13 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this rank's part of the optimizers' state."""
-        for named, saved in zip(self._named_optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self._named_optimizers):
+            raise ValueError(
+                f"The checkpoint holds the state of {len(states)} optimizers, but configure_optimizers returns "
+                f"{len(self._named_optimizers)}. Use the same configure_optimizers as when it was saved."
+            )
+        for named, saved in zip(self._named_optimizers, states, strict=True):
             named.load(saved)
 
     def remove_checkpoint(self, filepath: Any) -> None:
