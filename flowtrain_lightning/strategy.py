@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,13 @@ from flowtrain_lightning.runtime.optimizers import NamedOptimizer
 from flowtrain_lightning.runtime.watchdog import Watchdog, die_with_parent
 
 log = logging.getLogger(__name__)
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda rows: rows.sum(0) / len(rows),
+    "sum": lambda rows: rows.sum(0),
+    "min": lambda rows: rows.amin(0),
+    "max": lambda rows: rows.amax(0),
+}
 
 
 class FlowTrainStrategy(ParallelStrategy):
@@ -306,16 +313,14 @@ class FlowTrainStrategy(ParallelStrategy):
         return self._groups.cross.broadcast_object(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over the backbone ranks, whose results count; every rank gets the answer."""
+        """The sum, mean, minimum or maximum over the backbone ranks, whose results count; every rank gets it."""
         if not isinstance(tensor, Tensor) or self._groups is None:
             return tensor
-        self._say_waiting("all ranks")
-        backbones = self.allocation.ranks[BACKBONE]
-        own = tensor.detach().cpu().clone()
-        total = self._groups.cross.all_reduce(own if self.global_rank in backbones else torch.zeros_like(own))
-        if str(reduce_op).lower().endswith(("mean", "avg")):
-            total = total / len(backbones)
-        return total.to(tensor.device)
+        rows = torch.zeros((self.world_size, *tensor.shape), dtype=tensor.dtype)
+        rows[self.global_rank] = tensor.detach()
+        counting = self._groups.cross.all_reduce(rows)[list(self.allocation.ranks[BACKBONE])]
+        name = str(reduce_op).lower().rpartition(".")[2]
+        return _REDUCTIONS["mean" if name == "avg" else name](counting).to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any rank) say yes."""

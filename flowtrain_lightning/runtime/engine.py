@@ -127,14 +127,26 @@ class FlowEngine:
         squares = torch.tensor([float(own.double()) ** 2 if speaks else 0.0], dtype=torch.float64)
         return self._groups.cross.all_reduce(squares).sqrt().to(own)[0]
 
-    def agree_on_logged(self, value: Any, mean: bool) -> Any:
-        """The value that backbone ranks logged outside of a step: their mean, or rank 0's. Every rank calls it."""
-        cross = self._groups.cross
-        backbones = self._allocation.ranks[BACKBONE]
-        if not mean:
-            return cross.broadcast_object(float(value), backbones[0])
-        share = float(value) / len(backbones) if cross.rank in backbones else 0.0
-        return float(cross.all_reduce(torch.tensor([share], dtype=torch.float64)))
+    def agree_on_logged(self, name: str, value: Any) -> float:
+        """The value that rank 0 logged outside of a step, on every rank. Every rank calls it.
+
+        Raises:
+            TypeError: the value is no single number.
+            ValueError: rank 0 logs another name.
+        """
+        if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
+            raise TypeError(
+                f"log({name!r}, ...) takes a number or a tensor of one element under flowtrain, but got "
+                f"{type(value).__name__}. Log a metric's value (`metric.compute()`), not the object."
+            )
+        first_name, first_value = self._groups.cross.broadcast_object((name, float(value)), 0)
+        if first_name != name:
+            raise ValueError(
+                f"log({name!r}, ...) was called on rank {self._groups.cross.rank} while rank 0 calls "
+                f"log({first_name!r}, ...). Outside of microbatches all ranks must log the same names in the same "
+                "order; names that exist on one half only belong into `loss`."
+            )
+        return float(first_value)
 
     def close(self) -> None:
         """Gives the pool's memory back."""

@@ -64,7 +64,7 @@ class PlainEngine:
         """The 2-norm of all gradients."""
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
-    def agree_on_logged(self, value: Any, mean: bool) -> Any:
+    def agree_on_logged(self, name: str, value: Any) -> Any:
         """The value itself: under plain Lightning every rank has results of its own."""
         return value
 
