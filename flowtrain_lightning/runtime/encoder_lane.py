@@ -110,7 +110,7 @@ class EncoderLane:
         forwards = deque(self._unpublished(step))
         backwards: deque[AwaitingBackward] = deque()
         while forwards or backwards:
-            self._collect_gradients(step, backwards)
+            collected = self._collect_gradients(step, backwards)
             kept = sum(batch.outputs is not None for batch in backwards)
             may_run = bool(forwards) and (forwards[0] in recomputed or kept < self._kept_batches)
             if may_run and self._desk.pool.fits(spec.batch_room(self._rows(step, forwards[0]))):
@@ -119,11 +119,10 @@ class EncoderLane:
                 batch = AwaitingBackward(number, self._entries(step, number), features, number not in recomputed)
                 backwards.append(batch)
                 for reason in self._publish(step, number, features):
-                    self._collect_gradients(step, backwards)
-                    yield reason
+                    yield None if self._collect_gradients(step, backwards) else reason
             elif backwards and backwards[0].is_complete:
                 self._backward(step, backwards.popleft())
-            else:
+            elif not collected:
                 yield self._waiting_for(step, may_run, backwards)
                 continue
             yield None
@@ -212,8 +211,9 @@ class AwaitingBackward:
         """All gradients are here."""
         return not self._missing
 
-    def collect(self, step: Step, desk: Desk) -> None:
-        """Copies the gradients that have arrived and gives their room back."""
+    def collect(self, step: Step, desk: Desk) -> bool:
+        """Copies the gradients that have arrived and gives their room back; True if anything had."""
+        missing = len(self._missing)
         for entry in list(self._missing):
             lease = desk.pool.get(step.gradient_key(entry))
             if lease is None:
@@ -223,3 +223,4 @@ class AwaitingBackward:
                 whole[start : start + part.shape[0]].copy_(part)
             lease.release()
             del self._missing[entry]
+        return len(self._missing) < missing
