@@ -105,7 +105,7 @@ def read_metadata(library: Path, path: Path) -> Drawing:
     return Drawing(
         name=str(path.relative_to(library / "svg").with_suffix("")),
         title=title.group(1).strip() if title else "",
-        author=author.group(1).strip() if author else "unknown",
+        author=(author.group(1).strip() if author else "") or "unknown",
         keywords=tuple(keywords),
     )
 
