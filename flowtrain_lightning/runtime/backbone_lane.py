@@ -77,7 +77,9 @@ class BackboneLane:
     def _put(self, step: Step, entry: int, gradients: list[Tensor]) -> bool:
         reader = self._encoder_ranks[step.plan.entries[entry].encoder_rank]
         with self._desk.timeline.span(BACKBONE, COMMUNICATION, "gradients", step.place):
-            return self._desk.pool.put(step.gradient_key(entry), gradients, [reader]) is not None
+            # An encoder that trains never works ahead, so that arena is free for gradients. Were they to share one with
+            # features, two ranks with both lanes could each fill it with what the other must read first.
+            return self._desk.pool.put(step.gradient_key(entry), gradients, [reader], ahead=True) is not None
 
     def _mailbox(self, step: Step, number: int) -> Mailbox:
         if number not in self._mailboxes:
