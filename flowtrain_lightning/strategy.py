@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,9 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
@@ -29,12 +31,13 @@ from flowtrain_lightning.compatibility import refuse_unsupported
 from flowtrain_lightning.data import StepPart
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import broadcast_half
-from flowtrain_lightning.pool import Mesh
+from flowtrain_lightning.pool import Mesh, State, first_fault
 from flowtrain_lightning.preemption import PreemptionCheckpoint
 from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
 from flowtrain_lightning.runtime.groups import Groups, connect_groups
 from flowtrain_lightning.runtime.halves import half_tensors, role_of, without_absent_halves
 from flowtrain_lightning.runtime.invariance import not_layout_invariant
+from flowtrain_lightning.runtime.launcher import RankLauncher, kin
 from flowtrain_lightning.runtime.optimizers import NamedOptimizer
 from flowtrain_lightning.runtime.watchdog import Watchdog, die_with_parent
 
@@ -61,7 +64,8 @@ class FlowTrainStrategy(ParallelStrategy):
         recompute_encoder: keep no activations: every encoder forward runs a second time for its backward.
         pool_bytes: room in the pool on each rank. By default it follows from the plan and grows between steps.
         hang_timeout: seconds without any progress of any rank after which all ranks end with an error.
-        timeout: seconds after which a blocked collective raises.
+        timeout: seconds after which a blocked collective raises, and all ranks end with an error that have not begun
+            their first step: preparing data and building the model may take longer than ``hang_timeout``.
     """
 
     strategy_name = "flowtrain"
@@ -153,7 +157,11 @@ class FlowTrainStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with_parent()  # torchrun's agent
+        else:
+            kin.know_launcher()
 
     def set_world_ranks(self) -> None:
         """Called by Lightning when the cluster environment is known."""
@@ -183,14 +191,20 @@ class FlowTrainStrategy(ParallelStrategy):
             )
         reset_seed()
         self.set_world_ranks()
-        if self._launcher is not None and self.local_rank > 0:
-            die_with_parent()
         self._allocation = default_allocation(self.world_size, self._placement, self._encoder_ranks)
+        kin.labels, kin.folder, kin.needed = self.labels, self._fault_folder, True
         separate = self._allocation.placement == "separate"
         worlds = tuple(self._allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
         self._groups = connect_groups(self.global_rank, worlds, self._backend(), self._timeout)
         seconds = self._timeout.total_seconds()
         self._mesh = Mesh.connect(self._groups.new_store(), self.global_rank, self.world_size, self.labels, seconds)
+        self._groups.cross.page = self._mesh.page
+        self._mesh.page.enter("start up", -1)
+        self._watchdog = Watchdog(
+            self._mesh, self.global_rank, self.labels, self._hang_timeout, seconds, self._fault_folder
+        )
+        self._watchdog.start()
+        kin.watched, kin.needed = True, False
         self._module.live_on(self.roles)
         rank_zero_info(f"flowtrain: {self._allocation.describe()}")
 
@@ -200,7 +214,6 @@ class FlowTrainStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self._groups is not None
         assert self._mesh is not None
-        self._start_watchdog(trainer)
         self.accelerator.setup(trainer)
         module = self._module
         self.model = self.precision_plugin.convert_module(module)
@@ -235,9 +248,14 @@ class FlowTrainStrategy(ParallelStrategy):
         self._named_optimizers = [NamedOptimizer(optimizer, self._module) for optimizer in self.optimizers]
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why this one fails."""
-        if self._mesh is not None:
-            self._mesh.page.fail("".join(traceback.format_exception(exception)))
+        """Tells the other ranks why this one fails, unless it only does so because one of them failed."""
+        if self._mesh is None or isinstance(exception, SIGTERMException):  # with this one all ranks end in good order
+            return
+        if isinstance(exception, RuntimeError) and first_fault(self._mesh.board, self.global_rank) is not None:
+            return
+        interrupted = isinstance(exception, KeyboardInterrupt)
+        lines = traceback.format_exception_only(exception) if interrupted else traceback.format_exception(exception)
+        self._mesh.page.fail("".join(lines))
 
     def teardown(self) -> None:
         """Closes pool and mesh; the process groups stay for what the user does after ``fit``."""
@@ -246,9 +264,15 @@ class FlowTrainStrategy(ParallelStrategy):
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
+        kin.needed = False
         if self._mesh is not None:
+            status = self._mesh.page.read()
+            # Where there was a fault, the watchdog has the last word.
+            kin.watched = status.state is State.FAILED or status.blames is not None
             self._mesh.close()
             self._mesh = None
+        if self._groups is not None:
+            self._groups.cross.page = None
         if self._former_sigterm is not None:
             signal.signal(signal.SIGTERM, self._former_sigterm)
             self._former_sigterm = None
@@ -262,11 +286,10 @@ class FlowTrainStrategy(ParallelStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
 
-    def _start_watchdog(self, trainer: L.Trainer) -> None:
-        assert self._mesh is not None
-        folder = Path(trainer.default_root_dir)
-        self._watchdog = Watchdog(self._mesh, self.global_rank, self.labels, self._hang_timeout, folder)
-        self._watchdog.start()
+    @property
+    def _fault_folder(self) -> Path:
+        root = str(self._module.trainer.default_root_dir)
+        return Path() if "://" in root else Path(root)
 
     def _take_sigterm(self) -> None:
         # Lightning's own handler enters a collective inside the signal handler, which would span one role only. Ours
@@ -302,14 +325,12 @@ class FlowTrainStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks of all roles."""
         if self._groups is not None:
-            self._say_waiting("all ranks")
             self._groups.cross.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src`` on all ranks of all roles."""
         if self._groups is None:
             return obj
-        self._say_waiting(f"news from rank {src}")
         return self._groups.cross.broadcast_object(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -326,7 +347,6 @@ class FlowTrainStrategy(ParallelStrategy):
         """Whether all ranks (or any rank) say yes."""
         if self._groups is None:
             return decision
-        self._say_waiting("all ranks")
         votes = int(self._groups.cross.all_reduce(torch.tensor([int(decision)])))
         return votes == self.world_size if all else votes > 0
 
@@ -335,11 +355,6 @@ class FlowTrainStrategy(ParallelStrategy):
         if self._groups is None:
             return tensor.unsqueeze(0)
         return torch.stack(self._groups.cross.gather_objects(tensor.detach().cpu())).to(tensor.device)
-
-    def _say_waiting(self, what: str) -> None:
-        if self._mesh is not None:
-            page = self._mesh.page
-            page.enter(f"wait for {what}", page.read().step)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -360,7 +375,8 @@ class FlowTrainStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a checkpoint directory; every rank calls it."""
         assert self._groups is not None
-        save_checkpoint(checkpoint, filepath, self._module.halves, self.allocation, self._groups)
+        with nullcontext() if self._mesh is None else self._mesh.page.during("save a checkpoint"):
+            save_checkpoint(checkpoint, filepath, self._module.halves, self.allocation, self._groups)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint directory, this rank's halves only, or a plain Lightning checkpoint."""

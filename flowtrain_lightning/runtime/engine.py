@@ -93,7 +93,7 @@ class FlowEngine:
             self._run_lanes(step, [])
             report = self._end(step, self._steps_left("train", batch_idx))
         with self.timeline.span(self._roles[0], COMMUNICATION, "reduce gradients", step.place):
-            self._enter("reduce gradients", step)
+            self._enter("wait for the sum of the gradients", step)
             for role in self._roles:
                 reduce_gradients(half_parameters(self._module, role), 1 / max(report.tokens, 1))
         self.stop_requested = report.stop
@@ -198,13 +198,17 @@ class FlowEngine:
         assert self._desk is not None
         pool = self._desk.pool
         start = time.monotonic()
+        waits = False
         while (lease := pool.get(step.report_key)) is None:
             spec = None if step.trains else self._spec
             if spec is not None and self._encoder_lane.work_ahead(step, spec, steps_left):
                 pool.poll()
                 start = time.monotonic()
+                waits = False
                 continue
-            self._enter("wait for the backbone to end the step", step)
+            if not waits:  # once, since entering a phase counts as progress
+                self._enter("wait for the backbone to end the step", step)
+                waits = True
             pool.poll(_POLL_SECONDS)
         self.timeline.add(Span(ENCODER, STALL, "end of the step", *step.place, -1, start, time.monotonic()))
         report = StepReport(**json.loads(bytes(lease.tensors[0].numpy())))
@@ -251,10 +255,11 @@ class FlowEngine:
             )
         wanted = step_room(step.plan, self._spec) if step.plan.entries and self._spec else 0
         self._arena_bytes = limit // 2 if limit is not None else max(wanted, 2 * needed, LEAST_ARENA)
-        self._open_pool()
+        self._open_pool(step)
 
-    def _open_pool(self) -> None:
+    def _open_pool(self, step: Step) -> None:
         former = self._desk
+        self._enter("wait for all ranks to open the pool", step)
         pool = Pool.open(self._mesh, self._arena_bytes, self._arena_bytes)
         self._desk = Desk(pool, self._compute, self._mesh.page, self.timeline)
         self._backbone_lane = BackboneLane(self._desk, self._allocation.ranks[ENCODER])
@@ -271,6 +276,7 @@ class FlowEngine:
         spec = None
         if self._groups.cross.rank == source:
             media = next(media for media in step.batch.encoder_batches if media is not None)
+            self._enter("first forward of the encoder", step)
             spec = self._probe(media)
         agreed: FeatureSpec = self._groups.cross.broadcast_object(spec, source)
         return agreed

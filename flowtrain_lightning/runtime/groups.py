@@ -12,6 +12,7 @@ import itertools
 import pickle
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,18 +23,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
+from flowtrain_lightning.pool import StatusPage
+
 
 class CrossGroup:
     """All ranks of the job, on CPU tensors over gloo.
 
     torch.distributed makes subgroups of the default group only, and the default group is a role; so this one is a
     ``ProcessGroupGloo`` of its own. Its collectives are counted, for the test that none runs inside a step.
+
+    Attributes:
+        collectives: how many there were.
+        page: tells the other ranks that this one waits; None before they can see it.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout: timedelta) -> None:
         self.rank = rank
         self.ranks = ranks
         self.collectives = 0
+        self.page: StatusPage | None = None
         self._group: Any = dist.ProcessGroupGloo(store, rank, ranks, timeout) if ranks > 1 else None
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -42,7 +50,8 @@ class CrossGroup:
         if self._group is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = op
-            self._group.allreduce([tensor], options).wait()
+            with self._during("wait for all ranks"):
+                self._group.allreduce([tensor], options).wait()
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
@@ -51,7 +60,8 @@ class CrossGroup:
         if self._group is not None:
             options = dist.BroadcastOptions()
             options.rootRank = source
-            self._group.broadcast([tensor], options).wait()
+            with self._during(f"wait for news from rank {source}"):
+                self._group.broadcast([tensor], options).wait()
         return tensor
 
     def broadcast_object(self, value: Any, source: int) -> Any:
@@ -72,6 +82,9 @@ class CrossGroup:
     def barrier(self) -> None:
         """Waits until every rank is here."""
         self.all_reduce(torch.zeros(1))
+
+    def _during(self, phase: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.page is None else self.page.during(phase)
 
 
 @dataclass(frozen=True)
