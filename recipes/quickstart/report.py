@@ -9,6 +9,7 @@ reads features from the pool.
 from __future__ import annotations
 
 import csv
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ AVERAGED = 10  # steps of the first and the last training loss
 def main() -> None:
     """Look at a finished run and print what there is to see."""
     run = Path(sys.argv[1]) if len(sys.argv) > 1 else RUN
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # devices and roles were said during training
     check = run / "check"
     write_check_files(check)
     model = QuickstartVLM.load_from_checkpoint(run / "checkpoints" / "last.ckpt")
@@ -111,8 +113,9 @@ def encoder_movement(model: QuickstartVLM, run: Path) -> float:
     L.seed_everything(yaml.safe_load((run / "config.yaml").read_text())["seed_everything"], verbose=False)
     initial = QuickstartVLM(**model.hparams)
     initial.configure_model()
-    before = torch.nn.utils.parameters_to_vector(initial.encoder.parameters())
-    after = torch.nn.utils.parameters_to_vector(model.encoder.parameters())
+    before, after = (
+        torch.nn.utils.parameters_to_vector(each.encoder.parameters()).detach() for each in (initial, model)
+    )
     return float((after - before).norm() / before.norm())
 
 
