@@ -10,7 +10,8 @@ from torch.distributed import HashStore
 
 from flowtrain_lightning.pool import Mesh, PeerFailed, PoolError, State
 from flowtrain_lightning.pool.record import MAX_PAYLOAD, Kind, Record, encode_record
-from tests.pool.ranks import labels, meshes, on_all_ranks
+from tests.pool.ranks import join_job, labels, meshes, on_all_ranks
+from tests.processes import assert_all_good, run_ranks
 
 
 def descriptors():
@@ -74,6 +75,24 @@ def test_a_goodbye_is_no_death_and_comes_after_what_was_sent():
             one.send(1, Record(Kind.RELEASE, 0))
         third.send(0, Record(Kind.RELEASE, 2))
         assert len(receive_all(one, 1)) == 1
+
+
+def sends_and_leaves(rank, ranks):
+    mesh = join_job(rank, ranks)
+    if rank == 1:
+        for number in range(265):
+            mesh.send(0, Record(Kind.RELEASE, 1, number=number))
+    else:
+        while not mesh.board.died(1):
+            time.sleep(0.01)
+        assert len(receive_all(mesh, 265)) == 265
+        assert mesh.receive(0.1) == []
+        assert mesh.has_left(1)
+    mesh.close()
+
+
+def test_what_a_process_sent_before_it_left_can_be_read_when_it_has_gone():
+    assert_all_good(run_ranks(sends_and_leaves, 2))
 
 
 def test_leaving_without_a_goodbye_is_a_fault_that_names_the_rank():
