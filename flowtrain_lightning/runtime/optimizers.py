@@ -58,14 +58,14 @@ class NamedOptimizer:
             )
         groups = []
         for position, (settings, names) in enumerate(zip(by_name["param_groups"], self.groups, strict=True)):
-            # PyTorch goes by position: the numbers come in the order of this run's parameters.
-            own = [name for name in names if name in numbers]
-            if changed := set(own) ^ {name for name in settings["params"] if name in numbers}:
+            if changed := set(names) ^ set(settings["params"]):
                 raise ValueError(
                     f"Group {position} of the checkpoint's optimizer and of configure_optimizers differ in "
                     f"{', '.join(sorted(changed))}. Use the same configure_optimizers as when it was saved."
                 )
-            groups.append({**_settings(settings), "params": [numbers[name] for name in own]})
+            # PyTorch goes by position: the numbers come in the order of this run's parameters.
+            own = [numbers[name] for name in names if name in numbers]
+            groups.append({**_settings(settings), "params": own})
         state = {numbers[name]: entries for name, entries in by_name["state"].items() if name in numbers}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
