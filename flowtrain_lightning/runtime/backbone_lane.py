@@ -49,7 +49,7 @@ class BackboneLane:
     def _compute(self, step: Step, number: int, packed: PackedBatch, mailbox: Mailbox, outputs: list[Any]) -> Turns:
         desk = self._desk
         leaves = mailbox.leaves(step.trains)
-        desk.page.enter(f"compute microbatch {number}", step.index)
+        desk.enter(f"compute microbatch {number}", step)
         with desk.timeline.span(BACKBONE, COMPUTE, "microbatch", step.place, number):
             rank = step.batch.part.backbone_rank
             assert rank is not None

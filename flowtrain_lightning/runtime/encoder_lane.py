@@ -144,7 +144,7 @@ class EncoderLane:
         outputs = batch.outputs
         if outputs is None:
             outputs = self._forward(step, batch.number, keep=True)
-        desk.page.enter(f"backward of encoder batch {batch.number}", step.index)
+        desk.enter(f"backward of encoder batch {batch.number}", step)
         with desk.timeline.span(ENCODER, COMPUTE, "backward", step.place, batch.number):
             desk.compute.backward(outputs, batch.gradients)
 
@@ -154,7 +154,7 @@ class EncoderLane:
         desk = self._desk
         rank = step.batch.part.encoder_rank
         assert rank is not None
-        desk.page.enter(f"forward of encoder batch {number}", step.index)
+        desk.enter(f"forward of encoder batch {number}", step)
         with desk.timeline.span(ENCODER, COMPUTE, "forward", step.place, number), torch.set_grad_enabled(keep):
             return desk.compute.encode(
                 self._media(step, number), step=step.name, number=step.batch_number(rank, number)

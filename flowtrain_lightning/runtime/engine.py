@@ -115,6 +115,7 @@ class FlowEngine:
         outputs: list[Any] = []
         with own_streams():
             self._run_lanes(step, outputs)
+        self._enter("between steps", step)
         return outputs
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
@@ -235,7 +236,7 @@ class FlowEngine:
         return any(board[rank].sigterm for rank in range(len(board)))
 
     def _enter(self, phase: str, step: Step) -> None:
-        self._mesh.page.enter(phase, step.index)
+        self._mesh.page.enter(step.phase(phase), step.index)
 
     # ---- room in the pool ---------------------------------------------------------------------------------------
 

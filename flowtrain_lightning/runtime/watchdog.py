@@ -24,6 +24,7 @@ HANG_SECONDS = 600.0
 START_SECONDS = 1800.0
 GRACE_SECONDS = 3.0
 _LOOK_SECONDS = 0.2
+_TELL_SECONDS = 1.0  # after a fault was found: by then the other ranks have seen what is wrong, too
 _DEAF_SECONDS = 5.0  # without a heartbeat: not even the watchdog of that process gets to run
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
@@ -149,13 +150,15 @@ class Watchdog:
             page.blame(fault.rank)
         say_fault(text, self._fault_dir, self._rank)
         self._found.set()
+        # Where the interpreter's own end hangs, or something holds its lock, the system ends this process by SIGALRM.
+        signal.setitimer(signal.ITIMER_REAL, 2 * GRACE_SECONDS)
         self._mesh.abort(fault.sentence, fault.rank)
-        self._kill_deaf()
-        end = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < end:
+        began = time.monotonic()
+        while (passed := time.monotonic() - began) < GRACE_SECONDS:
             page.beat()
             time.sleep(_LOOK_SECONDS)
-        self._kill_deaf()
+            if passed > _TELL_SECONDS:
+                self._kill_deaf()
         if self._kill_children:
             end_children(spared={page.read().pid for page in self._board.pages})
         os._exit(1)
