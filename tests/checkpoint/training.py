@@ -170,7 +170,8 @@ def keep_the_best(folder: Path, data: str) -> None:
 
     def trainer(**settings: Any) -> L.Trainer:
         keeper = ModelCheckpoint(folder / "kept", "{step}", "val_loss", save_top_k=1, save_last="link")
-        return make_trainer("1+1", [keeper], default_root_dir=folder, enable_checkpointing=True, **settings)
+        callbacks = [Recorder(folder), keeper]
+        return make_trainer("1+1", callbacks, default_root_dir=folder, enable_checkpointing=True, **settings)
 
     fitted, model = trainer(), TrainedVLM()
     fitted.fit(model, make_data(data))
