@@ -1,1 +1,1 @@
-"""Tests of the runtime."""
+"""Tests of the runtime room."""
