@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -27,7 +25,7 @@ from torch.optim import Optimizer
 from flowtrain_lightning.allocator import Allocation, Placement, default_allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
-from flowtrain_lightning.compatibility import refuse_unsupported
+from flowtrain_lightning.compatibility import refuse_optimizers, refuse_unsupported
 from flowtrain_lightning.data import StepPart
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import broadcast_half
@@ -99,7 +97,6 @@ class FlowTrainStrategy(ParallelStrategy):
         self._watchdog: Watchdog | None = None
         self._engine: FlowEngine | None = None
         self._named_optimizers: list[NamedOptimizer] = []
-        self._former_sigterm: Any = None
 
     # ---- who and where ------------------------------------------------------------------------------------------
 
@@ -184,11 +181,7 @@ class FlowTrainStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Settles roles, connects the groups and starts to watch over the other ranks."""
         super().setup_environment()
-        if self.num_nodes > 1:
-            raise ValueError(
-                f"Trainer(num_nodes={self.num_nodes}) was given, but flowtrain's pool reaches one node today. Use "
-                "num_nodes=1, or strategy='ddp' over several nodes."
-            )
+        refuse_unsupported(self._module.trainer)
         reset_seed()
         self.set_world_ranks()
         self._allocation = default_allocation(self.world_size, self._placement, self._encoder_ranks)
@@ -209,8 +202,7 @@ class FlowTrainStrategy(ParallelStrategy):
         rank_zero_info(f"flowtrain: {self._allocation.describe()}")
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Checks what is asked for, places this rank's halves, and sets up optimizers and engine."""
-        refuse_unsupported(trainer)
+        """Places this rank's halves, and sets up optimizers and engine."""
         assert self.accelerator is not None
         assert self._groups is not None
         assert self._mesh is not None
@@ -226,9 +218,8 @@ class FlowTrainStrategy(ParallelStrategy):
             rank_zero_info(f"flowtrain: {sentence}")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._take_sigterm()
-            if not any(isinstance(callback, PreemptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-                trainer.callbacks.append(PreemptionCheckpoint())  # type: ignore[attr-defined]
+        if not any(isinstance(callback, PreemptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            trainer.callbacks.append(PreemptionCheckpoint())  # type: ignore[attr-defined]
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -239,12 +230,7 @@ class FlowTrainStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """The user's optimizers, less the parameters of absent halves."""
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise TypeError(
-                    "LBFGS runs a step's closure several times, but flowtrain runs each step once over all ranks. Use "
-                    "an optimizer that needs one evaluation per step, such as AdamW."
-                )
+        refuse_optimizers(self.optimizers)
         self._named_optimizers = [NamedOptimizer(optimizer, self._module) for optimizer in self.optimizers]
 
     def on_exception(self, exception: BaseException) -> None:
@@ -273,9 +259,6 @@ class FlowTrainStrategy(ParallelStrategy):
             self._mesh = None
         if self._groups is not None:
             self._groups.cross.page = None
-        if self._former_sigterm is not None:
-            signal.signal(signal.SIGTERM, self._former_sigterm)
-            self._former_sigterm = None
         if self._lightning_module is not None and self._allocation is not None:
             self._module.run_on(None)
             with without_absent_halves(self._module, self.roles):
@@ -291,13 +274,8 @@ class FlowTrainStrategy(ParallelStrategy):
         root = str(self._module.trainer.default_root_dir)
         return Path() if "://" in root else Path(root)
 
-    def _take_sigterm(self) -> None:
-        # Lightning's own handler enters a collective inside the signal handler, which would span one role only. Ours
-        # leaves a mark that all ranks learn of in the same step's report.
-        if threading.current_thread() is threading.main_thread():
-            self._former_sigterm = signal.signal(signal.SIGTERM, self._note_sigterm)
-
-    def _note_sigterm(self, signum: int, frame: object) -> None:
+    def ask_to_stop(self) -> None:
+        """Leaves a mark that all ranks learn of in the same step's report. May be called in a signal handler."""
         if self._mesh is not None:
             self._mesh.page.sigterm = True
 
