@@ -145,3 +145,35 @@ def check_equal(one: Any, other: Any) -> None:
         assert torch.equal(one, other)
     else:
         assert one == other
+
+
+class Reordered(TwoHalves):
+    def optimizer(self) -> torch.optim.Optimizer:
+        groups = [{"params": [self.encoder.weight, self.backbone.weight]}, {"params": [self.encoder.bias]}]
+        return torch.optim.AdamW([*groups, {"params": [self.backbone.bias]}])
+
+
+def test_state_by_name_finds_its_parameters_also_when_a_group_lists_them_in_another_order():
+    module, optimizer, named = trained()
+    other = Reordered()
+    other_optimizer = other.optimizer()
+    NamedOptimizer(other_optimizer, other).load(named.state())
+    for half in ("encoder", "backbone"):
+        saved = optimizer.state[getattr(module, half).weight]["exp_avg"]
+        assert torch.equal(other_optimizer.state[getattr(other, half).weight]["exp_avg"], saved)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        (lambda m: [[m.backbone.weight, m.encoder.weight]], "has 3 parameter groups, but configure_optimizers gives 1"),
+        (lambda m: [[m.backbone.weight], [m.encoder.weight, m.encoder.bias], [m.backbone.bias]], r"Group 0 .*weight\."),
+        (lambda m: [[m.backbone.weight, m.encoder.weight], [m.encoder.bias], []], r"Group 2 .* in backbone\.bias\."),
+    ],
+)
+def test_state_by_name_of_other_groups_is_refused_with_what_differs(groups, words):
+    _, _, named = trained()
+    module = TwoHalves()
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups(module)])
+    with pytest.raises(ValueError, match=f"{words}.*Use the same configure_optimizers"):
+        NamedOptimizer(optimizer, module).load(named.state())
