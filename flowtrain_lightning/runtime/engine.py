@@ -82,6 +82,7 @@ class FlowEngine:
         self._arena_bytes = 0
         self._desk: Desk | None = None
         self._indices = dict.fromkeys(STAGES, 0)
+        self._ahead: dict[str, tuple[int, int] | None] = {}
 
     # ---- what FlowModule calls ----------------------------------------------------------------------------------
 
@@ -162,8 +163,18 @@ class FlowEngine:
         step = Step(batch, stage, self._indices[stage], trains)
         self._indices[stage] += 1
         self._enter("begin the step", step)
+        if self._changes_course(step):
+            self._open_pool(step)
         self._make_room(step)
         return step
+
+    def _changes_course(self, step: Step) -> bool:
+        """Whether encoder ranks may hold or have published features for later steps that are void now.
+
+        So it is when the rest of an epoch is skipped, and when a frozen encoder begins to train.
+        """
+        ahead = self._ahead.get(step.stage)
+        return ahead is not None and (step.trains or step.name != ahead)
 
     def _run_lanes(self, step: Step, outputs: list[Any]) -> None:
         assert self._desk is not None
@@ -175,6 +186,9 @@ class FlowEngine:
         take_turns(self._desk, lanes, step)
 
     def _end(self, step: Step, steps_left: int) -> StepReport:
+        epoch, number = step.name
+        may_work_ahead = self._listeners and not step.trains and steps_left > 0
+        self._ahead[step.stage] = (epoch, number + 1) if may_work_ahead else None
         if BACKBONE not in self._roles:
             return self._await_report(step, steps_left)
         start = time.monotonic()
