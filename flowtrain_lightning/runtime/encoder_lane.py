@@ -132,12 +132,11 @@ class EncoderLane:
             return "room for features in the pool"
         return f"gradients of encoder batch {backwards[0].number}"
 
-    def _collect_gradients(self, step: Step, backwards: deque[AwaitingBackward]) -> None:
+    def _collect_gradients(self, step: Step, backwards: deque[AwaitingBackward]) -> bool:
         # Whatever has arrived is copied out at once, so that a backbone rank never waits for room because this lane
         # has not come to that batch yet.
         with self._desk.timeline.span(ENCODER, COMMUNICATION, "gradients", step.place):
-            for batch in backwards:
-                batch.collect(step, self._desk)
+            return any([batch.collect(step, self._desk) for batch in backwards])  # each one, so no generator
 
     def _backward(self, step: Step, batch: AwaitingBackward) -> None:
         desk = self._desk
