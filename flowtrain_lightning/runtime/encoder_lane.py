@@ -136,7 +136,8 @@ class EncoderLane:
         # Whatever has arrived is copied out at once, so that a backbone rank never waits for room because this lane
         # has not come to that batch yet.
         with self._desk.timeline.span(ENCODER, COMMUNICATION, "gradients", step.place):
-            return any([batch.collect(step, self._desk) for batch in backwards])  # each one, so no generator
+            collected = [batch.collect(step, self._desk) for batch in backwards]
+        return any(collected)
 
     def _backward(self, step: Step, batch: AwaitingBackward) -> None:
         desk = self._desk
