@@ -40,6 +40,9 @@ def find_fault(board: StatusBoard, rank: int) -> tuple[int, str] | None:
     blamed = board[first].blames
     if blamed is None:
         return first, ended[first]
+    sentence = _ended(board[blamed], board.died(blamed))  # looked at again: it may have ended since
+    if sentence is not None:
+        return blamed, sentence
     cause = "was stopped" if board.stopped(blamed) else f"was held to blame by rank {first} ({board[first].label})"
     return blamed, fault_sentence(board[blamed], cause)
 

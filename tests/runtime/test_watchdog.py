@@ -30,10 +30,9 @@ def mark(name):
 
 def start(rank, ranks, hang=HANG):
     mesh = join_job(rank, ranks)
-    pool = Pool.open(mesh, 1 << 16, 0)
     watchdog = Watchdog(mesh, rank, mesh.labels, hang_timeout=hang, fault_dir=folder() / "faults")
     watchdog.start()
-    return mesh, pool, watchdog
+    return mesh, Pool.open(mesh, 1 << 16, 0), watchdog
 
 
 def misbehave(rank, ranks, how):
