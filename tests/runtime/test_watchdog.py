@@ -40,6 +40,8 @@ def misbehave(rank, ranks, how):
     mesh, pool, watchdog = start(rank, ranks)
     if rank == 1:
         mesh.page.enter("forward of encoder batch 5", 3)
+        while not all(mesh.board[peer].waits for peer in (0, 2)):
+            time.sleep(0.01)
         mark("ready")
         if how == "exception":
             mesh.page.fail("Traceback (most recent call last):\nValueError: bad picture")
