@@ -26,6 +26,7 @@ class Meter(L.Callback):
         self._folder = folder
         self._warmup = warmup
         self._ends: list[float] = []
+        self._cpu: list[float] = []
         self._counts: dict[str, int] = defaultdict(int)
 
     def on_train_batch_end(
@@ -33,6 +34,7 @@ class Meter(L.Callback):
     ) -> None:
         """Notes the time, and what the step held on this rank."""
         self._ends.append(time.monotonic())
+        self._cpu.append(time.process_time())
         if len(self._ends) > self._warmup:
             for name, count in contents(batch).items():
                 self._counts[name] += count
@@ -41,7 +43,13 @@ class Meter(L.Callback):
         """Writes the file."""
         self._folder.mkdir(parents=True, exist_ok=True)
         window = (self._ends[self._warmup - 1], self._ends[-1])
-        measured = {"window": window, "ends": self._ends, "counts": self._counts, "lanes": lanes(trainer, window)}
+        measured = {
+            "window": window,
+            "ends": self._ends,
+            "cpu_seconds": self._cpu[-1] - self._cpu[self._warmup - 1],
+            "counts": self._counts,
+            "lanes": lanes(trainer, window),
+        }
         (self._folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(measured))
 
 
