@@ -15,7 +15,7 @@ from flowtrain_lightning.runtime.room import FeatureSpec
 from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE
 
-_STEPS_AHEAD = 8
+STEPS_AHEAD = 8
 """How many later steps a frozen encoder may have begun: a bound on loaded pixels where few of them hold media."""
 
 
@@ -33,7 +33,6 @@ class EncoderLane:
         self._backbone_ranks = backbone_ranks
         self._kept_batches = kept_batches
         self._published: dict[tuple[str, int], int] = {}
-        self._held: deque[tuple[Step, int, list[Tensor]]] = deque()
 
     def run(self, step: Step, spec: FeatureSpec | None) -> Turns:
         """Works through the step's encoder batches in the plan's order.
@@ -56,9 +55,7 @@ class EncoderLane:
         Returns:
             whether a batch was encoded.
         """
-        if self._held:
-            return self._put_held(ahead=True)
-        for distance in range(1, min(steps_left, _STEPS_AHEAD) + 1):
+        for distance in range(1, min(steps_left, STEPS_AHEAD) + 1):
             following = step.batch.following(distance)
             if following is None:
                 return False
@@ -66,37 +63,22 @@ class EncoderLane:
             for number in self._unpublished(later):
                 if not self._desk.pool.fits(spec.batch_room(self._rows(later, number)), ahead=True):
                     return False
-                features = self._forward(later, number, keep=False)
-                self._held.extend((later, entry, parts) for entry, parts in self._split(later, number, features))
+                for entry, parts in self._split(later, number, self._forward(later, number, keep=False)):
+                    placed = self._put(later, entry, parts, ahead=True)
+                    assert placed, "there was room for the whole batch"
                 self._published[later.stage, later.index] = number + 1
-                self._put_held(ahead=True)
                 return True
         return False
-
-    def forget_published(self) -> None:
-        """Everything that was published for later steps is void, since the pool was opened anew."""
-        self._published.clear()
-        self._held.clear()
 
     # ---- an encoder that does not train -------------------------------------------------------------------------
 
     def _publish_all(self, step: Step, spec: FeatureSpec) -> Turns:
-        while self._held:
-            if not self._put_held(ahead=False):
-                yield "room for features in the pool"
         for number in self._unpublished(step):
             while not self._desk.pool.fits(spec.batch_room(self._rows(step, number))):
                 yield "room for features in the pool"
             yield from self._publish(step, number, self._forward(step, number, keep=False))
             yield None
         self._published.pop((step.stage, step.index), None)
-
-    def _put_held(self, *, ahead: bool) -> bool:
-        """Publishes what was encoded but found the room in pieces; True if anything could be."""
-        count = len(self._held)
-        while self._held and self._put(*self._held[0], ahead=ahead):
-            self._held.popleft()
-        return len(self._held) < count
 
     def _unpublished(self, step: Step) -> list[int]:
         done = self._published.get((step.stage, step.index), 0)
