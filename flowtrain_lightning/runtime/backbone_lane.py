@@ -70,7 +70,8 @@ class BackboneLane:
 
     def _return_gradients(self, step: Step, mailbox: Mailbox, leaves: tuple[Tensor, ...]) -> Turns:
         for entry, places in mailbox.places.items():
-            gradients = [(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)[places] for leaf in leaves]
+            # No rows stand for no gradient: what took no part in the loss keeps None, as it would in one process.
+            gradients = [leaf.detach()[:0] if leaf.grad is None else leaf.grad[places] for leaf in leaves]
             while not self._put(step, entry, gradients):
                 yield "room for gradients in the pool"
 

@@ -128,7 +128,7 @@ class EncoderLane:
             outputs = self._forward(step, batch.number, keep=True)
         desk.enter(f"backward of encoder batch {batch.number}", step)
         with desk.timeline.span(ENCODER, COMPUTE, "backward", step.place, batch.number):
-            desk.compute.backward(outputs, batch.gradients)
+            desk.compute.backward(outputs, tuple(batch.gradients))
 
     # ---- both ---------------------------------------------------------------------------------------------------
 
@@ -178,13 +178,15 @@ class AwaitingBackward:
     Attributes:
         number: its position in this rank's order.
         outputs: its features with their graph, or None where the forward will be computed again.
-        gradients: what has arrived so far, shaped as the features.
+        gradients: what has arrived so far, shaped as the features; None for a tensor of them that took no part in the
+            loss.
     """
 
     def __init__(self, number: int, entries: list[int], features: tuple[Tensor, ...], keep: bool) -> None:
         self.number = number
         self.outputs = features if keep else None
-        self.gradients = tuple(torch.zeros_like(feature, requires_grad=False) for feature in features)
+        self.gradients: list[Tensor | None] = [None] * len(features)
+        self._rows = features[0].shape[0]
         self._missing = dict.fromkeys(entries)
         self._entries = entries
 
@@ -201,8 +203,16 @@ class AwaitingBackward:
             if lease is None:
                 continue
             start = sum(step.plan.entries[other].rows for other in self._entries[: self._entries.index(entry)])
-            for whole, part in zip(self.gradients, lease.tensors, strict=True):
-                whole[start : start + part.shape[0]].copy_(part)
+            for level, part in enumerate(lease.tensors):
+                if part.shape[0]:
+                    self._whole(level, part, desk.compute.device)[start : start + part.shape[0]].copy_(part)
             lease.release()
             del self._missing[entry]
         return len(self._missing) < missing
+
+    def _whole(self, level: int, part: Tensor, device: torch.device) -> Tensor:
+        whole = self.gradients[level]
+        if whole is None:
+            whole = torch.zeros((self._rows, *part.shape[1:]), dtype=part.dtype, device=device)
+            self.gradients[level] = whole
+        return whole
