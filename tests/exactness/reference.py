@@ -16,6 +16,7 @@ from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, St
 from flowtrain_lightning.data.collate import pack_pictures, pack_sequences
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import SEED
+from tests.exactness.modules import KINDS
 from tests.exactness.train import Recorder, gradients_of, weights_of
 from tests.tiny import TinyVLM
 
@@ -26,12 +27,13 @@ def train(
     data: str,
     precision: str = "64-true",
     clip: float | None = None,
+    kind: str = "tiny",
     module: dict[str, Any] | None = None,
 ) -> None:
     """Trains ``STEPS`` steps and writes what a layout's rank writes."""
     torch.set_default_dtype({"64-true": torch.float64, "32-true": torch.float32}[precision])
     os.environ["PL_GLOBAL_SEED"] = str(SEED)
-    model = TinyVLM(**(module or {}))
+    model = KINDS[kind](**(module or {}))
     model.configure_model()
     configured = model.configure_optimizers()
     optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]

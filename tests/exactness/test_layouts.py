@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -27,21 +27,24 @@ class Case:
     layout: str
     precision: str = "64-true"
     levels_and_clip: bool = False
+    kind: str = "tiny"
     attempt: int = 1
 
     def __str__(self) -> str:
-        more = "two levels, clipped" if self.levels_and_clip else "one level"
-        return f"{self.layout}, {self.precision}, {more}"
+        more = ", two levels, clipped" if self.levels_and_clip else ""
+        return f"{self.layout}, {self.precision}{more}{'' if self.kind == 'tiny' else f', {self.kind}'}"
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"precision": self.precision, **(LEVELS_AND_CLIP if self.levels_and_clip else PLAIN)}
+        return {"precision": self.precision, "kind": self.kind, **(LEVELS_AND_CLIP if self.levels_and_clip else PLAIN)}
 
 
 QUICK = [
     *(Case(layout) for layout in ALL),
     *(Case(layout, levels_and_clip=True) for layout in ("auto", "1+1", "2+3")),
     *(Case(layout, "32-true") for layout in ("1+1", "2+3")),
+    *(Case(layout, kind="whole") for layout in ("auto", "1+1")),
+    *(Case(layout, kind="unused level") for layout in ("auto", "1+1", "colocated 2")),
 ]
 LONG = [
     case
@@ -75,7 +78,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Run]:
 
 
 def reference_of(case: Case) -> Case:
-    return Case("plain", case.precision, case.levels_and_clip)
+    return replace(case, layout="plain", attempt=1)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,6 +144,13 @@ def test_a_step_accumulates_over_several_microbatches(run: Callable[[Case], Run]
     steps = run(Case(layout)).microbatches
     assert all(counts[MIXED] > 1 for counts in steps)
     assert len(set(map(tuple, steps))) == 1
+
+
+@pytest.mark.parametrize("layout", ["auto", "1+1", "colocated 2"])
+def test_a_tensor_of_features_that_nobody_reads_gets_no_gradient(run: Callable[[Case], Run], layout: str):
+    gradients = run(Case(layout, kind="unused level")).gradients[MIXED]
+    assert gradients["encoder.heads.0.weight"] is not None
+    assert gradients["encoder.heads.1.weight"] is None
 
 
 @pytest.mark.parametrize("layout", ["1+1", "1+2"])

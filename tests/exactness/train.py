@@ -14,7 +14,7 @@ from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.runtime.groups import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
-from tests.tiny import TinyVLM
+from tests.exactness.modules import KINDS
 
 Named = dict[str, Tensor | None]
 
@@ -72,6 +72,7 @@ def train(
     layout: str,
     precision: str = "64-true",
     clip: float | None = None,
+    kind: str = "tiny",
     module: dict[str, Any] | None = None,
     strategy: dict[str, Any] | None = None,
 ) -> None:
@@ -87,6 +88,6 @@ def train(
         callbacks=[recorder],
         default_root_dir=folder,
     )
-    trainer.fit(TinyVLM(**(module or {})), datamodule=steps_data(Path(data)))
+    trainer.fit(KINDS[kind](**(module or {})), datamodule=steps_data(Path(data)))
     recorder.save(folder)
     disconnect_groups()

@@ -181,9 +181,10 @@ class NumbersCompute:
             loss = loss + (features["image"].sin() * place[:, None] * self.backbone.weight).sum()
         return loss
 
-    def backward(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    def backward(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         self.kept -= outputs[0].dim() > 0  # features; a loss is a scalar
-        torch.autograd.backward(outputs, gradients)
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
+        torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def direct_gradients(plan: StepPlan) -> tuple[Tensor, Tensor]:
