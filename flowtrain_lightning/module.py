@@ -237,7 +237,9 @@ class FlowModule(L.LightningModule):
 
     def log_report(self, stage: str, report: StepReport) -> Tensor:
         """Logs what all ranks agreed on, alike on every rank, and returns the mean loss."""
-        loss = torch.tensor(report.loss, dtype=torch.get_default_dtype(), device=self.device)
+        # At least float32: under precision="bf16-true" the default dtype keeps three digits.
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        loss = torch.tensor(report.loss, dtype=dtype, device=self.device)
         weight = max(int(report.tokens), 1)
         values = {f"{stage}_loss": report.loss, **report.values}
         for name, value in values.items():
