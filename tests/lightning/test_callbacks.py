@@ -108,21 +108,6 @@ def summarize(stage: Stage) -> None:
     trainer.fit(module, stage.data())
 
 
-def find_a_spike(stage: Stage) -> None:
-    class Spiking(TinyVLM):
-        def loss(self, outputs, batch):
-            loss, tokens = super().loss(outputs, batch)
-            return (loss * 1e6 if self.trainer.training and self.trainer.global_step == 3 else loss), tokens
-
-    spikes = SpikeDetection(warmup=1, rtol=2.0, exclude_batches_path=stage.folder / "skip.json")
-    trainer = stage.trainer(max_epochs=1, callbacks=[spikes], enable_checkpointing=False)
-    try:
-        trainer.fit(Spiking(), stage.data())
-    except Exception as error:
-        stage.notes["error"] = type(error).__name__
-    stage.notes["bad"] = spikes.bad_batches
-
-
 class Writer(BasePredictionWriter):
     """Keeps what it is given."""
 
@@ -187,7 +172,6 @@ SCENES = {
     summarize: ("auto", "1+1"),
     write_predictions: ("auto", "1+1"),
     change_course: ("auto", "1+1"),
-    find_a_spike: ("auto", "1+1"),
 }
 
 
@@ -235,12 +219,6 @@ def test_a_summary_counts_the_parameters_of_both_halves_on_every_rank(theatre):
     assert plain["total"] == sum(plain["parameters"].values())
     for rank in theatre.seen(summarize, "1+1"):
         assert rank == plain
-
-
-def test_a_spike_of_the_loss_ends_every_rank_with_the_same_batches(theatre):
-    (plain,) = theatre.seen(find_a_spike, "auto")
-    assert plain == {"error": "TrainingSpikeException", "bad": [2, 3]}
-    assert theatre.seen(find_a_spike, "1+1") == [plain, plain]
 
 
 def test_a_prediction_writer_gets_what_its_rank_predicted(theatre):
