@@ -133,7 +133,7 @@ class PlanRecorder(L.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, FlowTrainStrategy)
         rank = trainer.global_rank
-        strategy.engine.timeline.save(self._folder / "timeline" / f"rank{rank}.json", rank, strategy.labels[rank])
+        strategy.engine.timeline.save(self._folder / "timeline" / f"rank{rank}.json", rank, strategy.job.labels[rank])
         if trainer.is_global_zero:
             (self._folder / "plans.pickle").write_bytes(pickle.dumps(self._plans))
 

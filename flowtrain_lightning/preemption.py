@@ -71,7 +71,7 @@ def _listen(trainer: L.Trainer) -> None:
         signals.add(environment.requeue_signal)
     if threading.current_thread() is threading.main_thread():  # signal.signal works in no other
         for number in signals:
-            signal.signal(number, lambda *_: strategy.ask_to_stop())
+            signal.signal(number, lambda *_: strategy.job.ask_to_stop())
 
 
 def _end_at_once() -> None:

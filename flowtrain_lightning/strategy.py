@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import traceback
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,30 +20,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flowtrain_lightning.allocator import Allocation, Placement, default_allocation
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
 from flowtrain_lightning.compatibility import refuse_optimizers, refuse_unsupported
 from flowtrain_lightning.data import StepPart
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import broadcast_half
-from flowtrain_lightning.pool import Mesh, State, first_fault
 from flowtrain_lightning.preemption import PreemptionCheckpoint
 from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
-from flowtrain_lightning.runtime.groups import Groups, connect_groups
 from flowtrain_lightning.runtime.halves import half_tensors, role_of, without_absent_halves
 from flowtrain_lightning.runtime.invariance import not_layout_invariant
+from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.launcher import RankLauncher, kin
 from flowtrain_lightning.runtime.optimizers import NamedOptimizer
-from flowtrain_lightning.runtime.watchdog import Watchdog, die_with_parent
-
-log = logging.getLogger(__name__)
-
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda rows: rows.sum(0) / len(rows),
-    "sum": lambda rows: rows.sum(0),
-    "min": lambda rows: rows.amin(0),
-    "max": lambda rows: rows.amax(0),
-}
+from flowtrain_lightning.runtime.watchdog import die_with_parent
 
 
 class FlowTrainStrategy(ParallelStrategy):
@@ -91,10 +78,7 @@ class FlowTrainStrategy(ParallelStrategy):
         self._settings = EngineSettings(0 if recompute_encoder else encoder_activations, pool_bytes)
         self._hang_timeout = hang_timeout
         self._timeout = timedelta(seconds=timeout)
-        self._allocation: Allocation | None = None
-        self._groups: Groups | None = None
-        self._mesh: Mesh | None = None
-        self._watchdog: Watchdog | None = None
+        self._job: Job | None = None
         self._engine: FlowEngine | None = None
         self._named_optimizers: list[NamedOptimizer] = []
 
@@ -124,15 +108,15 @@ class FlowTrainStrategy(ParallelStrategy):
         return {"num_replicas": len(backbones), "rank": backbones.index(rank) if rank in backbones else 0}
 
     @property
-    def allocation(self) -> Allocation:
-        """Which ranks play which role."""
-        assert self._allocation is not None, "the allocation is settled in setup_environment"
-        return self._allocation
+    def job(self) -> Job:
+        """This rank's place among the others."""
+        assert self._job is not None, "the job begins in setup_environment"
+        return self._job
 
     @property
-    def roles(self) -> tuple[str, ...]:
-        """The roles of this rank."""
-        return tuple(role for role in ROLES if self.global_rank in self.allocation.ranks[role])
+    def allocation(self) -> Allocation:
+        """Which ranks play which role."""
+        return self.job.allocation
 
     @property
     def step_part(self) -> StepPart:
@@ -184,35 +168,27 @@ class FlowTrainStrategy(ParallelStrategy):
         refuse_unsupported(self._module.trainer)
         reset_seed()
         self.set_world_ranks()
-        self._allocation = default_allocation(self.world_size, self._placement, self._encoder_ranks)
-        kin.labels, kin.folder, kin.needed = self.labels, self._fault_folder, True
-        separate = self._allocation.placement == "separate"
-        worlds = tuple(self._allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
-        self._groups = connect_groups(self.global_rank, worlds, self._backend(), self._timeout)
-        seconds = self._timeout.total_seconds()
-        self._mesh = Mesh.connect(self._groups.new_store(), self.global_rank, self.world_size, self.labels, seconds)
-        self._groups.cross.page = self._mesh.page
-        self._mesh.page.enter("start up", -1)
-        self._watchdog = Watchdog(
-            self._mesh, self.global_rank, self.labels, self._hang_timeout, seconds, self._fault_folder
+        self._job = Job(
+            self.global_rank,
+            default_allocation(self.world_size, self._placement, self._encoder_ranks),
+            backend=self._backend(),
+            hang_timeout=self._hang_timeout,
+            timeout=self._timeout,
+            fault_folder=self._fault_folder,
         )
-        self._watchdog.start()
-        kin.watched, kin.needed = True, False
-        self._module.live_on(self.roles)
-        rank_zero_info(f"flowtrain: {self._allocation.describe()}")
+        self._module.live_on(self.job.roles)
+        rank_zero_info(f"flowtrain: {self.allocation.describe()}")
 
     def setup(self, trainer: L.Trainer) -> None:
         """Places this rank's halves, and sets up optimizers and engine."""
         assert self.accelerator is not None
-        assert self._groups is not None
-        assert self._mesh is not None
         self.accelerator.setup(trainer)
         module = self._module
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        for role in self.roles:
+        for role in self.job.roles:
             broadcast_half(half_tensors(module, role))
-        self._engine = FlowEngine(module, trainer, self.allocation, self._groups, self._mesh, self._settings)
+        self._engine = FlowEngine(module, trainer, self.job, self._settings)
         module.run_on(self._engine)
         for sentence in not_layout_invariant(module):
             rank_zero_info(f"flowtrain: {sentence}")
@@ -224,7 +200,7 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Moves the halves that live on this rank; the others have no memory to move."""
-        with without_absent_halves(self._module, self.roles):
+        with without_absent_halves(self._module, self.job.roles):
             self._module.to(self.root_device)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -235,33 +211,19 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why this one fails, unless it only does so because one of them failed."""
-        if self._mesh is None or isinstance(exception, SIGTERMException):  # with this one all ranks end in good order
-            return
-        if isinstance(exception, RuntimeError) and first_fault(self._mesh.board, self.global_rank) is not None:
-            return
-        interrupted = isinstance(exception, KeyboardInterrupt)
-        lines = traceback.format_exception_only(exception) if interrupted else traceback.format_exception(exception)
-        self._mesh.page.fail("".join(lines))
+        if self._job is not None and not isinstance(exception, SIGTERMException):  # with this one all end in good order
+            self._job.tell(exception)
 
     def teardown(self) -> None:
         """Closes pool and mesh; the process groups stay for what the user does after ``fit``."""
         if self._engine is not None:
             self._engine.close()
-        if self._watchdog is not None:
-            self._watchdog.stop()
-            self._watchdog = None
+        if self._job is not None:
+            self._job.leave()
         kin.needed = False
-        if self._mesh is not None:
-            status = self._mesh.page.read()
-            # Where there was a fault, the watchdog has the last word.
-            kin.watched = status.state is State.FAILED or status.blames is not None
-            self._mesh.close()
-            self._mesh = None
-        if self._groups is not None:
-            self._groups.cross.page = None
-        if self._lightning_module is not None and self._allocation is not None:
+        if self._lightning_module is not None and self._job is not None:
             self._module.run_on(None)
-            with without_absent_halves(self._module, self.roles):
+            with without_absent_halves(self._module, self.job.roles):
                 self._module.cpu()
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:
@@ -273,21 +235,6 @@ class FlowTrainStrategy(ParallelStrategy):
     def _fault_folder(self) -> Path:
         root = str(self._module.trainer.default_root_dir)
         return Path() if "://" in root else Path(root)
-
-    def ask_to_stop(self) -> None:
-        """Leaves a mark that all ranks learn of in the same step's report. May be called in a signal handler."""
-        if self._mesh is not None:
-            self._mesh.page.sigterm = True
-
-    @property
-    def labels(self) -> list[str]:
-        """What each rank is, for messages and pictures: ``"backbone 0"``, ``"encoder 1"`` or both."""
-        allocation = self.allocation
-        labels = []
-        for rank in range(self.world_size):
-            roles = [f"{role} {allocation.ranks[role].index(rank)}" for role in ROLES if rank in allocation.ranks[role]]
-            labels.append(" and ".join(roles))
-        return labels
 
     def _backend(self) -> str:
         # NCCL refuses two ranks of one group on the same device.
@@ -302,37 +249,33 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks of all roles."""
-        if self._groups is not None:
-            self._groups.cross.barrier()
+        if self._job is not None:
+            self._job.groups.cross.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src`` on all ranks of all roles."""
-        if self._groups is None:
-            return obj
-        return self._groups.cross.broadcast_object(obj, src)
+        return obj if self._job is None else self._job.groups.cross.broadcast_object(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum, mean, minimum or maximum over the backbone ranks, whose results count; every rank gets it."""
-        if not isinstance(tensor, Tensor) or self._groups is None:
+        if not isinstance(tensor, Tensor) or self._job is None:
             return tensor
-        rows = torch.zeros((self.world_size, *tensor.shape), dtype=tensor.dtype)
-        rows[self.global_rank] = tensor.detach()
-        counting = self._groups.cross.all_reduce(rows)[list(self.allocation.ranks[BACKBONE])]
-        name = str(reduce_op).lower().rpartition(".")[2]
-        return _REDUCTIONS["mean" if name == "avg" else name](counting).to(tensor.device)
+        operation = str(reduce_op).lower().rpartition(".")[2].replace("avg", "mean")
+        backbones = self.allocation.ranks[BACKBONE]
+        return self._job.groups.cross.reduce_over(backbones, tensor.detach().cpu(), operation).to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any rank) say yes."""
-        if self._groups is None:
+        if self._job is None:
             return decision
-        votes = int(self._groups.cross.all_reduce(torch.tensor([int(decision)])))
+        votes = int(self._job.groups.cross.all_reduce(torch.tensor([int(decision)])))
         return votes == self.world_size if all else votes > 0
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """``[ranks, ...]``: the tensors of all ranks of all roles."""
-        if self._groups is None:
+        if self._job is None:
             return tensor.unsqueeze(0)
-        return torch.stack(self._groups.cross.gather_objects(tensor.detach().cpu())).to(tensor.device)
+        return torch.stack(self._job.groups.cross.gather_objects(tensor.detach().cpu())).to(tensor.device)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -352,19 +295,17 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a checkpoint directory; every rank calls it."""
-        assert self._groups is not None
-        with nullcontext() if self._mesh is None else self._mesh.page.during("save a checkpoint"):
-            save_checkpoint(checkpoint, filepath, self._module.halves, self.allocation, self._groups)
+        with self.job.during("save a checkpoint"):
+            save_checkpoint(checkpoint, filepath, self._module.halves, self.allocation, self.job.groups)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint directory, this rank's halves only, or a plain Lightning checkpoint."""
-        assert self._groups is not None
         module = self._module
         return load_checkpoint(
             checkpoint_path,
             module.halves,
             self.allocation,
-            self._groups,
+            self.job.groups,
             self.checkpoint_io,
             weights_only,
             resumes=module.trainer.training,
@@ -374,7 +315,7 @@ class FlowTrainStrategy(ParallelStrategy):
         """Loads the weights that live on this rank."""
         saved: Mapping[str, Tensor] = checkpoint["state_dict"]
         known = self._module.state_dict().keys()
-        own = {name for name in known if role_of(name, self._module.halves) in (None, *self.roles)}
+        own = {name for name in known if role_of(name, self._module.halves) in (None, *self.job.roles)}
         missing, unknown = sorted(own - saved.keys()), sorted(saved.keys() - known)
         if strict and (missing or unknown):
             raise RuntimeError(

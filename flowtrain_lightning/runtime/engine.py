@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.data import PackedMedia, StepBatch
 from flowtrain_lightning.parallel import reduce_gradients
-from flowtrain_lightning.pool import Mesh, Pool, PoolError
+from flowtrain_lightning.pool import Pool, PoolError
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
-from flowtrain_lightning.runtime.groups import Groups
 from flowtrain_lightning.runtime.halves import half_parameters, half_trains
+from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.lane import Desk, Turns, take_turns
 from flowtrain_lightning.runtime.logbook import StepReport
 from flowtrain_lightning.runtime.random import own_streams
@@ -61,22 +60,19 @@ class FlowEngine:
         self,
         module: FlowModule,
         trainer: L.Trainer,
-        allocation: Allocation,
-        groups: Groups,
-        mesh: Mesh,
+        job: Job,
         settings: EngineSettings,
     ) -> None:
         self.trainer = trainer
         self.timeline = Timeline()
         self.stop_requested = False
         self._module = module
-        self._allocation = allocation
-        self._groups = groups
-        self._mesh = mesh
+        self._allocation = job.allocation
+        self._groups = job.groups
+        self._mesh = job.mesh
         self._settings = settings
-        rank = groups.cross.rank
-        self._roles = tuple(role for role in (BACKBONE, ENCODER) if rank in allocation.ranks[role])
-        self._listeners = [r for r in allocation.ranks[ENCODER] if r not in allocation.ranks[BACKBONE]]
+        self._roles = tuple(role for role in (BACKBONE, ENCODER) if role in job.roles)
+        self._listeners = [r for r in job.allocation.ranks[ENCODER] if r not in job.allocation.ranks[BACKBONE]]
         self._compute = Compute(module, trainer, trainer.strategy.root_device)
         self._spec: FeatureSpec | None = None
         self._arena_bytes = 0

@@ -11,7 +11,7 @@ import atexit
 import itertools
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from flowtrain_lightning.pool import StatusPage
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda rows: rows.sum(0) / len(rows),
+    "sum": lambda rows: rows.sum(0),
+    "min": lambda rows: rows.amin(0),
+    "max": lambda rows: rows.amax(0),
+}
 
 
 class CrossGroup:
@@ -53,6 +60,12 @@ class CrossGroup:
             with self._during("wait for all ranks"):
                 self._group.allreduce([tensor], options).wait()
         return tensor
+
+    def reduce_over(self, ranks: Sequence[int], tensor: Tensor, operation: str) -> Tensor:
+        """The ``"sum"``, ``"mean"``, ``"min"`` or ``"max"`` of the CPU tensors of ``ranks``, on every rank."""
+        rows = torch.zeros((self.ranks, *tensor.shape), dtype=tensor.dtype)
+        rows[self.rank] = tensor
+        return _REDUCTIONS[operation](self.all_reduce(rows)[list(ranks)])
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Overwrites a CPU tensor with that of ``source`` and returns it."""
