@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
-import signal
 import socket
 import subprocess
 import time
@@ -16,7 +15,11 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm  # type: ignore[import-untyped]
+
 from benchmarks.modules import ROOT
+
+tqdm.monitor_interval = 0  # no thread beside the main one, since processes are forked
 
 _FAREWELL_SECONDS = 15.0
 """How long the other ranks have to end when one has failed."""
@@ -46,15 +49,17 @@ def launch(target: Callable[[Any], None], job: Any, ranks: int, folder: Path, de
         process.start()
     end = time.monotonic() + deadline
     try:
-        while any(process.is_alive() for process in processes) and time.monotonic() < end:
-            connection.wait([process.sentinel for process in processes if process.is_alive()], end - time.monotonic())
+        while (left := end - time.monotonic()) > 0:
+            running = [process.sentinel for process in processes if process.is_alive()]
+            if not running:
+                break
+            connection.wait(running, left)
             if any(process.exitcode not in (None, 0) for process in processes):
                 end = min(end, time.monotonic() + _FAREWELL_SECONDS)
         codes = [process.exitcode for process in processes]
     finally:
         for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.kill()  # the workers that load for it end with it
             process.join()
     if any(codes):
         rank = next(rank for rank, code in enumerate(codes) if code)
@@ -66,7 +71,6 @@ def launch(target: Callable[[Any], None], job: Any, ranks: int, folder: Path, de
 
 
 def _rank(target: Callable[[Any], None], job: Any, rank: int, ranks: int, port: int, folder: Path) -> None:
-    os.setpgid(0, 0)
     with (folder / f"log{rank}.txt").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -16,7 +16,7 @@ IMAGES = ImageProcessor(patch_size=14, merge_size=2, min_pixels=112 * 112, max_p
 SEED = 1
 
 MODULES: dict[str, dict[str, int]] = {
-    "1:4": {"encoder_width": 128, "encoder_depth": 4, "backbone_width": 256, "backbone_depth": 4},
+    "1:4": {"encoder_width": 128, "encoder_depth": 3, "backbone_width": 256, "backbone_depth": 4},
     "1:1": {"encoder_width": 192, "encoder_depth": 5, "backbone_width": 192, "backbone_depth": 4},
     "3:1": {"encoder_width": 256, "encoder_depth": 5, "backbone_width": 144, "backbone_depth": 3},
     "tiny": {"encoder_width": 32, "encoder_depth": 1, "backbone_width": 32, "backbone_depth": 1},
