@@ -62,6 +62,7 @@ def refuse_unsupported(trainer: L.Trainer) -> None:
     _refuse_machine(trainer)
     _refuse_precision(trainer)
     _refuse_settings(trainer)
+    _refuse_uploads(trainer)
     _refuse_callbacks(trainer)
 
 
@@ -147,6 +148,18 @@ def _refuse_settings(trainer: L.Trainer) -> None:
             "Trainer(val_check_interval=...) was given a time, but each rank would read it from its own clock. Give a "
             "number of steps, or a fraction of an epoch."
         )
+
+
+def _refuse_uploads(trainer: L.Trainer) -> None:
+    advice = "Checkpoints are directories under flowtrain: upload the file that `flowtrain export` writes"
+    if getattr(trainer, "_model_registry", None):
+        raise ValueError(f"Trainer(model_registry=...) was given, which uploads single files. {advice}.")
+    for logger in trainer.loggers:
+        if getattr(logger, "_log_model", False) or getattr(logger, "_log_model_checkpoints", False):
+            raise ValueError(
+                f"{type(logger).__name__} is set to upload checkpoints as single files. Set log_model=False "
+                f"(NeptuneLogger: log_model_checkpoints=False). {advice}."
+            )
 
 
 def _refuse_callbacks(trainer: L.Trainer) -> None:

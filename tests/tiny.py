@@ -194,9 +194,9 @@ def write_records(
     return path
 
 
-def tiny_data(folder: Path, **settings: Any) -> FlowDataModule:
+def tiny_data(folder: Path, kind: type[FlowDataModule] = FlowDataModule, **settings: Any) -> FlowDataModule:
     """A data module over the files that ``write_records`` wrote."""
     files = {stage: folder / f"{stage}.jsonl" for stage in ("train", "val", "test", "predict")}
     present: dict[str, Any] = {stage: path for stage, path in files.items() if path.is_file()}
     defaults = {"token_budget": 160, "global_batch_size": 8, "seed": 1, "images": IMAGES, "tokenizer": CharTokenizer()}
-    return FlowDataModule(**{**present, **defaults, **settings})
+    return kind(**{**present, **defaults, **settings})
