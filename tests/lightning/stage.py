@@ -52,9 +52,9 @@ class Stage:
         given = {"precision": "64-true", "default_root_dir": self.folder, **quiet, **settings}
         return L.Trainer(accelerator="cpu", devices=DEVICES[self.layout], strategy=strategy, **given)
 
-    def data(self, **settings: Any) -> FlowDataModule:
+    def data(self, kind: type[FlowDataModule] = FlowDataModule, **settings: Any) -> FlowDataModule:
         """Records in steps of 8 samples: 5 steps of training, 2 of validation, several unequal microbatches each."""
-        return tiny_data(self.data_folder, **settings)
+        return tiny_data(self.data_folder, kind, **settings)
 
     def note(self, trainer: L.Trainer, **more: Any) -> None:
         """Notes what a Trainer knows at its end, and ``more``."""

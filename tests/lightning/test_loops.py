@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping
 
+from flowtrain_lightning import FlowDataModule
 from tests.lightning.stage import Recorder, Stage, flat, half_lengths, numbers
 from tests.tiny import TinyVLM
 
@@ -118,7 +120,34 @@ def every_evaluation_limit(stage: Stage) -> None:
         stage.notes[str(number)] = _evaluate(trainer, module, data)
 
 
+class Slow(TinyVLM):
+    """A backbone that is still at work when the encoder has long ended."""
+
+    def generate(self, batch: Any, features: Any) -> Any:
+        time.sleep(0.3)
+        return super().generate(batch, features)
+
+
+class TwoSets(FlowDataModule):
+    """Validates on two sets of unequal length."""
+
+    def val_dataloader(self) -> Any:
+        return [self.test_dataloader(), super().val_dataloader()]
+
+
+def several_sets(stage: Stage) -> None:
+    for name, frozen in (("trains", False), ("frozen", True)):
+        L.seed_everything(7, verbose=False)
+        data = stage.data(kind=TwoSets, global_batch_size=4)
+        trainer = stage.trainer(max_epochs=2, val_check_interval=4, enable_checkpointing=False)
+        module = Slow(freeze_encoder=frozen)
+        trainer.fit(module, data)
+        stage.notes[name] = {"metrics": numbers(trainer.callback_metrics), "steps": trainer.global_step}
+        stage.notes[name]["predictions"] = trainer.predict(module, stage.data(global_batch_size=2))
+
+
 SCENES = {
+    several_sets: ("auto", "1+1"),
     every_entry_point: ("auto", *FLOWTRAIN, "colocated"),
     every_setting: ("auto", "1+1"),
     every_evaluation_limit: ("auto", "1+1"),
@@ -184,6 +213,17 @@ def test_limits_of_evaluation_mean_what_they_mean_under_plain_lightning(theatre,
     assert [rank[limit]["val"] for rank in ranks] == [pytest.approx(plain["val"], rel=1e-6)] * 2
     assert [rank[limit]["test"] for rank in ranks] == [pytest.approx(plain["test"], rel=1e-6)] * 2
     assert sorted(_predicted(ranks[0][limit]["predictions"])) == sorted(_predicted(plain["predictions"]))
+
+
+@pytest.mark.parametrize("name", ["trains", "frozen"])
+def test_several_validation_sets_are_told_apart(theatre, name):
+    plain = theatre.seen(several_sets, "auto")[0][name]
+    assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"} <= set(plain["metrics"])
+    ranks = theatre.seen(several_sets, "1+1")
+    for rank in ranks:
+        assert rank[name]["metrics"] == pytest.approx(plain["metrics"], rel=1e-6)
+        assert rank[name]["steps"] == plain["steps"]
+    assert sorted(_predicted(ranks[0][name]["predictions"])) == sorted(_predicted(plain["predictions"]))
 
 
 def _predicted(predictions: list[list[list[Any]]]) -> list[Any]:

@@ -38,8 +38,8 @@ INHERITED = {
 }
 """Private attributes of base classes that subclasses use."""
 
-ASKED = {"_layer_sync", "_val_check_time_interval"}
-"""Private attributes that are looked up by name."""
+ASKED = {"_layer_sync", "_val_check_time_interval", "_model_registry", "_log_model", "_log_model_checkpoints"}
+"""Private attributes that are looked up by name, to refuse what they say."""
 
 
 def test_no_other_private_name_is_imported():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
@@ -35,6 +36,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"precision": None, "plugins": [type("Own", (HalfPrecision,), {})("bf16-true")]},
         r"precision='bf16-true'.*bf16-mixed",
     ),
+    "model_registry": ({"model_registry": "mine"}, r"model_registry.*flowtrain export"),
+    "a logger that uploads": ({"logger": WandbLogger(log_model=True)}, r"WandbLogger.*log_model=False.*export"),
     "a checkpoint plugin": ({"plugins": [AsyncCheckpointIO()]}, r"AsyncCheckpointIO.*Remove the plugin"),
 }
 
