@@ -171,6 +171,21 @@ def test_roles_that_the_devices_cannot_take_are_refused(one_rank, settings, erro
         one_rank.trainer(strategy=flow.FlowTrainStrategy(**settings)).fit(TinyVLM(), one_rank.data())
 
 
+@pytest.mark.parametrize(
+    ("settings", "module", "words"),
+    [
+        ({"accumulate_grad_batches": 2}, TinyVLM, "accumulate_grad_batches=2"),
+        ({"strategy": flow.FlowTrainStrategy(encoder_ranks=2)}, TinyVLM, "leave no backbone rank"),
+        ({}, BoringModel, "Derive it from FlowModule"),
+    ],
+)
+def test_no_other_rank_is_started_in_vain(one_rank, settings, module, words):
+    trainer = L.Trainer(**{"accelerator": "cpu", "devices": 2, "strategy": "flowtrain", "logger": False, **settings})
+    with pytest.raises((ValueError, TypeError), match=words):
+        trainer.fit(module(), one_rank.data())
+    assert trainer.strategy.launcher.procs == []
+
+
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_a_loader_without_steps_is_refused(one_rank, stage):
     loader = DataLoader([torch.zeros(3)] * 2)
