@@ -92,6 +92,13 @@ def test_the_tuner_is_refused(one_rank, method, words):
         getattr(Tuner(trainer), method)(TinyVLM(), datamodule=one_rank.data())
 
 
+def test_the_advice_to_find_a_learning_rate_under_plain_lightning_holds(one_rank):
+    settings = {"logger": False, "enable_progress_bar": False, "default_root_dir": one_rank.folder}
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy="auto", max_epochs=1, **settings)
+    found = Tuner(trainer).lr_find(TinyVLM(), datamodule=one_rank.data(), num_training=5)
+    assert len(found.results["loss"]) == 5
+
+
 class Manual(TinyVLM):
     def __init__(self) -> None:
         super().__init__()
