@@ -89,17 +89,17 @@ class VisionEncoder(nn.Module):
         depth: blocks.
         heads: per block.
         merge_size: side of the block of patches that becomes one row of features.
-        output_width: of a row of features, that is the backbone's width.
+        feature_width: numbers in a row of features.
     """
 
-    def __init__(self, patch_dim: int, width: int, depth: int, heads: int, merge_size: int, output_width: int) -> None:
+    def __init__(self, patch_dim: int, width: int, depth: int, heads: int, merge_size: int, feature_width: int) -> None:
         super().__init__()
         self.merge_size, self.head_dim = merge_size, width // heads
         self.embed = nn.Linear(patch_dim, width)
         self.blocks = nn.ModuleList(Block(width, heads, causal=False) for _ in range(depth))
         self.norm = nn.RMSNorm(width, eps=1e-6)
         merged = merge_size**2 * width
-        self.merger = nn.Sequential(nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, output_width))
+        self.merger = nn.Sequential(nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, feature_width))
 
     def forward(self, patches: Tensor, grid: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """Features of packed pictures.
@@ -111,7 +111,7 @@ class VisionEncoder(nn.Module):
             max_seqlen: patches of the largest picture.
 
         Returns:
-            ``[patches / merge_size ** 2, output_width]``.
+            ``[patches / merge_size ** 2, feature_width]``.
         """
         places = patch_places(grid, self.merge_size).to(patches.device)
         # Half of each head turns by the patch's row, the other half by its column.
@@ -129,15 +129,17 @@ class LanguageModel(nn.Module):
 
     Args:
         vocabulary: tokens it knows.
+        feature_width: numbers in a row of an encoder's features.
         width: of its rows.
         depth: blocks.
         heads: per block.
     """
 
-    def __init__(self, vocabulary: int, width: int, depth: int, heads: int) -> None:
+    def __init__(self, vocabulary: int, feature_width: int, width: int, depth: int, heads: int) -> None:
         super().__init__()
         self.head_dim = width // heads
         self.embed = nn.Embedding(vocabulary, width)
+        self.project = nn.Linear(feature_width, width)
         self.blocks = nn.ModuleList(Block(width, heads, causal=True) for _ in range(depth))
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.output = nn.Linear(width, vocabulary, bias=False)

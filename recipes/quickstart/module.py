@@ -26,6 +26,7 @@ class QuickstartVLM(FlowModule):
         encoder_width: of the vision encoder.
         encoder_depth: its blocks.
         encoder_heads: its attention heads.
+        feature_width: numbers in a row of features. So few that the encoder must learn which ones matter.
         backbone_width: of the language model.
         backbone_depth: its blocks.
         backbone_heads: its attention heads.
@@ -46,6 +47,7 @@ class QuickstartVLM(FlowModule):
         encoder_width: int = 128,
         encoder_depth: int = 4,
         encoder_heads: int = 4,
+        feature_width: int = 8,
         backbone_width: int = 192,
         backbone_depth: int = 4,
         backbone_heads: int = 4,
@@ -68,7 +70,7 @@ class QuickstartVLM(FlowModule):
             depth=sizes["encoder_depth"],
             heads=sizes["encoder_heads"],
             merge_size=sizes["merge_size"],
-            output_width=sizes["backbone_width"],
+            feature_width=sizes["feature_width"],
         )
         self.encoder.requires_grad_(not sizes["freeze_encoder"])
 
@@ -77,13 +79,14 @@ class QuickstartVLM(FlowModule):
         sizes = self.hparams
         self.backbone = LanguageModel(
             vocabulary=sizes["vocabulary"],
+            feature_width=sizes["feature_width"],
             width=sizes["backbone_width"],
             depth=sizes["backbone_depth"],
             heads=sizes["backbone_heads"],
         )
 
     def encode(self, media: PackedMedia) -> Tensor:
-        """Packed pictures -> ``[sum(media.rows), backbone_width]`` features."""
+        """Packed pictures -> ``[sum(media.rows), feature_width]`` features."""
         features: Tensor = self.encoder(media.patches, media.grid, media.cu_seqlens, media.max_seqlen)
         return features
 
@@ -92,7 +95,8 @@ class QuickstartVLM(FlowModule):
         embeddings = self.backbone.embed(batch.tokens)
         for modality, rows in features.items():
             assert isinstance(rows, Tensor)
-            embeddings = embeddings.index_copy(0, batch.media_positions[modality], rows.to(embeddings.dtype))
+            projected = self.backbone.project(rows).to(embeddings.dtype)
+            embeddings = embeddings.index_copy(0, batch.media_positions[modality], projected)
         return {
             "embeddings": embeddings,
             "position_ids": batch.position_ids,

@@ -29,13 +29,13 @@ def encoder_inputs(seed: int = 0) -> dict[str, Tensor | int]:
 @pytest.fixture
 def encoder() -> VisionEncoder:
     torch.manual_seed(0)
-    return VisionEncoder(patch_dim=12, width=16, depth=2, heads=2, merge_size=2, output_width=10).double()
+    return VisionEncoder(patch_dim=12, width=16, depth=2, heads=2, merge_size=2, feature_width=10).double()
 
 
 @pytest.fixture
 def backbone() -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(vocabulary=20, width=16, depth=2, heads=2).double()
+    return LanguageModel(vocabulary=20, feature_width=10, width=16, depth=2, heads=2).double()
 
 
 def test_places_of_patches_are_those_at_which_the_data_cut_them(tmp_path: Path) -> None:

@@ -79,10 +79,10 @@ def test_the_configuration_fits_the_classes_and_its_numbers_fit_one_another(tmp_
     assert max(data.tokenizer.encode("".join(map(chr, range(32, 127))))) < cli.model.hparams["vocabulary"]
 
 
-def test_every_sample_fits_a_microbatch_and_an_epoch_is_95_steps(tmp_path: Path) -> None:
+def test_every_sample_fits_a_microbatch_and_an_epoch_is_190_steps(tmp_path: Path) -> None:
     data = configured(tmp_path).datamodule
     data.setup("fit")
-    assert len(data.train_dataloader()) == 95
+    assert len(data.train_dataloader()) == 190
 
 
 def test_ten_steps_under_plain_lightning_lower_the_loss(tmp_path: Path) -> None:
