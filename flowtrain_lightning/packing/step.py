@@ -6,13 +6,10 @@ import numpy as np
 
 from flowtrain_lightning.packing.cost import DEFAULT_COST, CostModel
 from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches
+from flowtrain_lightning.packing.errors import PackingError
 from flowtrain_lightning.packing.microbatches import pack_microbatches
 from flowtrain_lightning.packing.order import flow_order
 from flowtrain_lightning.packing.plan import IntArray, SampleSizes, StepPlan
-
-
-class PackingError(ValueError):
-    """What was asked for cannot be planned."""
 
 
 def plan_step(
