@@ -16,6 +16,8 @@ from flowtrain_lightning.packing.rows import fill_rows
 
 _FEW = 8
 """Samples per microbatch below which the best fit is grouped into rows; above, rows are filled one by one."""
+_TRIALS = 40
+"""Times that fewer samples are drawn because not all found room."""
 _COMPANY = 6
 """Samples held back at least when any is: those that will fill the row of the dearest best."""
 _MOST_HELD = 64
@@ -82,27 +84,29 @@ def plan_block(
     """
     capacity = fill * rows * width * budget
     old, old_tokens, old_drawn = waiting
-    new_tokens, ended = _draw(lengths, next_sample, steps * capacity * 1.05 + budget * _COMPANY)
+    new_tokens, ended = _draw(lengths, next_sample, steps * capacity + (width + 2 * _COMPANY) * budget)
     available = int(old_tokens.sum() + new_tokens.sum())
     steps = min(steps, int(available // capacity))
     if steps == 0:
         return _unplanned(next_sample, waiting)
     pool = _Pool(old, old_tokens, old_drawn, new_tokens, next_sample, next_step)
-    may_wait = next_step + steps - pool.drawn <= max_delay
-    if ended:
-        may_wait &= False
-    shrink = 1.0
-    while True:
-        order, held, taken = _choose(pool, may_wait, steps * capacity * shrink, cost, width, budget)
+    may_wait = (next_step + steps - pool.drawn <= max_delay) & (not ended)
+    is_coarse = bool(pool.tokens.mean() * _FEW > budget)
+    spare = width * budget * fill
+    wanted = steps * capacity + (spare if is_coarse and max_delay >= steps else 0)
+    for _ in range(_TRIALS):
+        order, held, taken = _choose(pool, may_wait, wanted, cost, width, budget)
         tokens = pool.tokens[order]
         costs = positive_costs(tokens, cost)
-        bin_of = _fill(tokens, costs, steps * rows, width, budget)
-        late = np.flatnonzero((bin_of < 0) & ((pool.drawn[order] < next_step) | (max_delay < steps)))
-        if max_delay == 0 and len(late):
-            shrink *= 0.99
-            continue
-        break
-    _make_room(bin_of, tokens, late, pool.drawn[order] < next_step)
+        if is_coarse:
+            bin_of = _fit(tokens, costs, steps * rows, width, budget, pool.drawn[order] < next_step)
+        else:
+            bin_of = fill_rows(tokens, costs, costs[-1] / tokens[-1], steps * rows, width, budget)
+        rest = int(tokens[bin_of < 0].sum())
+        if rest == 0 or (max_delay >= steps and rest <= 2 * spare):
+            break
+        wanted -= max(rest - (spare if max_delay >= steps else 0), 0.005 * wanted)
+    _make_room(bin_of, tokens, may_wait[order], pool.drawn[order] < next_step)
     bins = steps * rows * width
     even_out(bin_of, np.arange(bins) // width, steps * rows, tokens, costs, bins, budget)
     deadline = pool.drawn[order] + max_delay - next_step
@@ -190,18 +194,24 @@ def _hold(
     return company[may_wait[company]]
 
 
-def _fill(tokens: IntArray, costs: FloatArray, rows: int, width: int, budget: int) -> IntArray:
-    if len(tokens) >= _FEW * rows * width:
-        return fill_rows(tokens, costs, costs[-1] / tokens[-1], rows, width, budget)
-    bin_of, _ = best_fit(tokens, budget, rows * width)
-    placed = bin_of >= 0
-    bin_of[placed] = group_alike(bin_of[placed], costs[placed], rows, width)
-    return bin_of
+def _fit(tokens: IntArray, costs: FloatArray, rows: int, width: int, budget: int, waited: IntArray) -> IntArray:
+    """Best fit, then like to like: more rows than needed, of which those that idle most wait."""
+    bin_of, opened = best_fit(tokens, budget, len(tokens))
+    found = max(rows, -(-opened // width))
+    bin_of = group_alike(bin_of, costs, found, width)
+    loads = np.bincount(bin_of, costs, minlength=found * width).reshape(found, width)
+    idle = loads.max(axis=1) * width - loads.sum(axis=1)
+    idle[np.unique(bin_of[waited] // width)] -= loads.sum()
+    kept = np.sort(np.argsort(idle, kind="stable")[:rows])
+    place = np.full(found, -1, dtype=np.int64)
+    place[kept] = np.arange(rows)
+    row = place[bin_of // width]
+    return np.where(row >= 0, row * width + bin_of % width, -1)
 
 
-def _make_room(bin_of: IntArray, tokens: IntArray, late: IntArray, waited: IntArray) -> None:
+def _make_room(bin_of: IntArray, tokens: IntArray, may_wait: IntArray, waited: IntArray) -> None:
     """Give the place of a younger sample, no shorter and as alike as possible, to one that must not wait again."""
-    for item in late[::-1].tolist():
+    for item in np.flatnonzero((bin_of < 0) & ~may_wait)[::-1].tolist():
         younger = np.flatnonzero((bin_of[: item + 1] >= 0) & ~waited[: item + 1])
         if len(younger):
             bin_of[item], bin_of[younger[-1]] = bin_of[younger[-1]], -1

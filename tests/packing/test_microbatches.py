@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing.cost import DEFAULT_COST, CostModel
-from flowtrain_lightning.packing.microbatches import balance, best_fit, pack_microbatches
+from flowtrain_lightning.packing.fitting import best_fit
+from flowtrain_lightning.packing.microbatches import pack_microbatches
 
 BUDGET = 100
 LENGTHS = st.lists(st.integers(1, BUDGET), max_size=60)
@@ -18,27 +19,10 @@ def pack(lengths, ranks=1, cost=DEFAULT_COST, token_budget=BUDGET):
     return pack_microbatches(np.array(lengths, dtype=np.int64), ranks=ranks, token_budget=token_budget, cost=cost)
 
 
-@given(LENGTHS)
-def test_best_fit_keeps_the_budget_and_every_sample_once(lengths):
-    bins = best_fit(lengths, BUDGET)
-    assert sorted(sample for members in bins for sample in members) == list(range(len(lengths)))
-    assert all(sum(lengths[sample] for sample in members) <= BUDGET for members in bins)
-
-
-@given(LENGTHS)
-def test_best_fit_never_leaves_two_bins_that_fit_into_one(lengths):
-    filled = sorted(sum(lengths[sample] for sample in members) for members in best_fit(lengths, BUDGET))
-    assert len(filled) < 2 or filled[0] + filled[1] > BUDGET
-
-
-def test_best_fit_takes_the_fullest_bin_with_room():
-    assert best_fit([70, 60, 30, 40], 100) == [[0, 2], [1, 3]]
-
-
 @given(LENGTHS, st.integers(1, 5))
 def test_the_count_is_the_least_that_best_fit_finds_raised_to_a_multiple_of_the_ranks(lengths, ranks):
     count = sum(len(of_rank) for of_rank in pack(lengths, ranks))
-    least = len(best_fit(lengths, BUDGET))
+    _, least = best_fit(np.sort(np.array(lengths, dtype=np.int64))[::-1].copy(), BUDGET, len(lengths))
     assert count % ranks == 0
     assert max(1, least) <= count < max(1, least) + ranks
 
@@ -54,11 +38,6 @@ def test_a_long_sequence_is_balanced_by_cost_and_not_by_tokens():
     (first,), (second,) = pack([50, 30, 30, 10, 10], ranks=2, cost=cost)
     assert first.tolist() == [0]
     assert second.tolist() == [1, 2, 3, 4]
-
-
-def test_going_by_cost_reports_where_it_wastes_the_room():
-    lengths = [60, 50, 40, 30, 20]
-    assert balance(lengths, lengths, 2, 100) is None
 
 
 def test_where_going_by_cost_wastes_the_room_best_fit_stands():
