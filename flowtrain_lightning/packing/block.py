@@ -18,8 +18,8 @@ _FEW = 8
 """Samples per microbatch below which the best fit is grouped into rows; above, rows are filled one by one."""
 _TRIALS = 40
 """Times that fewer samples are drawn because not all found room."""
-_COMPANY = 6
-"""Samples held back at least when any is: those that will fill the row of the dearest best."""
+_MATCHED = 0.005
+"""Idle share of a row at which its samples count as matched: they need not wait for others like them."""
 _MOST_HELD = 64
 """Samples examined for being held back."""
 
@@ -84,7 +84,7 @@ def plan_block(
     """
     capacity = fill * rows * width * budget
     old, old_tokens, old_drawn = waiting
-    new_tokens, ended = _draw(lengths, next_sample, steps * capacity + (width + 2 * _COMPANY) * budget)
+    new_tokens, ended = _draw(lengths, next_sample, steps * capacity + (3 * width + 1) * budget)
     available = int(old_tokens.sum() + new_tokens.sum())
     steps = min(steps, int(available // capacity))
     if steps == 0:
@@ -92,22 +92,25 @@ def plan_block(
     pool = _Pool(old, old_tokens, old_drawn, new_tokens, next_sample, next_step)
     may_wait = (next_step + steps - pool.drawn <= max_delay) & (not ended)
     is_coarse = bool(pool.tokens.mean() * _FEW > budget)
-    spare = width * budget * fill
-    wanted = steps * capacity + (spare if is_coarse and max_delay >= steps else 0)
+    # What is left over waits for the next block. Where it would then be due at once, it must be little.
+    spare = 0.25 * capacity if max_delay >= steps else 0.0
+    most_left = len(pool.tokens) if max_delay >= 2 * steps - 1 else rows * width // 2
+    wanted = steps * capacity + (spare if is_coarse else 0.0)
     for _ in range(_TRIALS):
-        order, held, taken = _choose(pool, may_wait, wanted, cost, width, budget)
-        tokens = pool.tokens[order]
+        order, held, taken = _choose(pool, may_wait, wanted, cost, (rows, width, budget))
+        tokens, waited = pool.tokens[order], pool.drawn[order] < next_step
         costs = positive_costs(tokens, cost)
         if is_coarse:
-            bin_of = _fit(tokens, costs, steps * rows, width, budget, pool.drawn[order] < next_step)
+            bin_of = _fit(tokens, costs, steps * rows, width, budget, waited)
         else:
             bin_of = fill_rows(tokens, costs, costs[-1] / tokens[-1], steps * rows, width, budget)
-        rest = int(tokens[bin_of < 0].sum())
-        if rest == 0 or (max_delay >= steps and rest <= 2 * spare):
+        left = tokens[bin_of < 0]
+        rest = int(left.sum())
+        if rest <= 2 * spare and len(left) + len(held) <= most_left:
             break
-        wanted -= max(rest - (spare if max_delay >= steps else 0), 0.005 * wanted)
-    _make_room(bin_of, tokens, may_wait[order], pool.drawn[order] < next_step)
+        wanted -= max(rest - spare, 0.005 * wanted)
     bins = steps * rows * width
+    _make_room(bin_of, tokens, waited, bins, budget)
     even_out(bin_of, np.arange(bins) // width, steps * rows, tokens, costs, bins, budget)
     deadline = pool.drawn[order] + max_delay - next_step
     step_of, place = _deal(bin_of, deadline, steps, rows, width)
@@ -151,16 +154,16 @@ def _draw(lengths: Callable[[int, int], IntArray], start: int, wanted: float) ->
 
 
 def _choose(
-    pool: _Pool, may_wait: IntArray, wanted: float, cost: CostModel, width: int, budget: int
+    pool: _Pool, may_wait: IntArray, wanted: float, cost: CostModel, shape: tuple[int, int, int]
 ) -> tuple[IntArray, IntArray, int]:
     """Members of the block, longest first; those held back; and how many were drawn of the stream."""
     ahead = np.cumsum(pool.tokens[pool.old :])
-    needed = wanted - pool.tokens[: pool.old].sum()
+    needed = max(wanted - pool.tokens[: pool.old].sum(), 0 if pool.old else pool.tokens[0])
     held = np.empty(0, dtype=np.int64)
     for _ in range(3):
         taken = int(np.searchsorted(ahead, needed + pool.tokens[held].sum(), side="right"))
         order = np.argsort(-pool.tokens[: pool.old + taken], kind="stable")
-        former, held = held, _hold(order, pool.tokens, may_wait, cost, width, budget)
+        former, held = held, _hold(order, pool.tokens, may_wait, cost, shape)
         if len(held) == len(former):
             break
     taken = int(np.searchsorted(ahead, needed + pool.tokens[held].sum(), side="right"))
@@ -171,9 +174,10 @@ def _choose(
 
 
 def _hold(
-    order: IntArray, tokens: IntArray, may_wait: IntArray, cost: CostModel, width: int, budget: int
+    order: IntArray, tokens: IntArray, may_wait: IntArray, cost: CostModel, shape: tuple[int, int, int]
 ) -> IntArray:
-    """The samples to hold back: those dearer than a row of this block can be."""
+    """The samples to hold back: those dearer than a row of this block can be, and others to fill their row with."""
+    rows, width, budget = shape
     top = order[: _MOST_HELD + width * 16]
     lengths = tokens[top]
     costs = positive_costs(lengths, cost)
@@ -183,14 +187,14 @@ def _hold(
         float(np.maximum(0.0, costs[first] - most[first : first + width]).sum() / (costs[first] * width))
         for first in range(min(_MOST_HELD, len(top)))
     ]
-    matched = next((number for number, share in enumerate(idle) if share <= 0.002), len(idle))
+    matched = next((number for number, share in enumerate(idle) if share <= _MATCHED), len(idle))
     urgent = next((number for number in range(matched + 1) if number < len(top) and not may_wait[top[number]]), None)
     if urgent is not None:
         waste = np.array(idle[: urgent + 1]) * costs[: urgent + 1]
-        return top[: int(np.argmin(waste))]
+        return top[: min(int(np.argmin(waste)), rows * width // 2)]
     if matched == 0:
         return top[:0]
-    company = top[: min(max(matched, _COMPANY), width * 2)]
+    company = top[: min(max(matched, width), 2 * width, rows * width // 2)]
     return company[may_wait[company]]
 
 
@@ -209,12 +213,24 @@ def _fit(tokens: IntArray, costs: FloatArray, rows: int, width: int, budget: int
     return np.where(row >= 0, row * width + bin_of % width, -1)
 
 
-def _make_room(bin_of: IntArray, tokens: IntArray, may_wait: IntArray, waited: IntArray) -> None:
-    """Give the place of a younger sample, no shorter and as alike as possible, to one that must not wait again."""
-    for item in np.flatnonzero((bin_of < 0) & ~may_wait)[::-1].tolist():
-        younger = np.flatnonzero((bin_of[: item + 1] >= 0) & ~waited[: item + 1])
-        if len(younger):
-            bin_of[item], bin_of[younger[-1]] = bin_of[younger[-1]], -1
+def _make_room(bin_of: IntArray, tokens: IntArray, waited: IntArray, bins: int, budget: int) -> None:
+    """Put samples that have waited and found no room in the place of younger ones, as alike as possible."""
+    for item in np.flatnonzero((bin_of < 0) & waited).tolist():
+        is_young = (bin_of >= 0) & ~waited
+        longer = np.flatnonzero(is_young[:item])
+        if len(longer):
+            bin_of[item], bin_of[longer[-1]] = bin_of[longer[-1]], -1
+            continue
+        young = np.bincount(bin_of[is_young], tokens[is_young], minlength=bins)
+        filled = np.bincount(bin_of[bin_of >= 0], tokens[bin_of >= 0], minlength=bins)
+        chosen = int(np.argmax(budget - filled + young))
+        if filled[chosen] - young[chosen] + tokens[item] > budget:
+            continue
+        for other in np.flatnonzero(is_young & (bin_of == chosen)).tolist():
+            if filled[chosen] + tokens[item] > budget:
+                bin_of[other] = -1
+                filled[chosen] -= tokens[other]
+        bin_of[item] = chosen
 
 
 def _deal(bin_of: IntArray, deadline: IntArray, steps: int, rows: int, width: int) -> tuple[IntArray, IntArray]:
