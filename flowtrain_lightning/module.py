@@ -42,8 +42,8 @@ class Engine(Protocol):
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """The 2-norm of the gradients of all halves; ``parameters`` are this rank's."""
 
-    def agree_on_logged(self, value: Any, mean: bool) -> Any:
-        """What ``log`` records in the hooks of a whole epoch."""
+    def agree_on_logged(self, name: str, value: Any) -> Any:
+        """What ``log`` records outside of microbatches; raises where ranks log different names."""
 
 
 class FlowModule(L.LightningModule):
@@ -199,8 +199,9 @@ class FlowModule(L.LightningModule):
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Logs as Lightning does; inside a microbatch, the token-weighted mean over the whole step.
 
-        In the hooks of a whole epoch, where encoder ranks have no results, the value is that of the backbone ranks:
-        their mean with ``sync_dist=True``, otherwise rank 0's.
+        Outside of microbatches, as in ``on_validation_epoch_end``, every rank calls it with the same names in the same
+        order, and the values of backbone ranks count: with ``sync_dist=True`` their mean (or sum, minimum, maximum, by
+        ``reduce_fx``), otherwise rank 0's. Over an epoch, each such call weighs alike unless ``batch_size`` is given.
         """
         if self._no_logging_in is not None:
             raise RuntimeError(
@@ -212,8 +213,9 @@ class FlowModule(L.LightningModule):
             self._logbook.record(name, value, dict(zip(names, args, strict=False)) | kwargs)
         else:
             if self._engine is not None and not kwargs.get("rank_zero_only"):
-                value = self._engine.agree_on_logged(value, bool(kwargs.get("sync_dist")))
-            super().log(name, value, *args, **kwargs)
+                agreed = self._engine.agree_on_logged(name, value)
+                value = value if kwargs.get("sync_dist") else agreed
+            super().log(name, value, *args, **({"batch_size": 1} | kwargs))
 
     @contextmanager
     def logging_into(self, logbook: Logbook) -> Iterator[None]:
@@ -235,7 +237,9 @@ class FlowModule(L.LightningModule):
 
     def log_report(self, stage: str, report: StepReport) -> Tensor:
         """Logs what all ranks agreed on, alike on every rank, and returns the mean loss."""
-        loss = torch.tensor(report.loss, dtype=torch.get_default_dtype(), device=self.device)
+        # At least float32: under precision="bf16-true" the default dtype keeps three digits.
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        loss = torch.tensor(report.loss, dtype=dtype, device=self.device)
         weight = max(int(report.tokens), 1)
         values = {f"{stage}_loss": report.loss, **report.values}
         for name, value in values.items():
@@ -271,7 +275,7 @@ class FlowModule(L.LightningModule):
         from flowtrain_lightning.checkpoint import plain_file
 
         if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
-            with plain_file(checkpoint_path) as path:
+            with plain_file(checkpoint_path, kwargs.get("weights_only")) as path:
                 return super().load_from_checkpoint(path, *args, **kwargs)
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -18,16 +22,63 @@ PREEMPTION_CHECKPOINT = "preempted.ckpt"
 class PreemptionCheckpoint(L.Callback):
     """Saves ``preempted.ckpt`` in the Trainer's root folder and ends ``fit`` in the same step on every rank.
 
-    The strategy adds it to every ``fit``. A later ``fit(ckpt_path=".../preempted.ckpt")`` goes on from there.
+    The strategy adds it to every Trainer. A later ``fit(ckpt_path=".../preempted.ckpt")`` goes on from there. It is
+    enough that one rank gets the signal. Under SLURM the signal that announces the end of the time does the same;
+    the job is not queued again by itself. Outside of ``fit`` the signal ends the process, and so the job.
+
+    Lightning's own handlers enter collectives inside the signal handler, where other ranks do not expect them. They
+    are set after the strategy's setup, so this callback replaces them in the first hook after that; at the end
+    Lightning puts back what was there before the run.
     """
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listens from here on."""
+        _listen(trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listens from here on."""
+        _listen(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Outside of ``fit`` there is nothing to save."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            _end_at_once()
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """There is nothing to save."""
+        _end_at_once()
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """There is nothing to save."""
+        _end_at_once()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Looks at what all ranks agreed on in the step that just ended."""
-        strategy: FlowTrainStrategy = trainer.strategy  # type: ignore[assignment]
-        if strategy.engine.stop_requested:
+        if _strategy(trainer).engine.stop_requested:
             path = Path(trainer.default_root_dir) / PREEMPTION_CHECKPOINT
             trainer.save_checkpoint(path)
             rank_zero_info(f"flowtrain: received SIGTERM; saved {path} and end after step {trainer.global_step}.")
             raise SIGTERMException
+
+
+def _listen(trainer: L.Trainer) -> None:
+    strategy = _strategy(trainer)
+    signals = {signal.SIGTERM}
+    environment = strategy.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
+        signals.add(environment.requeue_signal)
+    if threading.current_thread() is threading.main_thread():  # signal.signal works in no other
+        for number in signals:
+            signal.signal(number, lambda *_: strategy.job.ask_to_stop())
+
+
+def _end_at_once() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _strategy(trainer: L.Trainer) -> FlowTrainStrategy:
+    strategy: FlowTrainStrategy = trainer.strategy  # type: ignore[assignment]
+    return strategy

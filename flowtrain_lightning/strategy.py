@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import signal
-import traceback
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -14,28 +12,28 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
 from flowtrain_lightning.allocator import Allocation, Placement, default_allocation
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
-from flowtrain_lightning.compatibility import refuse_unsupported
+from flowtrain_lightning.compatibility import refuse_optimizers, refuse_unsupported
 from flowtrain_lightning.data import StepPart
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import broadcast_half
-from flowtrain_lightning.pool import Mesh
 from flowtrain_lightning.preemption import PreemptionCheckpoint
 from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
-from flowtrain_lightning.runtime.groups import Groups, connect_groups
-from flowtrain_lightning.runtime.halves import half_tensors, without_absent_halves
+from flowtrain_lightning.runtime.halves import half_tensors, role_of, without_absent_halves
+from flowtrain_lightning.runtime.invariance import not_layout_invariant
+from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.runtime.launcher import RankLauncher, kin
 from flowtrain_lightning.runtime.optimizers import NamedOptimizer
-from flowtrain_lightning.runtime.watchdog import Watchdog, die_with_parent
-
-log = logging.getLogger(__name__)
+from flowtrain_lightning.runtime.watchdog import die_with_parent
 
 
 class FlowTrainStrategy(ParallelStrategy):
@@ -51,7 +49,8 @@ class FlowTrainStrategy(ParallelStrategy):
         recompute_encoder: keep no activations: every encoder forward runs a second time for its backward.
         pool_bytes: room in the pool on each rank. By default it follows from the plan and grows between steps.
         hang_timeout: seconds without any progress of any rank after which all ranks end with an error.
-        timeout: seconds after which a blocked collective raises.
+        timeout: seconds after which a blocked collective raises, and all ranks end with an error that have not begun
+            their first step: preparing data and building the model may take longer than ``hang_timeout``.
     """
 
     strategy_name = "flowtrain"
@@ -79,13 +78,9 @@ class FlowTrainStrategy(ParallelStrategy):
         self._settings = EngineSettings(0 if recompute_encoder else encoder_activations, pool_bytes)
         self._hang_timeout = hang_timeout
         self._timeout = timedelta(seconds=timeout)
-        self._allocation: Allocation | None = None
-        self._groups: Groups | None = None
-        self._mesh: Mesh | None = None
-        self._watchdog: Watchdog | None = None
+        self._job: Job | None = None
         self._engine: FlowEngine | None = None
         self._named_optimizers: list[NamedOptimizer] = []
-        self._former_sigterm: Any = None
 
     # ---- who and where ------------------------------------------------------------------------------------------
 
@@ -113,15 +108,15 @@ class FlowTrainStrategy(ParallelStrategy):
         return {"num_replicas": len(backbones), "rank": backbones.index(rank) if rank in backbones else 0}
 
     @property
-    def allocation(self) -> Allocation:
-        """Which ranks play which role."""
-        assert self._allocation is not None, "the allocation is settled in setup_environment"
-        return self._allocation
+    def job(self) -> Job:
+        """This rank's place among the others."""
+        assert self._job is not None, "the job begins in setup_environment"
+        return self._job
 
     @property
-    def roles(self) -> tuple[str, ...]:
-        """The roles of this rank."""
-        return tuple(role for role in ROLES if self.global_rank in self.allocation.ranks[role])
+    def allocation(self) -> Allocation:
+        """Which ranks play which role."""
+        return self.job.allocation
 
     @property
     def step_part(self) -> StepPart:
@@ -143,7 +138,11 @@ class FlowTrainStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with_parent()  # torchrun's agent
+        else:
+            kin.know_launcher()
 
     def set_world_ranks(self) -> None:
         """Called by Lightning when the cluster environment is known."""
@@ -166,81 +165,65 @@ class FlowTrainStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Settles roles, connects the groups and starts to watch over the other ranks."""
         super().setup_environment()
-        if self.num_nodes > 1:
-            raise ValueError(
-                f"Trainer(num_nodes={self.num_nodes}) was given, but flowtrain's pool reaches one node today. Use "
-                "num_nodes=1, or strategy='ddp' over several nodes."
-            )
+        refuse_unsupported(self._module.trainer)
         reset_seed()
         self.set_world_ranks()
-        if self._launcher is not None and self.local_rank > 0:
-            die_with_parent()
-        self._allocation = default_allocation(self.world_size, self._placement, self._encoder_ranks)
-        separate = self._allocation.placement == "separate"
-        worlds = tuple(self._allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
-        self._groups = connect_groups(self.global_rank, worlds, self._backend(), self._timeout)
-        self._mesh = Mesh.connect(self._groups.store, self.global_rank, self.world_size, self.labels)
-        self._module.live_on(self.roles)
-        rank_zero_info(f"flowtrain: {self._allocation.describe()}")
+        self._job = Job(
+            self.global_rank,
+            default_allocation(self.world_size, self._placement, self._encoder_ranks),
+            backend=self._backend(),
+            hang_timeout=self._hang_timeout,
+            timeout=self._timeout,
+            fault_folder=self._fault_folder,
+        )
+        self._module.live_on(self.job.roles)
+        rank_zero_info(f"flowtrain: {self.allocation.describe()}")
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Checks what is asked for, places this rank's halves, and sets up optimizers and engine."""
-        refuse_unsupported(trainer)
+        """Places this rank's halves, and sets up optimizers and engine."""
         assert self.accelerator is not None
-        assert self._groups is not None
-        assert self._mesh is not None
-        self._start_watchdog(trainer)
         self.accelerator.setup(trainer)
         module = self._module
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        for role in self.roles:
+        for role in self.job.roles:
             broadcast_half(half_tensors(module, role))
-        self._engine = FlowEngine(module, trainer, self.allocation, self._groups, self._mesh, self._settings)
+        self._engine = FlowEngine(module, trainer, self.job, self._settings)
         module.run_on(self._engine)
-        if trainer.training:
+        for sentence in not_layout_invariant(module):
+            rank_zero_info(f"flowtrain: {sentence}")
+        if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._take_sigterm()
+        if not any(isinstance(callback, PreemptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.append(PreemptionCheckpoint())  # type: ignore[attr-defined]
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
         """Moves the halves that live on this rank; the others have no memory to move."""
-        with without_absent_halves(self._module, self.roles):
+        with without_absent_halves(self._module, self.job.roles):
             self._module.to(self.root_device)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """The user's optimizers, less the parameters of absent halves."""
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise TypeError(
-                    "LBFGS runs a step's closure several times, but flowtrain runs each step once over all ranks. Use "
-                    "an optimizer that needs one evaluation per step, such as AdamW."
-                )
+        refuse_optimizers(self.optimizers)
         self._named_optimizers = [NamedOptimizer(optimizer, self._module) for optimizer in self.optimizers]
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why this one fails."""
-        if self._mesh is not None:
-            self._mesh.page.fail("".join(traceback.format_exception(exception)))
+        """Tells the other ranks why this one fails, unless it only does so because one of them failed."""
+        if self._job is not None and not isinstance(exception, SIGTERMException):  # with this one all end in good order
+            self._job.tell(exception)
 
     def teardown(self) -> None:
         """Closes pool and mesh; the process groups stay for what the user does after ``fit``."""
         if self._engine is not None:
             self._engine.close()
-        if self._watchdog is not None:
-            self._watchdog.stop()
-            self._watchdog = None
-        if self._mesh is not None:
-            self._mesh.close()
-            self._mesh = None
-        if self._former_sigterm is not None:
-            signal.signal(signal.SIGTERM, self._former_sigterm)
-            self._former_sigterm = None
-        if self._lightning_module is not None and self._allocation is not None:
+        if self._job is not None:
+            self._job.leave()
+        kin.needed = False
+        if self._lightning_module is not None and self._job is not None:
             self._module.run_on(None)
-            with without_absent_halves(self._module, self.roles):
+            with without_absent_halves(self._module, self.job.roles):
                 self._module.cpu()
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:
@@ -248,30 +231,10 @@ class FlowTrainStrategy(ParallelStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
 
-    def _start_watchdog(self, trainer: L.Trainer) -> None:
-        assert self._mesh is not None
-        folder = Path(trainer.default_root_dir)
-        self._watchdog = Watchdog(self._mesh, self.global_rank, self.labels, self._hang_timeout, folder)
-        self._watchdog.start()
-
-    def _take_sigterm(self) -> None:
-        # Lightning's own handler enters a collective inside the signal handler, which would span one role only. Ours
-        # leaves a mark that all ranks learn of in the same step's report.
-        self._former_sigterm = signal.signal(signal.SIGTERM, self._note_sigterm)
-
-    def _note_sigterm(self, signum: int, frame: object) -> None:
-        if self._mesh is not None:
-            self._mesh.page.sigterm = True
-
     @property
-    def labels(self) -> list[str]:
-        """What each rank is, for messages and pictures: ``"backbone 0"``, ``"encoder 1"`` or both."""
-        allocation = self.allocation
-        labels = []
-        for rank in range(self.world_size):
-            roles = [f"{role} {allocation.ranks[role].index(rank)}" for role in ROLES if rank in allocation.ranks[role]]
-            labels.append(" and ".join(roles))
-        return labels
+    def _fault_folder(self) -> Path:
+        root = str(self._module.trainer.default_root_dir)
+        return Path() if "://" in root else Path(root)
 
     def _backend(self) -> str:
         # NCCL refuses two ranks of one group on the same device.
@@ -286,36 +249,33 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks of all roles."""
-        if self._groups is not None:
-            self._groups.cross.barrier()
+        if self._job is not None:
+            self._job.groups.cross.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src`` on all ranks of all roles."""
-        return obj if self._groups is None else self._groups.cross.broadcast_object(obj, src)
+        return obj if self._job is None else self._job.groups.cross.broadcast_object(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over the backbone ranks, whose results count; every rank gets the answer."""
-        if not isinstance(tensor, Tensor) or self._groups is None:
+        """The sum, mean, minimum or maximum over the backbone ranks, whose results count; every rank gets it."""
+        if not isinstance(tensor, Tensor) or self._job is None:
             return tensor
+        operation = str(reduce_op).lower().rpartition(".")[2].replace("avg", "mean")
         backbones = self.allocation.ranks[BACKBONE]
-        own = tensor.detach().cpu().clone()
-        total = self._groups.cross.all_reduce(own if self.global_rank in backbones else torch.zeros_like(own))
-        if str(reduce_op).lower().endswith(("mean", "avg")):
-            total = total / len(backbones)
-        return total.to(tensor.device)
+        return self._job.groups.cross.reduce_over(backbones, tensor.detach().cpu(), operation).to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any rank) say yes."""
-        if self._groups is None:
+        if self._job is None:
             return decision
-        votes = int(self._groups.cross.all_reduce(torch.tensor([int(decision)])))
+        votes = int(self._job.groups.cross.all_reduce(torch.tensor([int(decision)])))
         return votes == self.world_size if all else votes > 0
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """``[ranks, ...]``: the tensors of all ranks of all roles."""
-        if self._groups is None:
+        if self._job is None:
             return tensor.unsqueeze(0)
-        return torch.stack(self._groups.cross.gather_objects(tensor.detach().cpu())).to(tensor.device)
+        return torch.stack(self._job.groups.cross.gather_objects(tensor.detach().cpu())).to(tensor.device)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -335,19 +295,28 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a checkpoint directory; every rank calls it."""
-        assert self._groups is not None
-        save_checkpoint(checkpoint, filepath, self._module.halves, self.allocation, self._groups)
+        with self.job.during("save a checkpoint"):
+            save_checkpoint(checkpoint, filepath, self._module.halves, self.allocation, self.job.groups)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint directory, this rank's halves only, or a plain Lightning checkpoint."""
-        return load_checkpoint(checkpoint_path, self.roles, self.global_rank, self.checkpoint_io, weights_only)
+        module = self._module
+        return load_checkpoint(
+            checkpoint_path,
+            module.halves,
+            self.allocation,
+            self.job.groups,
+            self.checkpoint_io,
+            weights_only,
+            resumes=module.trainer.training,
+        )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads the weights that live on this rank."""
         saved: Mapping[str, Tensor] = checkpoint["state_dict"]
-        everything = self._module.state_dict()
-        own = {name for name, value in everything.items() if not _is_absent(value)}
-        missing, unknown = sorted(own - saved.keys()), sorted(saved.keys() - everything.keys())
+        known = self._module.state_dict().keys()
+        own = {name for name in known if role_of(name, self._module.halves) in (None, *self.job.roles)}
+        missing, unknown = sorted(own - saved.keys()), sorted(saved.keys() - known)
         if strict and (missing or unknown):
             raise RuntimeError(
                 f"The checkpoint does not fit {type(self._module).__name__}: missing {missing or 'nothing'}, "
@@ -357,7 +326,13 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this rank's part of the optimizers' state."""
-        for named, saved in zip(self._named_optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self._named_optimizers):
+            raise ValueError(
+                f"The checkpoint holds the state of {len(states)} optimizers, but configure_optimizers returns "
+                f"{len(self._named_optimizers)}. Use the same configure_optimizers as when it was saved."
+            )
+        for named, saved in zip(self._named_optimizers, states, strict=True):
             named.load(saved)
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -1,14 +1,14 @@
-"""Runs something in several real processes with a deadline, and leaves none of them behind."""
+"""Runs a function in several real processes with a deadline, and leaves none of them behind."""
 
 from __future__ import annotations
 
-import importlib
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,18 +16,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+_FORK = multiprocessing.get_context("fork")  # 0.1 s; a fresh interpreter takes seconds to import torch
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank's process ended. ``code`` is negative for a signal, as in `subprocess`."""
+    """How one rank's process ended: ``code`` is negative for a signal, None while it runs."""
 
     rank: int
-    code: int
+    code: int | None
     out: str
     err: str
-    seconds: float
 
     def __str__(self) -> str:
         return f"--- rank {self.rank}: exit {self.code}\n{self.out}\n{self.err}"
@@ -40,41 +39,36 @@ class Ranks:
     environment and leads a process group of its own.
 
     Args:
-        target: a script, or a function of a module in `tests`, called as ``target(rank, ranks, *arguments)``.
+        target: what each process runs: ``target(rank, ranks, *arguments)``.
         ranks: how many processes.
-        arguments: strings for the script's command line or the function.
+        arguments: what the function gets besides.
         env: what is added to the environment.
     """
 
     def __init__(
         self,
-        target: Path | str | Callable[..., Any],
+        target: Callable[..., Any],
         ranks: int,
-        arguments: Sequence[str] = (),
+        arguments: Sequence[Any] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self.folder = Path(self._folder.name)
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self._started = time.monotonic()
-        command = _command(target, arguments)
+        self._processes = []
         for rank in range(ranks):
             environment = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
                 "FOLDER": str(self.folder),
                 **(env or {}),
             }
-            with self._file(rank, "out").open("wb") as out, self._file(rank, "err").open("wb") as err:
-                self.processes.append(
-                    subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, process_group=0
-                    )
-                )
+            files = (self._file(rank, "out"), self._file(rank, "err"))
+            process = _FORK.Process(target=_run, args=(target, (rank, ranks, *arguments), environment, files))
+            process.start()
+            with suppress(OSError):  # also done by itself: whoever comes first
+                os.setpgid(process.pid, process.pid)
+            self._processes.append(process)
 
     def __enter__(self) -> Ranks:
         return self
@@ -82,65 +76,58 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self.processes:
+        for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.join()
         self._folder.cleanup()
+
+    def group(self, rank: int) -> int:
+        """The process group that a rank leads; its children are in it."""
+        return self._processes[rank].pid
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to one rank."""
-        self.processes[rank].send_signal(number)
+        os.kill(self._processes[rank].pid, number)
 
-    def wait_for(self, name: str, deadline: float = 60.0) -> None:
+    def wait_for(self, name: str, deadline: float = 30.0) -> None:
         """Wait until some rank has made the file ``name`` in the shared folder."""
         end = time.monotonic() + deadline
         while not (self.folder / name).exists():
-            if time.monotonic() > end or all(process.poll() is not None for process in self.processes):
-                raise AssertionError(f"no rank made {name}:\n" + "\n".join(map(str, self._results())))
+            in_time = time.monotonic() < end and any(process.is_alive() for process in self._processes)
+            assert in_time, f"no rank made {name}:\n{self._said()}"
             time.sleep(0.01)
 
-    def wait(self, deadline: float) -> list[RankResult]:
-        """Wait until all ranks have ended, ``deadline`` seconds at most.
-
-        Raises:
-            AssertionError: when one has not; with everybody's output.
-        """
+    def wait(self, deadline: float = 60.0) -> list[RankResult]:
+        """How the ranks ended; an AssertionError with their output when one has not after ``deadline`` seconds."""
         end = time.monotonic() + deadline
-        seconds: dict[int, float] = {}
-        while len(seconds) < len(self.processes):
-            for rank, process in enumerate(self.processes):
-                if rank not in seconds and process.poll() is not None:
-                    seconds[rank] = time.monotonic() - self._started
-            if time.monotonic() > end:
-                raise AssertionError(
-                    f"only ranks {sorted(seconds)} ended within {deadline} s:\n" + "\n".join(map(str, self._results()))
-                )
-            time.sleep(0.01)
-        return self._results(seconds)
+        for process in self._processes:
+            process.join(max(end - time.monotonic(), 0))
+        results = self._results()
+        assert all(result.code is not None for result in results), f"not all ended within {deadline} s:\n{self._said()}"
+        return results
 
-    def _results(self, seconds: Mapping[int, float] | None = None) -> list[RankResult]:
+    def _results(self) -> list[RankResult]:
         return [
-            RankResult(
-                rank,
-                process.returncode if process.returncode is not None else 0,
-                self._file(rank, "out").read_text(errors="replace"),
-                self._file(rank, "err").read_text(errors="replace"),
-                (seconds or {}).get(rank, 0.0),
-            )
-            for rank, process in enumerate(self.processes)
+            RankResult(rank, process.exitcode, self._file(rank, "out").read_text(), self._file(rank, "err").read_text())
+            for rank, process in enumerate(self._processes)
         ]
 
+    def _said(self) -> str:
+        return "\n".join(map(str, self._results()))
+
     def _file(self, rank: int, stream: str) -> Path:
-        return self.folder / f"rank{rank}.{stream}"
+        file = self.folder / f"rank{rank}.{stream}"
+        file.touch()
+        return file
 
 
 def run_ranks(
-    target: Path | str | Callable[..., Any],
+    target: Callable[..., Any],
     ranks: int,
     deadline: float = 60.0,
     env: Mapping[str, str] | None = None,
-    arguments: Sequence[str] = (),
+    arguments: Sequence[Any] = (),
 ) -> list[RankResult]:
     """Run ``target`` (see `Ranks`) to its end in ``ranks`` processes; after ``deadline`` seconds it has failed."""
     with Ranks(target, ranks, arguments, env) as started:
@@ -152,12 +139,18 @@ def assert_all_good(results: Sequence[RankResult]) -> None:
     assert all(result.code == 0 for result in results), "\n".join(map(str, results))
 
 
-def _command(target: Path | str | Callable[..., Any], arguments: Sequence[str]) -> list[str]:
-    if callable(target):
-        return [sys.executable, "-m", "tests.processes", target.__module__, target.__name__, *arguments]
-    return [sys.executable, str(target), *arguments]
-
-
-if __name__ == "__main__":
-    module, name, *given = sys.argv[1:]
-    getattr(importlib.import_module(module), name)(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), *given)
+def _run(
+    target: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str], files: tuple[Path, Path]
+) -> None:
+    with suppress(OSError):
+        os.setpgid(0, 0)
+    os.environ.update(environment)
+    with files[0].open("a") as out, files[1].open("a") as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        sys.stdout, sys.stderr = out, err  # not pytest's any more
+        try:
+            target(*arguments)
+        except Exception:
+            traceback.print_exc()
+            sys.exit(1)

@@ -38,7 +38,7 @@ SHARED = {"attention"}
 """Modules beside the rooms that import nothing of the package and serve everyone."""
 
 STOREYS = [
-    {"strategy", "module", "checkpoint", "compatibility"},
+    {"strategy", "module", "checkpoint", "compatibility", "preemption"},
     {"metrics", "callbacks", "doctor"},
     {"models"},
     {"cli"},

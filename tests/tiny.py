@@ -159,13 +159,24 @@ class TinyVLM(flow.FlowModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def write_records(folder: Path, count: int, name: str = "train.jsonl", seed: int = 0, images: bool = True) -> Path:
-    """Records of random words about random pictures: a third without a picture, some with two or three."""
+def write_records(
+    folder: Path,
+    count: int,
+    name: str = "train.jsonl",
+    seed: int = 0,
+    images: bool = True,
+    pictures_of: Sequence[int] | None = None,
+) -> Path:
+    """Records of random words about random pictures: a third without a picture, some with two or three.
+
+    ``pictures_of`` says instead how many pictures each record has.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(seed)
     lines = []
     for number in range(count):
         pictures = int(draw.choice([0, 1, 2, 3], p=[0.3, 0.4, 0.2, 0.1])) if images else 0
+        pictures = pictures if pictures_of is None else pictures_of[number]
         described = []
         for k in range(pictures):
             height, width = (int(n) for n in draw.integers(6, 40, 2))
@@ -183,9 +194,9 @@ def write_records(folder: Path, count: int, name: str = "train.jsonl", seed: int
     return path
 
 
-def tiny_data(folder: Path, **settings: Any) -> FlowDataModule:
+def tiny_data(folder: Path, kind: type[FlowDataModule] = FlowDataModule, **settings: Any) -> FlowDataModule:
     """A data module over the files that ``write_records`` wrote."""
     files = {stage: folder / f"{stage}.jsonl" for stage in ("train", "val", "test", "predict")}
     present: dict[str, Any] = {stage: path for stage, path in files.items() if path.is_file()}
     defaults = {"token_budget": 160, "global_batch_size": 8, "seed": 1, "images": IMAGES, "tokenizer": CharTokenizer()}
-    return FlowDataModule(**{**present, **defaults, **settings})
+    return kind(**{**present, **defaults, **settings})

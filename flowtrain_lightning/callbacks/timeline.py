@@ -40,7 +40,7 @@ class TimelineRecorder(L.Callback):
             return
         folder = Path(strategy.broadcast(str(self.folder or trainer.log_dir or trainer.default_root_dir)))
         rank = trainer.global_rank
-        strategy.engine.timeline.save(folder / "timeline" / f"rank{rank}.json", rank, strategy.labels[rank])
+        strategy.engine.timeline.save(folder / "timeline" / f"rank{rank}.json", rank, strategy.job.labels[rank])
         strategy.barrier()
         if trainer.is_global_zero:
             draw_step(read_timelines(folder / "timeline"), folder / "timeline.png")

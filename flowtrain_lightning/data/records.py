@@ -108,9 +108,10 @@ def parse(fields: Any, path: Path, number: int) -> Record:
             f"{where}: its text has {markers} {MEDIA_MARKER} markers, but it names {len(pictures)} pictures; "
             "give one picture for each marker, in order."
         )
-    if not all(isinstance(picture, str) for picture in pictures):
+    paths = tuple(path.parent / picture for picture in pictures if isinstance(picture, str))
+    if len(paths) != len(pictures):
         raise DataError(f"{where}: every picture needs a path, a string.")
-    return Record(where, name, turns, tuple(path.parent / picture for picture in pictures), fields)
+    return Record(where, name, turns, paths, fields)
 
 
 def _several(value: Any) -> list[Any]:

@@ -16,7 +16,8 @@ def fault_sentence(status: Status, cause: str) -> str:
         status: the page of the rank that is to blame.
         cause: a verb and what belongs to it, for example ``"died"``.
     """
-    where = f"in phase '{status.phase}' of step {status.step}" if status.phase else "before its first phase"
+    when = f"of step {status.step}" if status.step >= 0 else "before the first step"
+    where = f"in phase '{status.phase}' {when}" if status.phase else "before its first phase"
     return f"Rank {status.rank} ({status.label}) {cause} {where}."
 
 
@@ -39,6 +40,9 @@ def find_fault(board: StatusBoard, rank: int) -> tuple[int, str] | None:
     blamed = board[first].blames
     if blamed is None:
         return first, ended[first]
+    sentence = _ended(board[blamed], board.died(blamed))  # looked at again: it may have ended since
+    if sentence is not None:
+        return blamed, sentence
     cause = "was stopped" if board.stopped(blamed) else f"was held to blame by rank {first} ({board[first].label})"
     return blamed, fault_sentence(board[blamed], cause)
 

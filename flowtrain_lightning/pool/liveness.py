@@ -6,7 +6,8 @@ import os
 import select
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from mmap import mmap
@@ -29,7 +30,7 @@ class State(IntEnum):
     """What has become of a rank."""
 
     STARTING = 0
-    """It has not entered a phase yet."""
+    """It has not begun its first step yet."""
     RUNNING = 1
     FINISHED = 2
     """It left in good order; that its process ends is no death."""
@@ -47,7 +48,7 @@ class Status:
         label: for example ``"encoder 0"``.
         state: what has become of it.
         phase: what it does; a phase that waits for others begins with ``"wait"``.
-        step: in which step.
+        step: in which step; -1 before the first.
         progress: how often it entered a phase or advanced within one.
         heartbeat: how often its watchdog looked around.
         heartbeat_time: when it last did, in seconds of ``time.monotonic()``, which all processes share.
@@ -107,7 +108,7 @@ class StatusPage:
         text = _encoded(label)
         page._bytes[_LABEL : _LABEL + len(text)] = text
         page._words[_LABEL_LENGTH] = len(text)
-        page._words[_BLAMES] = -1
+        page._words[_BLAMES] = page._words[_STEP] = -1
         page._words[_PID] = os.getpid()
         page.beat()
         return page, descriptor
@@ -117,7 +118,7 @@ class StatusPage:
 
         Args:
             phase: a few words; begins with ``"wait"`` where the rank only waits for others.
-            step: the step that it belongs to.
+            step: the step that it belongs to; -1 before the first.
         """
         text = self._phases.get(phase)
         if text is None:
@@ -129,8 +130,16 @@ class StatusPage:
         words[_STEP] = step
         words[_VERSION] += 1
         words[_PROGRESS] += 1
-        if words[_STATE] == State.STARTING:
+        if words[_STATE] == State.STARTING and step >= 0:
             words[_STATE] = State.RUNNING
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Inside, the rank is in this phase of the same step; after a good end it is again in the former one."""
+        former = self.read()
+        self.enter(phase, former.step)
+        yield
+        self.enter(former.phase, former.step)
 
     def advance(self) -> None:
         """Count progress within a phase."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from flowtrain_lightning.pool.errors import PeerFailed, PoolError
@@ -67,11 +68,10 @@ class Mesh:
         self._wake_lock = threading.Lock()
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._peer_of: dict[int, int] = {}  # descriptor of a socket or process -> rank
-        for peer, connection in connections.items():
-            for descriptor in (connection.socket.fileno(), connection.process):
-                self._epoll.register(descriptor, select.EPOLLIN)
-                self._peer_of[descriptor] = peer
+        self._peer_of = {connection.socket.fileno(): peer for peer, connection in connections.items()}
+        self._process_of = {connection.process: peer for peer, connection in connections.items()}
+        for descriptor in (*self._peer_of, *self._process_of):
+            self._epoll.register(descriptor, select.EPOLLIN)
 
     @classmethod
     def connect(cls, store: Store, rank: int, ranks: int, labels: Sequence[str], timeout: float = 60.0) -> Mesh:
@@ -163,10 +163,9 @@ class Mesh:
             for peer in list(self._sockets):
                 self.send(peer, Record(Kind.GOODBYE, self.rank))
             deadline = time.monotonic() + _GOODBYE_SECONDS
-            while any(self._outboxes.values()) and time.monotonic() < deadline:
-                self._epoll.poll(0.05)
-                for peer in list(self._sockets):
-                    self._flush(peer)
+            with suppress(PoolError):  # whoever fails now is no concern of a rank that has done its work
+                while any(self._outboxes.values()) and time.monotonic() < deadline:
+                    self._read(0.05)
         self._epoll.close()
         for connection in self._sockets.values():
             connection.close()
@@ -181,27 +180,17 @@ class Mesh:
 
     def _read(self, timeout: float) -> list[Message]:
         messages: list[Message] = []
-        dead: list[int] = []
         for descriptor, events in self._epoll.poll(timeout):
             if descriptor == self._wake:
                 self._raise_fault()
-                continue
-            peer = self._peer_of[descriptor]
-            connection = self._sockets.get(peer)
-            if connection is None:
-                continue  # it said goodbye earlier in this round
-            if descriptor != connection.fileno():
-                dead.append(peer)
-                continue
-            if events & select.EPOLLOUT:
-                self._flush(peer)
-            if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
-                self._drain(peer, messages)
-        for peer in dead:
-            if peer in self._sockets:
-                self._drain(peer, messages)
-            if peer in self._sockets:
-                self._gone(peer)
+            elif descriptor in self._process_of:
+                self._ended(descriptor)
+            elif descriptor in self._peer_of:  # else its peer has left earlier in this round
+                peer = self._peer_of[descriptor]
+                if events & select.EPOLLOUT:
+                    self._flush(peer)
+                if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+                    self._drain(peer, messages)
         return messages
 
     def _drain(self, peer: int, messages: list[Message]) -> None:
@@ -214,11 +203,10 @@ class Mesh:
                 return
             except ConnectionResetError:
                 continue  # it closed before it read everything; what it sent before is still to come
-            if not data:
-                self._gone(peer)
-                return
-            record, payload = decode_record(data, peer)
-            if record.kind is Kind.GOODBYE:
+            if not data and self.board.pages[peer].state is not State.FINISHED:
+                self._blame(peer)
+            record, payload = decode_record(data, peer) if data else (None, b"")
+            if record is None or record.kind is Kind.GOODBYE:
                 self._forget(peer)
                 return
             messages.append(Message(record, payload, descriptor))
@@ -247,12 +235,12 @@ class Mesh:
             if self.board.pages[peer].state is State.FAILED:
                 self._blame(peer)
 
-    def _gone(self, peer: int) -> None:
-        """The connection to ``peer`` ended without a goodbye."""
-        if self.board.pages[peer].state is State.FINISHED:
-            self._forget(peer)
-        else:
-            self._blame(peer)
+    def _ended(self, process: int) -> None:
+        """A peer's process is gone. Its connection may not tell so, when children of it have inherited that."""
+        peer = self._process_of.pop(process)
+        self._epoll.unregister(process)
+        if peer in self._sockets and self.board.pages[peer].state is not State.FINISHED:
+            self._blame(peer)  # else what it sent before it left is still to be read
 
     def _blame(self, peer: int) -> None:
         deadline = time.monotonic() + _PAGE_SECONDS
@@ -272,9 +260,6 @@ class Mesh:
     def _forget(self, peer: int) -> None:
         """``peer`` has left in good order."""
         connection = self._sockets.pop(peer)
-        self._outboxes.pop(peer)
-        for descriptor in (connection.fileno(), self.board.processes[peer]):
-            if descriptor is not None:
-                self._epoll.unregister(descriptor)
-                del self._peer_of[descriptor]
+        del self._outboxes[peer], self._peer_of[connection.fileno()]
+        self._epoll.unregister(connection.fileno())
         connection.close()

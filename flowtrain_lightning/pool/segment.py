@@ -72,5 +72,5 @@ class Segment:
     def close(self) -> None:
         """Drop the memory; the system takes it back when no process and no tensor uses it any more."""
         if self.descriptor >= 0:
-            os.close(self.descriptor)
+            os.close(self.descriptor)  # the mapping stays for views that are still in use, and ends with the last
             self.descriptor = -1

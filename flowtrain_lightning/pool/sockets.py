@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -117,10 +118,7 @@ class Rendezvous:
             try:
                 for peer in range(self._rank):
                     self._connect(peer)
-                while len(self._sockets) < ranks - 1:
-                    self._accept(listener)
-                for peer in range(self._rank):  # only now: those below answer after all above them have come
-                    self._pages[peer] = self._hello(self._sockets[peer], peer)[1]
+                self._exchange_hellos(listener)
                 return {peer: self._connection(peer) for peer in sorted(self._sockets)}
             except BaseException:
                 for connection in self._sockets.values():
@@ -128,6 +126,29 @@ class Rendezvous:
                 for page in self._pages.values():
                     os.close(page)
                 raise
+
+    def _exchange_hellos(self, listener: socket.socket) -> None:
+        """Hear from the ranks below, let in those above, and notice when any of them ends meanwhile."""
+        poll = select.poll()
+        poll.register(listener, select.POLLIN)
+        peers = {connection.fileno(): peer for peer, connection in self._sockets.items()}
+        for descriptor in peers:
+            poll.register(descriptor, select.POLLIN)
+        while len(self._pages) < len(self._labels) - 1:
+            events = poll.poll(self._remaining() * 1000)
+            for descriptor, _ in events:
+                peer = peers.get(descriptor)
+                if peer is None:
+                    peer = self._accept(listener)
+                    if peer is None:
+                        continue
+                    descriptor = self._sockets[peer].fileno()
+                    peers[descriptor] = peer
+                elif peer in self._pages:
+                    raise self._ended(peer)
+                else:
+                    self._pages[peer] = self._hello(self._sockets[peer], peer)[1]
+                poll.register(descriptor, 0)  # from now on tell of its end only; what it sends is for later
 
     def _connect(self, peer: int) -> None:
         name = self._store.get(f"mesh/{peer}").decode()
@@ -141,19 +162,20 @@ class Rendezvous:
             raise PoolError(f"Rank {peer} ({self._labels[peer]}) runs as another user; start all ranks as one user.")
         self._say_hello(connection)
 
-    def _accept(self, listener: socket.socket) -> None:
-        listener.settimeout(self._remaining())
+    def _accept(self, listener: socket.socket) -> int | None:
+        connection, _ = listener.accept()
         try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            raise self._missing() from None
-        if _credentials(connection)[1] != os.geteuid():
-            connection.close()  # a stranger: no business of ours, and no reason to end the job
-            return
-        peer, page = self._hello(connection, None)
+            if _credentials(connection)[1] != os.geteuid():
+                connection.close()  # a stranger: no business of ours, and no reason to end the job
+                return None
+            peer, page = self._hello(connection, None)
+        except BaseException:
+            connection.close()
+            raise
         self._sockets[peer] = connection
         self._pages[peer] = page
         self._say_hello(connection)
+        return peer
 
     def _say_hello(self, connection: socket.socket) -> None:
         record = Record(Kind.HELLO, self._rank, number=len(self._labels))
@@ -174,6 +196,8 @@ class Rendezvous:
         ranks = len(self._labels)
         known = record.sender in self._sockets if peer is None else False
         if record.kind is not Kind.HELLO or record.number != ranks or page is None or known:
+            if page is not None:
+                os.close(page)
             raise PoolError(
                 f"A process introduced itself as rank {record.sender} of {record.number}; expected one of {ranks} "
                 "ranks that has not come yet. Is another run using the same store?"

@@ -49,7 +49,7 @@ class BackboneLane:
     def _compute(self, step: Step, number: int, packed: PackedBatch, mailbox: Mailbox, outputs: list[Any]) -> Turns:
         desk = self._desk
         leaves = mailbox.leaves(step.trains)
-        desk.page.enter(f"compute microbatch {number}", step.index)
+        desk.enter(f"compute microbatch {number}", step)
         with desk.timeline.span(BACKBONE, COMPUTE, "microbatch", step.place, number):
             rank = step.batch.part.backbone_rank
             assert rank is not None
@@ -70,14 +70,17 @@ class BackboneLane:
 
     def _return_gradients(self, step: Step, mailbox: Mailbox, leaves: tuple[Tensor, ...]) -> Turns:
         for entry, places in mailbox.places.items():
-            gradients = [(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)[places] for leaf in leaves]
+            # No rows stand for no gradient: what took no part in the loss keeps None, as it would in one process.
+            gradients = [leaf.detach()[:0] if leaf.grad is None else leaf.grad[places] for leaf in leaves]
             while not self._put(step, entry, gradients):
                 yield "room for gradients in the pool"
 
     def _put(self, step: Step, entry: int, gradients: list[Tensor]) -> bool:
         reader = self._encoder_ranks[step.plan.entries[entry].encoder_rank]
         with self._desk.timeline.span(BACKBONE, COMMUNICATION, "gradients", step.place):
-            return self._desk.pool.put(step.gradient_key(entry), gradients, [reader]) is not None
+            # An encoder that trains never works ahead, so that arena is free for gradients. Were they to share one with
+            # features, two ranks with both lanes could each fill it with what the other must read first.
+            return self._desk.pool.put(step.gradient_key(entry), gradients, [reader], ahead=True) is not None
 
     def _mailbox(self, step: Step, number: int) -> Mailbox:
         if number not in self._mailboxes:

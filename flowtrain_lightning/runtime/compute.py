@@ -76,8 +76,15 @@ class Compute:
         return loss
 
     def backward(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
-        """Backward outside autocast, as PyTorch advises: each operation runs in the precision of its forward."""
-        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+        """Backward of the outputs that have a gradient.
+
+        It runs outside autocast, as PyTorch advises: each operation runs in the precision of its forward.
+        """
+        pairs = [
+            (out, gradient)
+            for out, gradient in zip(outputs, gradients, strict=True)
+            if out.requires_grad and gradient is not None
+        ]
         with torch.autocast(self.device.type, enabled=False):
             torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
 

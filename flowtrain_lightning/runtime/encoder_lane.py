@@ -15,7 +15,7 @@ from flowtrain_lightning.runtime.room import FeatureSpec
 from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE
 
-_STEPS_AHEAD = 8
+STEPS_AHEAD = 8
 """How many later steps a frozen encoder may have begun: a bound on loaded pixels where few of them hold media."""
 
 
@@ -33,7 +33,6 @@ class EncoderLane:
         self._backbone_ranks = backbone_ranks
         self._kept_batches = kept_batches
         self._published: dict[tuple[str, int], int] = {}
-        self._held: deque[tuple[Step, int, list[Tensor]]] = deque()
 
     def run(self, step: Step, spec: FeatureSpec | None) -> Turns:
         """Works through the step's encoder batches in the plan's order.
@@ -56,9 +55,7 @@ class EncoderLane:
         Returns:
             whether a batch was encoded.
         """
-        if self._held:
-            return self._put_held(ahead=True)
-        for distance in range(1, min(steps_left, _STEPS_AHEAD) + 1):
+        for distance in range(1, min(steps_left, STEPS_AHEAD) + 1):
             following = step.batch.following(distance)
             if following is None:
                 return False
@@ -66,37 +63,22 @@ class EncoderLane:
             for number in self._unpublished(later):
                 if not self._desk.pool.fits(spec.batch_room(self._rows(later, number)), ahead=True):
                     return False
-                features = self._forward(later, number, keep=False)
-                self._held.extend((later, entry, parts) for entry, parts in self._split(later, number, features))
+                for entry, parts in self._split(later, number, self._forward(later, number, keep=False)):
+                    placed = self._put(later, entry, parts, ahead=True)
+                    assert placed, "there was room for the whole batch"
                 self._published[later.stage, later.index] = number + 1
-                self._put_held(ahead=True)
                 return True
         return False
-
-    def forget_published(self) -> None:
-        """Everything that was published for later steps is void, since the pool was opened anew."""
-        self._published.clear()
-        self._held.clear()
 
     # ---- an encoder that does not train -------------------------------------------------------------------------
 
     def _publish_all(self, step: Step, spec: FeatureSpec) -> Turns:
-        while self._held:
-            if not self._put_held(ahead=False):
-                yield "room for features in the pool"
         for number in self._unpublished(step):
             while not self._desk.pool.fits(spec.batch_room(self._rows(step, number))):
                 yield "room for features in the pool"
             yield from self._publish(step, number, self._forward(step, number, keep=False))
             yield None
         self._published.pop((step.stage, step.index), None)
-
-    def _put_held(self, *, ahead: bool) -> bool:
-        """Publishes what was encoded but found the room in pieces; True if anything could be."""
-        count = len(self._held)
-        while self._held and self._put(*self._held[0], ahead=ahead):
-            self._held.popleft()
-        return len(self._held) < count
 
     def _unpublished(self, step: Step) -> list[int]:
         done = self._published.get((step.stage, step.index), 0)
@@ -110,7 +92,7 @@ class EncoderLane:
         forwards = deque(self._unpublished(step))
         backwards: deque[AwaitingBackward] = deque()
         while forwards or backwards:
-            self._collect_gradients(step, backwards)
+            collected = self._collect_gradients(step, backwards)
             kept = sum(batch.outputs is not None for batch in backwards)
             may_run = bool(forwards) and (forwards[0] in recomputed or kept < self._kept_batches)
             if may_run and self._desk.pool.fits(spec.batch_room(self._rows(step, forwards[0]))):
@@ -119,11 +101,10 @@ class EncoderLane:
                 batch = AwaitingBackward(number, self._entries(step, number), features, number not in recomputed)
                 backwards.append(batch)
                 for reason in self._publish(step, number, features):
-                    self._collect_gradients(step, backwards)
-                    yield reason
+                    yield None if self._collect_gradients(step, backwards) else reason
             elif backwards and backwards[0].is_complete:
                 self._backward(step, backwards.popleft())
-            else:
+            elif not collected:
                 yield self._waiting_for(step, may_run, backwards)
                 continue
             yield None
@@ -133,21 +114,21 @@ class EncoderLane:
             return "room for features in the pool"
         return f"gradients of encoder batch {backwards[0].number}"
 
-    def _collect_gradients(self, step: Step, backwards: deque[AwaitingBackward]) -> None:
+    def _collect_gradients(self, step: Step, backwards: deque[AwaitingBackward]) -> bool:
         # Whatever has arrived is copied out at once, so that a backbone rank never waits for room because this lane
         # has not come to that batch yet.
         with self._desk.timeline.span(ENCODER, COMMUNICATION, "gradients", step.place):
-            for batch in backwards:
-                batch.collect(step, self._desk)
+            collected = [batch.collect(step, self._desk) for batch in backwards]
+        return any(collected)
 
     def _backward(self, step: Step, batch: AwaitingBackward) -> None:
         desk = self._desk
         outputs = batch.outputs
         if outputs is None:
             outputs = self._forward(step, batch.number, keep=True)
-        desk.page.enter(f"backward of encoder batch {batch.number}", step.index)
+        desk.enter(f"backward of encoder batch {batch.number}", step)
         with desk.timeline.span(ENCODER, COMPUTE, "backward", step.place, batch.number):
-            desk.compute.backward(outputs, batch.gradients)
+            desk.compute.backward(outputs, tuple(batch.gradients))
 
     # ---- both ---------------------------------------------------------------------------------------------------
 
@@ -155,7 +136,7 @@ class EncoderLane:
         desk = self._desk
         rank = step.batch.part.encoder_rank
         assert rank is not None
-        desk.page.enter(f"forward of encoder batch {number}", step.index)
+        desk.enter(f"forward of encoder batch {number}", step)
         with desk.timeline.span(ENCODER, COMPUTE, "forward", step.place, number), torch.set_grad_enabled(keep):
             return desk.compute.encode(
                 self._media(step, number), step=step.name, number=step.batch_number(rank, number)
@@ -197,13 +178,15 @@ class AwaitingBackward:
     Attributes:
         number: its position in this rank's order.
         outputs: its features with their graph, or None where the forward will be computed again.
-        gradients: what has arrived so far, shaped as the features.
+        gradients: what has arrived so far, shaped as the features; None for a tensor of them that took no part in the
+            loss.
     """
 
     def __init__(self, number: int, entries: list[int], features: tuple[Tensor, ...], keep: bool) -> None:
         self.number = number
         self.outputs = features if keep else None
-        self.gradients = tuple(torch.zeros_like(feature, requires_grad=False) for feature in features)
+        self.gradients: list[Tensor | None] = [None] * len(features)
+        self._rows = features[0].shape[0]
         self._missing = dict.fromkeys(entries)
         self._entries = entries
 
@@ -212,14 +195,24 @@ class AwaitingBackward:
         """All gradients are here."""
         return not self._missing
 
-    def collect(self, step: Step, desk: Desk) -> None:
-        """Copies the gradients that have arrived and gives their room back."""
+    def collect(self, step: Step, desk: Desk) -> bool:
+        """Copies the gradients that have arrived and gives their room back; True if anything had."""
+        missing = len(self._missing)
         for entry in list(self._missing):
             lease = desk.pool.get(step.gradient_key(entry))
             if lease is None:
                 continue
             start = sum(step.plan.entries[other].rows for other in self._entries[: self._entries.index(entry)])
-            for whole, part in zip(self.gradients, lease.tensors, strict=True):
-                whole[start : start + part.shape[0]].copy_(part)
+            for level, part in enumerate(lease.tensors):
+                if part.shape[0]:
+                    self._whole(level, part, desk.compute.device)[start : start + part.shape[0]].copy_(part)
             lease.release()
             del self._missing[entry]
+        return len(self._missing) < missing
+
+    def _whole(self, level: int, part: Tensor, device: torch.device) -> Tensor:
+        whole = self.gradients[level]
+        if whole is None:
+            whole = torch.zeros((self._rows, *part.shape[1:]), dtype=part.dtype, device=device)
+            self.gradients[level] = whole
+        return whole

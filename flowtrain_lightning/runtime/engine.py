@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.data import PackedMedia, StepBatch
 from flowtrain_lightning.parallel import reduce_gradients
-from flowtrain_lightning.pool import Mesh, Pool, PoolError
+from flowtrain_lightning.pool import Pool, PoolError
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
-from flowtrain_lightning.runtime.groups import Groups
 from flowtrain_lightning.runtime.halves import half_parameters, half_trains
+from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.lane import Desk, Turns, take_turns
 from flowtrain_lightning.runtime.logbook import StepReport
 from flowtrain_lightning.runtime.random import own_streams
@@ -61,27 +60,25 @@ class FlowEngine:
         self,
         module: FlowModule,
         trainer: L.Trainer,
-        allocation: Allocation,
-        groups: Groups,
-        mesh: Mesh,
+        job: Job,
         settings: EngineSettings,
     ) -> None:
         self.trainer = trainer
         self.timeline = Timeline()
         self.stop_requested = False
         self._module = module
-        self._allocation = allocation
-        self._groups = groups
-        self._mesh = mesh
+        self._allocation = job.allocation
+        self._groups = job.groups
+        self._mesh = job.mesh
         self._settings = settings
-        rank = groups.cross.rank
-        self._roles = tuple(role for role in (BACKBONE, ENCODER) if rank in allocation.ranks[role])
-        self._listeners = [r for r in allocation.ranks[ENCODER] if r not in allocation.ranks[BACKBONE]]
+        self._roles = tuple(role for role in (BACKBONE, ENCODER) if role in job.roles)
+        self._listeners = [r for r in job.allocation.ranks[ENCODER] if r not in job.allocation.ranks[BACKBONE]]
         self._compute = Compute(module, trainer, trainer.strategy.root_device)
         self._spec: FeatureSpec | None = None
         self._arena_bytes = 0
         self._desk: Desk | None = None
         self._indices = dict.fromkeys(STAGES, 0)
+        self._ahead: dict[str, tuple[int, int] | None] = {}
 
     # ---- what FlowModule calls ----------------------------------------------------------------------------------
 
@@ -93,10 +90,11 @@ class FlowEngine:
             self._run_lanes(step, [])
             report = self._end(step, self._steps_left("train", batch_idx))
         with self.timeline.span(self._roles[0], COMMUNICATION, "reduce gradients", step.place):
-            self._enter("reduce gradients", step)
+            self._enter("wait for the sum of the gradients", step)
             for role in self._roles:
                 reduce_gradients(half_parameters(self._module, role), 1 / max(report.tokens, 1))
         self.stop_requested = report.stop
+        self._enter("between steps", step)
         return self._module.log_report("train", report)
 
     def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
@@ -105,6 +103,7 @@ class FlowEngine:
         with own_streams():
             self._run_lanes(step, [])
             report = self._end(step, self._steps_left(stage, batch_idx))
+        self._enter("between steps", step)
         return self._module.log_report(stage, report)
 
     def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
@@ -113,6 +112,7 @@ class FlowEngine:
         outputs: list[Any] = []
         with own_streams():
             self._run_lanes(step, outputs)
+        self._enter("between steps", step)
         return outputs
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
@@ -125,14 +125,26 @@ class FlowEngine:
         squares = torch.tensor([float(own.double()) ** 2 if speaks else 0.0], dtype=torch.float64)
         return self._groups.cross.all_reduce(squares).sqrt().to(own)[0]
 
-    def agree_on_logged(self, value: Any, mean: bool) -> Any:
-        """The value that backbone ranks logged outside of a step: their mean, or rank 0's. Every rank calls it."""
-        cross = self._groups.cross
-        backbones = self._allocation.ranks[BACKBONE]
-        if not mean:
-            return cross.broadcast_object(float(value), backbones[0])
-        share = float(value) / len(backbones) if cross.rank in backbones else 0.0
-        return float(cross.all_reduce(torch.tensor([share], dtype=torch.float64)))
+    def agree_on_logged(self, name: str, value: Any) -> float:
+        """The value that rank 0 logged outside of a step, on every rank. Every rank calls it.
+
+        Raises:
+            TypeError: the value is no single number.
+            ValueError: rank 0 logs another name.
+        """
+        if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
+            raise TypeError(
+                f"log({name!r}, ...) takes a number or a tensor of one element under flowtrain, but got "
+                f"{type(value).__name__}. Log a metric's value (`metric.compute()`), not the object."
+            )
+        first_name, first_value = self._groups.cross.broadcast_object((name, float(value)), 0)
+        if first_name != name:
+            raise ValueError(
+                f"log({name!r}, ...) was called on rank {self._groups.cross.rank} while rank 0 calls "
+                f"log({first_name!r}, ...). Outside of microbatches all ranks must log the same names in the same "
+                "order; names that exist on one half only belong into `loss`."
+            )
+        return float(first_value)
 
     def close(self) -> None:
         """Gives the pool's memory back."""
@@ -147,8 +159,18 @@ class FlowEngine:
         step = Step(batch, stage, self._indices[stage], trains)
         self._indices[stage] += 1
         self._enter("begin the step", step)
+        if self._changes_course(step):
+            self._open_pool(step)
         self._make_room(step)
         return step
+
+    def _changes_course(self, step: Step) -> bool:
+        """Whether encoder ranks may hold or have published features for later steps that are void now.
+
+        So it is when the rest of an epoch is skipped, and when a frozen encoder begins to train.
+        """
+        ahead = self._ahead.get(step.stage)
+        return ahead is not None and (step.trains or step.name != ahead)
 
     def _run_lanes(self, step: Step, outputs: list[Any]) -> None:
         assert self._desk is not None
@@ -160,6 +182,9 @@ class FlowEngine:
         take_turns(self._desk, lanes, step)
 
     def _end(self, step: Step, steps_left: int) -> StepReport:
+        epoch, number = step.name
+        may_work_ahead = self._listeners and not step.trains and steps_left > 0
+        self._ahead[step.stage] = (epoch, number + 1) if may_work_ahead else None
         if BACKBONE not in self._roles:
             return self._await_report(step, steps_left)
         start = time.monotonic()
@@ -184,13 +209,17 @@ class FlowEngine:
         assert self._desk is not None
         pool = self._desk.pool
         start = time.monotonic()
+        waits = False
         while (lease := pool.get(step.report_key)) is None:
             spec = None if step.trains else self._spec
             if spec is not None and self._encoder_lane.work_ahead(step, spec, steps_left):
                 pool.poll()
                 start = time.monotonic()
+                waits = False
                 continue
-            self._enter("wait for the backbone to end the step", step)
+            if not waits:  # once, since entering a phase counts as progress
+                self._enter("wait for the backbone to end the step", step)
+                waits = True
             pool.poll(_POLL_SECONDS)
         self.timeline.add(Span(ENCODER, STALL, "end of the step", *step.place, -1, start, time.monotonic()))
         report = StepReport(**json.loads(bytes(lease.tensors[0].numpy())))
@@ -217,7 +246,7 @@ class FlowEngine:
         return any(board[rank].sigterm for rank in range(len(board)))
 
     def _enter(self, phase: str, step: Step) -> None:
-        self._mesh.page.enter(phase, step.index)
+        self._mesh.page.enter(step.phase(phase), step.index)
 
     # ---- room in the pool ---------------------------------------------------------------------------------------
 
@@ -237,10 +266,11 @@ class FlowEngine:
             )
         wanted = step_room(step.plan, self._spec) if step.plan.entries and self._spec else 0
         self._arena_bytes = limit // 2 if limit is not None else max(wanted, 2 * needed, LEAST_ARENA)
-        self._open_pool()
+        self._open_pool(step)
 
-    def _open_pool(self) -> None:
+    def _open_pool(self, step: Step) -> None:
         former = self._desk
+        self._enter("wait for all ranks to open the pool", step)
         pool = Pool.open(self._mesh, self._arena_bytes, self._arena_bytes)
         self._desk = Desk(pool, self._compute, self._mesh.page, self.timeline)
         self._backbone_lane = BackboneLane(self._desk, self._allocation.ranks[ENCODER])
@@ -257,6 +287,7 @@ class FlowEngine:
         spec = None
         if self._groups.cross.rank == source:
             media = next(media for media in step.batch.encoder_batches if media is not None)
+            self._enter("first forward of the encoder", step)
             spec = self._probe(media)
         agreed: FeatureSpec = self._groups.cross.broadcast_object(spec, source)
         return agreed

@@ -8,8 +8,11 @@ the default group); a colocated placement has one default group of all ranks. Co
 from __future__ import annotations
 
 import atexit
+import itertools
 import pickle
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,18 +23,32 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
+from flowtrain_lightning.pool import StatusPage
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda rows: rows.sum(0) / len(rows),
+    "sum": lambda rows: rows.sum(0),
+    "min": lambda rows: rows.amin(0),
+    "max": lambda rows: rows.amax(0),
+}
+
 
 class CrossGroup:
     """All ranks of the job, on CPU tensors over gloo.
 
     torch.distributed makes subgroups of the default group only, and the default group is a role; so this one is a
     ``ProcessGroupGloo`` of its own. Its collectives are counted, for the test that none runs inside a step.
+
+    Attributes:
+        collectives: how many there were.
+        page: tells the other ranks that this one waits; None before they can see it.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout: timedelta) -> None:
         self.rank = rank
         self.ranks = ranks
         self.collectives = 0
+        self.page: StatusPage | None = None
         self._group: Any = dist.ProcessGroupGloo(store, rank, ranks, timeout) if ranks > 1 else None
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -40,8 +57,15 @@ class CrossGroup:
         if self._group is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = op
-            self._group.allreduce([tensor], options).wait()
+            with self._during("wait for all ranks"):
+                self._group.allreduce([tensor], options).wait()
         return tensor
+
+    def reduce_over(self, ranks: Sequence[int], tensor: Tensor, operation: str) -> Tensor:
+        """The ``"sum"``, ``"mean"``, ``"min"`` or ``"max"`` of the CPU tensors of ``ranks``, on every rank."""
+        rows = torch.zeros((self.ranks, *tensor.shape), dtype=tensor.dtype)
+        rows[self.rank] = tensor
+        return _REDUCTIONS[operation](self.all_reduce(rows)[list(ranks)])
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Overwrites a CPU tensor with that of ``source`` and returns it."""
@@ -49,7 +73,8 @@ class CrossGroup:
         if self._group is not None:
             options = dist.BroadcastOptions()
             options.rootRank = source
-            self._group.broadcast([tensor], options).wait()
+            with self._during(f"wait for news from rank {source}"):
+                self._group.broadcast([tensor], options).wait()
         return tensor
 
     def broadcast_object(self, value: Any, source: int) -> Any:
@@ -71,6 +96,9 @@ class CrossGroup:
         """Waits until every rank is here."""
         self.all_reduce(torch.zeros(1))
 
+    def _during(self, phase: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.page is None else self.page.during(phase)
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -78,17 +106,20 @@ class Groups:
 
     Attributes:
         cross: all ranks, on CPU.
-        store: the job's key-value store, under a prefix of this connection.
         role_rank: this rank within its default group.
         role_ranks: size of its default group.
         role_cpu: the ranks of the default group, on CPU; None is the default group itself.
     """
 
     cross: CrossGroup
-    store: Store
     role_rank: int
     role_ranks: int
     role_cpu: dist.ProcessGroup | None
+    _stores: Iterator[Store]
+
+    def new_store(self) -> Store:
+        """An empty key-value store, the same on all ranks if they ask equally often."""
+        return next(self._stores)
 
     def sum_over_role(self, tensor: Tensor) -> Tensor:
         """Sums a CPU tensor over the ranks of the default group, in place, and returns it."""
@@ -145,10 +176,10 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
     )
     groups = Groups(
         cross=CrossGroup(PrefixStore("cross", store), rank, ranks, timeout),
-        store=PrefixStore("mesh", store),
         role_rank=role_rank,
         role_ranks=len(world),
         role_cpu=None if backend == "gloo" else dist.new_group(backend="gloo"),
+        _stores=(PrefixStore(f"store/{number}", store) for number in itertools.count()),
     )
     _connected = (key, groups)
     return groups

@@ -33,6 +33,15 @@ class Desk:
     page: StatusPage
     timeline: Timeline
 
+    def enter(self, phase: str, step: Step) -> None:
+        """Tells the other ranks what this one does from now on.
+
+        Args:
+            phase: a few words; begins with ``"wait"`` where the rank only waits for others.
+            step: the step that it belongs to.
+        """
+        self.page.enter(step.phase(phase), step.index)
+
 
 def take_turns(desk: Desk, lanes: Sequence[tuple[str, Turns]], step: Step) -> None:
     """Runs the lanes of this rank to their end, in one thread.
@@ -62,7 +71,7 @@ def take_turns(desk: Desk, lanes: Sequence[tuple[str, Turns]], step: Step) -> No
 
 def _sleep(desk: Desk, role: str, reasons: list[str], step: Step) -> None:
     reason = " and ".join(reasons)
-    desk.page.enter(f"wait for {reason}", step.index)
+    desk.enter(f"wait for {reason}", step)
     start = time.monotonic()
     while not desk.pool.poll(_POLL_SECONDS):
         pass

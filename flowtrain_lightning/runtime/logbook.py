@@ -110,10 +110,12 @@ class Logbook:
         return [name for name in self._sums if name not in self._agreed]
 
     def _agree_on_names(self, found: Iterable[list[tuple[str, dict[str, Any]]]]) -> None:
-        for name, options in sorted(pair for pairs in found for pair in pairs if pair[0] not in self._agreed):
-            if name not in self._agreed:
-                self._agreed.append(name)
-                self._options.setdefault(name, options)
+        options_of: dict[str, dict[str, Any]] = {}
+        for name, options in (pair for pairs in found for pair in pairs):
+            options_of.setdefault(name, options)  # ranks may differ in them; the first one's count everywhere
+        for name in sorted(options_of):
+            self._agreed.append(name)
+            self._options[name] = options_of[name]
 
     def _clear(self) -> None:
         self._loss, self._tokens, self._sums = 0.0, 0.0, {}

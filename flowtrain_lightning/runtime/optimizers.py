@@ -50,14 +50,21 @@ class NamedOptimizer:
         """
         by_name = with_names(saved, self.groups)
         numbers = {name: n for n, name in enumerate(self._parameters)}
+        if len(by_name["param_groups"]) != len(self.groups):
+            raise ValueError(
+                f"The checkpoint's optimizer has {len(by_name['param_groups'])} parameter groups, but "
+                f"configure_optimizers gives {len(self.groups)}. Use the same configure_optimizers as when it was "
+                "saved."
+            )
         groups = []
-        for settings, group in zip(by_name["param_groups"], self._optimizer.param_groups, strict=True):
-            own = [numbers[name] for name in settings["params"] if name in numbers]
-            if len(own) != len(group["params"]):
+        for position, (settings, names) in enumerate(zip(by_name["param_groups"], self.groups, strict=True)):
+            if changed := set(names) ^ set(settings["params"]):
                 raise ValueError(
-                    f"The checkpoint's optimizer group holds {len(own)} parameters of this rank, but "
-                    f"configure_optimizers made a group of {len(group['params'])}. Use the same configure_optimizers."
+                    f"Group {position} of the checkpoint's optimizer and of configure_optimizers differ in "
+                    f"{', '.join(sorted(changed))}. Use the same configure_optimizers as when it was saved."
                 )
+            # PyTorch goes by position: the numbers come in the order of this run's parameters.
+            own = [numbers[name] for name in names if name in numbers]
             groups.append({**_settings(settings), "params": own})
         state = {numbers[name]: entries for name, entries in by_name["state"].items() if name in numbers}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -35,6 +35,7 @@ class PlainEngine:
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """All microbatches forward and backward; returns the mean loss over target tokens, detached."""
+        refuse_accumulation(self.trainer)
         self._silence_ddp()
         self._module.zero_grad(set_to_none=True)
         with own_streams():
@@ -64,7 +65,7 @@ class PlainEngine:
         """The 2-norm of all gradients."""
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
-    def agree_on_logged(self, value: Any, mean: bool) -> Any:
+    def agree_on_logged(self, name: str, value: Any) -> Any:
         """The value itself: under plain Lightning every rank has results of its own."""
         return value
 
@@ -89,6 +90,19 @@ class PlainEngine:
         wrapped = self.trainer.strategy.model
         if isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync:
             self._no_sync.enter_context(wrapped.no_sync())
+
+
+def refuse_accumulation(trainer: L.Trainer) -> None:
+    """Raises where Lightning would accumulate over steps, since every step starts with gradients of its own.
+
+    Raises:
+        ValueError: says what was given and what to set instead.
+    """
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) was given, but a FlowModule's step "
+            "already accumulates over its microbatches. Leave it at 1 and raise FlowDataModule(global_batch_size=...)."
+        )
 
 
 def _sum_over_ranks(vector: Tensor) -> Tensor:

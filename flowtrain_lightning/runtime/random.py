@@ -31,4 +31,8 @@ def own_streams() -> Iterator[None]:
 
 def enter_stream(*name: object) -> None:
     """Seeds torch's generators with the stream of this name. Call inside ``own_streams``."""
-    torch.manual_seed(stream_seed(*name))
+    seed = stream_seed(*name)
+    # torch.manual_seed would note the call stack for every kind of accelerator that is not there: milliseconds.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)

@@ -41,7 +41,8 @@ def least_room(plan: StepPlan, spec: FeatureSpec) -> int:
 
     Readers take features in the order in which encoder ranks publish them (the invariant of
     ``StepPlan.encoder_batches``), copy them when they arrive and give the room back at once. So all that was
-    published before a waiting batch is read without it, and its room becomes free.
+    published before a waiting batch is read without it, and its room becomes free. Gradients have an arena of the
+    same size to themselves; an encoder lane copies them whenever it has its turn.
     """
     return max(_rooms(plan, spec).values(), default=0)
 

@@ -48,6 +48,10 @@ class Step:
         """Stage and index, as timelines name steps."""
         return self.stage, self.index
 
+    def phase(self, what: str) -> str:
+        """What a rank does in this step, for messages: with the stage where that is not training."""
+        return what if self.stage == "train" else f"{what} ({self.stage})"
+
     def feature_key(self, entry: int) -> Key:
         """Where the features of entry number ``entry`` are found."""
         return Key(self._channel(_FEATURES), self.index, entry)

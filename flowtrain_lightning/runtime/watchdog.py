@@ -1,4 +1,4 @@
-"""Ends this process, with a sentence, when a rank of the job died, failed or hangs; and what dies with a parent."""
+"""Ends this process, with a sentence, when a rank of the job died, failed or hangs; and what ends with it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flowtrain_lightning.pool import Mesh, State, fault_sentence, first_fault
 from flowtrain_lightning.pool.faults import find_fault
@@ -22,10 +21,12 @@ from flowtrain_lightning.pool.faults import find_fault
 __all__ = ["Watchdog", "die_with_parent", "fault_sentence", "first_fault"]
 
 HANG_SECONDS = 600.0
+START_SECONDS = 1800.0
 GRACE_SECONDS = 3.0
 _LOOK_SECONDS = 0.2
+_TELL_SECONDS = 1.0  # after a fault was found: by then the other ranks have seen what is wrong, too
 _DEAF_SECONDS = 5.0  # without a heartbeat: not even the watchdog of that process gets to run
-_SET_PARENT_DEATH_SIGNAL, _GET_PARENT_DEATH_SIGNAL = 1, 2  # of prctl(2)
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Watchdog:
         labels: what each rank is, for example ``"encoder 0"``.
         hang_timeout: seconds. Must exceed the longest time in which no rank enters a phase or advances: a slow first
             step, or writing a checkpoint.
+        start_timeout: the same until every rank has begun its first step: preparing data and building the model may
+            take long.
         fault_dir: where ``fault-rank<rank>.txt`` is written.
         kill_children: also end this process's own children (workers that load data) when it ends the process.
     """
@@ -69,6 +72,7 @@ class Watchdog:
         rank: int,
         labels: Sequence[str],
         hang_timeout: float = HANG_SECONDS,
+        start_timeout: float = START_SECONDS,
         fault_dir: str | os.PathLike[str] = ".",
         kill_children: bool = True,
     ) -> None:
@@ -77,26 +81,17 @@ class Watchdog:
         self._rank = rank
         self._labels = tuple(labels)
         self._hang_timeout = hang_timeout
-        self._file = Path(fault_dir) / f"fault-rank{rank}.txt"
+        self._start_timeout = max(start_timeout, hang_timeout)
+        self._fault_dir = fault_dir
         self._kill_children = kill_children
-        self._parent = os.getppid()
-        self._tied = False
         self._stop = threading.Event()
         self._found = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="flowtrain-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch. With a single rank there is nobody to watch, and nobody whom its end would free.
-
-        A process that was tied to its parent (`die_with_parent`) is untied until `stop`: its parent is a rank, and
-        when that dies this process shall say so before it ends.
-        """
-        if len(self._board) == 1:
-            return
-        self._tied = _parent_death_signal() != 0
-        if self._tied:
-            _set_parent_death_signal(0)
-        self._thread.start()
+        """Begin to watch. With a single rank there is nobody to watch, and nobody whom its end would free."""
+        if len(self._board) > 1:
+            self._thread.start()
 
     def stop(self) -> None:
         """Cease to watch, for an orderly end. Where a rank has failed, this one included, the process still ends."""
@@ -105,8 +100,6 @@ class Watchdog:
             return
         while self._thread.is_alive() and not self._found.is_set():
             self._thread.join(_LOOK_SECONDS)
-        if self._tied and not self._found.is_set():
-            die_with_parent(parent=self._parent)
 
     def _watch(self) -> None:
         page = self._board.pages[self._rank]
@@ -117,7 +110,6 @@ class Watchdog:
             page.beat()
             fault = self._find(patience)
             if fault is not None:
-                self._found.set()
                 self._end(fault)
 
     def _find(self, patience: _Patience) -> Fault | None:
@@ -129,7 +121,9 @@ class Watchdog:
         if own.state is State.FAILED:
             return Fault(self._rank, f"{fault_sentence(own, 'failed')} Its error was:\n{own.error}", hang=False)
         silent = patience.seconds([page.progress for page in self._board.pages])
-        return self._hang(patience, silent) if silent >= self._hang_timeout else None
+        starting = any(page.state is State.STARTING for page in self._board.pages)
+        limit = self._start_timeout if starting else self._hang_timeout
+        return self._hang(patience, silent) if silent >= limit else None
 
     def _hang(self, patience: _Patience, silent: float) -> Fault:
         there = [rank for rank in range(len(self._board)) if self._board.pages[rank].state is not State.FINISHED]
@@ -154,27 +148,20 @@ class Watchdog:
             page.fail(text)
         elif fault.rank is not None:
             page.blame(fault.rank)
-        self._write(text)
+        say_fault(text, self._fault_dir, self._rank)
+        self._found.set()
+        # Where the interpreter's own end hangs, or something holds its lock, the system ends this process by SIGALRM.
+        signal.setitimer(signal.ITIMER_REAL, 2 * GRACE_SECONDS)
         self._mesh.abort(fault.sentence, fault.rank)
-        self._kill_deaf()
-        end = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < end:
+        began = time.monotonic()
+        while (passed := time.monotonic() - began) < GRACE_SECONDS:
             page.beat()
             time.sleep(_LOOK_SECONDS)
-        self._kill_deaf()
+            if passed > _TELL_SECONDS:
+                self._kill_deaf()
         if self._kill_children:
-            self._end_children()
+            end_children(spared={page.read().pid for page in self._board.pages})
         os._exit(1)
-
-    def _write(self, text: str) -> None:
-        """Put the text into the file, whole or not at all, and onto stderr."""
-        with suppress(OSError, ValueError):  # where it cannot be said it must still end
-            print(f"\nflowtrain: {text}", file=sys.stderr, flush=True)
-        with suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self._file.with_suffix(".unfinished")
-            unfinished.write_text(text + "\n")
-            unfinished.replace(self._file)
 
     def _kill_deaf(self) -> None:
         """Kill the peers that cannot end themselves."""
@@ -183,17 +170,6 @@ class Watchdog:
             deaf = status.heartbeat > 0 and time.monotonic() - status.heartbeat_time > _DEAF_SECONDS
             if rank != self._rank and status.state is not State.FINISHED and (deaf or self._board.stopped(rank)):
                 self._board.kill(rank)
-
-    def _end_children(self) -> None:
-        """Kill the processes that descend from this one; peers among them end themselves."""
-        parents = _parents()
-        spared = {self._board[rank].pid for rank in range(len(self._board))}
-        heirs = [os.getpid()]
-        for parent in heirs:
-            heirs.extend(child for child, of in parents.items() if of == parent and child not in spared)
-        for child in heirs[1:]:
-            with suppress(OSError):
-                os.kill(child, signal.SIGKILL)
 
 
 class _Patience:
@@ -216,6 +192,35 @@ class _Patience:
         return self._since[rank]
 
 
+def say_fault(text: str, folder: str | os.PathLike[str], rank: int) -> None:
+    """Print the text to stderr, and put it whole or not at all into ``fault-rank<rank>.txt``.
+
+    Args:
+        text: rank, role, phase and cause.
+        folder: where the file goes.
+        rank: the calling rank.
+    """
+    with suppress(OSError, ValueError):  # where it cannot be said it must still end
+        print(f"\nflowtrain: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        file = Path(folder) / f"fault-rank{rank}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(text + "\n")
+        unfinished.replace(file)
+
+
+def end_children(spared: Collection[int] = ()) -> None:
+    """Kill the processes that descend from this one, but for ``spared``: ranks, which end by themselves."""
+    parents = _parents()
+    heirs = [os.getpid()]
+    for parent in heirs:
+        heirs.extend(child for child, of in parents.items() if of == parent and child not in spared)
+    for child in heirs[1:]:
+        with suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+
+
 def die_with_parent(worker_id: int = 0, *, parent: int | None = None) -> None:
     """Let the system kill this process when the thread that started it ends. Usable as a ``worker_init_fn``.
 
@@ -227,25 +232,11 @@ def die_with_parent(worker_id: int = 0, *, parent: int | None = None) -> None:
     if parent is None:
         starter = multiprocessing.parent_process()
         parent = os.getppid() if starter is None else starter.pid
-    _set_parent_death_signal(signal.SIGKILL)
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(_SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "The system refused to tie this process to its parent (prctl).")
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _set_parent_death_signal(number: int) -> None:
-    _prctl(_SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(number))
-
-
-def _parent_death_signal() -> int:
-    number = ctypes.c_int()
-    _prctl(_GET_PARENT_DEATH_SIGNAL, ctypes.byref(number))
-    return number.value
-
-
-def _prctl(option: int, argument: Any) -> None:
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.prctl(option, argument, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "The system refused to tie this process to its parent (prctl).")
 
 
 def _main_stack() -> str:

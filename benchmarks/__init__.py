@@ -1,0 +1,1 @@
+"""Measurements of speed, each beside its peers in one run. Start with `train.py`."""

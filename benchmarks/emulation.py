@@ -1,0 +1,239 @@
+"""A module whose computing is sleep: what it would cost, and real features and gradients that are checked.
+
+Every picture is of one colour, and the colour is its number. The encoder reads the number from the pixels and fills
+the features with a pattern of number and row; the backbone knows which pictures its samples have, checks the
+pattern, and answers with gradients of another pattern, which the encoder checks in its backward. Filling and checking
+are done within the time that the computing would take.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from benchmarks.modules import TOKENIZER
+from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
+from flowtrain_lightning.data import FlowDataModule, ImageProcessor
+
+IMAGES = ImageProcessor(
+    patch_size=2, merge_size=2, min_pixels=16, max_pixels=1 << 20, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
+)
+WIDTH = 1024
+"""Numbers in a row of features, in bfloat16."""
+
+_FORWARD_SHARE = 1 / 3
+_WORD = torch.int64  # compares four numbers at a time
+_PATTERNS = 251  # all of 0..250 are exact in bfloat16
+_SET_TIMER_SLACK = 29  # of prctl(2)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+
+
+@dataclass(frozen=True)
+class EmulatedCost:
+    """Seconds that forward and backward together take; the forward takes a third.
+
+    Attributes:
+        per_patch: of an encoder batch.
+        per_token: of a microbatch.
+    """
+
+    per_patch: float
+    per_token: float
+
+    def encoder(self, patches: int) -> tuple[float, float]:
+        """Seconds of forward and of backward of an encoder batch."""
+        whole = self.per_patch * patches
+        return whole * _FORWARD_SHARE, whole * (1 - _FORWARD_SHARE)
+
+    def backbone(self, tokens: int) -> tuple[float, float]:
+        """Seconds of forward and of backward of a microbatch."""
+        whole = self.per_token * tokens
+        return whole * _FORWARD_SHARE, whole * (1 - _FORWARD_SHARE)
+
+
+class Clock:
+    """Spends exact amounts of time. What one spell takes too long is taken off the next, so that their sum is right."""
+
+    def __init__(self) -> None:
+        self._owed = 0.0
+        system = ctypes.CDLL(None)
+        system.prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1))  # wake up within microseconds
+        # Freed memory stays with the process, as on a GPU: else each tensor would be fetched from the system anew.
+        for threshold in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+            system.mallopt(threshold, 1 << 30)
+
+    def spend(self, start: float, seconds: float) -> None:
+        """Return ``seconds`` after ``start``, a time of ``time.monotonic()``."""
+        end = start + seconds - self._owed
+        if (left := end - time.monotonic()) > 0:
+            time.sleep(left)
+        self._owed = max(0.0, time.monotonic() - end)
+
+
+class _Encode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, media: PackedMedia, cost: EmulatedCost, clock: Clock) -> Tensor:
+        start = time.monotonic()
+        forward, ctx.seconds = cost.encoder(len(media.patches))
+        ctx.clock = clock
+        ctx.numbers, ctx.rows = numbers_of(media), torch.tensor(media.rows)
+        ctx.weight = weight
+        features = bear(pattern(ctx.numbers, ctx.rows, 1))
+        clock.spend(start, forward)
+        return features
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        start = time.monotonic()
+        check(gradients[0], pattern(ctx.numbers, ctx.rows, 2), "gradients")
+        ctx.clock.spend(start, ctx.seconds)
+        return torch.ones_like(ctx.weight), None, None, None
+
+
+class _Train(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        features: Tensor,
+        numbers: Tensor,
+        rows: Tensor,
+        tokens: int,
+        cost: EmulatedCost,
+        clock: Clock,
+    ) -> Tensor:
+        start = time.monotonic()
+        forward, ctx.seconds = cost.backbone(tokens)
+        ctx.clock, ctx.numbers, ctx.rows, ctx.weight = clock, numbers, rows, weight
+        check(features, pattern(numbers, rows, 1), "features")
+        clock.spend(start, forward)
+        return weight.new_tensor(float(tokens))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        start = time.monotonic()
+        answer = bear(pattern(ctx.numbers, ctx.rows, 2))
+        ctx.clock.spend(start, ctx.seconds)
+        return torch.ones_like(ctx.weight), answer, None, None, None, None, None
+
+
+class EmulatedVLM(FlowModule):
+    """A vision-language model that sleeps.
+
+    Args:
+        per_patch: see `EmulatedCost`.
+        per_token: see `EmulatedCost`.
+        pictures: the file of `write_records` that says which pictures each record has.
+    """
+
+    def __init__(self, per_patch: float, per_token: float, pictures: str) -> None:
+        super().__init__()
+        self.cost = EmulatedCost(per_patch, per_token)
+        self.clock = Clock()
+        self.pictures: list[list[list[int]]] = json.loads(Path(pictures).read_text())
+
+    def configure_encoder(self) -> None:
+        """One weight: what weights cost is not emulated."""
+        self.encoder = nn.Linear(1, 1, bias=False)
+
+    def configure_backbone(self) -> None:
+        """One weight."""
+        self.backbone = nn.Linear(1, 1, bias=False)
+
+    def encode(self, media: PackedMedia) -> Tensor:
+        """``[rows, WIDTH]`` of the pattern."""
+        features: Tensor = _Encode.apply(self.encoder.weight, media, self.cost, self.clock)  # type: ignore[no-untyped-call]
+        return features
+
+    def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> tuple[Tensor, int]:
+        """Check the features, and spend the time of a microbatch."""
+        expected = [picture for sample in batch.samples for picture in self.pictures[sample]]
+        numbers, rows = torch.tensor(expected, dtype=torch.int64).reshape(-1, 2).unbind(1)
+        found = features.get("image", torch.empty(0, WIDTH, dtype=torch.bfloat16))
+        tokens = len(batch.tokens)
+        loss: Tensor = _Train.apply(self.backbone.weight, found, numbers, rows, tokens, self.cost, self.clock)  # type: ignore[no-untyped-call]
+        return loss, tokens
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """An optimizer that costs little."""
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+def numbers_of(media: PackedMedia) -> Tensor:
+    """``[media]`` the pictures' numbers, read from the colour of each one's first pixel."""
+    first = media.patches[media.cu_seqlens[:-1].long()].reshape(len(media.rows), 3, -1)[:, :, 0]
+    colours = (first * 255).round().long()
+    return (colours * torch.tensor([1 << 16, 1 << 8, 1])).sum(1)
+
+
+def pattern(numbers: Tensor, rows: Tensor, kind: int) -> Tensor:
+    """``[sum(rows)]`` small whole numbers that depend on picture, row and kind (1 features, 2 gradients)."""
+    row = torch.cat([torch.arange(count) for count in rows.tolist()]) if len(rows) else rows
+    return (numbers.repeat_interleave(rows) * 31 + row * 7 + kind * 101) % _PATTERNS
+
+
+def bear(pattern: Tensor) -> Tensor:
+    """``[rows, WIDTH]`` bfloat16 with ``pattern`` in every column."""
+    return pattern.to(torch.bfloat16)[:, None].expand(-1, WIDTH).contiguous()
+
+
+def check(found: Tensor, expected: Tensor, what: str) -> None:
+    """Refuse what does not bear the pattern in every place.
+
+    Raises:
+        RuntimeError: ``what`` are not as they were sent.
+    """
+    as_sent = bear(expected)
+    if found.shape != as_sent.shape or not torch.equal(found.contiguous().view(_WORD), as_sent.view(_WORD)):
+        raise RuntimeError(f"{what} of {len(expected)} rows do not bear the pattern with which they were sent.")
+
+
+def write_records(folder: Path, records: int, seed: int = 0) -> None:
+    """``train.jsonl``, its pictures, and ``pictures.json``: for each record number and rows of its pictures.
+
+    A fifth of the records has no picture, a fifth has two. A picture has 16 to 400 rows of features, a text some 10
+    to 400 tokens.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(seed)
+    sides = draw.integers(4, 21, (256, 2)) * IMAGES.patch_size * IMAGES.merge_size
+    for number, (height, width) in enumerate(sides.tolist()):
+        colour = (0, number >> 8, number & 255)
+        Image.new("RGB", (width, height), colour).save(folder / f"{number}.png")
+    rows = (sides // (IMAGES.patch_size * IMAGES.merge_size)).prod(1)
+    lines, pictures = [], []
+    for record in range(records):
+        chosen = draw.integers(0, len(sides), draw.choice([0, 1, 2], p=[0.2, 0.6, 0.2])).tolist()
+        words = " ".join(["a"] * int(draw.integers(5, 200)))
+        images = [{"path": f"{n}.png", "h": int(sides[n, 0]), "w": int(sides[n, 1])} for n in chosen]
+        messages = [
+            {"role": "user", "content": "<image>" * len(chosen) + "what?"},
+            {"role": "assistant", "content": words},
+        ]
+        lines.append(json.dumps({"id": str(record), "images": images, "messages": messages}))
+        pictures.append([[number, int(rows[number])] for number in chosen])
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "pictures.json").write_text(json.dumps(pictures))
+
+
+def emulated_data(folder: Path, global_batch_size: int, token_budget: int) -> FlowDataModule:
+    """The data module over what `write_records` wrote; a process of its own loads for each rank."""
+    return FlowDataModule(
+        folder / "train.jsonl",
+        tokenizer=TOKENIZER,
+        images=IMAGES,
+        token_budget=token_budget,
+        global_batch_size=global_batch_size,
+        num_workers=1,
+        seed=0,
+        cache_dir=folder / "index",
+    )

@@ -1,0 +1,112 @@
+"""What is measured inside a run: when steps ended, what they held, and what the lanes did meanwhile."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+
+from flowtrain_lightning.data import IGNORED_LABEL, StepBatch
+
+
+class Meter(L.Callback):
+    """Writes ``rank<r>.json`` into a folder when training ends.
+
+    Args:
+        folder: where to write.
+        warmup: steps that are not counted; at least 1.
+    """
+
+    def __init__(self, folder: Path, warmup: int) -> None:
+        self._folder = folder
+        self._warmup = warmup
+        self._ends: list[float] = []
+        self._cpu: list[float] = []
+        self._counts: dict[str, int] = defaultdict(int)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Notes the time, and what the step held on this rank."""
+        self._ends.append(time.monotonic())
+        self._cpu.append(time.process_time())
+        if len(self._ends) > self._warmup:
+            for name, count in contents(batch).items():
+                self._counts[name] += count
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Writes the file."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        window = (self._ends[self._warmup - 1], self._ends[-1])
+        measured = {
+            "window": window,
+            "ends": self._ends,
+            "cpu_seconds": self._cpu[-1] - self._cpu[self._warmup - 1],
+            "counts": self._counts,
+            "lanes": lanes(trainer, window),
+        }
+        (self._folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(measured))
+
+
+def contents(batch: Any) -> dict[str, int]:
+    """What one rank holds of a step: samples, target tokens, and how much of what is computed is padding."""
+    if not isinstance(batch, StepBatch):
+        return {
+            "samples": len(batch["tokens"]),
+            "targets": int((batch["labels"] != IGNORED_LABEL).sum()),
+            "tokens": int(batch["lengths"].sum()),
+            "token_places": batch["tokens"].numel(),
+            "patches": int(batch["grid"].prod(1).sum()),
+            "patch_places": batch["patches"].shape[0] * batch["patches"].shape[1],
+        }
+    microbatches = [microbatch for microbatch in batch.microbatches if microbatch is not None]
+    tokens = sum(len(microbatch.tokens) for microbatch in microbatches)
+    patches = sum(len(media.patches) for media in batch.encoder_batches if media is not None)
+    return {
+        "samples": sum(len(microbatch.samples) for microbatch in microbatches),
+        "targets": sum(int((microbatch.labels != IGNORED_LABEL).sum()) for microbatch in microbatches),
+        "tokens": tokens,
+        "token_places": tokens,
+        "patches": patches,
+        "patch_places": patches,
+    }
+
+
+def lanes(trainer: L.Trainer, window: tuple[float, float]) -> dict[str, dict[str, float]]:
+    """Role -> kind of time -> seconds within the window; nothing under plain Lightning."""
+    engine = getattr(trainer.strategy, "engine", None)
+    seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    if engine is not None:
+        for span in engine.timeline.spans:
+            seconds[span.lane][span.kind] += max(0.0, min(span.end, window[1]) - max(span.start, window[0]))
+    return seconds
+
+
+def read_ranks(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks wrote, in rank order."""
+    ranks = len(list(folder.glob("rank*.json")))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def throughput(ranks: list[dict[str, Any]]) -> dict[str, float]:
+    """One run in figures: rates in 1/s, padding and stalls as shares from 0 to 1, seconds of computing per role."""
+    seconds = ranks[0]["window"][1] - ranks[0]["window"][0]
+    counts: dict[str, int] = {name: sum(rank["counts"].get(name, 0) for rank in ranks) for name in ranks[0]["counts"]}
+    figures = {
+        "samples_per_second": counts["samples"] / seconds,
+        "targets_per_second": counts["targets"] / seconds,
+        "token_padding": 1 - counts["tokens"] / counts["token_places"],
+        "patch_padding": 1 - counts["patches"] / counts["patch_places"],
+        "step_seconds": float(np.median(np.diff(ranks[0]["ends"])[-len(ranks[0]["ends"]) // 2 :])),
+    }
+    for role in ("encoder", "backbone"):
+        own = [rank["lanes"][role] for rank in ranks if role in rank["lanes"]]
+        if own:
+            figures[f"{role}_stall"] = sum(kinds.get("stall", 0.0) for kinds in own) / (seconds * len(own))
+            figures[f"{role}_compute_seconds"] = sum(kinds.get("compute", 0.0) for kinds in own)
+    return figures

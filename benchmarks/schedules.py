@@ -1,0 +1,168 @@
+"""The three schedules of `train.py --emulate`, and what every rank of one run does."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.emulation import EmulatedCost, EmulatedVLM, emulated_data
+from benchmarks.ideal import Rules
+from benchmarks.measure import Meter
+from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PackedMedia
+from flowtrain_lightning.allocator import default_allocation
+from flowtrain_lightning.data import StepBatch
+from flowtrain_lightning.packing import StepPlan
+
+SCHEDULES = {
+    "flowtrain": "flowtrain, separate",
+    "batch-synchronous": "batch-synchronous: all forwards of the encoders, then the backbone",
+    "uniform": "uniform: all ranks do everything",
+}
+"""Name -> what it is, in tables and pictures."""
+
+_KEPT_BATCHES = 4  # the strategy's default
+_POLL_SECONDS = 2e-4
+
+
+@dataclass(frozen=True)
+class EmulatedJob:
+    """What one run does.
+
+    Attributes:
+        schedule: one of ``SCHEDULES``.
+        ranks: processes.
+        encoder_ranks: how many of them encode, where roles are separate.
+        per_patch: see `EmulatedCost`.
+        per_token: see `EmulatedCost`.
+        data: the folder of `write_records`.
+        folder: where the ranks write what they measured.
+        global_batch_size: samples of a step.
+        token_budget: tokens of a microbatch.
+        warmup: steps before the measurement.
+        steps: steps that are measured.
+        step_bytes: room for all features of a step in the pool of one encoder rank, which encoding a whole step first
+            needs.
+    """
+
+    schedule: str
+    ranks: int
+    encoder_ranks: int
+    per_patch: float
+    per_token: float
+    data: Path
+    folder: Path
+    global_batch_size: int
+    token_budget: int
+    warmup: int
+    steps: int
+    step_bytes: int
+
+    @property
+    def rules(self) -> Rules:
+        """By which rules its ideal is computed."""
+        colocated = self.schedule == "uniform"
+        allocation = (
+            default_allocation(self.ranks, "colocated")
+            if colocated
+            else default_allocation(self.ranks, "separate", self.encoder_ranks)
+        )
+        first = self.schedule == "batch-synchronous"
+        return Rules(allocation, EmulatedCost(self.per_patch, self.per_token), self.kept_batches, first)
+
+    @property
+    def kept_batches(self) -> int:
+        """Encoder batches whose activations are kept. Who encodes the whole step first must keep all of them."""
+        return 1000 if self.schedule == "batch-synchronous" else _KEPT_BATCHES
+
+
+class EncoderFirst(EmulatedVLM):
+    """The same, but no backbone begins before every encoder has done its forwards of the whole step.
+
+    Encoder ranks count their forwards in a shared file; the backbone waits for the counts.
+    """
+
+    def __init__(self, *args: Any, counts: Path, encoder_ranks: int) -> None:
+        super().__init__(*args)
+        self._counts = np.memmap(counts, dtype=np.int64, mode="r+", shape=(encoder_ranks,))
+        self._planned = 0
+        self._encoder_rank = 0
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        """Notes how many forwards there are until this step's end."""
+        self._planned += sum(len(media) > 0 for rank in batch.plan.encoder_batches for media in rank)
+        self._encoder_rank = batch.part.encoder_rank or 0
+        return super().training_step(batch, batch_idx)
+
+    def encode(self, media: PackedMedia) -> Tensor:
+        """Counts the forward."""
+        features = super().encode(media)
+        if torch.is_grad_enabled():  # without gradients it only looks at what features are
+            self._counts[self._encoder_rank] += 1
+        return features
+
+    def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> tuple[Tensor, int]:
+        """Waits for all forwards."""
+        while int(self._counts.sum()) < self._planned:
+            time.sleep(_POLL_SECONDS)
+        return super().backbone_step(batch, features, stage)
+
+
+class PlanRecorder(L.Callback):
+    """Keeps the plans of all steps, and what the lanes did, for the parent process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._plans: list[StepPlan] = []
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: StepBatch, batch_idx: int
+    ) -> None:
+        """Keeps the plan."""
+        self._plans.append(batch.plan)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Writes plans (rank 0) and timeline."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, FlowTrainStrategy)
+        rank = trainer.global_rank
+        strategy.engine.timeline.save(self._folder / "timeline" / f"rank{rank}.json", rank, strategy.job.labels[rank])
+        if trainer.is_global_zero:
+            (self._folder / "plans.pickle").write_bytes(pickle.dumps(self._plans))
+
+
+def train(job: EmulatedJob) -> None:
+    """Train, as one of the job's ranks."""
+    folder, data = job.folder, job.data
+    arguments = (job.per_patch, job.per_token, str(data / "pictures.json"))
+    module: EmulatedVLM
+    if job.schedule == "batch-synchronous":
+        module = EncoderFirst(*arguments, counts=folder / "forwards", encoder_ranks=job.encoder_ranks)
+    else:
+        module = EmulatedVLM(*arguments)
+    colocated = job.schedule == "uniform"
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=job.ranks,
+        strategy=FlowTrainStrategy(
+            encoder_ranks=None if colocated else job.encoder_ranks,
+            placement="colocated" if colocated else "separate",
+            encoder_activations=job.kept_batches,
+            pool_bytes=2 * job.step_bytes if job.schedule == "batch-synchronous" else None,
+        ),
+        max_steps=job.warmup + job.steps,
+        callbacks=[Meter(folder, job.warmup), PlanRecorder(folder)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, emulated_data(data, job.global_batch_size, job.token_budget))

@@ -1,0 +1,248 @@
+"""A checkpoint directory: written by all ranks together, read by ranks of any layout or by one process."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from flowtrain_lightning.allocator import Allocation
+from flowtrain_lightning.allocator.roles import ROLES
+from flowtrain_lightning.checkpoint.names import take_name, temporary_name, write_file
+from flowtrain_lightning.checkpoint.random_states import random_states, restore_random_states
+from flowtrain_lightning.checkpoint.tensors import load_tensors, save_tensors
+from flowtrain_lightning.runtime.groups import Groups
+from flowtrain_lightning.runtime.halves import role_of
+from flowtrain_lightning.runtime.optimizers import NamedState
+from flowtrain_lightning.runtime.random import global_seed
+
+FORMAT = 1
+META = "meta.pt"
+RANDOM_STATES = "random_states.pt"
+VALUES = "values.pt"
+
+Halves = Mapping[str, tuple[str, ...]]
+"""Role -> module paths."""
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    checkpoint: dict[str, Any], filepath: Any, halves: Halves, allocation: Allocation, groups: Groups
+) -> None:
+    """Writes a checkpoint directory. Every rank calls it with its own part.
+
+    Everything goes into a temporary directory beside ``filepath``, is flushed to the disk and takes its name in one
+    step. A kill at any moment leaves the former checkpoint whole.
+
+    Args:
+        checkpoint: Lightning's checkpoint, with this rank's ``state_dict`` and named ``optimizer_states``.
+        filepath: the directory to write; rank 0's counts.
+        halves: role -> module paths.
+        allocation: recorded, so that a resume can tell whether the layout is the same.
+        groups: of this rank.
+
+    Raises:
+        ValueError: ``filepath`` is a URL.
+    """
+    if "://" in str(filepath):
+        raise ValueError(
+            f"The checkpoint path {str(filepath)!r} is a URL, but flowtrain writes directories to a local or mounted "
+            "file system. Give a plain path, and copy the finished directory where you need it."
+        )
+    cross = groups.cross
+    path = Path(filepath).absolute()
+    temporary: Path = cross.broadcast_object(_begin(path) if cross.rank == 0 else None, 0)
+    weights: dict[str, Any] = checkpoint.pop("state_dict")
+    optimizers: list[NamedState] | None = checkpoint.pop("optimizer_states", None)
+    for role in ROLES:
+        if cross.rank in allocation.ranks[role]:
+            own = {key: value for key, value in _flat(weights, optimizers or []) if _role_of_key(key, halves) == role}
+            _save_role(temporary / role, own, is_first=groups.role_rank == 0)
+    states = cross.gather_objects(random_states())
+    if cross.rank == 0:
+        checkpoint["state_dict"] = {name: value for name, value in weights.items() if role_of(name, halves) is None}
+        checkpoint["flowtrain"] = {
+            "format": FORMAT,
+            "seed": global_seed(),
+            "placement": allocation.placement,
+            "ranks": {role: list(ranks) for role, ranks in allocation.ranks.items()},
+            "halves": {role: list(paths) for role, paths in halves.items()},
+            "param_groups": None if optimizers is None else [state["param_groups"] for state in optimizers],
+        }
+        _save_meta(checkpoint, temporary)
+        write_file(states, temporary / RANDOM_STATES)
+    cross.barrier()
+    if cross.rank == 0:
+        take_name(temporary, path)
+
+
+def _begin(path: Path) -> Path:
+    temporary = temporary_name(path)
+    temporary.mkdir()
+    return temporary
+
+
+def _save_role(folder: Path, own: Mapping[str, Any], is_first: bool) -> None:
+    save_tensors(folder, {key: value for key, value in own.items() if isinstance(value, Tensor)})
+    if is_first:
+        write_file({key: value for key, value in own.items() if not isinstance(value, Tensor)}, folder / VALUES)
+
+
+def _save_meta(checkpoint: dict[str, Any], folder: Path) -> None:
+    write_file(checkpoint, folder / META)
+    if objects := get_unsafe_globals_in_checkpoint(folder / META):
+        rank_zero_warn(
+            f"The checkpoint holds objects that are no tensors or plain data: {', '.join(sorted(objects))}. They come "
+            "from hyperparameters, callbacks or `on_save_checkpoint`; to load them, weights_only=False must be given. "
+            "Better store their parts as plain data."
+        )
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    filepath: Any,
+    halves: Halves,
+    allocation: Allocation,
+    groups: Groups,
+    checkpoint_io: CheckpointIO,
+    weights_only: bool | None = None,
+    resumes: bool = True,
+) -> dict[str, Any]:
+    """Reads this rank's part of a checkpoint directory, or a plain Lightning checkpoint with ``checkpoint_io``.
+
+    Args:
+        filepath: directory or file.
+        halves: role -> module paths.
+        allocation: which halves this rank holds.
+        groups: of this rank.
+        checkpoint_io: reads plain checkpoints.
+        weights_only: False allows objects other than tensors and plain data; only for files you trust.
+        resumes: training goes on: optimizers are read and this rank's random states restored, if there are any.
+    """
+    path = Path(filepath)
+    if not path.is_dir():
+        return checkpoint_io.load_checkpoint(filepath, map_location="cpu", weights_only=weights_only is not False)
+    rank = groups.cross.rank
+    roles = (None, *(role for role in ROLES if rank in allocation.ranks[role]))
+    checkpoint = read_checkpoint(path, lambda name: role_of(name, halves) in roles, weights_only, optimizers=resumes)
+    if resumes:
+        _tell_differences(checkpoint["flowtrain"], path, allocation)
+        states = _load(path / RANDOM_STATES, weights_only=None)
+        if rank < len(states):
+            restore_random_states(states[rank])
+    return checkpoint
+
+
+def read_checkpoint(
+    path: Path,
+    wanted: Callable[[str], bool] | None = None,
+    weights_only: bool | None = None,
+    *,
+    optimizers: bool = True,
+) -> dict[str, Any]:
+    """A checkpoint directory as Lightning's dictionary, with optimizer states by parameter name.
+
+    Args:
+        path: the directory.
+        wanted: says of a parameter or buffer by its name whether it is read; None reads all.
+        weights_only: False allows objects other than tensors and plain data; only for files you trust.
+        optimizers: whether their states are read.
+
+    Raises:
+        ValueError: the directory is no checkpoint of flowtrain, or of a later format, or holds other objects.
+    """
+    checkpoint = _load_meta(path, weights_only)
+    groups = checkpoint["flowtrain"]["param_groups"] if optimizers else None
+    states: list[NamedState] = [{"state": {}, "param_groups": group} for group in groups or ()]
+
+    def reads(key: str) -> bool:
+        number, name, _ = _parse(key)
+        return (number is None or number < len(states)) and (wanted is None or wanted(name))
+
+    for role in checkpoint["flowtrain"]["halves"]:
+        values: dict[str, Any] = _load(path / role / VALUES, weights_only)
+        own = load_tensors(path / role, reads) | {key: value for key, value in values.items() if reads(key)}
+        for key, value in own.items():
+            number, name, entry = _parse(key)
+            if number is None:
+                checkpoint["state_dict"][name] = value
+            else:
+                states[number]["state"].setdefault(name, {})[entry] = value
+    if groups is not None:
+        checkpoint["optimizer_states"] = states
+    return checkpoint
+
+
+def _load_meta(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    checkpoint = _load(path / META, weights_only) if (path / META).is_file() else {}
+    if "flowtrain" not in checkpoint:
+        raise ValueError(f"{path} is a directory without flowtrain's {META}: no checkpoint. Give another path.")
+    if checkpoint["flowtrain"]["format"] > FORMAT:
+        raise ValueError(
+            f"{path} has format {checkpoint['flowtrain']['format']}, but this version of flowtrain reads up to "
+            f"{FORMAT}. Update flowtrain-lightning."
+        )
+    return dict(checkpoint)
+
+
+def _load(path: Path, weights_only: bool | None) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=weights_only is not False)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"{path} holds objects that are no tensors or plain data ({found[1] if found else error}), and reading "
+            "them may run code. Pass weights_only=False if you trust the file."
+        ) from error
+
+
+def _tell_differences(saved: Mapping[str, Any], path: Path, allocation: Allocation) -> None:
+    if saved["seed"] != global_seed():
+        rank_zero_warn(
+            f"{path} was made with seed {saved['seed']}, but this run has {global_seed()}: dropout and other random "
+            f"draws differ from those of an uninterrupted run. Call seed_everything({saved['seed']}) to go on alike."
+        )
+    if saved["ranks"] != {role: list(ranks) for role, ranks in allocation.ranks.items()}:
+        rank_zero_info(
+            f"flowtrain: {path} was saved by the ranks {saved['ranks']} ({saved['placement']}). The run goes on with "
+            "the same samples; sums in another order differ in their last bits."
+        )
+
+
+# ---- names of what is saved -----------------------------------------------------------------------------------------
+
+
+def _flat(weights: Mapping[str, Any], optimizers: list[NamedState]) -> Iterator[tuple[str, Any]]:
+    """``weights.NAME`` and ``optimizer.NUMBER.NAME#ENTRY``, each with its value."""
+    for name, value in weights.items():
+        yield f"weights.{name}", value
+    for number, optimizer in enumerate(optimizers):
+        for name, entries in optimizer["state"].items():
+            for entry, value in entries.items():
+                yield f"optimizer.{number}.{name}#{entry}", value
+
+
+def _parse(key: str) -> tuple[int | None, str, str]:
+    """The optimizer's number (None: a weight), the parameter's name and the entry of its state."""
+    kind, _, rest = key.partition(".")
+    if kind == "weights":
+        return None, rest, ""
+    number, _, rest = rest.partition(".")
+    name, _, entry = rest.rpartition("#")
+    return int(number), name, entry
+
+
+def _role_of_key(key: str, halves: Halves) -> str | None:
+    return role_of(_parse(key)[1], halves)

@@ -1,0 +1,76 @@
+"""The way from a checkpoint directory to plain Lightning: as its dictionary, as a ``.ckpt`` file, as a plugin."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from flowtrain_lightning.checkpoint.directory import read_checkpoint
+from flowtrain_lightning.checkpoint.names import take_name, temporary_name, write_file
+from flowtrain_lightning.runtime.optimizers import with_numbers
+
+
+def export_checkpoint(source: str | Path, target: str | Path) -> None:
+    """Writes a checkpoint directory as one plain Lightning ``.ckpt`` file.
+
+    The file holds all that the directory holds but the random states.
+
+    Args:
+        source: the directory.
+        target: the file to write; one that exists is replaced.
+
+    Raises:
+        ValueError: ``source`` is no checkpoint directory, or of a later format.
+    """
+    _replace(_read_plain(Path(source)), Path(target).absolute())
+
+
+@contextmanager
+def plain_file(source: str | Path, weights_only: bool | None = None) -> Iterator[Path]:
+    """Inside, a plain ``.ckpt`` file with what ``load_from_checkpoint`` needs of a checkpoint directory.
+
+    The file lies in the system's temporary folder (``TMPDIR``) and is about as large as the weights.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plain.ckpt"
+        write_file(read_checkpoint(Path(source), weights_only=weights_only, optimizers=False), path)
+        yield path
+
+
+class FlowCheckpointIO(TorchCheckpointIO):
+    """Lets plain Lightning resume from flowtrain's directories.
+
+    ``Trainer(strategy="auto", plugins=[FlowCheckpointIO()]).fit(..., ckpt_path="last.ckpt")``
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Saves as Lightning does; the file may take the name of a directory that is there."""
+        if Path(path).is_dir():
+            _replace(checkpoint, Path(path).absolute())
+        else:
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a directory, or what Lightning reads."""
+        if Path(path).is_dir():
+            return _read_plain(Path(path), kwargs.get("weights_only"))
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+        return checkpoint
+
+
+def _read_plain(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    checkpoint = read_checkpoint(path, weights_only=weights_only)
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [with_numbers(state) for state in checkpoint["optimizer_states"]]
+    return checkpoint
+
+
+def _replace(checkpoint: dict[str, Any], path: Path) -> None:
+    temporary = temporary_name(path)
+    write_file(checkpoint, temporary)
+    take_name(temporary, path)

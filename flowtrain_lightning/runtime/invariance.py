@@ -1,0 +1,41 @@
+"""What in a module makes its gradients depend on how samples are packed: found, and named in the log."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+_RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_EXPERTS = re.compile("moe|router|expert", re.IGNORECASE)
+
+
+def not_layout_invariant(module: nn.Module) -> list[str]:
+    """Sentences for the log, one for each reason that occurs.
+
+    Random masks follow the microbatch and not the sample; batch statistics, and auxiliary losses over all tokens of a
+    microbatch, couple samples. Everything else gives the same gradients on every layout. What a module does in
+    functions cannot be seen; experts are told by the names of their classes.
+    """
+    found: dict[str, list[str]] = {}
+    for name, layer in module.named_modules():
+        reason = _reason(layer)
+        if reason is not None:
+            found.setdefault(reason, []).append(f"{name} ({type(layer).__name__})")
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason} depend on how samples are "
+        "packed, so gradients differ a little between layouts."
+        for reason, names in found.items()
+    ]
+
+
+def _reason(layer: nn.Module) -> str | None:
+    dropout = layer.p if isinstance(layer, _RANDOM) else getattr(layer, "dropout", 0.0)
+    if isinstance(dropout, float) and dropout > 0:
+        return "random masks"
+    if isinstance(layer, _BATCH):
+        return "batch statistics"
+    if _EXPERTS.search(type(layer).__name__):
+        return "auxiliary losses of experts"
+    return None

@@ -1,0 +1,104 @@
+"""The ranks of a run as one of them sees them: which role each plays, how it is reached, who watches over whom."""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+from flowtrain_lightning.allocator import Allocation
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.pool import Mesh, State, first_fault
+from flowtrain_lightning.runtime.groups import connect_groups
+from flowtrain_lightning.runtime.launcher import kin
+from flowtrain_lightning.runtime.watchdog import Watchdog
+
+
+class Job:
+    """One rank's place in a run, from the first connection until it leaves.
+
+    Args:
+        rank: global rank.
+        allocation: which ranks play which role.
+        backend: of the roles' process groups.
+        hang_timeout: seconds without progress of any rank after which all end.
+        timeout: after which a blocked collective raises, and a start-up that does not come to its first step ends.
+        fault_folder: where ``fault-rank<r>.txt`` is written.
+
+    Attributes:
+        labels: what each rank is, for messages and pictures: ``"backbone 0"``, ``"encoder 1"`` or both.
+        groups: the process groups; they stay after ``leave``, for what the user does after ``fit``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        allocation: Allocation,
+        *,
+        backend: str,
+        hang_timeout: float,
+        timeout: timedelta,
+        fault_folder: Path,
+    ) -> None:
+        self.rank = rank
+        self.allocation = allocation
+        ranks = len({*allocation.ranks[ENCODER], *allocation.ranks[BACKBONE]})
+        self.labels = [_label(allocation, number) for number in range(ranks)]
+        kin.labels, kin.folder, kin.needed = self.labels, fault_folder, True
+        separate = allocation.placement == "separate"
+        worlds = tuple(allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
+        self.groups = connect_groups(rank, worlds, backend, timeout)
+        seconds = timeout.total_seconds()
+        self._mesh: Mesh | None = Mesh.connect(self.groups.new_store(), rank, ranks, self.labels, seconds)
+        self.groups.cross.page = self._mesh.page
+        self._mesh.page.enter("start up", -1)
+        self._watchdog = Watchdog(self._mesh, rank, self.labels, hang_timeout, seconds, fault_folder)
+        self._watchdog.start()
+        kin.watched, kin.needed = True, False
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of this rank."""
+        return tuple(role for role in ROLES if self.rank in self.allocation.ranks[role])
+
+    @property
+    def mesh(self) -> Mesh:
+        """Connects this rank with the others, until it leaves."""
+        assert self._mesh is not None, "this rank has left the job"
+        return self._mesh
+
+    def during(self, phase: str) -> AbstractContextManager[None]:
+        """Inside, the other ranks see this one in ``phase``."""
+        return nullcontext() if self._mesh is None else self._mesh.page.during(phase)
+
+    def ask_to_stop(self) -> None:
+        """Leaves a mark that all ranks learn of in the same step's report. May be called in a signal handler."""
+        if self._mesh is not None:
+            self._mesh.page.sigterm = True
+
+    def tell(self, exception: BaseException) -> None:
+        """Tells the other ranks why this one fails, unless it only does so because one of them failed."""
+        if self._mesh is None:
+            return
+        if isinstance(exception, RuntimeError) and first_fault(self._mesh.board, self.rank) is not None:
+            return
+        interrupted = isinstance(exception, KeyboardInterrupt)
+        lines = traceback.format_exception_only(exception) if interrupted else traceback.format_exception(exception)
+        self._mesh.page.fail("".join(lines))
+
+    def leave(self) -> None:
+        """Says goodbye to the other ranks. A second call does nothing."""
+        if self._mesh is None:
+            return
+        self._watchdog.stop()
+        status = self._mesh.page.read()
+        # Where there was a fault, the watchdog has the last word.
+        kin.watched = status.state is State.FAILED or status.blames is not None
+        self._mesh.close()
+        self._mesh = None
+        self.groups.cross.page = None
+
+
+def _label(allocation: Allocation, rank: int) -> str:
+    return " and ".join(f"{role} {ranks.index(rank)}" for role in ROLES if rank in (ranks := allocation.ranks[role]))

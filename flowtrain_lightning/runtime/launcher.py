@@ -1,0 +1,89 @@
+"""Starts the other ranks of this machine, and notices when one of them ends while no watchdog can tell."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from flowtrain_lightning.runtime.watchdog import end_children, say_fault
+
+_LAUNCHER = "FLOWTRAIN_LAUNCHER"  # for the ranks that rank 0 started: its process id
+_LOOK_SECONDS = 0.2
+
+
+class RankLauncher(_SubprocessScriptLauncher):
+    """Runs the script once more for every other rank, as Lightning's own launcher does.
+
+    Lightning's kills all processes, without a word on why, up to 5 s after a child has failed. Here `Kin` notices that
+    and leaves it to the watchdog, which knows more, wherever one runs.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Starts the other ranks, unless that was done before, and calls ``function``."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        if not self.cluster_environment.creates_processes_externally:
+            os.environ[_LAUNCHER] = str(os.getpid())
+            self._call_children_scripts()
+            kin.know({rank: process.poll for rank, process in enumerate(self.procs, start=1)})
+        return function(*args, **kwargs)
+
+
+class Kin:
+    """The ranks that this process started, or rank 0 that started it: whether they live, where no watchdog can tell.
+
+    A thread ends this process, with a sentence, when one of them is gone that it waits for, or a child of rank 0 that
+    ended with an error.
+
+    Attributes:
+        needed: this rank waits for the others.
+        watched: a watchdog runs, or has found a fault.
+        folder: where ``fault-rank<rank>.txt`` is written.
+        labels: what each rank is, once that is known.
+    """
+
+    def __init__(self) -> None:
+        self.needed = False
+        self.watched = False
+        self.folder = Path()
+        self.labels: list[str] = []
+
+    def know(self, ended: Mapping[int, Callable[[], int | None]]) -> None:
+        """Look after these processes from now on.
+
+        Args:
+            ended: for each rank a function that gives its exit code once it has ended, and None before.
+        """
+        threading.Thread(target=self._watch, args=(dict(ended),), name="flowtrain-kin", daemon=True).start()
+
+    def know_launcher(self) -> None:
+        """Look after rank 0, if it started this process."""
+        launcher = int(os.environ.get(_LAUNCHER, os.getpid()))
+        if launcher != os.getpid():
+            self.know({0: lambda: None if os.getppid() == launcher else 0})
+
+    def _watch(self, ended: dict[int, Callable[[], int | None]]) -> None:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            for rank, code in ((rank, exit_code()) for rank, exit_code in ended.items()):
+                if code is not None and (code != 0 or self.needed) and not self.watched:
+                    self._end(rank, code)
+
+    def _end(self, rank: int, code: int) -> None:
+        who = f"Rank {rank} ({self.labels[rank]})" if self.labels else f"Rank {rank}"
+        how = f"ended with exit code {code}" if rank else "ended"
+        when = "during start-up, before it had joined the other ranks" if self.needed else "outside of fit and its like"
+        say_fault(f"{who} {how} {when}. Its own output says why.", self.folder, int(os.environ["LOCAL_RANK"]))
+        end_children()
+        os._exit(1)
+
+
+kin = Kin()
+"""Of this process, whichever Trainer runs."""

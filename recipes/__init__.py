@@ -1,0 +1,1 @@
+"""Recipes: whole trainings to run, read and copy."""

@@ -1,0 +1,76 @@
+"""Emulated computing takes the time it says, and notices what was changed on the way."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from benchmarks.emulation import Clock, EmulatedVLM, bear, check, emulated_data, numbers_of, pattern, write_records
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    write_records(path, 12)
+    return path
+
+
+@pytest.fixture(scope="module")
+def batch(folder):
+    data = emulated_data(folder, global_batch_size=12, token_budget=8192)
+    data.setup("fit")
+    return data.train_dataloader().steps.load(0, 0)
+
+
+@pytest.fixture
+def module(folder):
+    module = EmulatedVLM(1e-9, 1e-9, str(folder / "pictures.json"))
+    module.configure_model()
+    return module
+
+
+def test_features_and_gradients_pass_their_checks_where_nothing_changes_them(module, batch):
+    features = module.encode(batch.encoder_batches[0])
+    leaf = features.detach().requires_grad_()
+    loss, _ = module.backbone_step(batch.microbatches[0], {"image": leaf}, "train")
+    loss.backward()
+    features.backward(leaf.grad)
+    assert module.encoder.weight.grad is not None
+
+
+def test_features_with_one_changed_number_are_refused(module, batch):
+    features = module.encode(batch.encoder_batches[0]).detach()
+    features[5, 7] += 1
+    with pytest.raises(RuntimeError, match="features of"):
+        module.backbone_step(batch.microbatches[0], {"image": features}, "train")
+
+
+def test_gradients_in_another_order_are_refused(module, batch):
+    features = module.encode(batch.encoder_batches[0])
+    media = batch.encoder_batches[0]
+    gradients = bear(pattern(numbers_of(media), torch.tensor(media.rows), 2))
+    with pytest.raises(RuntimeError, match="gradients of"):
+        features.backward(gradients.flip(0))
+
+
+def test_a_picture_says_its_number_by_its_colour(folder, batch, module):
+    media = batch.encoder_batches[0]
+    samples = batch.microbatches[0].samples
+    expected = [picture for sample in samples for picture in module.pictures[sample]]
+    assert sorted(zip(numbers_of(media).tolist(), media.rows, strict=True)) == sorted(map(tuple, expected))
+
+
+def test_what_one_spell_takes_too_long_is_taken_off_the_next():
+    clock = Clock()
+    start = time.monotonic()
+    clock.spend(start, 0.01)
+    time.sleep(0.03)
+    clock.spend(start, 0.02)  # it began in the past: 10 ms and more are owed
+    clock.spend(time.monotonic(), 0.1)
+    assert time.monotonic() - start == pytest.approx(0.01 + 0.02 + 0.1, abs=0.015)
+
+
+def test_a_pattern_that_fits_passes():
+    check(bear(torch.arange(3)), torch.arange(3), "features")

@@ -1,0 +1,69 @@
+"""The runs that several files of these tests look at, each made once, when first asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain_lightning import export_checkpoint
+from tests.checkpoint.training import LAYOUTS, SAVED_AT, write_data
+from tests.forks import Done, Job, run_jobs
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Trainings in processes of their own.
+
+    Attributes:
+        folder: where each run has its folder; ``data`` is what they all train on.
+    """
+
+    folder: Path
+    done: dict[str, Done] = field(default_factory=dict)
+
+    @property
+    def data(self) -> str:
+        return str(self.folder / "data")
+
+    def job(self, name: str, target: str, ranks: int, **arguments: Any) -> Done:
+        """Runs a function of ``training`` in so many processes, unless that was done."""
+        if name not in self.done:
+            job = Job(name, f"tests.checkpoint.training:{target}", ranks, {"data": self.data, **arguments}, 150)
+            self.done.update(run_jobs(self.folder, [job]))
+        return self.done[name]
+
+    def straight(self, case: str, layout: str) -> Path:
+        """The folder of a run without a break, which saved ``step3.ckpt`` on its way."""
+        name = f"{case} on {layout}"
+        arguments = {"case": case, "layout": layout, "saves": [SAVED_AT]}
+        return self.job(name, "train", LAYOUTS[layout][0], **arguments).check().folder
+
+    def resumed(self, checkpoint: Path, case: str, layout: str) -> Path:
+        """The folder of a run that went on from a checkpoint, and saved ``step5.ckpt``."""
+        name = f"{case} on {layout} from {checkpoint.stem} of {checkpoint.parent.name}"
+        arguments = {"case": case, "layout": layout, "resume": str(checkpoint), "saves": [SAVED_AT + 2]}
+        return self.job(name, "train", LAYOUTS[layout][0], **arguments).check().folder
+
+    def exported(self, checkpoint: Path) -> Path:
+        """The checkpoint as a plain file."""
+        file = self.folder / "exported" / checkpoint.name
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            export_checkpoint(checkpoint, file)
+        return file
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_data(folder / "data")
+    return Runs(folder)
+
+
+def seen_by(folder: Path, rank: int = 0) -> dict[str, Any]:
+    """What a rank wrote at the end of its run."""
+    return torch.load(folder / f"rank{rank}.pt", weights_only=True)

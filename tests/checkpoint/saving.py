@@ -1,0 +1,117 @@
+"""What the processes do that save and die without a Trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from flowtrain_lightning.allocator import default_allocation
+from flowtrain_lightning.checkpoint import directory, names, save_checkpoint, tensors
+from flowtrain_lightning.checkpoint.tensors import save_tensors
+from flowtrain_lightning.runtime.groups import connect_groups
+
+HALVES = {"encoder": ("encoder",), "backbone": ("backbone", "head")}
+
+
+def save(folder: Path, paths: list[str], value: float, moment: str | None = None, victim: int = 0) -> None:
+    """Two ranks save a small checkpoint full of ``value``; at a moment one of them is killed.
+
+    Args:
+        folder: not used.
+        paths: the directories to save, one after another.
+        value: of all numbers.
+        moment: a key of ``MOMENTS``.
+        victim: the rank to kill.
+    """
+    rank = int(os.environ["RANK"])
+    groups = connect_groups(rank, ((0,), (1,)), "gloo", timedelta(seconds=30))
+    if moment is not None and rank == victim:
+        MOMENTS[moment]()
+    for path in paths:
+        save_checkpoint(_checkpoint(rank, value), path, HALVES, default_allocation(2), groups)
+
+
+def save_sharded(folder: Path) -> None:
+    """Two ranks of one role save a tensor of which each holds a part, and one that both hold."""
+    rank = int(os.environ["RANK"])
+    connect_groups(rank, ((0, 1),), "gloo", timedelta(seconds=30))
+    mesh = init_device_mesh("cpu", (2,))
+    rows = torch.arange(10.0).view(5, 2)
+    save_tensors(folder / "saved", {"rows": distribute_tensor(rows, mesh, [Shard(0)]), "same": torch.ones(10_000)})
+
+
+def _checkpoint(rank: int, value: float) -> dict[str, Any]:
+    own = ("backbone.a", "head.b") if rank == 0 else ("encoder.a",)
+    state = {
+        name: {"step": torch.tensor(value), "exp_avg": torch.full((3, 2), value, dtype=torch.bfloat16), "buffer": None}
+        for name in own
+    }
+    groups = [{"lr": value, "params": ["encoder.a", "backbone.a"]}, {"lr": 0.1, "params": ["head.b"]}]
+    return {
+        "epoch": int(value),
+        "state_dict": {
+            **{name: torch.full((3, 2), value, dtype=torch.float64) for name in own},
+            f"{own[0]}.extra_state": {"value": value},
+            "calls": torch.tensor(int(value)),
+        },
+        "optimizer_states": [{"state": state, "param_groups": groups}],
+    }
+
+
+def _die(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _half_written(value: Any, path: Path) -> None:
+    path.write_bytes(b"half of")
+    _die()
+
+
+def _dies_before(holder: Any, name: str, calls: int = 1) -> Callable[[], None]:
+    """Installs a death before the given call of a function."""
+
+    def install() -> None:
+        real = getattr(holder, name)
+        left = [calls]
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            return real(*args, **kwargs) if left[0] else _die()
+
+        setattr(holder, name, function)
+
+    return install
+
+
+def _without_exchange(then: Callable[[], None]) -> Callable[[], None]:
+    def exchange(*_: Any) -> bool:
+        then()
+        return False
+
+    return lambda: setattr(names, "_exchange", exchange)
+
+
+MOMENTS: dict[str, Callable[[], None]] = {
+    "before its half": _dies_before(directory, "_save_role"),
+    "in the middle of its half": _dies_before(tensors._Writer, "finish"),
+    "before the values": _dies_before(directory, "write_file"),
+    "before the meta file": _dies_before(directory, "_save_meta"),
+    "in the middle of the meta file": lambda: setattr(directory, "write_file", _half_written),
+    "before the name": _dies_before(directory, "take_name"),
+    "before the exchange": _dies_before(names, "_exchange"),
+    "after the exchange": _dies_before(names, "_remove_now"),
+    "in the middle of the removal": _dies_before(os, "rmdir"),
+    "without exchange, before the first step": _without_exchange(_dies_before(Path, "rename")),
+    "without exchange, between the steps": _without_exchange(_dies_before(Path, "rename", calls=2)),
+    "without exchange, after the second step": _without_exchange(_dies_before(names, "_remove_now", calls=2)),
+    "nowhere, without exchange": _without_exchange(lambda: None),
+}
+"""When a rank is killed; the last one is not."""

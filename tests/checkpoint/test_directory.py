@@ -1,0 +1,213 @@
+"""A checkpoint directory: what is in it, what a kill leaves, what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from flowtrain_lightning.allocator import default_allocation
+from flowtrain_lightning.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from flowtrain_lightning.checkpoint.directory import FORMAT
+from flowtrain_lightning.runtime.groups import CrossGroup, Groups
+from tests.checkpoint.saving import HALVES, MOMENTS
+from tests.forks import Job, run_jobs
+
+SAVE = "tests.checkpoint.saving:save"
+ENCODER = {"before its half", "in the middle of its half"}
+DEATHS = [(moment, 0) for moment in MOMENTS if not moment.startswith("nowhere")] + [(moment, 1) for moment in ENCODER]
+
+
+def value_in(checkpoint):
+    """The one number of which a checkpoint is full; an AssertionError if it holds several."""
+    weights, (optimizer,) = checkpoint["state_dict"], checkpoint["optimizer_states"]
+    found = {float(weights[name].mean()) for name in ("encoder.a", "backbone.a", "head.b")}
+    found |= {weights[name]["value"] for name in ("encoder.a.extra_state", "backbone.a.extra_state")}
+    found |= {
+        float(entry) for state in optimizer["state"].values() for entry in (state["step"], state["exp_avg"][0, 0])
+    }
+    found |= {float(checkpoint["epoch"]), float(weights["calls"]), optimizer["param_groups"][0]["lr"]}
+    assert len(optimizer["state"]) == 3
+    (value,) = found
+    return value
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder in which two ranks saved ``last.ckpt``, full of 1."""
+    folder = tmp_path_factory.mktemp("directory")
+    run_jobs(folder, [Job("saving", SAVE, 2, {"paths": [str(folder / "last.ckpt")], "value": 1})])["saving"].check()
+    return folder
+
+
+@pytest.fixture
+def directory(saved, tmp_path):
+    """A copy of ``last.ckpt`` to spoil."""
+    return Path(shutil.copytree(saved / "last.ckpt", tmp_path / "last.ckpt"))
+
+
+@pytest.fixture(scope="module")
+def killed(saved, tmp_path_factory):
+    """For each moment: the folder in which ``last.ckpt`` was to be replaced, as the kill left it."""
+    folders, jobs = {}, []
+    root = tmp_path_factory.mktemp("killed")
+    for moment, victim in [*DEATHS, ("nowhere, without exchange", 0)]:
+        folder = root / f"{moment} of rank {victim}"
+        shutil.copytree(saved / "last.ckpt", folder / "last.ckpt")
+        arguments = {"paths": [str(folder / "last.ckpt")], "value": 2, "moment": moment, "victim": victim}
+        jobs.append(Job(folder.name, SAVE, 2, arguments))
+        folders[moment, victim] = folder
+    done = run_jobs(root / "jobs", jobs)
+    left = {key: shutil.copytree(folder, root / "left" / folder.name) for key, folder in folders.items()}
+    again = {"paths": [str(folder / "last.ckpt") for folder in folders.values()], "value": 3}
+    run_jobs(root / "jobs", [Job("again", SAVE, 2, again)])["again"].check()
+    return {key: (done[folder.name], left[key], folder) for key, folder in folders.items()}
+
+
+# ---- contents -------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_has_a_folder_per_role_and_is_read_back_as_it_was(saved):
+    found = sorted(str(path.relative_to(saved / "last.ckpt")) for path in (saved / "last.ckpt").rglob("*"))
+    role = [".metadata", "__0_0.distcp", "index.json", "values.pt"]
+    assert found == sorted(
+        ["meta.pt", "random_states.pt", "encoder", "backbone"]
+        + [f"{half}/{file}" for half in ("encoder", "backbone") for file in role]
+    )
+    checkpoint = read_checkpoint(saved / "last.ckpt")
+    assert value_in(checkpoint) == 1
+    assert checkpoint["state_dict"]["encoder.a"].dtype == torch.float64
+    state = checkpoint["optimizer_states"][0]["state"]["head.b"]
+    assert state["exp_avg"].dtype == torch.bfloat16
+    assert state["step"].shape == ()
+    assert state["buffer"] is None
+    assert checkpoint["optimizer_states"][0]["param_groups"][1] == {"lr": 0.1, "params": ["head.b"]}
+    assert checkpoint["flowtrain"]["ranks"] == {"encoder": [1], "backbone": [0]}
+
+
+def test_each_tensor_lies_in_the_folder_of_its_role_under_its_name(saved):
+    index = json.loads((saved / "last.ckpt/encoder/index.json").read_text())
+    assert set(index) == {"weights.encoder.a", "optimizer.0.encoder.a#step", "optimizer.0.encoder.a#exp_avg"}
+    assert index["weights.encoder.a"]["dtype"] == "float64"
+    assert index["weights.encoder.a"]["shape"] == [3, 2]
+
+
+def test_a_part_can_be_read_alone(saved):
+    checkpoint = read_checkpoint(saved / "last.ckpt", lambda name: name.startswith("head."), optimizers=False)
+    assert set(checkpoint["state_dict"]) == {"head.b", "calls"}
+    assert "optimizer_states" not in checkpoint
+
+
+# ---- kills ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("moment", "victim"), DEATHS)
+def test_a_kill_leaves_the_former_or_the_new_checkpoint_whole(killed, moment, victim):
+    done, left, _ = killed[moment, victim]
+    assert done.codes[victim] == -9, done.log
+    between = moment == "without exchange, between the steps"
+    renamed = moment in (
+        "after the exchange",
+        "in the middle of the removal",
+        "without exchange, after the second step",
+    )
+    assert (left / "last.ckpt").exists() != between
+    assert value_in(read_checkpoint(left / ("last.former.ckpt" if between else "last.ckpt"))) == 1 + renamed
+
+
+@pytest.mark.parametrize(("moment", "victim"), DEATHS)
+def test_the_next_save_removes_what_the_kill_left(killed, moment, victim):
+    _, left, folder = killed[moment, victim]
+    assert len(list(left.iterdir())) > 1
+    assert [path.name for path in folder.iterdir()] == ["last.ckpt"]
+    assert value_in(read_checkpoint(folder / "last.ckpt")) == 3
+
+
+def test_a_directory_is_replaced_where_the_file_system_cannot_exchange_names(killed):
+    _, left, _ = killed["nowhere, without exchange", 0]
+    assert [path.name for path in left.iterdir()] == ["last.ckpt"]
+    assert value_in(read_checkpoint(left / "last.ckpt")) == 2
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def change_meta(directory, **changes):
+    meta = torch.load(directory / "meta.pt", weights_only=True)
+    torch.save(
+        {**meta, **changes, "flowtrain": {**meta["flowtrain"], **changes.get("flowtrain", {})}}, directory / "meta.pt"
+    )
+
+
+def test_reading_never_runs_code_not_even_from_torchs_own_index(directory):
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (directory / "sprung",)
+
+    for role in ("encoder", "backbone"):
+        (directory / role / ".metadata").write_bytes(pickle.dumps(Trap()))
+    assert value_in(read_checkpoint(directory)) == 1
+    assert not (directory / "sprung").exists()
+
+
+def test_objects_are_refused_unless_the_user_trusts_them(directory):
+    change_meta(directory, hyper_parameters={"path": Path("data")})
+    with pytest.raises(ValueError, match=r"meta.pt holds objects that .*\(pathlib\..*Path\).*Pass weights_only=False"):
+        read_checkpoint(directory)
+    assert read_checkpoint(directory, weights_only=False)["hyper_parameters"] == {"path": Path("data")}
+
+
+def test_a_later_format_is_refused(directory):
+    change_meta(directory, flowtrain={"format": FORMAT + 1})
+    with pytest.raises(ValueError, match=f"has format {FORMAT + 1}, but .* up to {FORMAT}. Update flowtrain-lightning"):
+        read_checkpoint(directory)
+
+
+def test_another_directory_is_refused(directory):
+    torch.save({"state_dict": {}}, directory / "meta.pt")  # what Lightning's FSDP writes has a file of this name
+    for other in (directory, directory / "encoder"):
+        with pytest.raises(
+            ValueError, match=r"is a directory without flowtrain's meta\.pt: no checkpoint\. Give another"
+        ):
+            read_checkpoint(other)
+
+
+@pytest.fixture
+def alone():
+    """The groups of a process on its own."""
+    return Groups(CrossGroup(None, 0, 1, timedelta(seconds=1)), None, 0, 1, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_objects_in_hyperparameters_are_told_when_they_are_saved(tmp_path, alone):
+    checkpoint = {"state_dict": {}, "hyper_parameters": {"path": Path("data")}}
+    with pytest.warns(
+        UserWarning, match=r"no tensors or plain data: pathlib\..*Path.*weights_only=False must be given"
+    ):
+        save_checkpoint(checkpoint, tmp_path / "last.ckpt", HALVES, default_allocation(1), alone)
+
+
+def test_a_resume_with_another_seed_or_layout_says_what_that_means(saved, alone, monkeypatch, caplog):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "9")
+    arguments = (saved / "last.ckpt", HALVES, default_allocation(1), alone, TorchCheckpointIO())
+    with (
+        caplog.at_level("INFO"),
+        pytest.warns(UserWarning, match=r"seed 0, but this run has 9: .*seed_everything\(0\)"),
+    ):
+        assert value_in(load_checkpoint(*arguments)) == 1
+    assert "was saved by the ranks {'encoder': [1], 'backbone': [0]} (separate)" in caplog.text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint(*arguments, resumes=False)
+
+
+def test_a_url_is_refused_on_every_rank_before_anything_is_written():
+    with pytest.raises(ValueError, match=r"'s3://bucket/last\.ckpt' is a URL, .* Give a plain path"):
+        save_checkpoint({}, "s3://bucket/last.ckpt", {}, None, None)  # type: ignore[arg-type]

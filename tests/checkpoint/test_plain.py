@@ -1,0 +1,84 @@
+"""A checkpoint directory opens without the strategy: in Python, on the command line, in plain Lightning."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import pytest
+import torch
+
+from flowtrain_lightning import FlowCheckpointIO
+from flowtrain_lightning.checkpoint import read_checkpoint
+from flowtrain_lightning.cli import main
+from tests.checkpoint.conftest import seen_by
+from tests.checkpoint.test_resume import same
+from tests.checkpoint.training import STEPS, TrainedVLM
+
+
+@pytest.fixture(scope="module")
+def straight(runs):
+    return runs.straight("sgd", "1+1")
+
+
+@pytest.fixture(scope="module")
+def weights(straight):
+    """All weights at the end of the run, from its two ranks."""
+    return {**seen_by(straight, 0)["weights"], **seen_by(straight, 1)["weights"]}
+
+
+def test_load_from_checkpoint_gives_the_whole_module_with_its_hyperparameters(straight, weights):
+    module = TrainedVLM.load_from_checkpoint(straight / "ended.ckpt")
+    assert same(dict(module.state_dict()), weights)
+    assert module.hparams["optimizer"] == "sgd"
+    assert module.hparams["lr"] == 1e-2
+
+
+def test_load_from_checkpoint_takes_arguments_in_their_place(straight, weights):
+    module = TrainedVLM.load_from_checkpoint(str(straight / "ended.ckpt"), map_location="cpu", dropout=0.5)
+    assert module.encoder.dropout.p == 0.5
+    assert same(dict(module.state_dict()), weights)
+    with pytest.raises(RuntimeError, match=r"encoder\.heads\.1\.weight"):
+        TrainedVLM.load_from_checkpoint(straight / "ended.ckpt", levels=2)
+    module = TrainedVLM.load_from_checkpoint(straight / "ended.ckpt", levels=2, strict=False)
+    assert len(module.encoder.heads) == 2
+
+
+def test_a_checkpoint_of_weights_only_opens_too_and_holds_nothing_else(straight, weights):
+    module = TrainedVLM.load_from_checkpoint(straight / "weights.ckpt")
+    assert same(dict(module.state_dict()), weights)
+    assert "optimizer_states" not in read_checkpoint(straight / "weights.ckpt")
+
+
+def test_flowtrain_export_writes_a_plain_file(straight, weights, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["flowtrain", "export", str(straight / "ended.ckpt"), str(tmp_path / "out.ckpt")])
+    main()
+    assert capsys.readouterr().out.startswith(f"Wrote {tmp_path / 'out.ckpt'} (")
+    exported = torch.load(tmp_path / "out.ckpt", weights_only=True)
+    assert same(dict(exported["state_dict"]), weights)
+    assert exported["global_step"] == STEPS
+    assert exported["hyper_parameters"]["optimizer"] == "sgd"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.ckpt"]
+
+
+def test_the_exported_optimizer_loads_into_the_users_own(straight, weights):
+    module = TrainedVLM.load_from_checkpoint(straight / "ended.ckpt")
+    optimizer = module.configure_optimizers()["optimizer"]
+    (state,) = FlowCheckpointIO().load_checkpoint(straight / "ended.ckpt")["optimizer_states"]
+    optimizer.load_state_dict(state)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    ranks = [seen_by(straight, rank)["optimizer"]["state"] for rank in (0, 1)]
+    assert set(optimizer.state) == set(optimizer.param_groups[0]["params"])  # the group with momentum
+    for parameter, entries in optimizer.state.items():
+        (saved,) = [state[names[parameter]] for state in ranks if names[parameter] in state]
+        assert same(dict(entries), saved)
+    assert len({names[parameter].split(".")[0] for parameter in optimizer.state}) == 2
+
+
+def test_the_plugin_saves_plain_files_also_over_a_directory(straight, tmp_path):
+    path = tmp_path / "last.ckpt"
+    shutil.copytree(straight / "ended.ckpt", path)
+    for number in (1, 2):
+        FlowCheckpointIO().save_checkpoint({"number": number}, path)
+        assert FlowCheckpointIO().load_checkpoint(path) == {"number": number}
+    assert list(tmp_path.iterdir()) == [path]

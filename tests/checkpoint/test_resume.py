@@ -1,0 +1,121 @@
+"""A run goes on from a checkpoint as if it had never stopped: on its own layout, on another, under plain Lightning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowtrain_lightning.checkpoint import read_checkpoint
+from tests.checkpoint.conftest import seen_by
+from tests.checkpoint.training import LAYOUTS, SAVED_AT, STEPS
+
+
+def same(one, other):
+    """Whether two nested structures are equal, tensors to the bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def after_the_break(records):
+    return {step: record for step, record in records.items() if step > SAVED_AT}
+
+
+def assert_same_losses(straight, resumed, first=SAVED_AT + 1):
+    """Losses, learning rates and validation losses from step ``first`` on agree to 1e-5."""
+    assert list(resumed["steps"]) == list(range(first, STEPS + 1))
+    for step, record in resumed["steps"].items():
+        assert record["loss"] == pytest.approx(straight["steps"][step]["loss"], rel=1e-5)
+        assert record["rates"] == straight["steps"][step]["rates"]
+    expected = {step: loss for step, loss in straight["validations"].items() if step >= first}
+    assert resumed["validations"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        ("dropout", "1+1"),
+        ("dropout", "1+2"),
+        ("frozen", "1+1"),
+        ("sgd", "1+1"),
+        ("adagrad", "1+1"),
+        pytest.param("dropout", "2+1", marks=pytest.mark.full),
+        pytest.param("dropout", "colocated", marks=pytest.mark.full),
+        pytest.param("frozen", "1+2", marks=pytest.mark.full),
+        pytest.param("sgd", "2+1", marks=pytest.mark.full),
+    ],
+)
+def test_on_the_same_layout_a_resumed_run_equals_one_without_a_break_to_the_bit(runs, case, layout):
+    straight = runs.straight(case, layout)
+    resumed = runs.resumed(straight / f"step{SAVED_AT}.ckpt", case, layout)
+    for rank in range(LAYOUTS[layout][0]):
+        one, other = seen_by(straight, rank), seen_by(resumed, rank)
+        assert same(after_the_break(one["steps"]), other["steps"])
+        assert same(after_the_break(one["validations"]), other["validations"])
+        assert same(one["weights"], other["weights"])
+        assert same(one["optimizer"], other["optimizer"])
+        assert same(one["scheduler"], other["scheduler"])
+        assert one["epoch"] == other["epoch"]
+
+
+@pytest.mark.full
+def test_under_auto_everything_but_the_draws_of_user_code_is_equal_to_the_bit_too(runs):
+    straight = runs.straight("dropout", "auto")
+    one, other = seen_by(straight), seen_by(runs.resumed(straight / f"step{SAVED_AT}.ckpt", "dropout", "auto"))
+    for record in (*one["steps"].values(), *other["steps"].values()):
+        del record["drawn"]  # plain Lightning keeps no random states
+    assert same(after_the_break(one["steps"]), other["steps"])
+    assert same((one["weights"], one["optimizer"]), (other["weights"], other["optimizer"]))
+
+
+def test_a_frozen_encoder_that_had_worked_ahead_when_the_checkpoint_was_made_changes_nothing(runs):
+    straight = runs.straight("frozen", "1+1")
+    assert seen_by(straight, rank=1)["ahead"] > 0
+
+
+@pytest.mark.parametrize("layout", ["2+1", "colocated", "auto", "ddp", pytest.param("alone", marks=pytest.mark.full)])
+def test_on_another_layout_the_losses_are_the_same(runs, layout):
+    straight = runs.straight("adamw", "1+1")
+    resumed = runs.resumed(straight / f"step{SAVED_AT}.ckpt", "adamw", layout)
+    for rank in range(LAYOUTS[layout][0]):
+        assert_same_losses(seen_by(straight), seen_by(resumed, rank))
+
+
+@pytest.mark.parametrize("layout", ["2+1", "colocated", "auto", pytest.param("ddp", marks=pytest.mark.full)])
+def test_and_so_they_are_on_the_way_back(runs, layout):
+    straight = runs.straight("adamw", "1+1")
+    there = runs.resumed(straight / f"step{SAVED_AT}.ckpt", "adamw", layout)
+    back = runs.resumed(there / f"step{SAVED_AT + 2}.ckpt", "adamw", "1+1")
+    assert_same_losses(seen_by(straight), seen_by(back), first=SAVED_AT + 3)
+
+
+def test_an_exported_file_goes_on_under_auto_with_the_same_losses(runs):
+    straight = runs.straight("adamw", "1+1")
+    file = runs.exported(straight / f"step{SAVED_AT}.ckpt")
+    assert_same_losses(seen_by(straight), seen_by(runs.resumed(file, "adamw", "auto")))
+
+
+def test_momentum_and_settings_per_group_pass_to_another_layout(runs):
+    straight = runs.straight("sgd", "1+1")
+    resumed = runs.resumed(straight / f"step{SAVED_AT}.ckpt", "sgd", "auto")
+    assert_same_losses(seen_by(straight), seen_by(resumed))
+
+
+def test_a_checkpoint_can_be_made_when_the_run_is_over(runs):
+    straight = runs.straight("adamw", "1+1")
+    ended = read_checkpoint(straight / "ended.ckpt")
+    assert ended["global_step"] == STEPS
+    own = {**seen_by(straight, 0)["weights"], **seen_by(straight, 1)["weights"]}
+    assert same(own, dict(ended["state_dict"]))
+
+
+def test_another_module_is_refused_with_the_names_that_differ(runs):
+    checkpoint = runs.straight("sgd", "1+1") / f"step{SAVED_AT}.ckpt"
+    done = runs.job("another module", "resume_another_module", 1, checkpoint=str(checkpoint)).check()
+    said = (done.folder / "said.txt").read_text()
+    assert said.startswith("The checkpoint does not fit TrainedVLM: missing ['encoder.heads.1.bias', 'encoder.heads.1.")
+    assert "unknown nothing. Build the module as it was saved, or set strict_loading=False." in said

@@ -1,0 +1,237 @@
+"""What the processes of these tests train: one module with several optimizers, a short run that can be resumed."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from flowtrain_lightning import FlowCheckpointIO, FlowTrainStrategy
+from tests.checkpoint.saving import MOMENTS
+from tests.tiny import TinyVLM, tiny_data, write_records
+
+STEPS_OF_AN_EPOCH = 5
+STEPS = 8
+SAVED_AT = 3  # in mid-epoch, and mid-way between the validations after steps 2 and 4
+
+CASES: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "dropout": {"dropout": 0.3},
+    "frozen": {"freeze_encoder": True, "optimizer": "sgd"},
+    "sgd": {"optimizer": "sgd"},
+    "adagrad": {"optimizer": "adagrad"},
+}
+"""Arguments of the module."""
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "1+1": (2, {"encoder_ranks": 1}),
+    "1+2": (3, {"encoder_ranks": 1}),
+    "2+1": (3, {"encoder_ranks": 2}),
+    "colocated": (2, {"placement": "colocated"}),
+    "alone": (1, {"placement": "colocated"}),
+    "auto": (1, None),
+    "ddp": (2, None),
+}
+"""Number of processes, and arguments of the strategy (None: plain Lightning)."""
+
+
+class TrainedVLM(TinyVLM):
+    """TinyVLM with other optimizers.
+
+    Args:
+        optimizer: ``"adamw"`` and ``"adagrad"`` have a group per half, so that one is empty on each rank; the groups
+            of ``"sgd"`` hold parameters of both halves in turn, one group with momentum and one without.
+        settings: as in TinyVLM.
+    """
+
+    def __init__(self, optimizer: str = "adamw", **settings: Any) -> None:
+        super().__init__(**settings)
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        if self.hparams["optimizer"] == "adamw":
+            return super().configure_optimizers()
+        if self.hparams["optimizer"] == "adagrad":
+            halves: list[nn.Module] = [self.encoder, self.backbone]
+            rates = zip(halves, (1e-2, 2e-2), strict=True)
+            optimizer: Any = torch.optim.Adagrad([{"params": list(h.parameters()), "lr": lr} for h, lr in rates])
+        else:
+            backbone, encoder = list(self.backbone.parameters()), list(self.encoder.parameters())
+            mixed = [p for pair in zip(backbone, encoder, strict=False) for p in pair]
+            rest = [p for p in self.parameters() if all(p is not other for other in mixed)]
+            groups = [{"params": mixed[::3], "momentum": 0.9}, {"params": [*mixed[1::3], *mixed[2::3], *rest]}]
+            optimizer = torch.optim.SGD(groups, lr=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"},
+        }
+
+
+class Recorder(L.Callback):
+    """Notes what a run computed and what user code would have drawn, and saves after some steps.
+
+    Args:
+        folder: where ``stepN.ckpt`` is saved.
+        saves: after which steps.
+    """
+
+    def __init__(self, folder: Path, saves: tuple[int, ...] = ()) -> None:
+        self.folder = folder
+        self.saves = saves
+        self.ahead = 0
+        self.steps: dict[int, Any] = {}
+        self.validations: dict[int, float] = {}
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.drawn = (torch.rand(2).tolist(), random.random(), float(np.random.rand()))
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        loss = float(trainer.callback_metrics["train_loss"])
+        self.steps[trainer.global_step] = {"loss": loss, "rates": rates, "drawn": self.drawn}
+        if trainer.global_step in self.saves:
+            trainer.save_checkpoint(self.folder / f"step{trainer.global_step}.ckpt")
+            if isinstance(trainer.strategy, FlowTrainStrategy):
+                spans = [span for span in trainer.strategy.engine.timeline.spans if span.stage == "train"]
+                self.ahead = max(span.step for span in spans) + 1 - trainer.global_step
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validations[trainer.global_step] = float(trainer.callback_metrics["val_loss"])
+
+    def save(self, trainer: L.Trainer) -> None:
+        """Writes ``rankN.pt``: what this rank saw and ended with."""
+        (optimizer,) = trainer.optimizers
+        seen = {
+            "steps": self.steps,
+            "validations": self.validations,
+            "ahead": self.ahead,
+            "weights": trainer.strategy.lightning_module_state_dict(),
+            "optimizer": trainer.strategy.optimizer_state(optimizer),
+            "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+            "epoch": trainer.current_epoch,
+        }
+        torch.save(seen, self.folder / f"rank{trainer.global_rank}.pt")
+
+
+def write_data(folder: Path) -> None:
+    """Records for ``STEPS_OF_AN_EPOCH`` steps, and some to validate."""
+    write_records(folder, 4 * STEPS_OF_AN_EPOCH)
+    write_records(folder, 6, "val.jsonl", seed=1)
+
+
+def make_data(folder: str) -> Any:
+    return tiny_data(Path(folder), global_batch_size=4)
+
+
+def make_trainer(layout: str, callbacks: list[L.Callback], **settings: Any) -> L.Trainer:
+    """A quiet Trainer; plain Lightning gets the plugin that reads directories."""
+    L.seed_everything(7)
+    processes, arguments = LAYOUTS[layout]
+    plain = arguments is None
+    return L.Trainer(
+        accelerator="cpu",
+        devices=processes,
+        strategy=layout if plain else FlowTrainStrategy(**arguments or {}, hang_timeout=60),
+        plugins=[FlowCheckpointIO()] if plain else None,
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_steps": STEPS, "val_check_interval": 2, "enable_checkpointing": False, **settings},
+    )
+
+
+# ---- what the processes do ------------------------------------------------------------------------------------------
+
+
+def train(
+    folder: Path, data: str, case: str, layout: str, resume: str | None = None, saves: tuple[int, ...] = ()
+) -> None:
+    """Trains a case to its end; saves on the way, and twice when all is over."""
+    recorder = Recorder(folder, saves)
+    trainer = make_trainer(layout, [recorder], default_root_dir=folder)
+    trainer.fit(TrainedVLM(**CASES[case]), make_data(data), ckpt_path=resume)
+    recorder.save(trainer)
+    if saves:
+        trainer.save_checkpoint(folder / "ended.ckpt")
+        trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+
+
+def keep_the_best(folder: Path, data: str) -> None:
+    """ModelCheckpoint keeps the best and a link to the last; the same Trainer validates; another one goes on."""
+
+    def trainer(**settings: Any) -> L.Trainer:
+        keeper = ModelCheckpoint(folder / "kept", "{step}", "val_loss", save_top_k=1, save_last="link")
+        callbacks = [Recorder(folder), keeper]
+        return make_trainer("1+1", callbacks, default_root_dir=folder, enable_checkpointing=True, **settings)
+
+    fitted, model = trainer(), TrainedVLM()
+    fitted.fit(model, make_data(data))
+    seen: dict[str, Any] = {"score": float(fitted.checkpoint_callback.best_model_score)}
+    seen["kept"] = sorted(path.name for path in (folder / "kept").iterdir())
+    seen["link"] = os.readlink(folder / "kept/last.ckpt")
+    for chosen in ("best", "last", str(folder / "kept/last.ckpt")):
+        (result,) = fitted.validate(model, make_data(data), ckpt_path=chosen, verbose=False)
+        seen[Path(chosen).name if "/" in chosen else chosen] = result["val_loss"]
+    seen["drawn"] = []
+    for chosen in (None, "last"):
+        fitted.validate(model, make_data(data), ckpt_path=chosen, verbose=False)
+        seen["drawn"].append(torch.rand(2).tolist())
+    following = trainer(max_steps=10)
+    following.fit(TrainedVLM(), make_data(data), ckpt_path="last")
+    seen["went on to"] = following.global_step
+    torch.save(seen, folder / f"rank{fitted.global_rank}.pt")
+
+
+def resume_another_module(folder: Path, data: str, checkpoint: str) -> None:
+    """Writes what is said when the module is not the one that was saved."""
+    trainer = make_trainer("alone", [], default_root_dir=folder)
+    try:
+        trainer.fit(TrainedVLM(levels=2), make_data(data), ckpt_path=checkpoint)
+    except RuntimeError as error:
+        (folder / "said.txt").write_text(str(error))
+
+
+class Killer(L.Callback):
+    """Kills one rank in the save after the third step.
+
+    Args:
+        rank: which.
+        moment: when, a key of ``MOMENTS``.
+    """
+
+    def __init__(self, rank: int, moment: str) -> None:
+        self.rank = rank
+        self.moment = moment
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == self.rank:
+            MOMENTS[self.moment]()
+
+
+def train_until_killed(folder: Path, data: str, rank: int, moment: str) -> None:
+    """Saves ``last.ckpt`` after every step and is killed in the third time."""
+    callbacks = [Killer(rank, moment), _keep_last(folder)]
+    trainer = make_trainer("1+1", callbacks, default_root_dir=folder, enable_checkpointing=True)
+    trainer.fit(TrainedVLM(), make_data(data))
+
+
+def go_on_after_kill(folder: Path, data: str, killed: str) -> None:
+    """Trains to the end from what ``train_until_killed`` left."""
+    recorder = Recorder(folder)
+    callbacks = [recorder, _keep_last(Path(killed))]
+    trainer = make_trainer("1+1", callbacks, default_root_dir=folder, enable_checkpointing=True)
+    trainer.fit(TrainedVLM(), make_data(data), ckpt_path="last")
+    recorder.save(trainer)
+
+
+def _keep_last(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder / "kept", every_n_train_steps=1, save_top_k=0, save_last=True)

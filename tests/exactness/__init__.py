@@ -1,0 +1,1 @@
+"""Every layout gives the gradients of one process that trains the same module."""

@@ -1,0 +1,47 @@
+"""The layouts that must agree, and the Trainer of each."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import lightning as L
+
+import flowtrain_lightning as flow
+
+SEED = 7
+
+ALL = ("auto", "ddp 2", "colocated 1", "colocated 2", "1+1", "1+2", "2+1", "2+3")
+"""``"1+2"`` is one encoder rank and two backbone ranks."""
+
+
+def ranks_of(layout: str) -> int:
+    """How many processes a layout needs."""
+    return sum(map(int, re.findall(r"\d+", layout))) or 1
+
+
+def trainer_for(layout: str, *, strategy: dict[str, Any] | None = None, **settings: Any) -> L.Trainer:
+    """A quiet Trainer on the CPU.
+
+    Args:
+        layout: one of ``ALL``, or alike.
+        strategy: further arguments of ``FlowTrainStrategy``; ignored by plain layouts.
+        settings: of the Trainer.
+    """
+    kind, _, _ = layout.partition(" ")
+    chosen: Any
+    if kind in ("auto", "ddp"):
+        chosen = kind
+    elif kind == "colocated":
+        chosen = flow.FlowTrainStrategy(placement="colocated", **(strategy or {}))
+    else:
+        chosen = flow.FlowTrainStrategy(encoder_ranks=int(kind.split("+")[0]), **(strategy or {}))
+    quiet: dict[str, Any] = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "logger": False,
+        "num_sanity_val_steps": 0,
+    }
+    L.seed_everything(SEED, verbose=False)
+    return L.Trainer(accelerator="cpu", devices=ranks_of(layout), strategy=chosen, **{**quiet, **settings})

@@ -1,0 +1,90 @@
+"""The plain PyTorch loop that all layouts are held against: no engine, no packing, one sample after another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, StepDataset
+from flowtrain_lightning.data.collate import pack_pictures, pack_sequences
+from tests.exactness.data import STEPS, steps_data
+from tests.exactness.layouts import SEED
+from tests.exactness.modules import KINDS
+from tests.exactness.train import Recorder, gradients_of, weights_of
+from tests.tiny import TinyVLM
+
+
+def train(
+    folder: Path,
+    *,
+    data: str,
+    precision: str = "64-true",
+    clip: float | None = None,
+    kind: str = "tiny",
+    module: dict[str, Any] | None = None,
+) -> None:
+    """Trains ``STEPS`` steps and writes what a layout's rank writes."""
+    torch.set_default_dtype({"64-true": torch.float64, "32-true": torch.float32}[precision])
+    os.environ["PL_GLOBAL_SEED"] = str(SEED)
+    model = KINDS[kind](**(module or {}))
+    model.configure_model()
+    configured = model.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    datamodule = steps_data(Path(data))
+    datamodule.setup("fit")
+    dataset = datamodule.train_dataloader().steps
+    recorder = Recorder()
+    recorder.initial = weights_of(model)
+    for step in range(STEPS):
+        model.zero_grad(set_to_none=True)
+        loss = _step_loss(model, dataset, step)
+        loss.backward()
+        recorder.gradients.append(gradients_of(model))
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+        recorder.losses.append(loss.item())
+        recorder.weights.append(weights_of(model))
+    recorder.save(folder)
+
+
+def _step_loss(model: TinyVLM, dataset: StepDataset, step: int) -> Tensor:
+    """The sum of all samples' losses over the number of all target tokens."""
+    losses, targets = [], 0
+    for sequence, pictures in _samples(dataset, step):
+        features = _encode(model, pictures)
+        logits = model.backbone(**model.merge(sequence, features))
+        losses.append(functional.cross_entropy(logits, sequence.labels, ignore_index=IGNORED_LABEL, reduction="sum"))
+        targets += int((sequence.labels != IGNORED_LABEL).sum())
+    return torch.stack(losses).sum() / targets
+
+
+def _samples(dataset: StepDataset, step: int) -> Iterator[tuple[PackedBatch, list[PackedMedia]]]:
+    """Each sample of a step as a microbatch of its own, with its pictures as encoder batches of their own."""
+    loader = dataset.samples
+    for sample in dataset.sampling.step(0, step).tolist():
+        sizes = loader.source.sizes(np.array([sample]))
+        record = loader.source.record(sample)
+        sequence = loader.sequence(sample, int(sizes.tokens[0]), sizes.media_rows)
+        pictures = [
+            loader.picture(record, sample, number, rows, epoch=0)
+            for number, rows in enumerate(sizes.media_rows.tolist())
+        ]
+        yield pack_sequences([sequence], [sample]), [pack_pictures([picture]) for picture in pictures]
+
+
+def _encode(model: TinyVLM, pictures: list[PackedMedia]) -> dict[str, Any]:
+    if not pictures:
+        return {}
+    dtype = torch.get_default_dtype()
+    encoded = [model.encode(picture.with_patches(picture.patches.to(dtype))) for picture in pictures]
+    levels = tuple(torch.cat(level) for level in zip(*encoded, strict=True))
+    return {"image": levels}

@@ -1,0 +1,82 @@
+"""Bounds on activations and on room in the pool cost time and change no gradient."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain_lightning.data import StepPart
+from flowtrain_lightning.runtime.room import FeatureSpec, least_room
+from tests.exactness.compare import Run, error, read_run
+from tests.exactness.data import STEPS, steps_data, write_steps
+from tests.exactness.layouts import ranks_of
+from tests.forks import Done, Job, run_jobs
+
+SPEC = FeatureSpec(((16,),), (torch.float64,))
+"""What the module's encoder returns for a row."""
+
+ROLES = {"1+1": (1, 1), "colocated 1": (1, 1), "colocated 2": (2, 2), "2+3": (2, 3)}
+"""Layout -> encoder ranks, backbone ranks."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bounds")
+    write_steps(folder / "data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Run:
+    job = Job("plain", "tests.exactness.reference:train", 1, {"data": str(folder / "data")})
+    return read_run(run_jobs(folder, [job])["plain"].check().folder)
+
+
+def train(folder: Path, layout: str, **strategy: Any) -> Done:
+    arguments = {"data": str(folder / "data"), "layout": layout, "strategy": strategy}
+    job = Job(f"{layout} {strategy}", "tests.exactness.train:train", ranks_of(layout), arguments)
+    return run_jobs(folder, [job])[job.name]
+
+
+def check_exact(done: Done, reference: Run) -> None:
+    run = read_run(done.check().folder)
+    assert run.losses == pytest.approx(reference.losses, rel=1e-12)
+    assert max(error(*pair) for pair in zip(run.gradients, reference.gradients, strict=True)) <= 1e-9
+    assert error(run.weights[-1], reference.weights[-1]) <= 1e-9
+
+
+def least_pool(folder: Path, layout: str) -> int:
+    """The least ``pool_bytes`` with which every step can run."""
+    encoder_ranks, backbone_ranks = ROLES[layout]
+    data = steps_data(folder / "data")
+    data.setup("fit")
+    steps = replace(data.train_dataloader().steps, part=StepPart(0, backbone_ranks, 0, encoder_ranks))
+    return 2 * max(least_room(steps.plan(0, step), SPEC) for step in range(STEPS))
+
+
+@pytest.mark.parametrize("layout", ["1+1", pytest.param("2+3", marks=pytest.mark.full)])
+def test_an_encoder_that_keeps_the_activations_of_one_batch_gives_the_same_gradients(folder, reference, layout):
+    check_exact(train(folder, layout, encoder_activations=1), reference)
+
+
+@pytest.mark.parametrize("layout", ["1+1", "colocated 1", pytest.param("2+3", marks=pytest.mark.full)])
+def test_an_encoder_that_recomputes_its_forwards_gives_the_same_gradients(folder, reference, layout):
+    check_exact(train(folder, layout, recompute_encoder=True), reference)
+
+
+@pytest.mark.parametrize("layout", ["1+1", "colocated 2", pytest.param("2+3", marks=pytest.mark.full)])
+def test_the_least_room_in_the_pool_gives_the_same_gradients(folder, reference, layout):
+    check_exact(train(folder, layout, pool_bytes=least_pool(folder, layout), encoder_activations=1), reference)
+
+
+def test_less_than_the_least_room_is_refused_with_the_number_that_works(folder):
+    least = least_pool(folder, "1+1")
+    done = train(folder, "1+1", pool_bytes=least - 1)
+    assert done.codes == [1, 1]
+    told = re.findall(r"Set FlowTrainStrategy\(pool_bytes=([\d,]+)\)", done.log)
+    assert {int(number.replace(",", "")) for number in told} == {least}

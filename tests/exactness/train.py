@@ -1,0 +1,93 @@
+"""One training run under Lightning on any layout; every rank writes down all that it computed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.data import StepBatch
+from flowtrain_lightning.runtime.groups import disconnect_groups
+from tests.exactness.data import STEPS, steps_data
+from tests.exactness.layouts import trainer_for
+from tests.exactness.modules import KINDS
+
+Named = dict[str, Tensor | None]
+
+
+class Recorder(L.Callback):
+    """Keeps what a rank computed.
+
+    Attributes:
+        initial: weights before the first step.
+        losses: of each step.
+        gradients: of each step, before clipping; None where a parameter has none.
+        weights: after each step.
+        microbatches: of each step, on this rank.
+    """
+
+    def __init__(self) -> None:
+        self.initial: Named = {}
+        self.losses: list[float] = []
+        self.gradients: list[Named] = []
+        self.weights: list[Named] = []
+        self.microbatches: list[int] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.initial = weights_of(pl_module)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.gradients.append(gradients_of(pl_module))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
+    ) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.weights.append(weights_of(pl_module))
+        self.microbatches.append(len(batch.microbatches))
+
+    def save(self, folder: Path) -> None:
+        names = ("initial", "losses", "gradients", "weights", "microbatches")
+        torch.save({name: getattr(self, name) for name in names}, folder / f"rank{os.environ['RANK']}.pt")
+
+
+def weights_of(module: torch.nn.Module) -> Named:
+    """Weights that live on this rank, by name."""
+    return {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
+
+
+def gradients_of(module: torch.nn.Module) -> Named:
+    """Gradients of the weights that live on this rank, by name."""
+    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters() if not p.is_meta}
+
+
+def train(
+    folder: Path,
+    *,
+    data: str,
+    layout: str,
+    precision: str = "64-true",
+    clip: float | None = None,
+    kind: str = "tiny",
+    module: dict[str, Any] | None = None,
+    strategy: dict[str, Any] | None = None,
+) -> None:
+    """Trains ``STEPS`` steps and writes ``rank<r>.pt`` into ``folder``."""
+    recorder = Recorder()
+    trainer = trainer_for(
+        layout,
+        strategy=strategy,
+        precision=precision,
+        max_steps=STEPS,
+        gradient_clip_val=clip,
+        limit_val_batches=0,
+        callbacks=[recorder],
+        default_root_dir=folder,
+    )
+    trainer.fit(KINDS[kind](**(module or {})), datamodule=steps_data(Path(data)))
+    recorder.save(folder)
+    disconnect_groups()

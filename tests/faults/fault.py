@@ -1,0 +1,64 @@
+"""What may happen to a rank: which fault, on which rank, at which place, in which step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+INJECTED = "injected"
+"""The file in the job's folder that tells when the fault came, in seconds of ``time.monotonic()``."""
+
+PLACES = (
+    "start",  # before the Trainer exists
+    "build",  # while the rank builds its half
+    "train",  # inside `encode` on encoder ranks, inside `loss` on backbone ranks
+    "wait",  # while the rank waits for another one, which is slow in that step
+    "between",  # in a callback after a step
+    "validation",  # as "train", in a validation step
+    "save",  # while the rank flushes a file of a checkpoint to the disk
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that a rank inflicts upon itself.
+
+    Attributes:
+        kind: ``"kill"`` and ``"stop"`` (signals), ``"raise"`` and ``"exit"`` (Python exceptions), ``"loop"`` and
+            ``"sleep"`` (no end), ``"kill worker"`` (a process that loads data for the rank).
+        rank: the global rank that breaks.
+        place: one of ``PLACES``.
+        step: ``trainer.global_step`` at that moment, where there is one.
+    """
+
+    kind: str
+    rank: int
+    place: str
+    step: int = 0
+
+    def is_due(self, rank: int, place: str, step: int) -> bool:
+        """Whether it is to happen here and now. A fault happens at the first chance from its step on."""
+        return (rank, place) == (self.rank, self.place) and step >= self.step
+
+    def happen(self, folder: Path) -> None:
+        """Break this process."""
+        (folder / INJECTED).write_text(str(time.monotonic()))
+        if self.kind in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+            time.sleep(600)  # the signal may come a moment later; and after a stop nobody continues this process
+        elif self.kind == "raise":
+            raise ValueError("a fault of the test")
+        elif self.kind == "exit":
+            sys.exit(0)
+        elif self.kind == "sleep":
+            time.sleep(600)
+        elif self.kind == "kill worker":
+            for worker in multiprocessing.active_children():
+                worker.kill()
+        while self.kind == "loop":
+            pass

@@ -1,0 +1,121 @@
+"""Runs jobs whose processes are forked from one that has everything imported: a start takes no time.
+
+A job's first process is forked here, and where Lightning's launcher would start the script anew for every other rank
+the first process forks itself: so each is whose child it would be, and only the imports are saved.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from lightning.pytorch.strategies.launchers import subprocess_script
+
+from tests.faults import train
+from tests.faults.job import ROOT, Ended, Job, observe
+
+
+class Forks:
+    """A process that runs jobs, one at a time, until the end of the context."""
+
+    def __enter__(self) -> Forks:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.forks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate()
+
+    def run(self, job: Job) -> Ended:
+        """What becomes of the job."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        pickle.dump(job, self._process.stdin)
+        self._process.stdin.flush()
+        ended = pickle.load(self._process.stdout)
+        assert isinstance(ended, Ended)
+        return ended
+
+
+class ForkedRank:
+    """What Lightning's launcher uses of ``subprocess.Popen``, with a fork in place of a new interpreter."""
+
+    def __init__(self, command: list[str], env: Mapping[str, str], cwd: str | None) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            os.environ.clear()
+            os.environ.update(env)
+            train.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        """The exit code, once it has ended."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def main() -> None:
+    """Run the jobs that come through stdin. In a forked process: be the first one of a job."""
+    while True:
+        try:
+            job: Job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            break
+        pid = os.fork()
+        if pid == 0:
+            _first_process(job)
+            break
+        pickle.dump(observe(job, pid), sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+
+
+def _first_process(job: Job) -> None:
+    os.setsid()
+    os.environ.update(job.environment())
+    said = os.open(job.folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, said), (2, said)):
+        os.dup2(file, stream)
+    subprocess_script.subprocess = _Subprocess  # type: ignore[assignment]
+    train.main()
+
+
+class _Subprocess:
+    Popen: Any = ForkedRank
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""A small fit in which one rank breaks, as the environment says. A script that the tests start."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import flowtrain_lightning as flow
+from tests.faults.fault import Fault
+from tests.tiny import TinyVLM, tiny_data
+
+STEPS = 6
+
+
+class Scene:
+    """What this rank is asked to play: folder, settings and fault of the job."""
+
+    def __init__(self) -> None:
+        self.folder = Path(os.environ["FOLDER"])
+        self.settings: dict[str, Any] = json.loads(os.environ["SETTINGS"])
+        self.fault = Fault(**self.settings["fault"]) if self.settings["fault"] else None
+        self.rank = int(os.environ.get("LOCAL_RANK", 0))
+
+    def note(self, name: str, text: object) -> None:
+        """Write a file that the tests read."""
+        with (self.folder / f"rank{self.rank}.{name}").open("a") as file:
+            file.write(f"{text}\n")
+
+    def pass_by(self, place: str, step: int = 0) -> None:
+        """The fault happens here, if it is due."""
+        if self.fault is not None and self.fault.is_due(self.rank, place, step):
+            self.fault.happen(self.folder)
+
+    def waits(self, step: int) -> bool:
+        """Whether this rank shall wait for the others in this step until its fault comes."""
+        return self.fault is not None and self.fault.is_due(self.rank, "wait", step)
+
+    def is_waited_for(self, step: int) -> bool:
+        """Whether another rank shall wait for this one in this step."""
+        fault = self.fault
+        return fault is not None and (fault.place, fault.step) == ("wait", step) and fault.rank != self.rank
+
+
+class Model(TinyVLM):
+    """The tiny module, with places at which it may break or be slow."""
+
+    scene: Scene
+    is_warm = False
+
+    def configure_encoder(self) -> None:
+        self.scene.pass_by("build")
+        super().configure_encoder()
+
+    def configure_backbone(self) -> None:
+        self.scene.pass_by("build")
+        super().configure_backbone()
+
+    def encode(self, media: Any) -> Any:
+        self.compute()
+        return super().encode(media)
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        self.compute()
+        return super().loss(outputs, batch)
+
+    def compute(self) -> None:
+        """What either half passes by in a step."""
+        step, training = self.trainer.global_step, self.trainer.training
+        self.scene.pass_by("train" if training else "validation", step)
+        if training and self.scene.is_waited_for(step):
+            time.sleep(1.0)
+        elif not self.is_warm:
+            self.is_warm = True
+            time.sleep(self.scene.settings["first_step"])
+
+
+class Places(L.Callback):
+    """The places outside of the module."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.scene.note("steps", trainer.global_step)
+        if self.scene.waits(trainer.global_step):
+            threading.Timer(0.5, self.scene.pass_by, ("wait", trainer.global_step)).start()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.scene.pass_by("between", trainer.global_step)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
+        step, fsync = trainer.global_step, os.fsync
+
+        def flush(file: int) -> None:
+            self.scene.pass_by("save", step)
+            fsync(file)
+
+        os.fsync = flush
+
+
+def main() -> None:
+    """Six steps; a checkpoint and a validation after every second one."""
+    scene = Scene()
+    scene.note("pid", os.getpid())
+    scene.pass_by("start")
+    Model.scene = scene
+    settings, folder = scene.settings, scene.folder
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=settings["ranks"],
+        strategy=flow.FlowTrainStrategy(**settings["strategy"]),
+        default_root_dir=folder,
+        max_steps=STEPS,
+        val_check_interval=2,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Places(scene), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True)],
+    )
+    data = tiny_data(folder / "data", global_batch_size=4, num_workers=settings["workers"])
+    trainer.fit(Model(), data, ckpt_path=settings["ckpt_path"])
+    scene.note("finished", trainer.global_step)
+    if scene.rank == 0:
+        time.sleep(settings["afterwards"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Runs functions in real processes that are forked from one, so that a session of tests pays for imports once."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A function that some ranks run: ``target(folder, **arguments)``, with ``RANK`` and its like in the environment.
+
+    Attributes:
+        name: of the job and of its folder.
+        target: ``"module:function"``.
+        ranks: how many processes.
+        arguments: keyword arguments, as JSON types.
+        deadline: seconds after which its processes are killed.
+    """
+
+    name: str
+    target: str
+    ranks: int
+    arguments: dict[str, Any] = field(default_factory=dict)
+    deadline: float = 60.0
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a job ended.
+
+    Attributes:
+        folder: the job's folder, with what its ranks wrote and ``rank0.log`` and so on.
+        codes: exit code of each rank; negative for a signal, -9 for one that missed the deadline.
+    """
+
+    folder: Path
+    codes: list[int]
+
+    @property
+    def log(self) -> str:
+        """What all ranks printed."""
+        logs = sorted(self.folder.glob("rank*.log"))
+        return "\n".join(f"--- {log.name} of {self.folder.name}\n{log.read_text(errors='replace')}" for log in logs)
+
+    def check(self) -> Done:
+        """The same, when all ranks ended well; else an AssertionError with their output."""
+        assert not any(self.codes), f"{self.folder.name} ended with {self.codes}\n{self.log}"
+        return self
+
+
+def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, Done]:
+    """Runs the jobs one after another, each in a folder of its name below ``folder``."""
+    return {job.name: _server().run(job, folder / job.name) for job in jobs}
+
+
+class _Server:
+    """The process that has imported everything. It ends when this process does."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+            text=True,
+        )
+        atexit.register(self._process.kill)
+
+    def run(self, job: Job, folder: Path) -> Done:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        self._process.stdin.write(json.dumps({"folder": str(folder), "job": asdict(job)}) + "\n")
+        self._process.stdin.flush()
+        return Done(folder, json.loads(self._process.stdout.readline()))
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
+def _serve() -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(_run(Job(**request["job"]), Path(request["folder"]))), flush=True)
+
+
+def _run(job: Job, folder: Path) -> list[int]:
+    importlib.import_module(job.target.partition(":")[0])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    children = [_fork(job, folder, rank, port) for rank in range(job.ranks)]
+    codes: dict[int, int] = {}
+    end = time.monotonic() + job.deadline
+    while len(codes) < len(children):
+        for child in [child for child in children if child not in codes]:
+            if time.monotonic() > end or os.getppid() == 1:
+                os.kill(child, signal.SIGKILL)
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    return [codes[child] for child in children]
+
+
+def _fork(job: Job, folder: Path, rank: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "NODE_RANK": "0",
+            "WORLD_SIZE": str(job.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        module, _, function = job.target.partition(":")
+        getattr(importlib.import_module(module), function)(folder, **job.arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The interpreter's own end is left out: gloo's threads may still drop finished work under its feet.
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()

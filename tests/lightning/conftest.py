@@ -1,0 +1,30 @@
+"""What these tests share: records, and a theatre that plays the scenes of all collected tests at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.lightning.stage import Stage, write_data
+from tests.lightning.theatre import Theatre
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records for all stages of a Trainer."""
+    return write_data(tmp_path_factory.mktemp("records"))
+
+
+@pytest.fixture(scope="session")
+def theatre(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data_folder: Path) -> Theatre:
+    """Where scenes are played when the first test asks for one: all of a layout in one start of its processes."""
+    modules = {item.module: None for item in request.session.items if isinstance(item, pytest.Function)}
+    scenes = {scene: layouts for module in modules for scene, layouts in getattr(module, "SCENES", {}).items()}
+    return Theatre(scenes, tmp_path_factory.mktemp("scenes"), data_folder)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path, data_folder: Path) -> Stage:
+    """flowtrain on one rank, in this process."""
+    return Stage("one", tmp_path, data_folder)

@@ -1,0 +1,66 @@
+"""A script: trains until somebody ends it, or fails where it is told to.
+
+``long_run.py FOLDER DATA [encode|loss|spike]``. After three steps each rank writes ``pid-RANK``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import SpikeDetection
+
+from tests.lightning.stage import Stage
+from tests.tiny import TinyVLM
+
+
+class Failing(TinyVLM):
+    """Raises in one of the user's methods, in the third step."""
+
+    def __init__(self, place: str = "") -> None:
+        super().__init__()
+        self.place = place
+
+    def encode(self, media: Any) -> Any:
+        self._fail("encode")
+        return super().encode(media)
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        self._fail("loss")
+        loss, tokens = super().loss(outputs, batch)
+        return (loss * 1e6 if self.place == "spike" and self.trainer.global_step == 3 else loss), tokens
+
+    def _fail(self, place: str) -> None:
+        if place == self.place and self.trainer.global_step == 2:
+            raise ZeroDivisionError(f"a mistake in the user's {place}")
+
+
+class Report(L.Callback):
+    """Says that training is under way."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            unfinished = self.folder / f".pid-{trainer.global_rank}"
+            unfinished.write_text(str(os.getpid()))
+            unfinished.rename(self.folder / f"pid-{trainer.global_rank}")
+
+
+def main() -> None:
+    """Trains on one encoder rank and one backbone rank."""
+    folder, data_folder, place = Path(sys.argv[1]), Path(sys.argv[2]), (sys.argv[3:] or [""])[0]
+    L.seed_everything(7, verbose=False)
+    stage = Stage("1+1", folder, data_folder)
+    spikes = SpikeDetection(warmup=1, rtol=2.0, exclude_batches_path=str(folder / "skip.json"))
+    bounds = {"max_epochs": 100_000, "limit_val_batches": 0, "enable_checkpointing": False}
+    trainer = stage.trainer(callbacks=[Report(folder), spikes], **bounds)
+    trainer.fit(Failing(place), stage.data())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""How halves compute: every precision, activation checkpointing, and compiled halves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.lightning.stage import Recorder, Stage, half_lengths, numbers
+from tests.tiny import Backbone, TinyVLM
+
+pytestmark = pytest.mark.timeout(600)
+
+PRECISIONS = {
+    "64-true": torch.float64,
+    "32-true": torch.float32,
+    "bf16-mixed": torch.float32,
+    "bf16-true": torch.bfloat16,
+}
+"""What a Trainer may be given, and in what the weights are kept."""
+
+
+class Sharing(Backbone):
+    """Computes its activations a second time in the backward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+
+
+class Checkpointed(TinyVLM):
+    """Both halves with activation checkpointing; dropout must be drawn alike both times."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+
+    def configure_backbone(self) -> None:
+        self.backbone = Sharing()
+
+    def encode(self, media: Any) -> Any:
+        return checkpoint(self.encoder, media, use_reentrant=False)
+
+
+class Compiled(TinyVLM):
+    """One half compiled in place, the other one wrapped."""
+
+    def configure_encoder(self) -> None:
+        super().configure_encoder()
+        self.encoder.compile(backend="aot_eager", dynamic=True)
+
+    def configure_backbone(self) -> None:
+        self.backbone = torch.compile(Backbone(), backend="aot_eager", dynamic=True)
+
+
+MODULES = {
+    "plain": TinyVLM,
+    "dropout": lambda: TinyVLM(dropout=0.3),
+    "checkpointed": Checkpointed,
+    "compiled": Compiled,
+}
+
+
+def every_precision(stage: Stage) -> None:
+    for precision in PRECISIONS:
+        L.seed_everything(7, verbose=False)
+        module, recorder = TinyVLM(), Recorder()
+        trainer = stage.trainer(max_epochs=3, precision=precision, callbacks=[recorder], enable_checkpointing=False)
+        trainer.fit(module, stage.data())
+        present = [p for p in module.parameters() if not p.is_meta]
+        stage.notes[precision] = {
+            "losses": [event[2] for event in recorder.events if event[0] == "train"],
+            "metrics": numbers(trainer.callback_metrics),
+            "dtypes": sorted({str(p.dtype) for p in present}),
+            "predictions": len(trainer.predict(module, stage.data())),
+        }
+
+
+def every_module(stage: Stage) -> None:
+    for name, make in MODULES.items():
+        L.seed_everything(7, verbose=False)
+        module = make()
+        trainer = stage.trainer(max_steps=3, limit_val_batches=1, enable_checkpointing=False)
+        trainer.fit(module, stage.data())
+        stage.notes[name] = {"lengths": half_lengths(module), "metrics": numbers(trainer.callback_metrics)}
+
+
+SCENES = {every_precision: ("auto", "1+1"), every_module: ("auto", "1+1")}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_precision_trains_as_under_plain_lightning(theatre, precision):
+    plain = theatre.seen(every_precision, "auto")[0]
+    close = {"64-true": 1e-9, "32-true": 1e-4}.get(precision, 0.03)
+    for rank in theatre.seen(every_precision, "1+1"):
+        own = rank[precision]
+        assert own["losses"] == pytest.approx(plain[precision]["losses"], rel=close)
+        assert own["losses"] == pytest.approx(plain["64-true"]["losses"], rel=max(close, 1e-4))
+        assert own["losses"][-1] < 0.8 * own["losses"][0]
+        assert own["metrics"]["val_loss"] == pytest.approx(plain[precision]["metrics"]["val_loss"], rel=close)
+        assert own["dtypes"] == [str(PRECISIONS[precision])]
+        assert own["predictions"] == 1
+
+
+def test_logged_values_keep_their_digits_when_weights_have_few(theatre):
+    for rank in theatre.seen(every_precision, "1+1"):
+        value = torch.tensor(rank["bf16-true"]["metrics"]["train_loss"])
+        assert float(value.bfloat16()) != float(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"), [("checkpointed", "dropout"), ("compiled", "plain"), ("plain", "plain")]
+)
+def test_a_half_may_be_checkpointed_or_compiled(theatre, name, reference):
+    (plain,) = theatre.seen(every_module, "auto")
+    for rank in theatre.seen(every_module, "1+1"):
+        assert rank[name]["lengths"] == pytest.approx(rank[reference]["lengths"], rel=1e-9)
+        assert rank[name]["metrics"] == pytest.approx(rank[reference]["metrics"], rel=1e-9)
+        if reference == "plain":
+            assert rank[name]["metrics"] == pytest.approx(plain[name]["metrics"], rel=1e-6)

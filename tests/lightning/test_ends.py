@@ -1,0 +1,96 @@
+"""How a run ends before its time: asked to by a signal, or by a mistake in the user's code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.lightning.stage import Stage
+from tests.lightning.theatre import launch
+from tests.tiny import TinyVLM
+
+pytestmark = pytest.mark.timeout(400)
+
+SCRIPT = Path(__file__).with_name("long_run.py")
+SECONDS = 120
+"""The longest wait for a start on a busy machine."""
+
+LAUNCHERS = {"lightning": (), "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")}
+
+
+@pytest.mark.parametrize(("launcher", "rank"), [("lightning", 1), ("torchrun", 0)])
+def test_sigterm_to_one_rank_ends_all_with_a_checkpoint_that_resumes(one_rank, data_folder, launcher, rank):
+    folder = one_rank.folder
+    command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), str(folder), str(data_folder)]
+    with launch(command, folder / "log") as process:
+        _wait_until(lambda: (folder / f"pid-{rank}").exists() or process.poll() is not None)
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGTERM)
+        assert process.wait(SECONDS) == 0, (folder / "log").read_text()
+    assert not psutil.wait_procs(family, timeout=5)[1]
+    assert "received SIGTERM; saved" in (folder / "log").read_text()
+    _resume(one_rank, folder / "preempted.ckpt")
+
+
+def _resume(stage: Stage, checkpoint: Path) -> None:
+    """Goes on from a checkpoint, in this process and on another layout."""
+    steps = []
+
+    class Resumed(TinyVLM):
+        def on_train_start(self) -> None:
+            steps.append(self.trainer.global_step)
+
+    trainer = stage.trainer(max_epochs=100_000, limit_train_batches=5, limit_val_batches=0, max_time="00:00:00:01")
+    former = signal.getsignal(signal.SIGTERM)
+    trainer.fit(Resumed(), stage.data(), ckpt_path=checkpoint)
+    assert steps[0] >= 3
+    assert trainer.global_step > steps[0]
+    assert signal.getsignal(signal.SIGTERM) == former
+
+
+@pytest.mark.parametrize(("place", "rank", "role"), [("encode", 1, "encoder 0"), ("loss", 0, "backbone 0")])
+def test_a_mistake_in_the_users_code_ends_all_ranks_and_each_shows_its_traceback(
+    tmp_path, data_folder, place, rank, role
+):
+    printed = _fail(tmp_path, data_folder, place)
+    for text in printed:
+        assert f"ZeroDivisionError: a mistake in the user's {place}" in text
+        assert f"in {place}\n    self._fail(" in text
+    assert f"Rank {rank} ({role})" in printed[1 - rank]
+
+
+def test_a_spike_of_the_loss_ends_all_ranks_and_the_batches_are_written_down(tmp_path, data_folder):
+    for text in _fail(tmp_path, data_folder, "spike"):
+        assert "TrainingSpikeException" in text
+    assert json.loads((tmp_path / "skip.json").read_text()) == [2, 3]
+
+
+def _fail(folder: Path, data_folder: Path, place: str) -> list[str]:
+    """What each of two ranks printed when something went wrong in one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(SCRIPT), str(folder), str(data_folder), place]
+    logs = [folder / f"log-{rank}" for rank in range(2)]
+    with ExitStack() as stack:
+        started = [launch(command, log, **meeting, LOCAL_RANK=str(rank)) for rank, log in enumerate(logs)]
+        for process in [stack.enter_context(each) for each in started]:
+            assert process.wait(SECONDS) != 0
+    return [log.read_text() for log in logs]
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,102 @@
+"""Logged values: the same names and numbers as under plain Lightning, on every rank."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from flowtrain_lightning.data import IGNORED_LABEL
+from tests.lightning.stage import Stage, numbers
+from tests.tiny import TinyVLM
+
+FLOWTRAIN = ("1+1", "colocated", "1+2")
+pytestmark = pytest.mark.timeout(600)
+
+
+class Chatty(TinyVLM):
+    """Logs in every place where a user may, in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[dict[str, float]] = []
+
+    def loss(self, outputs, batch):
+        # Means over target tokens, so that they don't depend on which sequences share a microbatch.
+        loss, tokens = super().loss(outputs, batch)
+        chosen = batch.labels != IGNORED_LABEL
+        self.log("both", loss / tokens, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("epoch_only", outputs[chosen].mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+        self.log("unseen", 1.0, logger=False)
+        means = {"label": batch.labels[chosen].double().mean(), "place": batch.position_ids[chosen].double().mean()}
+        self.log_dict(means, on_step=True, on_epoch=True)
+        return loss, tokens
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("per_step", 2.0 * batch_idx, on_step=True, on_epoch=True)
+        self.log("largest", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="max")
+
+    def on_train_epoch_end(self):
+        self.log("epoch_end", float(self.trainer.current_epoch), sync_dist=True, prog_bar=True)
+
+    def on_validation_epoch_end(self):
+        self.log("val_score", float(self.trainer.callback_metrics["val_loss"]) ** 2)
+        self.log("val_synced", 3.0, sync_dist=True, reduce_fx="sum" if self.trainer.world_size == 1 else "mean")
+        self.log("rank_zero_note", 1.0, rank_zero_only=True)
+
+    def on_validation_end(self):
+        self.heard.append(numbers(self.trainer.callback_metrics))
+
+
+def log_everywhere(stage: Stage) -> None:
+    logger = CSVLogger(stage.folder, name="csv", version="")
+    trainer = stage.trainer(max_epochs=2, val_check_interval=2, log_every_n_steps=2, logger=logger)
+    module = Chatty()
+    trainer.fit(module, stage.data())
+    stage.note(trainer, heard=module.heard)
+
+
+SCENES = {log_everywhere: ("auto", *FLOWTRAIN)}
+
+
+@pytest.mark.parametrize("layout", FLOWTRAIN)
+def test_every_rank_hears_the_numbers_that_plain_lightning_gives(theatre, layout):
+    (plain,) = theatre.seen(log_everywhere, "auto")
+    assert {"train_loss", "val_loss", "both_step", "both_epoch", "epoch_only", "unseen", "per_step_epoch"} <= set(
+        plain["metrics"]
+    )
+    for rank in theatre.seen(log_everywhere, layout):
+        assert rank["metrics"] == pytest.approx(plain["metrics"], rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", FLOWTRAIN)
+def test_callbacks_see_every_validation_alike(theatre, layout):
+    (plain,) = theatre.seen(log_everywhere, "auto")
+    assert len(plain["heard"]) == 5  # the sanity check, then twice in each of two epochs
+    for rank in theatre.seen(log_everywhere, layout):
+        assert [h["val_loss"] for h in rank["heard"]] == pytest.approx([h["val_loss"] for h in plain["heard"]])
+        assert [h["val_score"] for h in rank["heard"]] == pytest.approx([h["val_score"] for h in plain["heard"]])
+
+
+@pytest.mark.parametrize("layout", FLOWTRAIN)
+def test_the_progress_bar_shows_what_it_shows_under_plain_lightning(theatre, layout):
+    (plain,) = theatre.seen(log_everywhere, "auto")
+    assert set(plain["bar"]) >= {"train_loss", "val_loss", "both_step", "both_epoch", "epoch_end"}
+    assert theatre.seen(log_everywhere, layout)[0]["bar"] == pytest.approx(plain["bar"], rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", FLOWTRAIN)
+def test_the_csv_file_is_the_one_that_plain_lightning_writes(theatre, layout):
+    plain = _rows(theatre.folder(log_everywhere, "auto"))
+    theatre.seen(log_everywhere, layout)
+    rows = _rows(theatre.folder(log_everywhere, layout))
+    assert len(rows) == len(plain) > 8
+    for row, expected in zip(rows, plain, strict=True):
+        assert row == pytest.approx(expected, rel=1e-6)
+
+
+def _rows(folder: Path) -> list[dict[str, float]]:
+    with (folder / "csv" / "metrics.csv").open() as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]

@@ -1,0 +1,132 @@
+"""Guards: whatever the package uses that Lightning and PyTorch do not promise to keep is still there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+import flowtrain_lightning
+from flowtrain_lightning.data.loader import StepLoader
+from flowtrain_lightning.runtime.launcher import RankLauncher
+
+PACKAGE = Path(flowtrain_lightning.__file__).parent
+
+IMPORTS = {
+    ("lightning.fabric.utilities.distributed", "_set_num_threads_if_needed"),
+    ("lightning.pytorch.strategies.launchers", "_SubprocessScriptLauncher"),
+}
+"""Private names that the package imports, of all packages but itself."""
+
+INHERITED = {
+    "strategy.py": {"_lightning_module"},
+    "runtime/launcher.py": {"_call_children_scripts"},
+    "module.py": set(),
+}
+"""Private attributes of base classes that subclasses use."""
+
+ASKED = {"_layer_sync", "_val_check_time_interval", "_model_registry", "_log_model", "_log_model_checkpoints"}
+"""Private attributes that are looked up by name, to refuse what they say."""
+
+
+def test_no_other_private_name_is_imported():
+    assert {found for file in PACKAGE.rglob("*.py") for found in _private_imports(file)} == IMPORTS
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(IMPORTS))
+def test_a_private_name_is_still_there(module, name):
+    assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("file", INHERITED)
+def test_a_subclass_uses_no_other_private_attribute_of_its_base(file):
+    assert _foreign_attributes(PACKAGE / file) == INHERITED[file]
+
+
+def test_no_other_private_attribute_is_looked_up_by_name():
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr":
+                name = node.args[1]
+                found |= {name.value} if isinstance(name, ast.Constant) and name.value.startswith("_") else set()
+    assert found == ASKED
+
+
+def test_lightning_calls_and_keeps_what_our_strategy_relies_on():
+    for name in ("_configure_launcher", "setup_environment", "setup_optimizers", "on_exception", "teardown"):
+        assert callable(getattr(ParallelStrategy, name))
+    fields = inspect.getsource(ParallelStrategy.__init__) + inspect.getsource(Strategy.__init__)
+    for name in ("_layer_sync", "_launcher", "_lightning_module", "cluster_environment", "parallel_devices"):
+        assert f"self.{name}" in fields
+    assert "self.strategy.set_world_ranks()" in inspect.getsource(_AcceleratorConnector._lazy_init_strategy)
+
+
+def test_a_trainer_knows_a_time_between_validations_under_the_name_that_we_ask_for():
+    trainer = L.Trainer(val_check_interval="00:00:01:00", accelerator="cpu", logger=False)
+    assert trainer._val_check_time_interval == 60
+    assert L.Trainer(accelerator="cpu", logger=False)._val_check_time_interval is None
+
+
+def test_lightnings_launcher_takes_and_keeps_what_ours_relies_on():
+    launcher = RankLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
+    assert (launcher.num_processes, launcher.num_nodes, launcher.procs) == (2, 1, [])
+    assert not inspect.signature(launcher._call_children_scripts).parameters
+
+
+def test_lightning_sets_its_signal_handlers_after_the_strategys_setup_and_takes_them_back_at_the_end():
+    run = inspect.getsource(L.Trainer._run)
+    order = ["strategy.connect", "setup_environment", "_call_setup_hook", "_call_configure_model"]
+    order += ["strategy.setup(self)", "register_signal_handlers", "_run_stage"]
+    places = [run.index(name) for name in order]
+    assert places == sorted(places)
+    assert "_original_handlers" in inspect.getsource(_SignalConnector.teardown)
+
+
+def test_a_group_beside_the_default_one_can_be_made_and_reduces_and_broadcasts():
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    options, tensor = dist.AllreduceOptions(), torch.ones(2)
+    options.reduceOp = dist.ReduceOp.SUM
+    group.allreduce([tensor], options).wait()
+    sending = dist.BroadcastOptions()
+    sending.rootRank = 0
+    group.broadcast([tensor], sending).wait()
+    assert tensor.tolist() == [1, 1]
+
+
+def test_lightning_leaves_a_loader_alone_that_is_no_pytorch_loader():
+    assert not issubclass(StepLoader, torch.utils.data.DataLoader)
+    assert "isinstance(dataloader, DataLoader)" in inspect.getsource(_DataConnector._prepare_dataloader)
+
+
+def _private_imports(file: Path) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(PACKAGE.name):
+            yield from ((node.module, alias.name) for alias in node.names if alias.name.startswith("_"))
+
+
+def _foreign_attributes(file: Path) -> set[str]:
+    """Private attributes of ``self`` that the file reads and nowhere defines."""
+    tree = ast.parse(file.read_text())
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    read = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" and node.attr.startswith("_"):
+            if isinstance(node.ctx, ast.Store):
+                defined.add(node.attr)
+            elif not node.attr.startswith("__"):
+                read.add(node.attr)
+    return read - defined

@@ -1,0 +1,43 @@
+"""Reads the history of an offline Weights & Biases run from its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+_FILE_HEADER, _BLOCK, _CHUNK_HEADER = 7, 32 * 1024, 7
+
+
+def read_history(folder: Path) -> list[dict[str, Any]]:
+    """What was logged, one dictionary per call, of the only run under ``folder``."""
+    (file,) = folder.glob("**/offline-run-*/*.wandb")
+    rows = []
+    for data in _records(file.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        if record.HasField("history"):
+            rows.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
+    return rows
+
+
+def _records(content: bytes) -> Iterator[bytes]:
+    """The records of a log in leveldb's format: blocks of chunks, each with a header of checksum, length and kind.
+
+    The first block holds the file's own header as well. A chunk is whole (1) or a first, middle or last part (2-4).
+    """
+    position, parts = _FILE_HEADER, b""
+    while position + _CHUNK_HEADER <= len(content):
+        if _BLOCK - position % _BLOCK < _CHUNK_HEADER:
+            position += _BLOCK - position % _BLOCK
+            continue
+        length = int.from_bytes(content[position + 4 : position + 6], "little")
+        kind = content[position + 6]
+        parts += content[position + _CHUNK_HEADER : position + _CHUNK_HEADER + length]
+        position += _CHUNK_HEADER + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""

@@ -1,0 +1,124 @@
+"""Gradients of a replicated half are summed over its ranks, once, and what nobody used stays None."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flowtrain_lightning.parallel import broadcast_half, reduce_gradients
+from flowtrain_lightning.parallel import replicate as replicate_module
+from tests.forks import Job, run_jobs
+
+NAMES = ("both", "first", "second", "nobody", "frozen", "double")
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    shapes = dict.fromkeys(NAMES, (2, 3))
+    made = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    made["frozen"].requires_grad_(False)
+    made["double"] = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    return made
+
+
+def on_two_ranks(folder: Path) -> None:
+    """What each of two ranks does; it writes down the gradients and the number of collectives."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank = dist.get_rank()
+    made = parameters()
+    made["both"].grad = torch.full((2, 3), 1.0 + rank)
+    made["double"].grad = torch.full((4,), 1e-12 * (1 + rank), dtype=torch.float64)
+    made[("first", "second")[rank]].grad = torch.full((2, 3), 5.0)
+    made["frozen"].grad = torch.full((2, 3), 7.0)
+    collectives = count_all_reduces()
+    reduce_gradients(made.values(), 0.5)
+    used = len(collectives)
+    gradients = {name: parameter.grad for name, parameter in made.items()}
+    weight = torch.full((3,), float(rank))
+    broadcast_half([weight])
+    split = split_into_small_buckets(rank)
+    torch.save(
+        {"gradients": gradients, "collectives": used, "weight": weight, "split": split},
+        folder / f"rank{rank}.pt",
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def split_into_small_buckets(rank: int) -> list[torch.Tensor]:
+    replicate_module._BUCKET_BYTES = 16
+    made = [nn.Parameter(torch.zeros(size)) for size in (3, 5, 1, 2)]
+    for number, parameter in enumerate(made):
+        parameter.grad = torch.arange(parameter.numel()) + 10.0 * number + rank
+    reduce_gradients(made, 1.0)
+    return [parameter.grad for parameter in made]
+
+
+def count_all_reduces() -> list[Any]:
+    seen: list[Any] = []
+    original = dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counted
+    return seen
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    job = Job("two ranks", "tests.parallel.test_replicate:on_two_ranks", 2)
+    folder = run_jobs(tmp_path_factory.mktemp("replicate"), [job])["two ranks"].check().folder
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+def test_gradients_are_summed_over_ranks_and_scaled(ranks):
+    for rank in ranks:
+        assert rank["gradients"]["both"].tolist() == [[1.5] * 3] * 2
+
+
+def test_a_gradient_that_one_rank_has_counts_as_zero_on_the_other(ranks):
+    for rank in ranks:
+        assert rank["gradients"]["first"].tolist() == [[2.5] * 3] * 2
+        assert rank["gradients"]["second"].tolist() == [[2.5] * 3] * 2
+
+
+def test_what_no_rank_used_keeps_no_gradient(ranks):
+    assert all(rank["gradients"]["nobody"] is None for rank in ranks)
+
+
+def test_frozen_parameters_are_passed_over(ranks):
+    assert all(rank["gradients"]["frozen"].tolist() == [[7.0] * 3] * 2 for rank in ranks)
+
+
+def test_a_gradient_is_summed_in_its_own_precision(ranks):
+    for rank in ranks:
+        assert rank["gradients"]["double"].tolist() == [1.5e-12] * 4
+
+
+def test_one_collective_carries_all_gradients_of_a_dtype(ranks):
+    assert [rank["collectives"] for rank in ranks] == [2, 2]
+
+
+def test_gradients_larger_than_a_bucket_go_in_several(ranks):
+    for rank in ranks:
+        expected = [torch.arange(size) * 2 + 20.0 * number + 1 for number, size in enumerate((3, 5, 1, 2))]
+        assert all(map(torch.equal, rank["split"], expected))
+
+
+def test_weights_are_those_of_the_first_rank(ranks):
+    assert all(rank["weight"].tolist() == [0.0] * 3 for rank in ranks)
+
+
+def test_a_rank_alone_scales_its_gradients_without_any_group():
+    made = parameters()
+    made["both"].grad = torch.ones(2, 3)
+    reduce_gradients(made.values(), 0.25)
+    assert made["both"].grad.tolist() == [[0.25] * 3] * 2
+    assert made["nobody"].grad is None

@@ -1,0 +1,114 @@
+"""How tuples of tensors lie in memory."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain_lightning.pool import Address, Key, PoolError, Tier, tensor_bytes
+from flowtrain_lightning.pool.entry import entry_bytes, erase_entry, read_entry, write_entry
+
+KEY = Key(3, 1 << 39, 77)
+ADDRESS = Address(2, Tier.HOST, 128, 9)
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool]
+
+
+def written(tensors):
+    memory = bytearray(ADDRESS.offset + entry_bytes(tensors) + 64)
+    write_entry(memory, ADDRESS, KEY, tensors)
+    return memory, entry_bytes(tensors)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=8)), max_size=16),
+    st.integers(0, 1000),
+)
+def test_tensors_of_any_shape_and_dtype_come_back_as_they_were(described, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [(torch.rand(shape, generator=generator) * 4).to(dtype) for dtype, shape in described]
+    memory, nbytes = written(tensors)
+    found = read_entry(memory, ADDRESS.offset, nbytes, ADDRESS, KEY)
+    assert len(found) == len(tensors)
+    for tensor, expected in zip(found, tensors, strict=True):
+        assert tensor.dtype == expected.dtype
+        assert tensor.shape == expected.shape
+        assert torch.equal(tensor, expected)
+    assert nbytes == tensor_bytes([t.shape for t in tensors], [t.dtype for t in tensors])
+    assert not any(memory[ADDRESS.offset + nbytes :]), "nothing is written behind the entry"
+
+
+def test_what_is_not_contiguous_and_what_has_a_gradient_can_be_put():
+    base = torch.arange(24.0).view(4, 6)
+    tensors = [base.t(), base[::2, 1::3], base.clone().requires_grad_() * 2]
+    memory, nbytes = written(tensors)
+    found = read_entry(memory, ADDRESS.offset, nbytes, ADDRESS, KEY)
+    assert all(torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
+    assert not any(tensor.requires_grad for tensor in found)
+
+
+def test_views_of_an_entry_can_be_leaves_and_writing_one_is_no_change_of_another():
+    memory, nbytes = written([torch.ones(4), torch.ones(4)])
+    first, second = read_entry(memory, ADDRESS.offset, nbytes, ADDRESS, KEY)
+    first.requires_grad_()
+    loss = (first**2).sum()
+    second.mul_(2)
+    loss.backward()
+    assert torch.equal(first.grad, torch.full((4,), 2.0))
+
+
+def test_an_erased_entry_is_stale():
+    memory, nbytes = written([torch.ones(4)])
+    erase_entry(memory, ADDRESS.offset)
+    with pytest.raises(PoolError, match="is stale"):
+        read_entry(memory, ADDRESS.offset, nbytes, ADDRESS, KEY)
+
+
+@pytest.mark.parametrize(
+    ("address", "key"), [(ADDRESS._replace(generation=8), KEY), (ADDRESS, KEY._replace(item=78))], ids=["place", "key"]
+)
+def test_another_use_of_the_same_place_is_stale(address, key):
+    memory, nbytes = written([torch.ones(4)])
+    with pytest.raises(PoolError, match="is stale"):
+        read_entry(memory, ADDRESS.offset, nbytes, address, key)
+
+
+def test_no_flipped_bit_of_a_header_goes_unnoticed():
+    memory, nbytes = written([torch.ones(4)])
+    for bit in range(144 * 8):
+        memory[ADDRESS.offset + bit // 8] ^= 1 << bit % 8
+        with pytest.raises(PoolError, match=r"stale|damaged"):
+            read_entry(memory, ADDRESS.offset, nbytes, ADDRESS, KEY)
+        memory[ADDRESS.offset + bit // 8] ^= 1 << bit % 8
+    read_entry(memory, ADDRESS.offset, nbytes, ADDRESS, KEY)
+
+
+@pytest.mark.parametrize("nbytes", [0, 63, 64, 192, 1 << 20])
+def test_a_size_that_was_published_wrongly_is_refused(nbytes):
+    memory, _ = written([torch.ones(40)])
+    with pytest.raises(PoolError):
+        read_entry(memory, ADDRESS.offset, nbytes, ADDRESS, KEY)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ([torch.ones(1)] * 17, "17 tensors"),
+        ([torch.ones([1] * 9)], "at most 8 dimensions"),
+        ([torch.zeros(1, dtype=torch.uint16)], "uint16 cannot pass"),
+    ],
+)
+def test_what_no_header_can_describe_is_refused(tensors, words):
+    with pytest.raises(PoolError, match=words):
+        entry_bytes(tensors)
+
+
+@pytest.mark.parametrize("key", [Key(256, 0, 0), Key(0, 1 << 40, 0), Key(0, 0, 1 << 24), Key(0, -1, 0)])
+def test_a_key_outside_of_its_bits_is_refused(key):
+    with pytest.raises(PoolError, match="is no key"):
+        key.pack()
+
+
+@given(st.integers(0, 255), st.integers(0, (1 << 40) - 1), st.integers(0, (1 << 24) - 1))
+def test_every_key_comes_back_from_its_numbers(channel, index, item):
+    key = Key(channel, index, item)
+    assert Key.unpack(channel, key.pack()) == key

@@ -1,0 +1,132 @@
+"""Status pages: what a rank says of itself, and what others can see."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flowtrain_lightning.pool import State, StatusBoard, StatusPage
+
+
+@pytest.fixture
+def page():
+    made, descriptor = StatusPage.create(1, "encoder 0")
+    os.close(descriptor)
+    return made
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def board_of(process):
+    page, descriptor = StatusPage.create(0, "backbone 0")
+    other, other_descriptor = StatusPage.create(1, "encoder 0")
+    for number in (descriptor, other_descriptor):
+        os.close(number)
+    other._words[0] = process.pid  # as if the process had made it
+    return StatusBoard([page, other], [None, os.pidfd_open(process.pid)])
+
+
+def until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_new_page_says_who_it_is(page):
+    status = page.read()
+    assert (status.rank, status.pid, status.label) == (1, os.getpid(), "encoder 0")
+    assert status.state is State.STARTING
+    assert (status.phase, status.error, status.blames, status.sigterm) == ("", "", None, False)
+
+
+def test_phases_steps_and_progress_are_seen_by_whoever_maps_it():
+    page, descriptor = StatusPage.create(1, "encoder 0")
+    seen = StatusPage.attach(1, descriptor)
+    page.enter("forward", 7)
+    page.enter("wait for gradients", 8)
+    page.advance()
+    status = seen.read()
+    assert (status.state, status.phase, status.step, status.progress) == (State.RUNNING, "wait for gradients", 8, 3)
+    assert status.waits
+
+
+def test_texts_are_bounded_and_may_be_of_any_language(page):
+    page.enter("Vorwärts ✓ " * 100, 0)
+    assert page.read().phase.startswith("Vorwärts ✓ ")
+    page.enter("x", 1)
+    assert page.read().phase == "x"
+    page.fail("early " * 10000 + "the error itself")
+    assert page.read().error.endswith("the error itself")
+    assert len(page.read().error) <= 16 * 1024
+
+
+def test_the_first_error_stays(page):
+    page.fail("first")
+    page.fail("second")
+    page.finish()
+    assert page.read().error == "first"
+    assert page.state is State.FAILED
+
+
+def test_a_rank_that_blames_another_one_has_not_failed_itself(page):
+    page.blame(0)
+    page.fail("connection closed")
+    page.blame(2)
+    assert page.read().blames == 0
+    assert page.state is State.STARTING
+
+
+def test_sigterm_and_heartbeats_are_no_progress(page):
+    page.sigterm = True
+    page.beat()
+    status = page.read()
+    assert status.sigterm
+    assert status.progress == 0
+    assert abs(status.heartbeat_time - time.monotonic()) < 5
+
+
+def test_a_phase_costs_a_few_microseconds_at_most(page):
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for step in range(2000):
+            page.enter("forward", step)
+        best = min(best, (time.perf_counter() - start) / 2000)
+    assert best < 10e-6  # 1 µs where nothing else runs
+
+
+def test_a_death_is_seen_at_once(sleeper):
+    board = board_of(sleeper)
+    assert not board.died(1)
+    sleeper.send_signal(signal.SIGKILL)
+    assert until(lambda: board.died(1))
+    assert not board.stopped(1)
+
+
+def test_a_stopped_process_is_no_dead_one_and_can_be_killed(sleeper):
+    board = board_of(sleeper)
+    assert not board.stopped(1)
+    sleeper.send_signal(signal.SIGSTOP)
+    assert until(lambda: board.stopped(1))
+    assert not board.died(1)
+    board.kill(1)
+    assert until(lambda: board.died(1))
+    board.kill(1)
+    assert sleeper.wait() == -signal.SIGKILL
+
+
+def test_a_closed_board_can_still_be_read(sleeper):
+    board = board_of(sleeper)
+    board.close()
+    assert not board.died(1)
+    assert board[1].label == "encoder 0"

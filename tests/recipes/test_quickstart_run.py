@@ -1,0 +1,158 @@
+"""The quickstart as a whole: its configuration, its steps, its report."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from PIL import Image
+
+from flowtrain_lightning import FlowModule, FlowTrainStrategy
+from flowtrain_lightning.data import FlowDataModule
+from recipes.quickstart.module import QuickstartVLM
+from recipes.quickstart.pictures import Answer, draw_answers, draw_loss
+from recipes.quickstart.report import first_of_each_kind, read_log
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "recipes" / "quickstart" / "config.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in the configuration are relative to the repository's root."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["flowtrain"])  # LightningCLI warns of pytest's own arguments
+
+
+def configured(folder: Path, *options: str) -> LightningCLI:
+    """What `flowtrain fit --config` builds, writing to another folder."""
+    return LightningCLI(
+        FlowModule,
+        FlowDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        auto_configure_optimizers=False,
+        save_config_callback=None,
+        run=False,
+        args=["--config", str(CONFIG), *elsewhere(folder), *options],
+    )
+
+
+def elsewhere(folder: Path) -> list[str]:
+    return [
+        f"--trainer.logger.init_args.save_dir={folder}",
+        f"--trainer.default_root_dir={folder}",
+        f"--data.init_args.cache_dir={folder / 'index'}",
+    ]
+
+
+def flowtrain_fit(folder: Path, *options: str, deadline: float) -> None:
+    command = [str(Path(sys.executable).with_name("flowtrain")), "fit", "--config", str(CONFIG), *elsewhere(folder)]
+    finished = subprocess.run(
+        [*command, *options],
+        capture_output=True,
+        text=True,
+        timeout=deadline,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+def last_losses(folder: Path) -> tuple[float, float]:
+    """The mean of the last ten training losses, and the last validation loss."""
+    training, validation = read_log(folder / "quickstart" / "metrics.csv")
+    return sum(loss for _, loss in training[-10:]) / len(training[-10:]), validation[-1][1]
+
+
+def test_the_configuration_fits_the_classes_and_its_numbers_fit_one_another(tmp_path: Path) -> None:
+    cli = configured(tmp_path)
+    assert isinstance(cli.trainer.strategy, FlowTrainStrategy)
+    assert isinstance(cli.model, QuickstartVLM)
+    data = cli.datamodule
+    assert cli.model.hparams["patch_dim"] == data.images.patch_dim
+    assert cli.model.hparams["merge_size"] == data.images.merge_size
+    assert cli.model.end_token == data.tokenizer.token_to_id(data.template.end)
+    assert max(data.tokenizer.encode("".join(map(chr, range(32, 127))))) < cli.model.hparams["vocabulary"]
+
+
+def test_every_sample_fits_a_microbatch_and_an_epoch_is_95_steps(tmp_path: Path) -> None:
+    data = configured(tmp_path).datamodule
+    data.setup("fit")
+    assert len(data.train_dataloader()) == 95
+
+
+def test_ten_steps_under_plain_lightning_lower_the_loss(tmp_path: Path) -> None:
+    cli = configured(
+        tmp_path,
+        "--trainer.strategy=auto",
+        "--trainer.devices=1",
+        "--trainer.max_steps=10",
+        "--trainer.limit_val_batches=0",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.callbacks=[]",
+        "--data.init_args.global_batch_size=8",
+        "--model.init_args.encoder_depth=1",
+        "--model.init_args.backbone_depth=1",
+        "--model.init_args.warmup_steps=1",
+    )
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    cli.trainer.logger.save()
+    training, _ = read_log(tmp_path / "quickstart" / "metrics.csv")
+    assert len(training) == 10
+    assert training[-1][1] < training[0][1] - 1
+
+
+def test_four_steps_on_an_encoder_rank_and_a_backbone_rank_leave_log_checkpoint_and_timeline(tmp_path: Path) -> None:
+    options = ("--trainer.max_steps=4", "--trainer.val_check_interval=4", "--trainer.limit_val_batches=1")
+    flowtrain_fit(tmp_path, *options, deadline=150)
+    folder = tmp_path / "quickstart"
+    training, validation = read_log(folder / "metrics.csv")
+    assert [step for step, _ in training] == [0, 1, 2, 3]
+    assert len(validation) == 1
+    assert (folder / "timeline.png").is_file()
+    loaded = QuickstartVLM.load_from_checkpoint(folder / "checkpoints" / "last.ckpt")
+    assert all(torch.isfinite(parameter).all() for parameter in loaded.parameters())
+
+
+def test_the_report_shows_the_first_drawing_of_each_kind() -> None:
+    kinds = ["flag, sign", "food", "flag", "food, fruit", "card"]
+    answers = [Answer(Path(f"{place}.png"), kind, "flag") for place, kind in enumerate(kinds)]
+    assert [answer.picture.stem for answer in first_of_each_kind(answers)] == ["0", "1", "4"]
+
+
+def test_the_report_s_pictures_are_png_files(tmp_path: Path) -> None:
+    drawing = tmp_path / "drawing.png"
+    Image.new("RGB", (20, 10), "red").save(drawing)
+    draw_loss([(step, 5.0 / (step + 1)) for step in range(40)], [(20, 2.0), (40, 1.5)], tmp_path / "loss.png")
+    draw_answers([Answer(drawing, "flag, sign", "flag")] * 6, tmp_path / "drawings.png")
+    for name in ("loss.png", "drawings.png"):
+        with Image.open(tmp_path / name) as picture:
+            assert picture.format == "PNG"
+            assert picture.width > 500
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_pictures_matter_and_a_frozen_encoder_ends_higher(tmp_path: Path) -> None:
+    steps = ("--trainer.max_steps=200", "--trainer.val_check_interval=200")
+    flowtrain_fit(tmp_path / "trained", *steps, deadline=600)
+    flowtrain_fit(tmp_path / "frozen", *steps, "--model.init_args.freeze_encoder=true", deadline=600)
+    trained, frozen = last_losses(tmp_path / "trained"), last_losses(tmp_path / "frozen")
+    print(f"training and validation loss: {trained} trained, {frozen} with the encoder frozen")
+    assert trained[0] < frozen[0]
+    assert trained[1] < frozen[1]
+    report = subprocess.run(
+        [sys.executable, "-m", "recipes.quickstart.report", str(tmp_path / "trained" / "quickstart")],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert report.returncode == 0, report.stderr
+    print(report.stdout)
+    higher = re.search(r"loss, training .*\(\+(\d+) %\)", report.stdout)
+    assert higher is not None, report.stdout
+    assert int(higher.group(1)) >= 20

@@ -1,0 +1,287 @@
+"""Plays all ranks of a step in one process: the real lanes on a pool whose messages a random order delivers."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch, StepPart, StepPlan
+from flowtrain_lightning.pool import Key
+from flowtrain_lightning.pool.arena import Arena
+from flowtrain_lightning.pool.entry import entry_bytes
+from flowtrain_lightning.runtime.backbone_lane import BackboneLane
+from flowtrain_lightning.runtime.encoder_lane import EncoderLane
+from flowtrain_lightning.runtime.lane import Desk, take_turns
+from flowtrain_lightning.runtime.room import FeatureSpec
+from flowtrain_lightning.runtime.step import Step
+from flowtrain_lightning.runtime.timeline import Timeline
+
+SPEC = FeatureSpec(((2,),), (torch.float64,))
+
+
+class Stage:
+    """Lets one rank run at a time; where a rank polls, chance says who goes on. Raises when nobody can."""
+
+    def __init__(self, ranks: int, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self._turn: list[threading.Event] = [threading.Event() for _ in range(ranks)]
+        self._asleep = [False] * ranks
+        self._ended = [False] * ranks
+        self._over = threading.Event()
+        self.inbox: list[deque[Callable[[], None]]] = [deque() for _ in range(ranks)]
+        self.failure: BaseException | None = None
+
+    def play(self, parts: Sequence[Callable[[], None]]) -> None:
+        """Runs one part per rank to its end."""
+        threads = [threading.Thread(target=self._run, args=item, daemon=True) for item in enumerate(parts)]
+        for thread in threads:
+            thread.start()
+        self._pass_on()
+        self._over.wait()
+        for turn in self._turn:
+            turn.set()
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+        for late in (message for inbox in self.inbox for message in list(inbox)):
+            late()
+
+    def poll(self, rank: int, sleeps: bool) -> bool:
+        """What a pool's ``poll`` does: other ranks run, then some of what was sent to this one is there."""
+        self._asleep[rank] = sleeps
+        self._pass_on()
+        self._await_turn(rank)
+        self._asleep[rank] = False
+        arriving = self._chance.randint(1 if sleeps else 0, max(len(self.inbox[rank]), 1))
+        arrived = [self.inbox[rank].popleft() for _ in range(min(arriving, len(self.inbox[rank])))]
+        for message in arrived:
+            message()
+        return bool(arrived)
+
+    def _run(self, rank: int, part: Callable[[], None]) -> None:
+        try:
+            self._await_turn(rank)
+            part()
+        except BaseException as failure:
+            self.failure = self.failure or failure
+        self._ended[rank] = True
+        self._pass_on()
+
+    def _await_turn(self, rank: int) -> None:
+        self._turn[rank].wait()
+        self._turn[rank].clear()
+        if self.failure is not None:
+            raise self.failure
+
+    def _pass_on(self) -> None:
+        waiting = [rank for rank, ended in enumerate(self._ended) if not ended]
+        able = [rank for rank in waiting if not self._asleep[rank] or self.inbox[rank]]
+        if waiting and not able:
+            self.failure = self.failure or AssertionError(f"ranks {waiting} all wait for one another")
+        if self.failure is not None or not waiting:
+            self._over.set()
+            for turn in self._turn:
+                turn.set()
+        else:
+            self._turn[self._chance.choice(able)].set()
+
+
+class StagePool:
+    """One rank's pool, with the real bookkeeping of room and messages that a stage delivers."""
+
+    def __init__(self, stage: Stage, pools: list[StagePool], rank: int, nbytes: int) -> None:
+        self._stage, self._pools, self._rank = stage, pools, rank
+        self._arenas = {False: Arena(0, nbytes), True: Arena(0, nbytes)}
+        self._published: dict[Key, StageLease] = {}
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        return self._stage.poll(self._rank, sleeps=timeout > 0)
+
+    def fits(self, nbytes: int, ahead: bool = False) -> bool:
+        return self._arenas[ahead].fits([nbytes])
+
+    def put(self, key: Key, tensors: Sequence[Tensor], readers: Sequence[int], ahead: bool = False) -> int | None:
+        (reader,) = readers
+        arena = self._arenas[ahead]
+        offset = arena.allocate(entry_bytes(tensors))
+        if offset is None:
+            return None
+
+        def give_back() -> None:
+            self._pools[reader]._send(self._rank, lambda: arena.free(offset))
+
+        lease = StageLease(tuple(tensor.detach().clone() for tensor in tensors), give_back)
+        self._send(reader, lambda: self._pools[reader].publish(key, lease))
+        return offset
+
+    def publish(self, key: Key, lease: StageLease) -> None:
+        assert key not in self._published
+        self._published[key] = lease
+
+    def get(self, key: Key) -> StageLease | None:
+        return self._published.pop(key, None)
+
+    def _send(self, rank: int, message: Callable[[], None]) -> None:
+        if rank == self._rank:
+            message()
+        else:
+            self._stage.inbox[rank].append(message)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._published and not any(arena.used for arena in self._arenas.values())
+
+
+@dataclass
+class StageLease:
+    tensors: tuple[Tensor, ...]
+    release: Callable[[], None]
+
+
+class Numbers(nn.Module):
+    """A half of a few numbers, so that gradients can be compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[0.3, -0.7]], dtype=torch.float64))
+
+
+@dataclass
+class NumbersCompute:
+    """What ``Compute`` does, on numbers: a media's patch is its number, a microbatch's loss couples its features."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    encoder: Numbers = field(default_factory=Numbers)
+    backbone: Numbers = field(default_factory=Numbers)
+    kept: int = 0
+    most_kept: int = 0
+    forwards: int = 0
+
+    def encode(self, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
+        self.forwards += 1
+        features = media.patches @ self.encoder.weight
+        if features.requires_grad:
+            self.kept += 1
+            self.most_kept = max(self.most_kept, self.kept)
+        return (features.repeat_interleave(torch.tensor(media.rows), dim=0),)
+
+    def microbatch(self, batch: Any, features: dict[str, Any], *, stage: str, step: Any, number: int) -> Tensor:
+        loss = self.backbone.weight.sum() * len(batch.samples)
+        if "image" in features:
+            place = torch.arange(1, len(features["image"]) + 1, dtype=torch.float64)
+            loss = loss + (features["image"].sin() * place[:, None] * self.backbone.weight).sum()
+        return loss
+
+    def backward(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
+        self.kept -= outputs[0].dim() > 0  # features; a loss is a scalar
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
+        torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def direct_gradients(plan: StepPlan) -> tuple[Tensor, Tensor]:
+    """Gradients of encoder and backbone when everything is computed in one go."""
+    compute = NumbersCompute()
+    for members in (members for of_rank in plan.microbatches for members in of_rank if len(members)):
+        sizes = plan.sizes
+        media = np.concatenate([np.arange(sizes.media_start[s], sizes.media_start[s + 1]) for s in members])
+        packed, features = _microbatch(plan, members), {}
+        if len(media):
+            features["image"] = compute.encode(_media(plan, media), step=(0, 0), number=0)[0]
+        compute.microbatch(packed, features, stage="train", step=(0, 0), number=0).backward()
+    return tuple(_gradient([getattr(compute, half)]) for half in ("encoder", "backbone"))
+
+
+class Rehearsal:
+    """A step of a plan on all its ranks.
+
+    Args:
+        plan: the step's plan.
+        colocated: every rank has both lanes; else backbone ranks come first.
+        arena_bytes: room for the features of a rank, and again for its gradients.
+        kept_batches: encoder batches whose activations may be kept.
+        trains: gradients go back.
+        seed: of the order in which ranks run and messages arrive.
+    """
+
+    def __init__(
+        self, plan: StepPlan, *, colocated: bool, arena_bytes: int, kept_batches: int, trains: bool, seed: int
+    ) -> None:
+        encoders, backbones = len(plan.encoder_batches), len(plan.microbatches)
+        ranks = max(encoders, backbones) if colocated else encoders + backbones
+        backbone_ranks = tuple(range(backbones))
+        encoder_ranks = tuple(range(encoders)) if colocated else tuple(range(backbones, ranks))
+        stage = Stage(ranks, seed)
+        self.pools: list[StagePool] = []
+        self.pools += [StagePool(stage, self.pools, rank, arena_bytes) for rank in range(ranks)]
+        self.compute = [NumbersCompute() for _ in range(ranks)]
+        parts = []
+        for rank in range(ranks):
+            part = StepPart(
+                backbone_ranks.index(rank) if rank in backbone_ranks else None,
+                backbones,
+                encoder_ranks.index(rank) if rank in encoder_ranks else None,
+                encoders,
+            )
+            step = Step(batch_of(plan, part), "train", 0, trains)
+            desk = Desk(self.pools[rank], self.compute[rank], Page(), Timeline())  # type: ignore[arg-type]
+            lanes = []
+            if part.backbone_rank is not None:
+                lanes.append(("backbone", BackboneLane(desk, encoder_ranks).run(step, [])))
+            if part.encoder_rank is not None:
+                spec = SPEC if plan.entries else None
+                lanes.append(("encoder", EncoderLane(desk, backbone_ranks, kept_batches).run(step, spec)))
+            parts.append(lambda desk=desk, lanes=lanes, step=step: take_turns(desk, lanes, step))
+        stage.play(parts)
+
+    def gradient(self, half: str) -> Tensor:
+        """The gradient of a half, over all ranks."""
+        return _gradient([getattr(compute, half) for compute in self.compute])
+
+
+def _gradient(halves: Sequence[Numbers]) -> Tensor:
+    gradients = [half.weight.grad for half in halves]
+    return sum((g for g in gradients if g is not None), torch.zeros(1, 2, dtype=torch.float64))
+
+
+class Page:
+    """A status page that nobody reads."""
+
+    def enter(self, phase: str, step: int) -> None:
+        pass
+
+
+def batch_of(plan: StepPlan, part: StepPart) -> StepBatch:
+    """A rank's part of a plan, without pixels or tokens: media carry their number as their only patch."""
+    microbatches: tuple[Any, ...] = ()
+    encoder_batches: tuple[Any, ...] = ()
+    if part.backbone_rank is not None:
+        microbatches = tuple(_microbatch(plan, members) for members in plan.microbatches[part.backbone_rank])
+    if part.encoder_rank is not None:
+        encoder_batches = tuple(_media(plan, media) for media in plan.encoder_batches[part.encoder_rank])
+    return StepBatch(plan, part, microbatches, encoder_batches, 0, 0)
+
+
+def _microbatch(plan: StepPlan, members: np.ndarray) -> PackedBatch | None:
+    if len(members) == 0:
+        return None
+    rows = int(plan.sizes.select(members).media_rows.sum())
+    nothing = torch.zeros(0, dtype=torch.int64)
+    places = {"image": torch.arange(rows)} if rows else {}
+    return PackedBatch(nothing, nothing, nothing, nothing, 0, places, tuple(members.tolist()))
+
+
+def _media(plan: StepPlan, media: np.ndarray) -> PackedMedia | None:
+    if len(media) == 0:
+        return None
+    rows = tuple(plan.sizes.media_rows[media].tolist())
+    patches = torch.from_numpy(media + 1.0).reshape(-1, 1) / 10
+    return PackedMedia("image", patches, torch.zeros(0), torch.zeros(0), 0, rows)

@@ -1,0 +1,152 @@
+"""A rank builds and holds its own half only, and halves that cannot be parted are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.runtime.halves import (
+    half_names,
+    half_parameters,
+    half_tensors,
+    half_trains,
+    role_of,
+    without_absent_halves,
+)
+from tests.exactness.data import write_steps
+from tests.exactness.layouts import ranks_of
+from tests.exactness.modules import Whole
+from tests.forks import Job, run_jobs
+from tests.runtime.scenarios import Heavy, Homeless, Tied, read_down
+from tests.tiny import TinyVLM
+
+
+def built(kind: type[TinyVLM] = TinyVLM, *resident: str) -> TinyVLM:
+    module = kind()
+    if resident:
+        module.live_on(resident)
+    module.configure_model()
+    return module
+
+
+def weights(module: TinyVLM, role: str) -> dict[str, Tensor]:
+    parameters = dict(module.named_parameters())
+    return {name: parameters[name] for name in half_names(module, role)}
+
+
+@pytest.mark.parametrize("kind", [TinyVLM, Whole])
+@pytest.mark.parametrize(("own", "other"), [("encoder", "backbone"), ("backbone", "encoder")])
+def test_the_absent_half_has_names_and_shapes_but_no_memory(kind, own, other):
+    module, whole = built(kind, own), built(kind)
+    assert all(p.is_meta for p in half_tensors(module, other))
+    assert not any(p.is_meta for p in half_tensors(module, own))
+    assert {n: p.shape for n, p in module.named_parameters()} == {n: p.shape for n, p in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [TinyVLM, Whole])
+@pytest.mark.parametrize("own", ["encoder", "backbone"])
+def test_a_half_has_the_weights_that_it_has_in_one_process(kind, own):
+    alone, together = weights(built(kind, own), own), weights(built(kind), own)
+    assert all(torch.equal(alone[name], together[name]) for name in together)
+
+
+def test_building_leaves_the_users_random_stream_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    built()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_two_halves_hold_each_parameter_once():
+    module = built()
+    names = half_names(module, "encoder") + half_names(module, "backbone")
+    assert sorted(names) == sorted(name for name, _ in module.named_parameters())
+
+
+def test_buffers_belong_to_their_half():
+    module = built()
+    module.encoder.register_buffer("mean", torch.zeros(2))
+    assert any(tensor is module.encoder.mean for tensor in half_tensors(module, "encoder"))
+    assert not any(tensor is module.encoder.mean for tensor in half_tensors(module, "backbone"))
+
+
+def test_a_half_trains_while_any_of_its_parameters_does():
+    module = built()
+    module.encoder.requires_grad_(False)
+    assert not half_trains(module, "encoder")
+    module.encoder.embed.bias.requires_grad_(True)
+    assert half_trains(module, "encoder")
+    assert half_trains(module, "backbone")
+
+
+def test_a_half_is_found_by_whole_path_parts():
+    halves = {"encoder": ("model.visual",), "backbone": ("model.language", "head")}
+    assert role_of("model.visual.weight", halves) == "encoder"
+    assert role_of("model.visual_head.weight", halves) is None
+    assert role_of("head.weight", halves) == "backbone"
+
+
+def test_absent_halves_are_off_the_module_for_a_while_only():
+    module = built(Whole, "backbone")
+    with without_absent_halves(module, ("backbone",)):
+        module.double()
+    assert all(p.dtype == torch.float64 for p in half_parameters(module, "backbone"))
+    assert all(p.dtype == torch.float32 and p.is_meta for p in half_parameters(module, "encoder"))
+
+
+def test_tied_parameters_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"'encoder\.block\.norm\.bias' \(encoder\) and 'backbone\.block\.norm\.bias'"):
+        built(Tied)
+
+
+def test_a_parameter_on_no_half_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"'scale' of Homeless lies on no half"):
+        built(Homeless)
+
+
+def test_parameters_tied_within_a_half_are_fine():
+    class TiedWithin(TinyVLM):
+        def configure_backbone(self) -> None:
+            super().configure_backbone()
+            self.backbone.head.weight = self.backbone.embed.weight
+
+    assert built(TiedWithin, "backbone").backbone.head.weight is not None
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("halves")
+    write_steps(folder)
+    return str(folder)
+
+
+def test_fit_refuses_what_it_cannot_train_on_every_layout(tmp_path, data):
+    arguments = {"data": data, "layout": "colocated 1"}
+    done = run_jobs(tmp_path, [Job("refused", "tests.runtime.scenarios:be_refused", 1, arguments)])["refused"]
+    (told,) = read_down(done.check().folder)
+    assert "TypeError: strategy='flowtrain' splits a flowtrain_lightning.FlowModule" in told["plain"]
+    assert "BoringModel" in told["plain"]
+    assert "'backbone.block.norm.bias' (backbone) are one tensor" in told["tied"]
+    assert "'scale' of Homeless lies on no half" in told["homeless"]
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory, data: str) -> dict[str, list[dict]]:
+    jobs = [
+        Job(layout, "tests.runtime.scenarios:measure_memory", ranks_of(layout), {"data": data, "layout": layout})
+        for layout in ("colocated 1", "1+1")
+    ]
+    done = run_jobs(tmp_path_factory.mktemp("memory"), jobs)
+    return {layout: read_down(job.check().folder) for layout, job in done.items()}
+
+
+def test_a_rank_that_has_one_role_never_has_the_other_half_in_memory(memory):
+    (whole,) = memory["colocated 1"]
+    assert whole["absent"] == []
+    assert [rank["absent"] for rank in memory["1+1"]] == [["encoder"], ["backbone"]]
+    for rank in memory["1+1"]:
+        # A half less while the module is built, and its gradients less too after a step.
+        assert rank["built"] < whole["built"] - 0.8 * Heavy.ballast
+        assert rank["trained"] < whole["trained"] - 1.2 * Heavy.ballast

@@ -1,0 +1,105 @@
+"""The lanes of a step, played in one process: in no order of events do they block or lose a gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain_lightning.packing import SampleSizes, StepPlan, plan_step
+from flowtrain_lightning.runtime.room import least_room
+from tests.packing.sizes import TOKEN_BUDGET, make_sizes, sizes_strategy
+from tests.runtime.rehearsal import SPEC, Rehearsal, direct_gradients
+
+RANKS = st.integers(1, 3)
+ROOM_ENOUGH = 1 << 20
+EVENTS = st.integers(0, 1 << 30)
+"""Seeds of an order in which ranks run and messages arrive."""
+
+
+def plan_of(sizes: SampleSizes, encoder_ranks: int, backbone_ranks: int) -> StepPlan:
+    return plan_step(
+        sizes,
+        np.arange(len(sizes)),
+        backbone_ranks=backbone_ranks,
+        encoder_ranks=encoder_ranks,
+        token_budget=TOKEN_BUDGET,
+    )
+
+
+def rehearse(
+    plan: StepPlan, *, colocated: bool, kept: int, events: int, trains: bool = True, room: int | None = None
+) -> Rehearsal:
+    """Plays a step, by default in the least room that cannot block."""
+    room = least_room(plan, SPEC) if room is None else room
+    return Rehearsal(plan, colocated=colocated, arena_bytes=room, kept_batches=kept, trains=trains, seed=events)
+
+
+@settings(max_examples=60)
+@given(sizes_strategy(20), RANKS, RANKS, st.integers(0, 4), EVENTS)
+def test_separate_ranks_never_block_and_lose_no_gradient(sizes, encoders, backbones, kept, events):
+    plan = plan_of(sizes, encoders, backbones)
+    check_exact(rehearse(plan, colocated=False, kept=kept, events=events), plan)
+
+
+@settings(max_examples=60)
+@given(sizes_strategy(20), RANKS, st.integers(0, 4), EVENTS)
+def test_colocated_ranks_never_block_and_lose_no_gradient(sizes, ranks, kept, events):
+    plan = plan_of(sizes, ranks, ranks)
+    check_exact(rehearse(plan, colocated=True, kept=kept, events=events), plan)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_colocated_ranks_that_all_work_ahead_never_wait_for_one_another(ranks):
+    plan = plan_of(make_sizes(*[(10, [7, 13]), (30, []), (5, [20]), (20, [30, 1])] * 5), ranks, ranks)
+    for events in range(50):
+        rehearse(plan, colocated=True, kept=4, events=events)
+
+
+def check_exact(step: Rehearsal, plan: StepPlan) -> None:
+    encoder, backbone = direct_gradients(plan)
+    torch.testing.assert_close(step.gradient("encoder"), encoder, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(step.gradient("backbone"), backbone, rtol=1e-12, atol=1e-12)
+    assert all(pool.is_empty for pool in step.pools)
+
+
+@settings(max_examples=30)
+@given(sizes_strategy(20), RANKS, RANKS, EVENTS)
+def test_an_encoder_that_does_not_train_never_blocks_and_gets_no_gradient(sizes, encoders, backbones, events):
+    plan = plan_of(sizes, encoders, backbones)
+    step = rehearse(plan, colocated=False, kept=4, events=events, trains=False)
+    assert all(compute.encoder.weight.grad is None for compute in step.compute)
+    torch.testing.assert_close(step.gradient("backbone"), direct_gradients(plan)[1], rtol=1e-12, atol=1e-12)
+    assert all(pool.is_empty for pool in step.pools)
+
+
+@settings(max_examples=40)
+@given(sizes_strategy(20), RANKS, RANKS, st.integers(0, 3), EVENTS)
+def test_no_more_activations_are_kept_than_allowed(sizes, encoders, backbones, kept, events):
+    plan = plan_of(sizes, encoders, backbones)
+    step = rehearse(plan, colocated=False, kept=kept, events=events, room=ROOM_ENOUGH)
+    # A forward that is computed again holds its activations for the moment of its backward.
+    assert max(compute.most_kept for compute in step.compute) <= kept + 1
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100])
+def test_a_forward_runs_twice_only_where_its_activations_were_not_kept(kept):
+    plan = plan_of(make_sizes(*[(20, [10])] * 12), 1, 1)
+    batches = len(plan.encoder_batches[0])
+    step = rehearse(plan, colocated=False, kept=kept, events=0)
+    forwards = sum(compute.forwards for compute in step.compute)
+    assert forwards == (2 * batches if kept == 0 else batches)
+
+
+def test_gradients_are_the_same_bits_in_every_order_of_events():
+    plan = plan_of(make_sizes(*[(10, [7, 3]), (30, []), (5, [20])] * 6), 2, 3)
+    found = [rehearse(plan, colocated=False, kept=1, events=events).gradient("encoder") for events in range(10)]
+    assert all(torch.equal(gradient, found[0]) for gradient in found)
+
+
+def test_a_byte_less_than_the_least_room_could_block():
+    plan = plan_of(make_sizes(*[(20, [10])] * 12), 1, 1)
+    with pytest.raises(AssertionError, match="all wait for one another"):
+        rehearse(plan, colocated=False, kept=4, events=0, room=least_room(plan, SPEC) - 1)

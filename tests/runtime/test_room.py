@@ -1,0 +1,59 @@
+"""How much room in the pool a plan needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain_lightning.packing import StepPlan, plan_step
+from flowtrain_lightning.pool import tensor_bytes
+from flowtrain_lightning.runtime.room import FeatureSpec, least_room, step_room
+from tests.packing.sizes import TOKEN_BUDGET, make_sizes, sizes_strategy
+
+SPEC = FeatureSpec(((8,), (2, 3)), (torch.float32, torch.float64))
+
+
+def plan_of(sizes, encoder_ranks: int = 1, backbone_ranks: int = 1) -> StepPlan:
+    return plan_step(
+        sizes,
+        np.arange(len(sizes)),
+        backbone_ranks=backbone_ranks,
+        encoder_ranks=encoder_ranks,
+        token_budget=TOKEN_BUDGET,
+    )
+
+
+def test_a_spec_tells_what_a_row_of_features_is():
+    features = (torch.zeros(7, 8), torch.zeros(7, 2, 3, dtype=torch.float64))
+    assert FeatureSpec.of(features) == SPEC
+
+
+def test_a_batch_takes_the_room_of_its_entries():
+    assert SPEC.batch_room([5, 2]) == sum(
+        tensor_bytes([(rows, 8), (rows, 2, 3)], [torch.float32, torch.float64]) for rows in (5, 2)
+    )
+
+
+def test_the_least_room_is_that_of_the_largest_encoder_batch():
+    plan = plan_of(make_sizes((10, [30]), (80, [20]), (70, [5])))
+    assert [len(batch) for batch in plan.encoder_batches[0]] == [1, 1, 1]
+    assert least_room(plan, SPEC) == SPEC.batch_room([30])
+
+
+def test_room_for_the_whole_step_is_that_of_the_busiest_encoder_rank():
+    plan = plan_of(make_sizes((10, [30]), (80, [20]), (70, [5])))
+    assert step_room(plan, SPEC) == sum(SPEC.batch_room([rows]) for rows in (30, 20, 5))
+
+
+def test_a_step_without_media_needs_no_room():
+    plan = plan_of(make_sizes((10, []), (80, [])))
+    assert least_room(plan, SPEC) == step_room(plan, SPEC) == 0
+
+
+@given(sizes_strategy(), st.integers(1, 4), st.integers(1, 4))
+def test_a_step_never_needs_less_than_its_largest_batch_nor_more_than_all_of_it(sizes, encoders, backbones):
+    plan = plan_of(sizes, encoders, backbones)
+    everything = SPEC.batch_room([entry.rows for entry in plan.entries])
+    assert least_room(plan, SPEC) <= step_room(plan, SPEC) <= everything

@@ -1,0 +1,59 @@
+"""What lanes did when: kept, summed and saved."""
+
+from __future__ import annotations
+
+import json
+
+from flowtrain_lightning.runtime import timeline as timeline_module
+from flowtrain_lightning.runtime.timeline import COMPUTE, STALL, Span, Timeline
+
+
+def test_a_span_is_the_time_inside():
+    timeline = Timeline()
+    with timeline.span("encoder", COMPUTE, "forward", ("train", 3), 7):
+        pass
+    (span,) = timeline.spans
+    assert span[:6] == ("encoder", COMPUTE, "forward", "train", 3, 7)
+    assert span.end >= span.start
+
+
+def test_what_fails_inside_is_recorded_too():
+    timeline = Timeline()
+    try:
+        with timeline.span("encoder", COMPUTE, "forward", ("train", 0)):
+            raise KeyError
+    except KeyError:
+        pass
+    assert len(timeline.spans) == 1
+
+
+def test_shares_are_of_the_recorded_time_of_one_lane():
+    timeline = Timeline()
+    timeline.add(Span("encoder", COMPUTE, "forward", "train", 0, 0, 10.0, 13.0))
+    timeline.add(Span("encoder", STALL, "room", "train", 0, -1, 13.0, 14.0))
+    timeline.add(Span("backbone", COMPUTE, "microbatch", "train", 0, 0, 10.0, 12.0))
+    assert timeline.share("encoder", STALL) == 0.25
+    assert timeline.share("backbone", COMPUTE) == 1.0
+    assert timeline.share("generator", STALL) == 0.0
+
+
+def test_totals_know_all_spans_while_only_the_latest_are_kept(monkeypatch):
+    monkeypatch.setattr(timeline_module, "_KEPT_SPANS", 2)
+    timeline = Timeline()
+    for number in range(5):
+        timeline.add(Span("encoder", COMPUTE, "forward", "train", 0, number, 0.0, 1.0))
+    assert [span.number for span in timeline.spans] == [3, 4]
+    assert timeline.totals["encoder", COMPUTE] == 5.0
+
+
+def test_a_saved_timeline_reads_as_json(tmp_path):
+    timeline = Timeline()
+    timeline.add(Span("encoder", COMPUTE, "forward", "train", 0, 2, 10.0, 13.0))
+    timeline.save(tmp_path / "new" / "timeline-rank1.json", rank=1, label="encoder 0")
+    saved = json.loads((tmp_path / "new" / "timeline-rank1.json").read_text())
+    assert saved == {
+        "rank": 1,
+        "label": "encoder 0",
+        "totals": {"encoder": {"compute": 3.0}},
+        "spans": [["encoder", "compute", "forward", "train", 0, 2, 10.0, 13.0]],
+    }

@@ -1,0 +1,234 @@
+"""Ranks end together: real processes that are killed, stopped, hang or fail."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.utils.data import DataLoader
+
+from flowtrain_lightning.pool import PeerFailed, Pool
+from flowtrain_lightning.runtime.watchdog import Watchdog, die_with_parent
+from tests.pool.ranks import join_job
+from tests.processes import Ranks, run_ranks
+
+HANG = 1.5
+
+
+def folder():
+    return Path(os.environ["FOLDER"])
+
+
+def mark(name):
+    (folder() / name).touch()
+
+
+def start(rank, ranks, hang=HANG):
+    mesh = join_job(rank, ranks)
+    watchdog = Watchdog(mesh, rank, mesh.labels, hang_timeout=hang, fault_dir=folder() / "faults")
+    watchdog.start()
+    return mesh, Pool.open(mesh, 1 << 16, 0), watchdog
+
+
+def misbehave(rank, ranks, how):
+    """Rank 1 does what ``how`` says in step 3; rank 0 waits for it in the pool, rank 2 in a call that never ends."""
+    mesh, pool, watchdog = start(rank, ranks)
+    if rank == 1:
+        mesh.page.enter("forward of encoder batch 5", 3)
+        while not all(mesh.board[peer].waits for peer in (0, 2)):
+            time.sleep(0.01)
+        mark("ready")
+        if how == "exception":
+            mesh.page.fail("Traceback (most recent call last):\nValueError: bad picture")
+            sys.exit(3)
+        while how == "loop":
+            pass
+        time.sleep(600)
+    mesh.page.enter("wait for features", 3)
+    if rank == 2:
+        subprocess.Popen(["sleep", "600"])  # as a worker that loads data
+        time.sleep(600)
+    try:
+        while True:
+            pool.poll(60)
+    except PeerFailed as error:
+        print(f"left by itself: {error}")
+        watchdog.stop()
+        sys.exit(5)
+
+
+def fault(ranks, rank):
+    return (ranks.folder / "faults" / f"fault-rank{rank}.txt").read_text()
+
+
+@pytest.fixture
+def shared_memory_files():
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.usefixtures("shared_memory_files")
+@pytest.mark.parametrize(
+    ("how", "cause", "code"),
+    [
+        ("killed", "died (process", -signal.SIGKILL),
+        ("stopped", "was stopped", -signal.SIGKILL),
+        ("loop", "made no progress for", 1),
+        ("exception", "failed", 3),
+    ],
+)
+def test_all_ranks_end_in_time_and_say_who_where_and_why(how, cause, code):
+    with Ranks(misbehave, 3, [how]) as ranks:
+        ranks.wait_for("ready")
+        began = time.monotonic()
+        if how == "killed":
+            ranks.signal(1, signal.SIGKILL)
+        elif how == "stopped":
+            ranks.signal(1, signal.SIGSTOP)
+        results = ranks.wait(20)
+        assert time.monotonic() - began < HANG + 8
+        sleeping = [p for p in psutil.process_iter(["cmdline", "pid"]) if p.info["cmdline"] == ["sleep", "600"]]
+        assert not [p for p in sleeping if os.getpgid(p.pid) == ranks.group(2)], "a worker was left"
+        assert [result.code for result in results] == [5, code, 1], "\n".join(map(str, results))
+        for rank in (0, 2):
+            for text in (fault(ranks, rank), results[rank].err):
+                assert f"Rank 1 (encoder 0) {cause}" in text
+                assert "in phase 'forward of encoder batch 5' of step 3" in text
+            assert results[rank].err.count("flowtrain: ") == 1
+        assert "left by itself: Rank 1 (encoder 0)" in results[0].out
+        if how == "exception":
+            assert "ValueError: bad picture" in fault(ranks, 0)
+        if how == "loop":
+            assert 'while how == "loop"' in fault(ranks, 1), "the hanging rank's own file shows where it was"
+        assert not list((ranks.folder / "faults").glob("*.unfinished"))
+
+
+def all_wait(rank, ranks):
+    mesh, pool, _ = start(rank, ranks)
+    mesh.page.enter(f"wait for rank {1 - rank}", 4)
+    while True:
+        pool.poll(60)
+
+
+def test_ranks_that_wait_for_each_other_are_all_named():
+    with Ranks(all_wait, 2) as ranks:
+        results = ranks.wait(60)
+        for rank in range(2):
+            assert results[rank].code == 1
+            assert "All ranks wait for each other" in fault(ranks, rank)
+            assert "'wait for rank 0' of step 4" in fault(ranks, rank)
+            assert "'wait for rank 1' of step 4" in fault(ranks, rank)
+
+
+def is_slow(rank, ranks):
+    """One rank makes slow progress, the other one none for longer than the limit: that is no hang."""
+    mesh, pool, watchdog = start(rank, ranks)
+    mesh.page.enter("wait" if rank else "first step", 0)
+    for _ in range(10):
+        time.sleep(HANG / 4)
+        if rank == 0:
+            mesh.page.advance()
+    watchdog.stop()
+    pool.close()
+    mesh.close()
+    print("done")
+
+
+def test_a_slow_rank_is_no_hanging_one_and_an_orderly_end_is_no_death():
+    for result in run_ranks(is_slow, 2, 60):
+        assert (result.code, result.out, result.err) == (0, "done\n", "")
+
+
+def ends_early(rank, ranks):
+    """Rank 1 leaves in good order long before rank 0 does."""
+    mesh, pool, watchdog = start(rank, ranks)
+    if rank == 0:
+        mesh.page.enter("write the checkpoint", 1)
+        time.sleep(HANG * 0.8)
+    watchdog.stop()
+    pool.close()
+    mesh.close()
+
+
+def test_a_rank_that_has_finished_is_no_dead_one():
+    assert [(result.code, result.err) for result in run_ranks(ends_early, 2, 60)] == [(0, "")] * 2
+
+
+def fails_and_hangs(rank, ranks):
+    """Rank 1 fails, and its clean-up never ends."""
+    mesh, _, watchdog = start(rank, ranks)
+    if rank == 1:
+        mesh.page.enter("forward", 1)
+        mesh.page.fail("ValueError: bad picture")
+        watchdog.stop()
+        mesh.close()
+    time.sleep(600)
+
+
+def test_a_rank_whose_clean_up_hangs_ends_too():
+    results = run_ranks(fails_and_hangs, 2, 60)
+    assert [result.code for result in results] == [1, 1]
+    assert all("ValueError: bad picture" in result.err for result in results)
+
+
+def alone(rank, ranks):
+    mesh, _, watchdog = start(rank, ranks, hang=0.2)
+    mesh.page.fail("an error that the user handles")
+    time.sleep(1)
+    watchdog.stop()
+    mesh.close()
+
+
+def test_a_single_rank_is_left_alone():
+    (result,) = run_ranks(alone, 1)
+    assert (result.code, result.err) == (0, "")
+
+
+def child_of(rank, ranks):
+    die_with_parent()
+    mark("child")
+    time.sleep(600)
+
+
+def launches(rank, ranks):
+    """A process that starts another one."""
+    child = multiprocessing.get_context("fork").Process(target=child_of, args=(0, 1))
+    child.start()
+    (folder() / "pid").write_text(str(child.pid))
+    time.sleep(600)
+
+
+def test_children_die_with_their_parent():
+    with Ranks(launches, 1) as ranks:
+        ranks.wait_for("child")
+        ranks.wait_for("pid")
+        child = psutil.Process(int((ranks.folder / "pid").read_text()))
+        ranks.signal(0, signal.SIGKILL)
+        _, alive = psutil.wait_procs([child], timeout=5)
+        assert not alive
+
+
+def orphan(rank, ranks):
+    die_with_parent(parent=1 << 22)
+    print("still here")
+
+
+def test_a_process_whose_parent_has_died_already_ends_at_once():
+    (result,) = run_ranks(orphan, 1)
+    assert (result.code, result.out) == (1, "")
+
+
+def loads_data(rank, ranks):
+    loader = DataLoader(range(4), num_workers=1, worker_init_fn=die_with_parent)
+    print(sum(int(batch) for batch in loader))
+
+
+def test_a_worker_that_loads_data_can_be_tied_too():
+    (result,) = run_ranks(loads_data, 1)
+    assert (result.code, result.out) == (0, "6\n"), result.err

@@ -1,0 +1,158 @@
+"""A frozen encoder works ahead of the backbone, step after step, until the pool or its bound is full."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain_lightning.data import StepPart, StepPlan
+from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
+from flowtrain_lightning.runtime.room import FeatureSpec, least_room
+from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Span
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, run_jobs
+from tests.runtime.scenarios import read_down
+from tests.tiny import tiny_data, write_records
+
+STEPS = 12
+SPEC = FeatureSpec(((16,),), (torch.float64,))
+"""What the module's encoder returns for a row."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ahead")
+    write_records(folder / "data", 8 * STEPS, pictures_of=[1, 1, 0, 2] * (2 * STEPS))
+    write_records(folder / "data", 24, "val.jsonl", seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plans(folder: Path) -> list[StepPlan]:
+    """The steps with one encoder and one backbone rank."""
+    data = tiny_data(folder / "data", shuffle=False)
+    data.setup("fit")
+    steps = replace(data.train_dataloader().steps, part=StepPart(0, 1, 0, 1))
+    return [steps.plan(0, step) for step in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def tight_pool(plans: list[StepPlan]) -> int:
+    """Room for three of the largest batches ahead."""
+    return 2 * 3 * max(least_room(plan, SPEC) for plan in plans)
+
+
+def train(folder: Path, layout: str, **settings: Any) -> list[dict[str, Any]]:
+    arguments = {"data": str(folder / "data"), "layout": layout, **settings}
+    name = f"{layout} {settings}".replace("/", " ")
+    done = run_jobs(folder, [Job(name, "tests.runtime.scenarios:freeze", ranks_of(layout), arguments)])
+    return read_down(done[name].check().folder)
+
+
+def spans_of(rank: dict[str, Any], lane: str, kind: str, stage: str = "train") -> list[Span]:
+    spans = [Span(*span) for span in rank["spans"]]
+    return [span for span in spans if (span.lane, span.kind, span.stage) == (lane, kind, stage)]
+
+
+def ends_of_steps(rank: dict[str, Any], stage: str = "train") -> dict[int, float]:
+    """When the backbone finished the last microbatch of each step."""
+    return {span.step: span.end for span in spans_of(rank, "backbone", COMPUTE, stage)}
+
+
+@pytest.fixture(scope="module")
+def roomy(folder: Path) -> list[dict[str, Any]]:
+    """A run with more room than it needs."""
+    return train(folder, "1+1", max_epochs=1, limit_val_batches=0)
+
+
+@pytest.fixture(scope="module")
+def tight(folder: Path, tight_pool: int) -> list[dict[str, Any]]:
+    """A run with room for a few batches."""
+    return train(folder, "1+1", max_epochs=1, limit_val_batches=0, pool_bytes=tight_pool)
+
+
+def test_the_encoder_begins_later_steps_before_the_backbone_has_done_this_one(roomy):
+    backbone, encoder = roomy
+    ends = ends_of_steps(backbone)
+    begins: dict[int, float] = {}
+    for span in spans_of(encoder, "encoder", COMPUTE):
+        begins[span.step] = min(span.start, begins.get(span.step, span.start))
+    assert len(begins) == len(ends) == STEPS
+    assert all(begins[step] < ends[step - 1] for step in range(1, STEPS))
+    # The backbone sleeps in every microbatch, so the encoder gets several steps ahead.
+    assert begins[4] < ends[1]
+
+
+def test_the_encoder_never_waits_while_there_is_room_and_work(roomy, plans):
+    encoder = roomy[1]
+    forwards = spans_of(encoder, "encoder", COMPUTE)
+    for stall in spans_of(encoder, "encoder", STALL):
+        allowed = [step for step in range(STEPS) if step <= stall.step + STEPS_AHEAD]
+        todo = {(step, number) for step in allowed for number in range(len(plans[step].encoder_batches[0]))}
+        done = {(span.step, span.number) for span in forwards if span.end <= stall.start}
+        missed = todo - done
+        assert not missed or stall.end - stall.start < 0.02, f"waited with {sorted(missed)[:3]} to do"
+
+
+def test_the_encoder_stops_at_its_bound_of_steps(roomy):
+    backbone, encoder = roomy
+    ends = ends_of_steps(backbone)
+    for span in spans_of(encoder, "encoder", COMPUTE):
+        if span.step > STEPS_AHEAD:
+            assert span.start > ends[span.step - STEPS_AHEAD - 1]
+
+
+def test_with_a_full_pool_the_encoder_waits_and_goes_on_as_room_is_given_back(tight, plans, tight_pool):
+    encoder = tight[1]
+    forwards = spans_of(encoder, "encoder", COMPUTE)
+    assert {(span.step, span.number) for span in forwards} == {
+        (step, number) for step, plan in enumerate(plans) for number in range(len(plan.encoder_batches[0]))
+    }
+    waited = [stall for stall in spans_of(encoder, "encoder", STALL) if stall.end - stall.start > 0.02]
+    assert waited
+    largest = max(least_room(plan, SPEC) for plan in plans)
+    for stall in waited:
+        done = [span for span in forwards if span.end <= stall.start]
+        if len(done) < len(forwards):
+            ahead = sum(room(plans, span) for span in done if span.step > stall.step)
+            assert ahead + 2 * largest > tight_pool // 2  # room that is free may lie in two pieces
+
+
+def room(plans: list[StepPlan], forward: Span) -> int:
+    rows = [entry.rows for entry in plans[forward.step].entries if entry.encoder_batch == forward.number]
+    return SPEC.batch_room(rows)
+
+
+def test_nothing_is_sent_back_to_a_frozen_encoder(roomy):
+    spans = [span for rank in roomy for lane in ("encoder", "backbone") for span in spans_of(rank, lane, COMMUNICATION)]
+    sent = {span.name for span in spans}
+    assert "features" in sent
+    assert "gradients" not in sent
+
+
+def check_equal(folder: Path, layout: str, **settings: Any) -> list[dict[str, Any]]:
+    pool_bytes = settings.pop("pool_bytes", None)
+    (alone,) = train(folder, "auto", **settings)
+    ranks = train(folder, layout, pool_bytes=pool_bytes, **settings)
+    for rank in ranks:
+        assert rank["train"] == pytest.approx(alone["train"], rel=1e-12)
+        assert rank["val"] == pytest.approx(alone["val"], rel=1e-12)
+    return ranks
+
+
+@pytest.mark.parametrize("layout", ["1+1", pytest.param("2+2", marks=pytest.mark.full)])
+def test_validation_in_mid_epoch_works_with_training_features_waiting_in_a_full_pool(folder, layout, tight_pool):
+    ranks = check_equal(folder, layout, max_epochs=1, val_check_interval=3, pool_bytes=tight_pool)
+    validation = min(span.start for span in spans_of(ranks[0], "backbone", COMPUTE, "val"))
+    before = [span for span in spans_of(ranks[-1], "encoder", COMPUTE) if span.end < validation]
+    assert max(span.step for span in before) > 2  # validation comes after step 2
+
+
+@pytest.mark.parametrize("layout", ["1+1", pytest.param("2+2", marks=pytest.mark.full)])
+def test_features_of_steps_that_are_skipped_are_not_taken_for_those_of_others(folder, layout):
+    ranks = check_equal(folder, layout, max_epochs=2, limit_val_batches=0, skips_from=[0, 4])
+    assert len(ranks[0]["train"]) == 4 + STEPS
