@@ -19,7 +19,8 @@ from benchmarks.packing_peers import Bins, WlbQueue, step_packers, window_packer
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.judging import judge
 from flowtrain_lightning.packing.metrics import encoder_idle, measure
-from flowtrain_lightning.packing.offline import OfflineSettings, pack_offline
+from flowtrain_lightning.packing.microbatches import Objective
+from flowtrain_lightning.packing.offline import OfflineSettings, Semantics, pack_offline
 
 RANKS, POSITIONS, ENCODERS = 8, 4, 2
 COST = CostModel(1.0, 1 / 24_576, 0.0)
@@ -62,13 +63,14 @@ def main() -> None:
 
 def ours(lengths: Lengths, budget: int) -> Iterator[dict[str, Any]]:
     """This project, in its settings, and over windows."""
-    for semantics, objective, delay in (
+    cases: list[tuple[Semantics, Objective, int]] = [
         ("tokens", "sync", 8),
         ("tokens", "sync", 0),
         ("tokens", "accumulate", 8),
         ("samples", "sync", 0),
         ("samples", "accumulate", 0),
-    ):
+    ]
+    for semantics, objective, delay in cases:
         settings = OfflineSettings(
             budget,
             RANKS,
@@ -199,7 +201,10 @@ def random_order(lengths: Lengths, budget: int) -> float:
 
 
 def show(row: dict[str, Any]) -> None:
-    print(f"{row['data']:<15}{row['name']:<40}" + "".join(_cell(row.get(column)).rjust(10) for column in COLUMNS), flush=True)
+    print(
+        f"{row['data']:<15}{row['name']:<40}" + "".join(_cell(row.get(column)).rjust(10) for column in COLUMNS),
+        flush=True,
+    )
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -229,7 +234,9 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     for row in rows:
         own = row["name"].startswith("this")
         axes.scatter(max(row["idle_sync"], 1e-3), row["us"], color="#2a78d6" if own else "#8a8a85", zorder=3)
-        axes.annotate(row["name"], (max(row["idle_sync"], 1e-3), row["us"]), fontsize=7, xytext=(4, 3), textcoords="offset points")
+        axes.annotate(
+            row["name"], (max(row["idle_sync"], 1e-3), row["us"]), fontsize=7, xytext=(4, 3), textcoords="offset points"
+        )
     axes.set(xscale="log", yscale="log", xlabel="idle at every microbatch, %", ylabel="microseconds per sample")
     axes.set_title("Mix: waiting ranks and packing time", loc="left")
     axes.spines[["top", "right"]].set_visible(False)

@@ -27,7 +27,8 @@ class Lengths:
     @property
     def encoder_cost(self) -> NDArray[np.float64]:
         total = np.concatenate([[0.0], np.cumsum(self.media_cost)])
-        return total[self.media_start[1:]] - total[self.media_start[:-1]]
+        per_sample: NDArray[np.float64] = total[self.media_start[1:]] - total[self.media_start[:-1]]
+        return per_sample
 
 
 def qwen_tokens(height: float, width: float) -> int:

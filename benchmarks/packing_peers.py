@@ -132,7 +132,7 @@ def milp(seconds: float) -> StepPacker:
     return pack
 
 
-# ---- from papers ------------------------------------------------------------------------------------------------------
+# ---- from papers -----------------------------------------------------------------------------------------------------
 
 
 def cheapest(tokens: Ints, costs: Floats, bins: int, budget: int) -> Bins:
@@ -209,7 +209,7 @@ def flowtrain_paper(tokens: Ints, budget: int) -> Bins:
 
 
 class WlbQueue:
-    """WLB-LLM: longest first to the lightest bin, else the shortest; outliers queue until there is one for each rank."""
+    """WLB-LLM: longest first to the lightest bin, else the shortest; outliers queue until there is one per rank."""
 
     def __init__(self, ranks: int, fill: float = 0.985, max_delay: int | None = None) -> None:
         self.ranks, self.fill, self.max_delay = ranks, fill, max_delay

@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--semantics", choices=SEMANTICS, default="samples", help="what a step is (default: %(default)s)")
     add("--objective", choices=OBJECTIVES, default="sync", help="ranks meet at every microbatch, or once a step")
     add("--cost-linear", type=float, default=1.0, help="cost of a token (default: %(default)s)")
-    add("--cost-quadratic", type=float, default=1 / 24_576, help="cost of a token pair in a sequence (default: 1/24576)")
+    add(
+        "--cost-quadratic", type=float, default=1 / 24_576, help="cost of a token pair in a sequence (default: 1/24576)"
+    )
     add("--encoder-ranks", type=int, default=1, help="ranks that encode (default: %(default)s)")
     add("--row-width", type=int, help="microbatches of a row; the same on every layout (default: the ranks)")
     add("--max-delay", type=int, default=8, help="steps that a sample may wait, with tokens (default: %(default)s)")
@@ -171,9 +173,11 @@ def _write(
     for number, step in enumerate(plan.steps):
         for rank, batches in enumerate(step.encoder_batches):
             for batch, media in enumerate(batches):
-                values = (kept[owner[media]], media - media_start[owner[media]], number, rank, batch)
-                for name, value in zip(names, (*values, np.arange(len(media))), strict=True):
-                    found[name].append(np.broadcast_to(value, len(media)))
+                same = np.ones(len(media), dtype=np.int64)
+                places = [number * same, rank * same, batch * same, np.arange(len(media))]
+                values = [kept[owner[media]], media - media_start[owner[media]], *places]
+                for name, value in zip(names, values, strict=True):
+                    found[name].append(value)
     _save(found, media_out)
 
 

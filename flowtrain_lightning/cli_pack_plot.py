@@ -26,7 +26,9 @@ def draw(plan: OfflinePlan, costs: FloatArray, settings: OfflineSettings, path: 
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PackingError("--plot needs matplotlib; install it with `pip install flowtrain-lightning[plot]`.") from error
+        raise PackingError(
+            "--plot needs matplotlib; install it with `pip install flowtrain-lightning[plot]`."
+        ) from error
     if not plan.steps:
         raise PackingError("There is no whole step to draw; give more samples or a smaller step.")
     steps = plan.steps[:_STEPS]

@@ -126,7 +126,7 @@ def test_a_file_that_is_not_there_gets_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(
         sys, "argv", ["flowtrain", "pack", "nowhere.parquet", *OPTIONS, "--out", str(tmp_path / "plan.parquet")]
     )
-    with pytest.raises(SystemExit, match="there is no file nowhere.parquet"):
+    with pytest.raises(SystemExit, match=r"there is no file nowhere\.parquet"):
         main()
 
 

@@ -11,7 +11,7 @@ from flowtrain_lightning.packing.cost import CostModel
 from flowtrain_lightning.packing.evening import even_out
 from flowtrain_lightning.packing.fitting import best_fit
 from flowtrain_lightning.packing.microbatches import group_alike, positive_costs
-from flowtrain_lightning.packing.plan import FloatArray, IntArray
+from flowtrain_lightning.packing.plan import BoolArray, FloatArray, IntArray
 from flowtrain_lightning.packing.rows import fill_rows
 
 _FEW = 8
@@ -154,7 +154,7 @@ def _draw(lengths: Callable[[int, int], IntArray], start: int, wanted: float) ->
 
 
 def _choose(
-    pool: _Pool, may_wait: IntArray, wanted: float, cost: CostModel, shape: tuple[int, int, int]
+    pool: _Pool, may_wait: BoolArray, wanted: float, cost: CostModel, shape: tuple[int, int, int]
 ) -> tuple[IntArray, IntArray, int]:
     """Members of the block, longest first; those held back; and how many were drawn of the stream."""
     ahead = np.cumsum(pool.tokens[pool.old :])
@@ -174,7 +174,7 @@ def _choose(
 
 
 def _hold(
-    order: IntArray, tokens: IntArray, may_wait: IntArray, cost: CostModel, shape: tuple[int, int, int]
+    order: IntArray, tokens: IntArray, may_wait: BoolArray, cost: CostModel, shape: tuple[int, int, int]
 ) -> IntArray:
     """The samples to hold back: those dearer than a row of this block can be, and others to fill their row with."""
     rows, width, budget = shape
@@ -198,7 +198,7 @@ def _hold(
     return company[may_wait[company]]
 
 
-def _fit(tokens: IntArray, costs: FloatArray, rows: int, width: int, budget: int, waited: IntArray) -> IntArray:
+def _fit(tokens: IntArray, costs: FloatArray, rows: int, width: int, budget: int, waited: BoolArray) -> IntArray:
     """Best fit, then like to like: more rows than needed, of which those that idle most wait."""
     bin_of, opened = best_fit(tokens, budget, len(tokens))
     found = max(rows, -(-opened // width))
@@ -213,7 +213,7 @@ def _fit(tokens: IntArray, costs: FloatArray, rows: int, width: int, budget: int
     return np.where(row >= 0, row * width + bin_of % width, -1)
 
 
-def _make_room(bin_of: IntArray, tokens: IntArray, waited: IntArray, bins: int, budget: int) -> None:
+def _make_room(bin_of: IntArray, tokens: IntArray, waited: BoolArray, bins: int, budget: int) -> None:
     """Put samples that have waited and found no room in the place of younger ones, as alike as possible."""
     for item in np.flatnonzero((bin_of < 0) & waited).tolist():
         is_young = (bin_of >= 0) & ~waited

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 try:
-    from numba import njit
+    import numba
 except ImportError:
-    njit = None
+    numba = None  # type: ignore[assignment]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
     """Decorator of a loop over arrays. Results are the same bits either way: nothing is reordered or fused."""
-    if njit is None:
+    if numba is None:
         return function
-    fast: Function = njit(cache=True)(function)
-    return fast
+    fast: Any = numba.njit(cache=True)(function)
+    return cast(Function, fast)

@@ -7,15 +7,20 @@ import numpy as np
 from flowtrain_lightning.packing.compiled import compiled
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 
-TOLERANCE = 2e-5
-"""How far above the mean the costliest bin may stay, as a share of the mean."""
 ROUNDS = 64
 """Exchanges per group, at most."""
 
 
 @compiled
 def even_out(
-    bin_of: IntArray, group_of: IntArray, groups: int, tokens: IntArray, costs: FloatArray, bins: int, budget: int
+    bin_of: IntArray,
+    group_of: IntArray,
+    groups: int,
+    tokens: IntArray,
+    costs: FloatArray,
+    bins: int,
+    budget: int,
+    tolerance: float = 2e-5,
 ) -> None:
     """Even out the cost of bins inside each group; ``bin_of`` is changed in place.
 
@@ -27,6 +32,7 @@ def even_out(
         costs: ``[samples]`` falling likewise.
         bins: number of bins.
         budget: the most tokens of a bin; no exchange exceeds it.
+        tolerance: how far above its group's mean the costliest bin may stay, as a share of the mean.
     """
     count = len(tokens)
     fill = np.zeros(bins, dtype=np.int64)
@@ -53,7 +59,9 @@ def even_out(
             if group_of[number] == group:
                 own[size] = number
                 size += 1
-        _even_group(members[start[group] : start[group + 1]], own[:size], bin_of, tokens, costs, fill, cost, budget)
+        _even_group(
+            members[start[group] : start[group + 1]], own[:size], bin_of, tokens, costs, fill, cost, budget, tolerance
+        )
 
 
 @compiled
@@ -66,6 +74,7 @@ def _even_group(
     fill: IntArray,
     cost: FloatArray,
     budget: int,
+    tolerance: float,
 ) -> None:
     width = len(bins)
     for _ in range(ROUNDS):
@@ -74,7 +83,7 @@ def _even_group(
         total = 0.0
         for number in bins:
             total += cost[number]
-        if cost[top] * width <= total * (1.0 + TOLERANCE):
+        if cost[top] * width <= total * (1.0 + tolerance):
             return
         ours = members[bin_of[members] == top]
         for number in range(width - 1):

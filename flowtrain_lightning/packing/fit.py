@@ -70,7 +70,13 @@ def fit_cost(observations: Sequence[Observation]) -> CostModel:
 
 
 def cost_from_flops(
-    parameters: float, layers: int, hidden: int, *, flops_per_second: float, causal: bool = True, window: int | None = None
+    parameters: float,
+    layers: int,
+    hidden: int,
+    *,
+    flops_per_second: float,
+    causal: bool = True,
+    window: int | None = None,
 ) -> CostModel:
     """The cost model, in seconds, of forward and backward of a transformer that runs at a given speed.
 

@@ -31,7 +31,7 @@ def best_fit(tokens: IntArray, budget: int, most: int) -> tuple[IntArray, int]:
     leaves = 1
     while leaves < budget + 1:
         leaves *= 2
-    bins_below = np.zeros(2 * leaves, dtype=np.int32)
+    bins_below = np.zeros(2 * leaves, dtype=np.int64)
     newest = np.full(budget + 1, -1, dtype=np.int64)  # a stack of bins for every room
     beneath = np.full(min(most, count) + 1, -1, dtype=np.int64)
     opened = 0

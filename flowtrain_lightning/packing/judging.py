@@ -29,9 +29,7 @@ def judge(
         shape = (len(plan.steps), positions, settings.ranks)
         grids = [np.zeros(shape) for _ in range(4)]
         for number, step in enumerate(plan.steps):
-            for grid, weights in zip(
-                grids, (costs, encoder_cost, tokens, np.ones(len(tokens))), strict=True
-            ):
+            for grid, weights in zip(grids, (costs, encoder_cost, tokens, np.ones(len(tokens))), strict=True):
                 filled = np.bincount(step.bin_of, weights[step.samples], minlength=positions * settings.ranks)
                 grid[number] = filled.reshape(positions, settings.ranks)
         figures |= measure(grids[0], grids[1], grids[2], grids[3], settings.token_budget).as_dict()

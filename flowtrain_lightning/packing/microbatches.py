@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal, get_args
 
 import numpy as np
@@ -62,7 +63,7 @@ def as_microbatches(bin_of: IntArray, rows: int, ranks: int) -> tuple[tuple[IntA
     """``[samples]`` bins, ``position * ranks + rank``, as ``[rank][position]`` -> sample numbers, ascending."""
     by_bin = np.argsort(bin_of, kind="stable")
     cuts = np.searchsorted(bin_of[by_bin], np.arange(rows * ranks + 1)).tolist()
-    members = [by_bin[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+    members = [by_bin[start:end] for start, end in itertools.pairwise(cuts)]
     return tuple(tuple(members[rank::ranks]) for rank in range(ranks))
 
 
@@ -169,7 +170,7 @@ def deal_to_ranks(tokens: IntArray, costs: FloatArray, rows: int, ranks: int, bu
     rank_of = cheapest_first(tokens, costs, ranks, rows * budget)
     if rank_of.min() < 0:
         return None
-    even_out(rank_of, np.zeros(ranks, dtype=np.int64), 1, tokens, costs, ranks, rows * budget)
+    even_out(rank_of, np.zeros(ranks, dtype=np.int64), 1, tokens, costs, ranks, rows * budget, 1e-7)
     bin_of = np.empty(len(tokens), dtype=np.int64)
     for rank in range(ranks):
         own = np.flatnonzero(rank_of == rank)

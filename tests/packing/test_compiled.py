@@ -29,7 +29,11 @@ def test_plans_are_the_same_with_and_without_numba():
     pytest.importorskip("numba")
     with_numba, without = (
         subprocess.run(
-            [sys.executable, "-c", SCRIPT.format(without=without)], capture_output=True, text=True, timeout=150, check=True
+            [sys.executable, "-c", SCRIPT.format(without=without)],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=True,
         ).stdout
         for without in (False, True)
     )

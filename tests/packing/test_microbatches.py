@@ -115,8 +115,6 @@ def test_every_sample_is_packed_once_within_the_budget(lengths, ranks, objective
 def test_ranks_that_meet_once_a_step_total_the_same_even_with_a_dear_sample():
     lengths = [BUDGET, *np.random.default_rng(0).integers(1, 12, 120).tolist()]
     cost = CostModel(linear=1.0, quadratic=1 / 150, constant=0.0)
-    packed = pack_microbatches(
-        np.array(lengths), ranks=4, token_budget=BUDGET, cost=cost, objective="accumulate"
-    )
+    packed = pack_microbatches(np.array(lengths), ranks=4, token_budget=BUDGET, cost=cost, objective="accumulate")
     mean = cost.of_each(np.array(lengths)).sum() / 4
     assert time_of(packed, lengths, cost, "accumulate") <= 1.001 * mean
