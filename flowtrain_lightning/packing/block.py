@@ -20,6 +20,8 @@ _TRIALS = 40
 """Times that fewer samples are drawn because not all found room."""
 _MATCHED = 0.005
 """Idle share of a row at which its samples count as matched: they need not wait for others like them."""
+_DEFERRED = 0.05
+"""Share of a block's samples that deferring long ones may make up for."""
 _MOST_HELD = 64
 """Samples examined for being held back."""
 
@@ -95,9 +97,12 @@ def plan_block(
     # What is left over waits for the next block. Where it would then be due at once, it must be little.
     spare = 0.25 * capacity if max_delay >= steps else 0.0
     most_left = len(pool.tokens) if max_delay >= 2 * steps - 1 else rows * width // 2
+    # Samples per token so far: a block with many long samples leaves some of them to the next.
+    steady = not ended and next_step >= 2 * steps and max_delay >= 2 * steps - 1 and not is_coarse
+    pace = (next_sample - len(old)) / (next_step * capacity) if steady else 0.0
     wanted = steps * capacity + (spare if is_coarse else 0.0)
     for _ in range(_TRIALS):
-        order, held, taken = _choose(pool, may_wait, wanted, cost, (rows, width, budget))
+        order, held, taken = _choose(pool, may_wait, wanted, cost, pace, (rows, width, budget))
         tokens, waited = pool.tokens[order], pool.drawn[order] < next_step
         costs = positive_costs(tokens, cost)
         if is_coarse:
@@ -154,7 +159,7 @@ def _draw(lengths: Callable[[int, int], IntArray], start: int, wanted: float) ->
 
 
 def _choose(
-    pool: _Pool, may_wait: BoolArray, wanted: float, cost: CostModel, shape: tuple[int, int, int]
+    pool: _Pool, may_wait: BoolArray, wanted: float, cost: CostModel, pace: float, shape: tuple[int, int, int]
 ) -> tuple[IntArray, IntArray, int]:
     """Members of the block, longest first; those held back; and how many were drawn of the stream."""
     ahead = np.cumsum(pool.tokens[pool.old :])
@@ -166,11 +171,25 @@ def _choose(
         former, held = held, _hold(order, pool.tokens, may_wait, cost, shape)
         if len(held) == len(former):
             break
+    if pace > 0:
+        held = np.concatenate([held, _defer(order, held, pool, wanted, pace, shape)])
     taken = int(np.searchsorted(ahead, needed + pool.tokens[held].sum(), side="right"))
     stays = np.ones(pool.old + taken, dtype=bool)
     stays[held] = False
     members = np.flatnonzero(stays)
     return members[np.argsort(-pool.tokens[members], kind="stable")], held, taken
+
+
+def _defer(
+    order: IntArray, held: IntArray, pool: _Pool, wanted: float, pace: float, shape: tuple[int, int, int]
+) -> IntArray:
+    """Long samples to leave to the next block where this one would have fewer samples than those before."""
+    rows, width, _ = shape
+    missing = pace * wanted - (len(order) - len(held))
+    later = order[~np.isin(order, held)][3 * width : (3 + 3 * rows) * width]
+    later = later[later >= pool.old]
+    gain = np.cumsum(pool.tokens[later] * pace - 1)
+    return later[: int(np.searchsorted(gain, min(missing, _DEFERRED * pace * wanted)))]
 
 
 def _hold(
@@ -194,7 +213,7 @@ def _hold(
         return top[: min(int(np.argmin(waste)), rows * width // 2)]
     if matched == 0:
         return top[:0]
-    company = top[: min(max(matched, width), 2 * width, rows * width // 2)]
+    company = top[: min(max(matched, 3 * width // 4), 2 * width, rows * width // 2)]
     return company[may_wait[company]]
 
 
