@@ -13,7 +13,7 @@ import numpy as np
 from flowtrain_lightning.packing import CostModel, PackingError
 from flowtrain_lightning.packing.judging import judge
 from flowtrain_lightning.packing.microbatches import OBJECTIVES
-from flowtrain_lightning.packing.offline import SEMANTICS, OfflinePlan, OfflineSettings, pack_offline
+from flowtrain_lightning.packing.offline import SEMANTICS, OfflinePlan, OfflineSettings, pack_offline, warm_up
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -44,10 +44,12 @@ def pack() -> None:
         max_delay=options.max_delay,
         lookahead=options.lookahead,
     )
+    compiling = warm_up(settings)
     plan = pack_offline(tokens, media_start, media_cost, settings)
     _write(plan, options.out, options.media_out, kept, media_start, settings)
     figures = judge(plan, tokens, media_start, media_cost, settings)
     figures |= {"samples": len(tokens), "samples_dropped": options.rows - len(tokens), "seed": options.seed}
+    figures["compile_seconds"] = compiling
     if options.plot is not None:
         _plot(plan, settings.cost.of_each(tokens), settings, options.plot)
     if options.json:

@@ -6,6 +6,12 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowtrain_lightning.packing.cost import CostModel
+from flowtrain_lightning.packing.plan import StepPlan
+
+FORWARD_SHARE = 1 / 3
+"""The forward's share of what an encoder batch costs when the encoder trains: a backward is two forwards."""
+
 
 @dataclass(frozen=True)
 class EncoderWork:
@@ -73,6 +79,44 @@ def step_time(
     else:
         work = max([*reading, *encoding], default=0.0)
     return StepTime(makespan, work)
+
+
+def plan_time(
+    plan: StepPlan,
+    cost: CostModel,
+    encoder_cost: CostModel,
+    *,
+    meet: bool,
+    trains: bool = True,
+    kept: int | None = None,
+    colocated: bool = False,
+) -> StepTime:
+    """Simulate a step plan.
+
+    Args:
+        plan: who encodes and who reads what.
+        cost: forward and backward of a microbatch.
+        encoder_cost: forward and backward of an encoder batch, by its media's patches.
+        meet: backbone ranks begin each microbatch together.
+        trains: the encoder has a backward; without one its forward is a third of ``encoder_cost``.
+        kept: see :func:`step_time`.
+        colocated: see :func:`step_time`.
+    """
+    readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for entry in plan.entries:
+        readers.setdefault((entry.encoder_rank, entry.encoder_batch), []).append(
+            (entry.backbone_rank, entry.microbatch)
+        )
+    encoder = []
+    for rank, batches in enumerate(plan.encoder_batches):
+        works = []
+        for number, media in enumerate(batches):
+            total = encoder_cost.of_set(plan.sizes.media_patches[media]) if len(media) else 0.0
+            backward = total * (1 - FORWARD_SHARE) if trains else 0.0
+            works.append(EncoderWork(total * FORWARD_SHARE, backward, tuple(readers.get((rank, number), ()))))
+        encoder.append(works)
+    microbatches = [[cost.of_set(plan.sizes.tokens[m]) if len(m) else 0.0 for m in rank] for rank in plan.microbatches]
+    return step_time(microbatches, encoder, meet=meet, kept=kept, colocated=colocated)
 
 
 class _Simulation:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from flowtrain_lightning.packing.bound import idle_bound, rank_bound
-from flowtrain_lightning.packing.evaluator import EncoderWork, step_time
+from flowtrain_lightning.packing.evaluator import FORWARD_SHARE, EncoderWork, step_time
 from flowtrain_lightning.packing.metrics import encoder_idle, measure
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 
-_FORWARD = 1 / 3
-"""The forward's share of what an encoder batch costs when the encoder trains."""
 _JUDGED_STEPS = 50
 """Steps that are simulated for ``flow_gap``, evenly chosen."""
 
@@ -87,7 +85,7 @@ def _flow_gap(
                 bins = np.unique(step.bin_of[np.searchsorted(step.samples, owner[batch])])
                 readers = tuple((int(b % settings.ranks), int(b // settings.ranks)) for b in bins)
                 total = float(media_cost[batch].sum())
-                works.append(EncoderWork(total * _FORWARD, total * (1 - _FORWARD), readers))
+                works.append(EncoderWork(total * FORWARD_SHARE, total * (1 - FORWARD_SHARE), readers))
             encoder.append(works)
         found = step_time(grid, encoder, meet=settings.objective == "sync")
         makespan, work = makespan + found.makespan, work + found.work

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -124,6 +124,18 @@ def pack_offline(
         batches = _encode(samples, ordered, media_start, media_cost, settings)
         steps.append(PackedStep(samples, ordered, positions, delay, batches))
     return OfflinePlan(tuple(steps), left, time.perf_counter() - begin)
+
+
+def warm_up(settings: OfflineSettings) -> float:
+    """Compile the inner loops, or load them compiled; the seconds it took, which are no time of packing."""
+    begin = time.perf_counter()
+    tiny = replace(
+        settings, token_budget=64, microbatches=2, global_batch_size=32 * settings.ranks, row_width=None, max_delay=8
+    )
+    for tokens in (np.arange(320 * settings.ranks) % 7 + 1, np.arange(64 * settings.ranks) % 40 + 1):
+        media_start = np.arange(len(tokens) + 1)
+        pack_offline(tokens, media_start, np.ones(len(tokens)), tiny)
+    return time.perf_counter() - begin
 
 
 def _by_samples(
