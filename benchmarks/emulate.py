@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import tempfile
 from dataclasses import replace
@@ -104,7 +105,8 @@ def run_schedule(job: EmulatedJob) -> dict[str, float]:
     folder.mkdir(parents=True)
     (folder / "forwards").write_bytes(bytes(np.zeros(job.encoder_ranks, np.int64)))
     launch(schedules.train, job, job.ranks, folder, DEADLINE)
-    ends: list[float] = read_ranks(folder)[0]["ends"]
+    ranks = read_ranks(folder)
+    ends: list[float] = ranks[0]["ends"]
     plans = pickle.loads((folder / "plans.pickle").read_bytes())
     ideal = step_ends(plans, job.rules)
     measured = (ends[-1] - ends[job.warmup - 1]) / job.steps
@@ -112,7 +114,8 @@ def run_schedule(job: EmulatedJob) -> dict[str, float]:
         "step_seconds": measured,
         "ideal_seconds": (ideal[-1] - ideal[job.warmup - 1]) / job.steps,
         "samples_per_second": job.global_batch_size / measured,
-        **_spent(read_ranks(folder), job.steps),
+        "cores_busy": ranks[0]["cores_busy"],
+        **_spent(ranks, job.steps),
     }
 
 
@@ -149,6 +152,9 @@ def schedule_table(runs: dict[str, list[dict[str, float]]]) -> str:
                 f"{overhead:.1%}",
                 f"{figures['samples_per_second']:.0f}",
                 f"{base / figures['step_seconds']:.2f}",
+                f"{figures['cores_busy']:.1f} of {os.cpu_count()}",
             ]
         )
-    return table(["schedule", "ideal ms a step", "measured ms", "overhead", "samples/s", "x flowtrain"], rows)
+    return table(
+        ["schedule", "ideal ms a step", "measured ms", "overhead", "samples/s", "x flowtrain", "cores busy"], rows
+    )

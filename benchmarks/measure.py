@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -26,7 +27,7 @@ class Meter(L.Callback):
         self._folder = folder
         self._warmup = warmup
         self._ends: list[float] = []
-        self._cpu: list[float] = []
+        self._busy: list[float] = []
         self._counts: dict[str, int] = defaultdict(int)
 
     def on_train_batch_end(
@@ -34,7 +35,7 @@ class Meter(L.Callback):
     ) -> None:
         """Notes the time, and what the step held on this rank."""
         self._ends.append(time.monotonic())
-        self._cpu.append(time.process_time())
+        self._busy.append(busy_seconds())
         if len(self._ends) > self._warmup:
             for name, count in contents(batch).items():
                 self._counts[name] += count
@@ -46,7 +47,7 @@ class Meter(L.Callback):
         measured = {
             "window": window,
             "ends": self._ends,
-            "cpu_seconds": self._cpu[-1] - self._cpu[self._warmup - 1],
+            "cores_busy": (self._busy[-1] - self._busy[self._warmup - 1]) / (window[1] - window[0]),
             "counts": self._counts,
             "lanes": lanes(trainer, window),
         }
@@ -85,6 +86,15 @@ def lanes(trainer: L.Trainer, window: tuple[float, float]) -> dict[str, dict[str
         for span in engine.timeline.spans:
             seconds[span.lane][span.kind] += max(0.0, min(span.end, window[1]) - max(span.start, window[0]))
     return seconds
+
+
+def busy_seconds() -> float:
+    """What all cores have worked since the machine started, for whatever program; 0 where the system does not tell."""
+    statistics = Path("/proc/stat")
+    if not statistics.exists():
+        return 0.0
+    user, nice, system, _idle, _wait, hardware, software = map(int, statistics.read_text().split()[1:8])
+    return (user + nice + system + hardware + software) / os.sysconf("SC_CLK_TCK")
 
 
 def read_ranks(folder: Path) -> list[dict[str, Any]]:

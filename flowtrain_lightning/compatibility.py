@@ -51,6 +51,19 @@ REFUSED_CALLBACKS: dict[type[L.Callback], str] = {
 _OWN_METHODS = ("backward", "clip_gradients", "optimizer_zero_grad")
 
 
+def refuse_foreign_module(module: L.LightningModule) -> None:
+    """Raises for modules without halves.
+
+    Raises:
+        TypeError: says what was given and what to derive it from.
+    """
+    if not isinstance(module, FlowModule):
+        raise TypeError(
+            f"strategy='flowtrain' splits a flowtrain_lightning.FlowModule into its halves, but got "
+            f"{type(module).__name__}. Derive it from FlowModule, or use strategy='auto' or 'ddp'."
+        )
+
+
 def refuse_unsupported(trainer: L.Trainer) -> None:
     """Raises for settings under which flowtrain could not keep its promises. Needs no process group.
 

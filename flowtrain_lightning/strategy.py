@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from flowtrain_lightning.allocator import Allocation, Placement, default_allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
-from flowtrain_lightning.compatibility import refuse_optimizers, refuse_unsupported
+from flowtrain_lightning.compatibility import refuse_foreign_module, refuse_optimizers, refuse_unsupported
 from flowtrain_lightning.data import StepPart
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import broadcast_half
@@ -138,7 +138,9 @@ class FlowTrainStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = RankLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes, self._check_before_start
+            )
         elif "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()  # torchrun's agent
         else:
@@ -155,17 +157,18 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def connect(self, model: L.LightningModule) -> None:
         """Refuses modules without halves."""
-        if not isinstance(model, FlowModule):
-            raise TypeError(
-                f"strategy='flowtrain' splits a flowtrain_lightning.FlowModule into its halves, but got "
-                f"{type(model).__name__}. Derive it from FlowModule, or use strategy='auto' or 'ddp'."
-            )
+        refuse_foreign_module(model)
         super().connect(model)
+
+    def _check_before_start(self, trainer: L.Trainer) -> None:
+        refuse_foreign_module(trainer.lightning_module)
+        refuse_unsupported(trainer)
+        default_allocation(self.num_processes, self._placement, self._encoder_ranks)
 
     def setup_environment(self) -> None:
         """Settles roles, connects the groups and starts to watch over the other ranks."""
         super().setup_environment()
-        refuse_unsupported(self._module.trainer)
+        refuse_unsupported(self._module.trainer)  # once more, with the callbacks that the module brings
         reset_seed()
         self.set_world_ranks()
         self._job = Job(

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,13 @@ class Done:
 
 def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, Done]:
     """Runs the jobs one after another, each in a folder of its name below ``folder``."""
-    return {job.name: _server().run(job, folder / job.name) for job in jobs}
+    try:
+        return {job.name: _server().run(job, folder / job.name) for job in jobs}
+    except BaseException:
+        # The test was interrupted: what its job answers later must not be taken for the answer of another.
+        _server().end()
+        _server.cache_clear()
+        raise
 
 
 class _Server:
@@ -81,7 +88,13 @@ class _Server:
             start_new_session=True,
             text=True,
         )
-        atexit.register(self._process.kill)
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """Ends it, and with it what it runs."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def run(self, job: Job, folder: Path) -> Done:
         assert self._process.stdin is not None
@@ -98,12 +111,14 @@ def _server() -> _Server:
 
 
 def _serve() -> None:
+    # Ranks that still run when the tests have ended abruptly must not outlive them.
+    parent = os.getppid()
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(_run(Job(**request["job"]), Path(request["folder"]))), flush=True)
+        print(json.dumps(_run(Job(**request["job"]), Path(request["folder"]), parent)), flush=True)
 
 
-def _run(job: Job, folder: Path) -> list[int]:
+def _run(job: Job, folder: Path, parent: int) -> list[int]:
     importlib.import_module(job.target.partition(":")[0])
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -112,7 +127,7 @@ def _run(job: Job, folder: Path) -> list[int]:
     end = time.monotonic() + job.deadline
     while len(codes) < len(children):
         for child in [child for child in children if child not in codes]:
-            if time.monotonic() > end or os.getppid() == 1:
+            if time.monotonic() > end or os.getppid() != parent:
                 os.kill(child, signal.SIGKILL)
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:

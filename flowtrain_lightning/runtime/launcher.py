@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
@@ -23,13 +24,26 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     Lightning's kills all processes, without a word on why, up to 5 s after a child has failed. Here `Kin` notices that
     and leaves it to the watchdog, which knows more, wherever one runs.
+
+    Args:
+        environment: tells the ranks about each other.
+        processes: ranks of this machine.
+        nodes: machines.
+        check: called with the Trainer before any other rank starts; raises where that would be in vain.
     """
+
+    def __init__(
+        self, environment: ClusterEnvironment, processes: int, nodes: int, check: Callable[[Any], None]
+    ) -> None:
+        super().__init__(environment, processes, nodes)
+        self._check = check
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Starts the other ranks, unless that was done before, and calls ``function``."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         if not self.cluster_environment.creates_processes_externally:
+            self._check(trainer)
             os.environ[_LAUNCHER] = str(os.getpid())
             self._call_children_scripts()
             kin.know({rank: process.poll for rank, process in enumerate(self.procs, start=1)})

@@ -21,7 +21,7 @@ from tests.checkpoint.saving import HALVES, MOMENTS
 from tests.forks import Job, run_jobs
 
 SAVE = "tests.checkpoint.saving:save"
-ENCODER = {"before its half", "in the middle of its half"}
+ENCODER = ("before its half", "in the middle of its half")
 DEATHS = [(moment, 0) for moment in MOMENTS if not moment.startswith("nowhere")] + [(moment, 1) for moment in ENCODER]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from flowtrain_lightning.data import StepPart
 from flowtrain_lightning.runtime.room import FeatureSpec, least_room
-from tests.exactness.compare import Run, error, read_run
+from tests.exactness.compare import Run, error, read_run, same_bits
 from tests.exactness.data import STEPS, steps_data, write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Done, Job, run_jobs
@@ -37,9 +37,9 @@ def reference(folder: Path) -> Run:
     return read_run(run_jobs(folder, [job])["plain"].check().folder)
 
 
-def train(folder: Path, layout: str, **strategy: Any) -> Done:
-    arguments = {"data": str(folder / "data"), "layout": layout, "strategy": strategy}
-    job = Job(f"{layout} {strategy}", "tests.exactness.train:train", ranks_of(layout), arguments)
+def train(folder: Path, layout: str, module: dict[str, Any] | None = None, **strategy: Any) -> Done:
+    arguments = {"data": str(folder / "data"), "layout": layout, "module": module, "strategy": strategy}
+    job = Job(f"{layout} {module or ''} {strategy}", "tests.exactness.train:train", ranks_of(layout), arguments)
     return run_jobs(folder, [job])[job.name]
 
 
@@ -72,6 +72,14 @@ def test_an_encoder_that_recomputes_its_forwards_gives_the_same_gradients(folder
 @pytest.mark.parametrize("layout", ["1+1", "colocated 2", pytest.param("2+3", marks=pytest.mark.full)])
 def test_the_least_room_in_the_pool_gives_the_same_gradients(folder, reference, layout):
     check_exact(train(folder, layout, pool_bytes=least_pool(folder, layout), encoder_activations=1), reference)
+
+
+def test_a_recomputed_forward_draws_the_same_random_numbers(folder):
+    kept, recomputed = (
+        read_run(train(folder, "1+1", module={"dropout": 0.5}, recompute_encoder=recompute).check().folder)
+        for recompute in (False, True)
+    )
+    assert same_bits(kept, recomputed)
 
 
 def test_less_than_the_least_room_is_refused_with_the_number_that_works(folder):

@@ -1,6 +1,6 @@
 """A script: trains until somebody ends it, or fails where it is told to.
 
-``long_run.py FOLDER DATA [encode|loss|spike]``. After three steps each rank writes ``pid-RANK``.
+``long_run.py FOLDER DATA [encode|loss|names|spike]``. After three steps each rank writes ``pid-RANK``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ class Failing(TinyVLM):
         self._fail("loss")
         loss, tokens = super().loss(outputs, batch)
         return (loss * 1e6 if self.place == "spike" and self.trainer.global_step == 3 else loss), tokens
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.place == "names" and self.trainer.global_step == 3:
+            self.log(f"gradients_on_rank_{self.trainer.global_rank}", 1.0)
 
     def _fail(self, place: str) -> None:
         if place == self.place and self.trainer.global_step == 2:

@@ -69,6 +69,14 @@ def test_a_mistake_in_the_users_code_ends_all_ranks_and_each_shows_its_traceback
     assert f"Rank {rank} ({role})" in printed[1 - rank]
 
 
+def test_different_names_on_two_ranks_are_told(tmp_path, data_folder):
+    for text in _fail(tmp_path, data_folder, "names"):
+        assert (
+            "log('gradients_on_rank_1', ...) was called on rank 1 while rank 0 calls log('gradients_on_rank_0'" in text
+        )
+
+
+@pytest.mark.full
 def test_a_spike_of_the_loss_ends_all_ranks_and_the_batches_are_written_down(tmp_path, data_folder):
     for text in _fail(tmp_path, data_folder, "spike"):
         assert "TrainingSpikeException" in text

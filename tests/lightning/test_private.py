@@ -82,7 +82,7 @@ def test_a_trainer_knows_a_time_between_validations_under_the_name_that_we_ask_f
 
 
 def test_lightnings_launcher_takes_and_keeps_what_ours_relies_on():
-    launcher = RankLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
+    launcher = RankLauncher(LightningEnvironment(), 2, 1, check=lambda trainer: None)
     assert (launcher.num_processes, launcher.num_nodes, launcher.procs) == (2, 1, [])
     assert not inspect.signature(launcher._call_children_scripts).parameters
 

@@ -92,6 +92,13 @@ def test_the_tuner_is_refused(one_rank, method, words):
         getattr(Tuner(trainer), method)(TinyVLM(), datamodule=one_rank.data())
 
 
+def test_the_advice_to_find_a_learning_rate_under_plain_lightning_holds(one_rank):
+    settings = {"logger": False, "enable_progress_bar": False, "default_root_dir": one_rank.folder}
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy="auto", max_epochs=1, **settings)
+    found = Tuner(trainer).lr_find(TinyVLM(), datamodule=one_rank.data(), num_training=5)
+    assert len(found.results["loss"]) == 5
+
+
 class Manual(TinyVLM):
     def __init__(self) -> None:
         super().__init__()
@@ -169,6 +176,21 @@ def test_a_compiled_module_is_refused_by_lightning(one_rank):
 def test_roles_that_the_devices_cannot_take_are_refused(one_rank, settings, error, words):
     with pytest.raises(error, match=words):
         one_rank.trainer(strategy=flow.FlowTrainStrategy(**settings)).fit(TinyVLM(), one_rank.data())
+
+
+@pytest.mark.parametrize(
+    ("settings", "module", "words"),
+    [
+        ({"accumulate_grad_batches": 2}, TinyVLM, "accumulate_grad_batches=2"),
+        ({"strategy": flow.FlowTrainStrategy(encoder_ranks=2)}, TinyVLM, "leave no backbone rank"),
+        ({}, BoringModel, "Derive it from FlowModule"),
+    ],
+)
+def test_no_other_rank_is_started_in_vain(one_rank, settings, module, words):
+    trainer = L.Trainer(**{"accelerator": "cpu", "devices": 2, "strategy": "flowtrain", "logger": False, **settings})
+    with pytest.raises((ValueError, TypeError), match=words):
+        trainer.fit(module(), one_rank.data())
+    assert trainer.strategy.launcher.procs == []
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])

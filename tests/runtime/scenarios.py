@@ -14,6 +14,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from flowtrain_lightning.data import PackedMedia
 from flowtrain_lightning.runtime import engine as engine_module
@@ -50,6 +51,16 @@ def list_collectives(folder: Path, *, data: str, layout: str, clip: float | None
             nonlocal events
             events = []
             steps.append(events)
+
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if isinstance(trainer.strategy.model, DistributedDataParallel):
+                trainer.strategy.model.register_comm_hook(None, noted_bucket)
+
+    def noted_bucket(state, bucket):  # PyTorch takes annotations only as objects, not as text
+        events.append("role: a bucket of DistributedDataParallel")
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
 
     for name in ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list", "barrier"):
         setattr(dist, name, _noted(getattr(dist, name), lambda name=name: events.append(f"role: {name}")))
