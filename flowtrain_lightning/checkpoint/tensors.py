@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save  # type: ignore[attr-defined]
+from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
+    CheckpointException,
+    FileSystemReader,
+    FileSystemWriter,
+    load,
+    save,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,8 +38,18 @@ INDEX = "index.json"
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a folder of tensors. All ranks of the default group call it; what several hold is written once."""
-    save(dict(tensors), storage_writer=_Writer(folder))
+    """Writes a folder of tensors. All ranks of the default group call it; what several hold is written once.
+
+    Raises:
+        Exception: what this rank met, or a RuntimeError where only other ranks met something.
+    """
+    try:
+        save(dict(tensors), storage_writer=_Writer(folder))
+    except CheckpointException as error:  # all ranks get it, with the errors of those that failed
+        own = error.failures.get(dist.get_rank() if dist.is_initialized() else 0)
+        if own is None:
+            raise RuntimeError(f"Another rank failed to write its part of {folder}.") from error
+        raise own[0] from error
 
 
 def load_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:

@@ -80,6 +80,8 @@ def _when(status: Status) -> float:
 def _ended(status: Status, died: bool) -> str | None:
     """The sentence about a rank that failed or died, or None when it did neither."""
     if status.state is State.FAILED:
+        if status.error.startswith(f"Rank {status.rank} "):  # it has found out itself that it hangs, and said so
+            return status.error.rstrip()
         return f"{fault_sentence(status, 'failed')} Its error was:\n{status.error.rstrip()}"
     if died and status.state is not State.FINISHED:
         return fault_sentence(status, f"died (process {status.pid} is gone)")

@@ -21,7 +21,7 @@ _ERROR_BYTES = 16 * 1024
 
 # Words of 64 bits, counted from the page's start. Each is stored whole, so a reader never sees half of one.
 _PID, _STATE, _STEP, _PROGRESS, _HEARTBEAT, _HEARTBEAT_TIME, _SIGTERM, _BLAMES, _FAILED_TIME = range(9)
-_LABEL_LENGTH, _PHASE_LENGTH, _ERROR_LENGTH, _VERSION = range(9, 13)
+_LABEL_LENGTH, _PHASE_LENGTH, _ERROR_LENGTH, _VERSION, _IN_COLLECTIVE = range(9, 14)
 # Texts, in bytes from the page's start.
 _LABEL, _PHASE, _ERROR = 1024, 2048, 4096
 
@@ -56,6 +56,7 @@ class Status:
         blames: the rank that it holds to blame for its own end, or None.
         error: the first error with its traceback; empty unless it failed.
         failed_time: when it failed, in seconds of ``time.monotonic()``; 0 unless it did.
+        in_collective: whether it is in a collective of ``torch.distributed``, whatever its phase.
     """
 
     rank: int
@@ -71,11 +72,12 @@ class Status:
     blames: int | None
     error: str
     failed_time: float
+    in_collective: bool
 
     @property
     def waits(self) -> bool:
-        """Whether it is in a phase that waits for others."""
-        return self.phase.startswith("wait")
+        """Whether it only waits for others."""
+        return self.in_collective or self.phase.startswith("wait")
 
 
 class StatusPage:
@@ -176,6 +178,10 @@ class StatusPage:
         self._words[_HEARTBEAT_TIME] = time.monotonic_ns()
         self._words[_HEARTBEAT] += 1
 
+    def tell_collective(self, inside: bool) -> None:
+        """Say whether the rank is in a collective, where nobody could enter a phase for it. Counts as no progress."""
+        self._words[_IN_COLLECTIVE] = int(inside)
+
     @property
     def sigterm(self) -> bool:
         """Whether this rank was asked to end by SIGTERM."""
@@ -218,6 +224,7 @@ class StatusPage:
             blames=words[_BLAMES] if words[_BLAMES] >= 0 else None,
             error=self._text(_ERROR, _ERROR_LENGTH, _ERROR_BYTES),
             failed_time=words[_FAILED_TIME] / 1e9,
+            in_collective=bool(words[_IN_COLLECTIVE]),
         )
 
     def _text(self, start: int, length: int, limit: int) -> str:

@@ -14,6 +14,9 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+
+from torch.distributed import distributed_c10d
 
 from flowtrain_lightning.pool import Mesh, State, fault_sentence, first_fault
 from flowtrain_lightning.pool.faults import find_fault
@@ -24,7 +27,7 @@ HANG_SECONDS = 600.0
 START_SECONDS = 1800.0
 GRACE_SECONDS = 3.0
 _LOOK_SECONDS = 0.2
-_TELL_SECONDS = 1.0  # after a fault was found: by then the other ranks have seen what is wrong, too
+_TELL_SECONDS = 1.0  # until a stopped rank is killed: by then the other ranks have seen what is wrong with it, too
 _DEAF_SECONDS = 5.0  # without a heartbeat: not even the watchdog of that process gets to run
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
@@ -85,7 +88,7 @@ class Watchdog:
         self._fault_dir = fault_dir
         self._kill_children = kill_children
         self._stop = threading.Event()
-        self._found = threading.Event()
+        self._found = threading.Event()  # and said, and those killed who cannot end by themselves
         self._thread = threading.Thread(target=self._watch, name="flowtrain-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -108,6 +111,7 @@ class Watchdog:
         while not stopping:
             stopping = self._stop.wait(_LOOK_SECONDS)
             page.beat()
+            page.tell_collective(_main_in_collective())
             fault = self._find(patience)
             if fault is not None:
                 self._end(fault)
@@ -149,16 +153,18 @@ class Watchdog:
         elif fault.rank is not None:
             page.blame(fault.rank)
         say_fault(text, self._fault_dir, self._rank)
-        self._found.set()
         # Where the interpreter's own end hangs, or something holds its lock, the system ends this process by SIGALRM.
         signal.setitimer(signal.ITIMER_REAL, 2 * GRACE_SECONDS)
         self._mesh.abort(fault.sentence, fault.rank)
-        began = time.monotonic()
-        while (passed := time.monotonic() - began) < GRACE_SECONDS:
+        end = time.monotonic() + GRACE_SECONDS
+        if fault.hang:
+            time.sleep(_TELL_SECONDS)
+        self._kill_deaf()
+        self._found.set()
+        while time.monotonic() < end:
             page.beat()
             time.sleep(_LOOK_SECONDS)
-            if passed > _TELL_SECONDS:
-                self._kill_deaf()
+        self._kill_deaf()
         if self._kill_children:
             end_children(spared={page.read().pid for page in self._board.pages})
         os._exit(1)
@@ -239,9 +245,19 @@ def die_with_parent(worker_id: int = 0, *, parent: int | None = None) -> None:
         os._exit(1)
 
 
-def _main_stack() -> str:
+def _main_frame() -> FrameType | None:
     main = threading.main_thread().ident
-    frame = sys._current_frames().get(main) if main is not None else None
+    return sys._current_frames().get(main) if main is not None else None
+
+
+def _main_in_collective() -> bool:
+    """Whether the main thread waits in a collective that Lightning or the user has called."""
+    frame = _main_frame()
+    return frame is not None and frame.f_code.co_filename == distributed_c10d.__file__
+
+
+def _main_stack() -> str:
+    frame = _main_frame()
     return "".join(traceback.format_stack(frame)) if frame is not None else "(it has ended)\n"
 
 
