@@ -1,4 +1,4 @@
-"""The command ``flowtrain``: Lightning's subcommands for a FlowModule, ``export`` and ``doctor``."""
+"""The command ``flowtrain``: Lightning's subcommands for a FlowModule, ``export``, ``pack`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from flowtrain_lightning.allocator import AllocationError
 from flowtrain_lightning.checkpoint import export_checkpoint
+from flowtrain_lightning.cli_pack import DESCRIPTION, pack
 from flowtrain_lightning.data import DataError, FlowDataModule, PictureError
 from flowtrain_lightning.doctor import examine
 from flowtrain_lightning.module import FlowModule
@@ -111,6 +112,7 @@ COMMANDS: dict[str, tuple[Callable[[], None], str]] = {
     "test": (train, "one pass over the test set"),
     "predict": (train, "run predict_step over a set"),
     "export": (export, "write a checkpoint directory as one plain Lightning .ckpt file"),
+    "pack": (pack, DESCRIPTION),
     "doctor": (doctor, "print what this machine offers: versions, devices, kernel services, attention kernels"),
 }
 """Each command with what it does."""

@@ -27,7 +27,7 @@ ROOMS = {
 """Each room and the rooms that it may import. From the two planning rooms the runtime takes types and names."""
 
 OUTSIDE = {
-    "packing": {"numpy", "scipy"},
+    "packing": {"numba", "numpy", "scipy"},
     "allocator": {"numpy", "scipy"},
     "pool": {"numpy", "torch"},
     "parallel": {"numpy", "torch"},
@@ -41,7 +41,7 @@ STOREYS = [
     {"strategy", "module", "checkpoint", "compatibility", "preemption"},
     {"metrics", "callbacks", "doctor"},
     {"models"},
-    {"cli"},
+    {"cli", "cli_pack", "cli_pack_plot"},
 ]
 """What stands above the rooms, from below: each may import all rooms, its own storey and those under it."""
 

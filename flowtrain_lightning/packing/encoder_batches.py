@@ -1,18 +1,24 @@
-"""Media to encoder batches, alike in patches on all encoder ranks, in the order in which the backbone wants them."""
+"""Media to encoder batches, alike in cost on all encoder ranks, in the order in which the backbone wants them."""
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
-from flowtrain_lightning.packing.plan import IntArray
+from flowtrain_lightning.packing.dealing import deal_media
+from flowtrain_lightning.packing.plan import FloatArray, IntArray
 
 
 def pack_encoder_batches(
-    patches: IntArray, backbone_rank: IntArray, microbatch: IntArray, *, encoder_ranks: int, patch_budget: int | None
+    patches: IntArray,
+    backbone_rank: IntArray,
+    microbatch: IntArray,
+    *,
+    encoder_ranks: int,
+    patch_budget: int | None,
+    costs: FloatArray | None = None,
+    stay: bool = False,
 ) -> tuple[tuple[IntArray, ...], ...]:
-    """Deal the media of one position after another to the encoder ranks, to the one with the fewest patches so far.
+    """Deal the media of one position after another to the encoder ranks, to the one with the least work so far.
 
     A batch holds media of one position only, so the position of the reading microbatches never falls on a rank, and
     inside a batch the media of one reader are adjacent. Ties are broken by index.
@@ -23,24 +29,22 @@ def pack_encoder_batches(
         microbatch: ``[media]`` the position at which it is read.
         encoder_ranks: ranks of the encoder role.
         patch_budget: the most patches of one batch; None makes one batch per rank and position.
+        costs: ``[media]`` what encoding each costs; None takes the patches.
+        stay: encode a media on the rank that reads it unless balance moves it; reading ranks encode too.
 
     Returns:
         ``[encoder rank][position]`` -> media numbers. No batch is empty, so ranks may differ in their number.
     """
+    costs = patches.astype(np.float64) if costs is None else costs
+    order = np.lexsort((-costs, microbatch))
+    home = backbone_rank if stay else np.full(len(patches), -1, dtype=np.int64)
+    encoder_rank = deal_media(costs, order, home, encoder_ranks)
+    by_batch = np.lexsort((backbone_rank, microbatch, encoder_rank))
+    changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(microbatch[by_batch]) != 0)
     batches: list[list[IntArray]] = [[] for _ in range(encoder_ranks)]
-    least_loaded = [(0, rank) for rank in range(encoder_ranks)]  # a heap
-    for position in np.unique(microbatch):
-        dealt: list[list[int]] = [[] for _ in range(encoder_ranks)]
-        media = np.flatnonzero(microbatch == position)
-        for number in media[np.argsort(-patches[media], kind="stable")].tolist():
-            total, rank = least_loaded[0]
-            dealt[rank].append(number)
-            heapq.heapreplace(least_loaded, (total + int(patches[number]), rank))
-        for rank, numbers in enumerate(dealt):
-            if numbers:
-                chosen = np.sort(np.array(numbers, dtype=np.int64))
-                grouped = chosen[np.argsort(backbone_rank[chosen], kind="stable")]
-                batches[rank] += _split(grouped, patches, patch_budget)
+    for group in np.split(by_batch, np.flatnonzero(changes) + 1):
+        if len(group):
+            batches[int(encoder_rank[group[0]])] += _split(group, patches, patch_budget)
     return tuple(tuple(of_rank) for of_rank in batches)
 
 

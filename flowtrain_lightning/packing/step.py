@@ -6,13 +6,11 @@ import numpy as np
 
 from flowtrain_lightning.packing.cost import DEFAULT_COST, CostModel
 from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches
-from flowtrain_lightning.packing.microbatches import pack_microbatches
-from flowtrain_lightning.packing.order import flow_order
+from flowtrain_lightning.packing.errors import PackingError
+from flowtrain_lightning.packing.evaluator import plan_time
+from flowtrain_lightning.packing.microbatches import Objective, pack_microbatches
+from flowtrain_lightning.packing.order import fastest_order, flow_order
 from flowtrain_lightning.packing.plan import IntArray, SampleSizes, StepPlan
-
-
-class PackingError(ValueError):
-    """What was asked for cannot be planned."""
 
 
 def plan_step(
@@ -25,6 +23,8 @@ def plan_step(
     patch_budget: int | None = None,
     local: bool = False,
     cost: CostModel = DEFAULT_COST,
+    encoder_cost: CostModel | None = None,
+    objective: Objective = "sync",
 ) -> StepPlan:
     """Plan one step. The same arguments give the same plan on every rank and machine.
 
@@ -38,6 +38,10 @@ def plan_step(
             rank owes to one position of the microbatches, so None needs no number.
         local: every rank encodes just the media that it reads, one encoder batch (perhaps empty) per microbatch.
         cost: what a packed set of sequences costs the backbone.
+        encoder_cost: what a set of media costs the encoder, by patches and in the unit of ``cost``: then media are
+            dealt by it, and the order of the microbatches is the one that a simulation finds fastest. None deals by
+            patches, and orders by how much media a position reads.
+        objective: when backbone ranks wait for each other.
 
     Raises:
         PackingError: a number of ranks or a budget below 1, sizes of other samples, a sample over the token budget,
@@ -45,26 +49,35 @@ def plan_step(
     """
     _refuse_bad_settings(backbone_ranks, encoder_ranks, token_budget, patch_budget, local)
     _refuse_what_does_not_fit(sizes, samples, token_budget, patch_budget)
-    packed = pack_microbatches(sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost)
-    microbatches = _in_flow_order(packed, sizes)
-    rank, position = StepPlan(samples, sizes, microbatches, ()).readers
-    if local:
-        encoder_batches = local_encoder_batches(rank, position, ranks=backbone_ranks, microbatches=len(microbatches[0]))
-    else:
-        encoder_batches = pack_encoder_batches(
-            sizes.media_patches, rank, position, encoder_ranks=encoder_ranks, patch_budget=patch_budget
+    packed = pack_microbatches(
+        sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, objective=objective
+    )
+
+    def in_order(order: IntArray) -> StepPlan:
+        microbatches = tuple(tuple(of_rank[position] for position in order) for of_rank in packed)
+        rank, position = StepPlan(samples, sizes, microbatches, ()).readers
+        if local:
+            batches = local_encoder_batches(rank, position, ranks=backbone_ranks, microbatches=len(order))
+        else:
+            costs = None if encoder_cost is None else encoder_cost.of_each(sizes.media_patches)
+            batches = pack_encoder_batches(
+                sizes.media_patches, rank, position, encoder_ranks=encoder_ranks, patch_budget=patch_budget, costs=costs
+            )
+        return StepPlan(samples, sizes, microbatches, batches)
+
+    order = flow_order(_media_per_position(packed, sizes))
+    if encoder_cost is not None:
+        model, meet = encoder_cost, objective == "sync"
+        order = fastest_order(
+            order, lambda other: plan_time(in_order(other), cost, model, meet=meet, colocated=local).makespan
         )
-    return StepPlan(samples, sizes, microbatches, encoder_batches)
+    return in_order(order)
 
 
-def _in_flow_order(
-    microbatches: tuple[tuple[IntArray, ...], ...], sizes: SampleSizes
-) -> tuple[tuple[IntArray, ...], ...]:
+def _media_per_position(microbatches: tuple[tuple[IntArray, ...], ...], sizes: SampleSizes) -> IntArray:
     patches = np.zeros(len(sizes), dtype=np.int64)
     np.add.at(patches, sizes.media_sample, sizes.media_patches)
-    media = np.array([sum(patches[members].sum() for members in row) for row in zip(*microbatches, strict=True)])
-    order = flow_order(media)
-    return tuple(tuple(of_rank[position] for position in order) for of_rank in microbatches)
+    return np.array([sum(patches[members].sum() for members in row) for row in zip(*microbatches, strict=True)])
 
 
 def _refuse_bad_settings(

@@ -47,3 +47,35 @@ def test_local_batches_hold_just_what_their_microbatch_reads():
     batches = local_encoder_batches(np.array([0, 1, 1, 1]), np.array([1, 0, 0, 1]), ranks=2, microbatches=2)
     assert [[batch.tolist() for batch in of_rank] for of_rank in batches] == [[[], [0]], [[1, 2], [3]]]
     assert all(batch.dtype == np.int64 for of_rank in batches for batch in of_rank)
+
+
+def test_ranks_are_even_to_a_thousandth_over_a_step_of_pictures():
+    generator = np.random.default_rng(0)
+    patches = generator.integers(16, 5000, 700)
+    batches = pack(patches, generator.integers(0, 8, 700), generator.integers(0, 4, 700), encoder_ranks=2)
+    totals = [sum(patches[m] for batch in of_rank for m in batch) for of_rank in batches]
+    assert 1 - np.mean(totals) / max(totals) < 0.001
+
+
+def test_media_stay_where_they_are_read_unless_balance_moves_them():
+    even = pack_encoder_batches(
+        np.full(8, 10), np.repeat([0, 1], 4), np.zeros(8, int), encoder_ranks=2, patch_budget=None, stay=True
+    )
+    assert [[batch.tolist() for batch in of_rank] for of_rank in even] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    uneven = pack_encoder_batches(
+        np.full(8, 10), np.repeat([0, 1], [6, 2]), np.zeros(8, int), encoder_ranks=2, patch_budget=None, stay=True
+    )
+    assert [sum(len(batch) for batch in of_rank) for of_rank in uneven] == [4, 4]
+    assert {6, 7} <= set(uneven[1][0].tolist())
+
+
+def test_costs_may_differ_from_patches():
+    batches = pack_encoder_batches(
+        np.array([10, 10, 10]),
+        np.zeros(3, int),
+        np.zeros(3, int),
+        encoder_ranks=2,
+        patch_budget=None,
+        costs=np.array([9.0, 4.0, 5.0]),
+    )
+    assert [[batch.tolist() for batch in of_rank] for of_rank in batches] == [[[0]], [[1, 2]]]

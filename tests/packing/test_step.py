@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import CostModel, PackingError, StepPlan, plan_step
+from flowtrain_lightning.packing.evaluator import plan_time
 from tests.packing.sizes import PATCHES_PER_ROW, TOKEN_BUDGET, make_sizes, sizes_strategy
 
 RANKS = st.integers(1, 4)
@@ -166,3 +167,21 @@ def test_local_plans_refuse_what_they_cannot_keep(settings, words):
 def test_sizes_of_other_samples_are_refused():
     with pytest.raises(PackingError, match="There are 3 samples but sizes of 1"):
         plan_step(make_sizes((10, [])), np.arange(3), backbone_ranks=1, encoder_ranks=1, token_budget=10)
+
+
+@given(sizes_strategy(20), RANKS, RANKS)
+def test_an_encoder_cost_never_makes_the_simulated_step_longer(sizes, backbone_ranks, encoder_ranks):
+    cost = CostModel(1.0, 0.01, 0.0)
+    encoder_cost = CostModel(0.2, 0.0, 0.0)
+    settings = {"cost": cost, "encoder_cost": encoder_cost}
+    ordered = plan(sizes, backbone_ranks, encoder_ranks, **settings)
+    plain = plan(sizes, backbone_ranks, encoder_ranks, cost=cost)
+    found, usual = (plan_time(step, cost, encoder_cost, meet=True).makespan for step in (ordered, plain))
+    assert found <= usual * (1 + 1e-9)
+
+
+def test_ranks_that_meet_once_a_step_may_have_unlike_microbatches_but_like_totals():
+    sizes = make_sizes(*[(tokens, []) for tokens in (90, 60, 50, 40, 30, 20, 10, 10)])
+    step = plan(sizes, backbone_ranks=2, cost=CostModel(1.0, 0.01, 0.0), objective="accumulate")
+    totals = [sum(CostModel(1.0, 0.01, 0.0).of_set(sizes.tokens[m]) for m in rank) for rank in step.microbatches]
+    assert max(totals) <= 1.02 * np.mean(totals)

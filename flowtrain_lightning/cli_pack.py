@@ -1,0 +1,213 @@
+"""The command ``flowtrain pack``: lengths in a Parquet file to a plan in another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowtrain_lightning.packing import CostModel, PackingError
+from flowtrain_lightning.packing.judging import judge
+from flowtrain_lightning.packing.microbatches import OBJECTIVES
+from flowtrain_lightning.packing.offline import SEMANTICS, OfflinePlan, OfflineSettings, pack_offline, warm_up
+from flowtrain_lightning.packing.plan import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    import pyarrow
+
+DESCRIPTION = "pack the lengths in a Parquet file into microbatches of equal cost"
+
+
+def pack() -> None:
+    """Pack a file of lengths, and print how good the plan is.
+
+    Raises:
+        PackingError: the file or an option cannot be used.
+    """
+    options = _parser().parse_args(sys.argv[2:])
+    tokens, media_start, media_cost = _read(options.lengths)
+    tokens, media_start, media_cost, kept = _fit(tokens, media_start, media_cost, options)
+    settings = OfflineSettings(
+        token_budget=options.token_budget,
+        ranks=options.ranks,
+        microbatches=options.microbatches,
+        semantics=options.semantics,
+        objective=options.objective,
+        cost=_cost(options),
+        encoder_ranks=options.encoder_ranks,
+        global_batch_size=options.global_batch_size,
+        row_width=options.row_width,
+        max_delay=options.max_delay,
+        lookahead=options.lookahead,
+    )
+    compiling = warm_up(settings)
+    plan = pack_offline(tokens, media_start, media_cost, settings)
+    _write(plan, options.out, options.media_out, kept, media_start, settings)
+    figures = judge(plan, tokens, media_start, media_cost, settings)
+    figures |= {"samples": len(tokens), "samples_dropped": options.rows - len(tokens), "seed": options.seed}
+    figures["compile_seconds"] = compiling
+    if options.plot is not None:
+        _plot(plan, settings.cost.of_each(tokens), settings, options.plot)
+    if options.json:
+        print(json.dumps(figures))
+    else:
+        print("\n".join(f"{name:<24}{_in_words(value)}" for name, value in figures.items()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flowtrain pack", description=f"{DESCRIPTION}. Costs are in any one unit, seconds for instance."
+    )
+    add = parser.add_argument
+    add("lengths", type=Path, metavar="LENGTHS.parquet", help="columns tokens and, optional, media_cost (a list)")
+    add("--out", type=Path, required=True, metavar="PLAN.parquet", help="the plan: sample, step, rank, microbatch …")
+    add("--media-out", type=Path, metavar="MEDIA.parquet", help="who encodes which media in which batch")
+    add("--token-budget", type=int, required=True, help="the most tokens of a microbatch")
+    add("--ranks", type=int, required=True, help="backbone ranks")
+    add("--microbatches", type=int, help="of each rank and step, with --semantics tokens")
+    add("--global-batch-size", type=int, help="samples of a step, with --semantics samples")
+    add("--semantics", choices=SEMANTICS, default="samples", help="what a step is (default: %(default)s)")
+    add("--objective", choices=OBJECTIVES, default="sync", help="ranks meet at every microbatch, or once a step")
+    add("--cost-linear", type=float, default=1.0, help="cost of a token (default: %(default)s)")
+    add(
+        "--cost-quadratic", type=float, default=1 / 24_576, help="cost of a token pair in a sequence (default: 1/24576)"
+    )
+    add("--encoder-ranks", type=int, default=1, help="ranks that encode (default: %(default)s)")
+    add("--row-width", type=int, help="microbatches of a row; the same on every layout (default: the ranks)")
+    add("--max-delay", type=int, default=8, help="steps that a sample may wait, with tokens (default: %(default)s)")
+    add("--lookahead", type=int, default=4, help="steps drawn ahead at most, with tokens (default: %(default)s)")
+    add("--too-long", choices=("error", "drop", "truncate"), default="error", help="samples over the budget")
+    add("--seed", type=int, default=0, help="the sampler's, for the record: packing itself draws no random numbers")
+    add("--json", action="store_true", help="print the figures as JSON")
+    add("--plot", type=Path, metavar="PLOT.png", help="cost per microbatch, in sampler order and as packed")
+    return parser
+
+
+def _cost(options: argparse.Namespace) -> CostModel:
+    try:
+        return CostModel(options.cost_linear, options.cost_quadratic, 0.0)
+    except ValueError as error:
+        raise PackingError(str(error)) from error
+
+
+def _read(path: Path) -> tuple[IntArray, IntArray, FloatArray]:
+    """Tokens, starts of each sample's media, and costs of the media."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise PackingError(
+            "reading Parquet needs pyarrow; install it with `pip install flowtrain-lightning[pack]`."
+        ) from error
+    if not path.is_file():
+        raise PackingError(f"there is no file {path}.")
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise PackingError(f"{path} is no Parquet file that can be read: {error}") from error
+    if "tokens" not in table.column_names:
+        raise PackingError(
+            f"{path} has no column 'tokens' (its columns: {', '.join(table.column_names) or 'none'}); "
+            "it must hold the tokens of each sequence."
+        )
+    column = table["tokens"].combine_chunks()
+    if not pyarrow.types.is_integer(column.type) or column.null_count:
+        raise PackingError(f"The column 'tokens' of {path} must hold whole numbers, none missing.")
+    tokens = column.to_numpy(zero_copy_only=False).astype(np.int64)
+    if "media_cost" not in table.column_names:
+        return tokens, np.zeros(len(tokens) + 1, dtype=np.int64), np.empty(0)
+    return tokens, *_media(table["media_cost"].combine_chunks(), path)
+
+
+def _media(column: pyarrow.Array, path: Path) -> tuple[IntArray, FloatArray]:
+    import pyarrow.compute
+
+    is_list = pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)
+    if not is_list or not (
+        pyarrow.types.is_floating(column.type.value_type)
+        or pyarrow.types.is_integer(column.type.value_type)
+        or pyarrow.types.is_null(column.type.value_type)
+    ):
+        raise PackingError(f"The column 'media_cost' of {path} must hold lists of numbers, but holds {column.type}.")
+    counts = pyarrow.compute.fill_null(pyarrow.compute.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+    costs = column.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), costs
+
+
+def _fit(
+    tokens: IntArray, media_start: IntArray, media_cost: FloatArray, options: argparse.Namespace
+) -> tuple[IntArray, IntArray, FloatArray, IntArray]:
+    """Samples over the budget dropped or truncated, as asked; and the numbers of those that remain."""
+    options.rows = len(tokens)
+    everyone = np.arange(len(tokens))
+    if options.too_long == "truncate":
+        return np.minimum(tokens, options.token_budget), media_start, media_cost, everyone
+    if options.too_long == "error":
+        return tokens, media_start, media_cost, everyone
+    kept = np.flatnonzero(tokens <= options.token_budget)
+    counts = np.diff(media_start)
+    stays = np.repeat(tokens <= options.token_budget, counts)
+    return tokens[kept], np.concatenate([[0], np.cumsum(counts[kept])]), media_cost[stays], kept
+
+
+def _write(
+    plan: OfflinePlan,
+    out: Path,
+    media_out: Path | None,
+    kept: IntArray,
+    media_start: IntArray,
+    settings: OfflineSettings,
+) -> None:
+    columns: dict[str, list[IntArray]] = {n: [] for n in ("sample", "step", "rank", "microbatch", "position")}
+    for number, step in enumerate(plan.steps):
+        order = np.lexsort((step.samples, step.bin_of // settings.ranks, step.bin_of % settings.ranks))
+        bins = step.bin_of[order]
+        _append(columns, kept[step.samples[order]], number, bins % settings.ranks, bins // settings.ranks, bins)
+    _save(columns, out)
+    if media_out is None:
+        return
+    owner = np.repeat(np.arange(len(media_start) - 1), np.diff(media_start))
+    names = ("sample", "media", "step", "encoder_rank", "encoder_batch", "position")
+    found: dict[str, list[IntArray]] = {name: [] for name in names}
+    for number, step in enumerate(plan.steps):
+        for rank, batches in enumerate(step.encoder_batches):
+            for batch, media in enumerate(batches):
+                same = np.ones(len(media), dtype=np.int64)
+                places = [number * same, rank * same, batch * same, np.arange(len(media))]
+                values = [kept[owner[media]], media - media_start[owner[media]], *places]
+                for name, value in zip(names, values, strict=True):
+                    found[name].append(value)
+    _save(found, media_out)
+
+
+def _append(
+    columns: dict[str, list[IntArray]], samples: IntArray, step: int, rank: IntArray, number: IntArray, bins: IntArray
+) -> None:
+    first = np.flatnonzero(np.append(True, np.diff(bins) != 0)) if len(bins) else np.empty(0, dtype=np.int64)
+    position = np.arange(len(bins)) - np.repeat(first, np.diff(np.append(first, len(bins))))
+    for name, value in zip(columns, (samples, np.full(len(samples), step), rank, number, position), strict=True):
+        columns[name].append(value)
+
+
+def _save(columns: dict[str, list[IntArray]], path: Path) -> None:
+    import pyarrow.parquet
+
+    empty = np.empty(0, dtype=np.int64)
+    table = pyarrow.table({name: np.concatenate([empty, *parts]) for name, parts in columns.items()})
+    try:
+        pyarrow.parquet.write_table(table, path)
+    except OSError as error:
+        raise PackingError(f"{path} cannot be written: {error}") from error
+
+
+def _plot(plan: OfflinePlan, costs: FloatArray, settings: OfflineSettings, path: Path) -> None:
+    from flowtrain_lightning.cli_pack_plot import draw
+
+    draw(plan, costs, settings, path)
+
+
+def _in_words(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

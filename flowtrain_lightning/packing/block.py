@@ -1,0 +1,287 @@
+"""A few steps planned together: draw, hold back what has no match yet, fill rows, deal rows to steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowtrain_lightning.packing.cost import CostModel
+from flowtrain_lightning.packing.evening import even_out
+from flowtrain_lightning.packing.fitting import best_fit
+from flowtrain_lightning.packing.microbatches import group_alike, positive_costs
+from flowtrain_lightning.packing.plan import BoolArray, FloatArray, IntArray
+from flowtrain_lightning.packing.rows import fill_rows
+
+_FEW = 8
+"""Samples per microbatch below which the best fit is grouped into rows; above, rows are filled one by one."""
+_TRIALS = 40
+"""Times that fewer samples are drawn because not all found room."""
+_MATCHED = 0.005
+"""Idle share of a row at which its samples count as matched: they need not wait for others like them."""
+_DEFERRED = 0.05
+"""Share of a block's samples that deferring long ones may make up for."""
+_MOST_HELD = 64
+"""Samples examined for being held back."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The plan of a block.
+
+    Attributes:
+        steps: how many; fewer at the end of the stream.
+        next_sample: the first sample that was not drawn.
+        samples: ``[n]`` all that were drawn or waited.
+        tokens: ``[n]`` of each.
+        drawn: ``[n]`` the step at which each was drawn.
+        step_of: ``[n]`` the step of each, counted in the block, or -1 for those that wait.
+        bin_of: ``[n]`` the microbatch in its step, ``row * width + column``.
+    """
+
+    steps: int
+    next_sample: int
+    samples: IntArray
+    tokens: IntArray
+    drawn: IntArray
+    step_of: IntArray
+    bin_of: IntArray
+
+
+def steps_in_block(max_delay: int, lookahead: int) -> int:
+    """The length of a block that lets a sample meet those of as many steps as possible before it must go."""
+    longest = max(1, min(lookahead + 1, max_delay))
+    return max(range(1, longest + 1), key=lambda steps: ((max_delay // steps + 1) * steps, steps))
+
+
+def plan_block(
+    lengths: Callable[[int, int], IntArray],
+    next_sample: int,
+    next_step: int,
+    waiting: tuple[IntArray, IntArray, IntArray],
+    *,
+    steps: int,
+    rows: int,
+    width: int,
+    budget: int,
+    fill: float,
+    max_delay: int,
+    cost: CostModel,
+) -> Block:
+    """Plan the next ``steps`` steps, or as many as the end of the stream allows.
+
+    Args:
+        lengths: tokens of samples ``start`` to ``end`` of the stream.
+        next_sample: the first sample to draw.
+        next_step: the number of the block's first step.
+        waiting: samples that wait, their tokens, and the steps at which they were drawn.
+        steps: steps to plan.
+        rows: rows of a step.
+        width: microbatches of a row.
+        budget: the most tokens of a microbatch.
+        fill: share of the budget to use.
+        max_delay: steps that a sample may wait.
+        cost: what a packed set of sequences costs.
+    """
+    capacity = fill * rows * width * budget
+    old, old_tokens, old_drawn = waiting
+    new_tokens, ended = _draw(lengths, next_sample, steps * capacity + (3 * width + 1) * budget)
+    available = int(old_tokens.sum() + new_tokens.sum())
+    steps = min(steps, int(available // capacity))
+    if steps == 0:
+        return _unplanned(next_sample, waiting)
+    pool = _Pool(old, old_tokens, old_drawn, new_tokens, next_sample, next_step)
+    may_wait = (next_step + steps - pool.drawn <= max_delay) & (not ended)
+    is_coarse = bool(pool.tokens.mean() * _FEW > budget)
+    # What is left over waits for the next block. Where it would then be due at once, it must be little.
+    spare = 0.25 * capacity if max_delay >= steps else 0.0
+    most_left = len(pool.tokens) if max_delay >= 2 * steps - 1 else rows * width // 2
+    # Samples per token so far: a block with many long samples leaves some of them to the next.
+    steady = not ended and next_step >= 2 * steps and max_delay >= 2 * steps - 1 and not is_coarse
+    pace = (next_sample - len(old)) / (next_step * capacity) if steady else 0.0
+    wanted = steps * capacity + (spare if is_coarse else 0.0)
+    for _ in range(_TRIALS):
+        order, held, taken = _choose(pool, may_wait, wanted, cost, pace, (rows, width, budget))
+        tokens, waited = pool.tokens[order], pool.drawn[order] < next_step
+        costs = positive_costs(tokens, cost)
+        if is_coarse:
+            bin_of = _fit(tokens, costs, steps * rows, width, budget, waited)
+        else:
+            bin_of = fill_rows(tokens, costs, costs[-1] / tokens[-1], steps * rows, width, budget)
+        left = tokens[bin_of < 0]
+        rest = int(left.sum())
+        if rest <= 2 * spare and len(left) + len(held) <= most_left:
+            break
+        wanted -= max(rest - spare, 0.005 * wanted)
+    bins = steps * rows * width
+    _make_room(bin_of, tokens, waited, bins, budget)
+    even_out(bin_of, np.arange(bins) // width, steps * rows, tokens, costs, bins, budget)
+    deadline = pool.drawn[order] + max_delay - next_step
+    step_of, place = _deal(bin_of, deadline, steps, rows, width)
+    everything = np.concatenate([order, held])
+    nothing = np.full(len(held), -1, dtype=np.int64)
+    return Block(
+        steps,
+        next_sample + taken,
+        pool.samples[everything],
+        pool.tokens[everything],
+        pool.drawn[everything],
+        np.concatenate([step_of, nothing]),
+        np.concatenate([place, nothing]),
+    )
+
+
+class _Pool:
+    """Samples that may be taken: those that wait, then those of the stream in order."""
+
+    def __init__(
+        self, old: IntArray, old_tokens: IntArray, old_drawn: IntArray, new_tokens: IntArray, first: int, step: int
+    ) -> None:
+        self.old = len(old)
+        self.samples = np.concatenate([old, np.arange(first, first + len(new_tokens), dtype=np.int64)])
+        self.tokens = np.concatenate([old_tokens, new_tokens])
+        self.drawn = np.concatenate([old_drawn, np.full(len(new_tokens), step, dtype=np.int64)])
+
+
+def _draw(lengths: Callable[[int, int], IntArray], start: int, wanted: float) -> tuple[IntArray, bool]:
+    """Samples from ``start`` on with ``wanted`` tokens or a little more, and whether the stream ends in them."""
+    found = lengths(start, start + 256)
+    ended = len(found) < 256
+    while not ended and found.sum() < wanted:
+        more = int((wanted - found.sum()) / found.mean() * 1.02) + 64
+        chunk = lengths(start + len(found), start + len(found) + more)
+        ended = len(chunk) < more
+        found = np.concatenate([found, chunk])
+    if found.sum() < wanted:
+        return found, True
+    return found[: int(np.searchsorted(np.cumsum(found), wanted)) + 1], False
+
+
+def _choose(
+    pool: _Pool, may_wait: BoolArray, wanted: float, cost: CostModel, pace: float, shape: tuple[int, int, int]
+) -> tuple[IntArray, IntArray, int]:
+    """Members of the block, longest first; those held back; and how many were drawn of the stream."""
+    ahead = np.cumsum(pool.tokens[pool.old :])
+    needed = max(wanted - pool.tokens[: pool.old].sum(), 0 if pool.old else pool.tokens[0])
+    held = np.empty(0, dtype=np.int64)
+    for _ in range(3):
+        taken = int(np.searchsorted(ahead, needed + pool.tokens[held].sum(), side="right"))
+        order = np.argsort(-pool.tokens[: pool.old + taken], kind="stable")
+        former, held = held, _hold(order, pool.tokens, may_wait, cost, shape)
+        if len(held) == len(former):
+            break
+    if pace > 0:
+        held = np.concatenate([held, _defer(order, held, pool, wanted, pace, shape)])
+    taken = int(np.searchsorted(ahead, needed + pool.tokens[held].sum(), side="right"))
+    stays = np.ones(pool.old + taken, dtype=bool)
+    stays[held] = False
+    members = np.flatnonzero(stays)
+    return members[np.argsort(-pool.tokens[members], kind="stable")], held, taken
+
+
+def _defer(
+    order: IntArray, held: IntArray, pool: _Pool, wanted: float, pace: float, shape: tuple[int, int, int]
+) -> IntArray:
+    """Long samples to leave to the next block where this one would have fewer samples than those before."""
+    rows, width, _ = shape
+    missing = pace * wanted - (len(order) - len(held))
+    later = order[~np.isin(order, held)][3 * width : (3 + 3 * rows) * width]
+    later = later[later >= pool.old]
+    gain = np.cumsum(pool.tokens[later] * pace - 1)
+    return later[: int(np.searchsorted(gain, min(missing, _DEFERRED * pace * wanted)))]
+
+
+def _hold(
+    order: IntArray, tokens: IntArray, may_wait: BoolArray, cost: CostModel, shape: tuple[int, int, int]
+) -> IntArray:
+    """The samples to hold back: those dearer than a row of this block can be, and others to fill their row with."""
+    rows, width, budget = shape
+    top = order[: _MOST_HELD + width * 16]
+    lengths = tokens[top]
+    costs = positive_costs(lengths, cost)
+    alike = np.floor(0.98 * budget / lengths)
+    most = cost.linear * budget + cost.quadratic * (alike * lengths**2.0 + (budget - alike * lengths) ** 2.0)
+    idle = [
+        float(np.maximum(0.0, costs[first] - most[first : first + width]).sum() / (costs[first] * width))
+        for first in range(min(_MOST_HELD, len(top)))
+    ]
+    matched = next((number for number, share in enumerate(idle) if share <= _MATCHED), len(idle))
+    urgent = next((number for number in range(matched + 1) if number < len(top) and not may_wait[top[number]]), None)
+    if urgent is not None:
+        waste = np.array(idle[: urgent + 1]) * costs[: urgent + 1]
+        return top[: min(int(np.argmin(waste)), rows * width // 2)]
+    if matched == 0:
+        return top[:0]
+    company = top[: min(max(matched, 3 * width // 4), 2 * width, rows * width // 2)]
+    return company[may_wait[company]]
+
+
+def _fit(tokens: IntArray, costs: FloatArray, rows: int, width: int, budget: int, waited: BoolArray) -> IntArray:
+    """Best fit, then like to like: more rows than needed, of which those that idle most wait."""
+    bin_of, opened = best_fit(tokens, budget, len(tokens))
+    found = max(rows, -(-opened // width))
+    bin_of = group_alike(bin_of, costs, found, width)
+    loads = np.bincount(bin_of, costs, minlength=found * width).reshape(found, width)
+    idle = loads.max(axis=1) * width - loads.sum(axis=1)
+    idle[np.unique(bin_of[waited] // width)] -= loads.sum()
+    kept = np.sort(np.argsort(idle, kind="stable")[:rows])
+    place = np.full(found, -1, dtype=np.int64)
+    place[kept] = np.arange(rows)
+    row = place[bin_of // width]
+    return np.where(row >= 0, row * width + bin_of % width, -1)
+
+
+def _make_room(bin_of: IntArray, tokens: IntArray, waited: BoolArray, bins: int, budget: int) -> None:
+    """Put samples that have waited and found no room in the place of younger ones, as alike as possible."""
+    for item in np.flatnonzero((bin_of < 0) & waited).tolist():
+        is_young = (bin_of >= 0) & ~waited
+        longer = np.flatnonzero(is_young[:item])
+        if len(longer):
+            bin_of[item], bin_of[longer[-1]] = bin_of[longer[-1]], -1
+            continue
+        young = np.bincount(bin_of[is_young], tokens[is_young], minlength=bins)
+        filled = np.bincount(bin_of[bin_of >= 0], tokens[bin_of >= 0], minlength=bins)
+        chosen = int(np.argmax(budget - filled + young))
+        if filled[chosen] - young[chosen] + tokens[item] > budget:
+            continue
+        for other in np.flatnonzero(is_young & (bin_of == chosen)).tolist():
+            if filled[chosen] + tokens[item] > budget:
+                bin_of[other] = -1
+                filled[chosen] -= tokens[other]
+        bin_of[item] = chosen
+
+
+def _deal(bin_of: IntArray, deadline: IntArray, steps: int, rows: int, width: int) -> tuple[IntArray, IntArray]:
+    """Rows to steps: each as early as its samples must go, else so that steps have equal numbers of samples."""
+    placed = np.flatnonzero(bin_of >= 0)
+    bins = steps * rows * width
+    last = np.full(bins, steps - 1, dtype=np.int64)
+    np.minimum.at(last, bin_of[placed], deadline[placed])
+    due = last.reshape(-1, width).min(axis=1)
+    sizes = np.bincount(bin_of[placed] // width, minlength=steps * rows)
+    lacking, free = np.full(steps, sizes.sum() / steps), np.full(steps, rows)
+    home = np.empty((steps * rows, 2), dtype=np.int64)
+    for row in np.lexsort((-sizes, due)).tolist():
+        open_steps = np.flatnonzero(free[: due[row] + 1])
+        if len(open_steps) == 0:
+            open_steps = np.flatnonzero(free)
+        step = int(open_steps[np.argmax(lacking[open_steps] / free[open_steps])])
+        home[row] = step, rows - free[step]
+        free[step] -= 1
+        lacking[step] -= sizes[row]
+    step_of_bin = home[:, 0].repeat(width)
+    place = home[:, 1].repeat(width) * width + np.tile(np.arange(width), steps * rows)
+    for late in np.flatnonzero(step_of_bin > last).tolist():
+        # A bin that comes too late changes places with one that may come later.
+        for other in np.flatnonzero((step_of_bin <= last[late]) & (last >= step_of_bin[late])).tolist():
+            step_of_bin[[late, other]] = step_of_bin[[other, late]]
+            place[[late, other]] = place[[other, late]]
+            break
+    return np.where(bin_of >= 0, step_of_bin[bin_of], -1), np.where(bin_of >= 0, place[bin_of], -1)
+
+
+def _unplanned(next_sample: int, waiting: tuple[IntArray, IntArray, IntArray]) -> Block:
+    samples, tokens, drawn = waiting
+    nowhere = np.full(len(samples), -1, dtype=np.int64)
+    return Block(0, next_sample, samples, tokens, drawn, nowhere, nowhere)

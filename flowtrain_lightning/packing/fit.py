@@ -1,0 +1,147 @@
+"""Cost models from what was measured, and from a model's dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from flowtrain_lightning.packing.cost import CostModel
+from flowtrain_lightning.packing.errors import PackingError
+from flowtrain_lightning.packing.plan import FloatArray, IntArray
+
+_ROUNDS = 20
+_OUTLIER = 1.5
+"""Spreads beyond which an observation counts less, the further the less."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One packed set of sequences that was computed.
+
+    Attributes:
+        tokens: sum of their lengths.
+        squares: sum of the squares of their lengths.
+        seconds: time that forward and backward took.
+    """
+
+    tokens: float
+    squares: float
+    seconds: float
+
+    @classmethod
+    def of(cls, lengths: IntArray, seconds: float) -> Observation:
+        """The observation of sequences of ``lengths``."""
+        exact = lengths.astype(np.float64)
+        return cls(float(exact.sum()), float((exact * exact).sum()), seconds)
+
+
+def fit_cost(observations: Sequence[Observation]) -> CostModel:
+    """The cost model, in seconds, that explains measured times best.
+
+    Non-negative least squares of relative errors, repeated with less weight for observations far off, so that a
+    hiccup of the machine does not count.
+
+    Args:
+        observations: at least 3, of sets that differ in tokens and in squares.
+
+    Raises:
+        PackingError: too few observations, or a time that is no positive number.
+    """
+    if len(observations) < 3:
+        raise PackingError(f"A cost model has 3 coefficients; {len(observations)} observations cannot fit it.")
+    rows = np.array([[item.tokens, item.squares, 1.0] for item in observations])
+    seconds = np.array([item.seconds for item in observations])
+    if not (np.isfinite(rows).all() and np.isfinite(seconds).all() and (seconds > 0).all()):
+        raise PackingError("Every observation needs finite sizes and a time above 0.")
+    relative = rows / seconds[:, None]
+    scale = np.maximum(relative.max(axis=0), 1e-300)
+    weights = np.ones(len(seconds))
+    solution = np.zeros(3)
+    for _ in range(_ROUNDS):
+        solution, _ = nnls(relative / scale * weights[:, None], weights)
+        error = relative / scale @ solution - 1
+        spread = max(1.4826 * float(np.median(np.abs(error))), 1e-9)
+        weights = np.sqrt(np.minimum(1.0, _OUTLIER * spread / np.maximum(np.abs(error), 1e-300)))
+    linear, quadratic, constant = (solution / scale).tolist()
+    return CostModel(linear, quadratic, constant)
+
+
+def cost_from_flops(
+    parameters: float,
+    layers: int,
+    hidden: int,
+    *,
+    flops_per_second: float,
+    causal: bool = True,
+    window: int | None = None,
+) -> CostModel:
+    """The cost model, in seconds, of forward and backward of a transformer that runs at a given speed.
+
+    Args:
+        parameters: weights that every token passes through.
+        layers: layers with attention.
+        hidden: their width.
+        flops_per_second: what the device sustains: its peak times the share of it that is reached.
+        causal: tokens attend to earlier ones only.
+        window: tokens that attend to each other, for encoders with window attention: a linear cost; None for all.
+
+    Raises:
+        PackingError: a dimension or the speed is not above 0.
+    """
+    given = {"parameters": parameters, "layers": layers, "hidden": hidden, "flops_per_second": flops_per_second}
+    for name, value in given.items():
+        if not value > 0:
+            raise PackingError(f"{name} is {value}; it must be above 0.")
+    attention = (6 if causal else 12) * layers * hidden / flops_per_second
+    linear = 6 * parameters / flops_per_second
+    if window is not None:
+        return CostModel(linear + attention * window, 0.0, 0.0)
+    return CostModel(linear, attention, 0.0)
+
+
+class AdaptiveCost:
+    """A cost model that follows a machine whose speed changes; every change is recorded.
+
+    Every rank must feed it the same observations (those of all ranks, exchanged at the step's end): then the
+    coefficients are equal everywhere. They change only in :meth:`end_step`.
+
+    Args:
+        cost: the coefficients to begin with.
+        memory: steps whose observations are remembered.
+
+    Attributes:
+        cost: the coefficients of the running step.
+        changes: ``(step, coefficients from that step on)``, for the checkpoint and for an exact replay.
+        error: mean relative error of the last step's predictions.
+    """
+
+    def __init__(self, cost: CostModel, memory: int = 12) -> None:
+        self.cost = cost
+        self.changes: list[tuple[int, CostModel]] = [(0, cost)]
+        self.error = 0.0
+        self._memory = memory
+        self._recent: list[list[Observation]] = []
+
+    def end_step(self, step: int, observations: Sequence[Observation]) -> CostModel:
+        """Learn from the step that ended; the coefficients returned hold from ``step + 1`` on."""
+        measured: FloatArray = np.array([item.seconds for item in observations])
+        predicted = np.array([predict(self.cost, item) for item in observations])
+        self.error = float(np.mean(np.abs(predicted / measured - 1))) if len(measured) else 0.0
+        self._recent = [*self._recent, list(observations)][-self._memory :]
+        remembered = [item for of_step in self._recent for item in of_step]
+        if len(remembered) >= 3 and self.error > 0.01:
+            self.cost = fit_cost(remembered)
+            self.changes.append((step + 1, self.cost))
+        return self.cost
+
+    def at(self, step: int) -> CostModel:
+        """The coefficients that held in ``step``: what a replay needs."""
+        return next(cost for since, cost in reversed(self.changes) if since <= step)
+
+
+def predict(cost: CostModel, observation: Observation) -> float:
+    """Seconds that ``cost`` expects of an observed set."""
+    return cost.linear * observation.tokens + cost.quadratic * observation.squares + cost.constant

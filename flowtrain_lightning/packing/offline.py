@@ -1,0 +1,235 @@
+"""A whole data set packed at once: for trainers that read a plan, and to see how good a packing is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from flowtrain_lightning.packing.arrange import arrange
+from flowtrain_lightning.packing.cost import CostModel
+from flowtrain_lightning.packing.encoder_batches import pack_encoder_batches
+from flowtrain_lightning.packing.errors import PackingError
+from flowtrain_lightning.packing.microbatches import OBJECTIVES, Objective, pack_sorted, positive_costs
+from flowtrain_lightning.packing.order import flow_order
+from flowtrain_lightning.packing.plan import FloatArray, IntArray
+from flowtrain_lightning.packing.stream import StreamPacker, StreamSettings
+
+Semantics = Literal["samples", "tokens"]
+"""``samples``: a step is so many samples; ``tokens``: a step is so many microbatches, and samples may wait."""
+
+SEMANTICS: tuple[str, ...] = get_args(Semantics)
+
+
+@dataclass(frozen=True)
+class OfflineSettings:
+    """How to pack.
+
+    Attributes:
+        token_budget: the most tokens of a microbatch.
+        ranks: backbone ranks.
+        microbatches: of each rank and step; with ``samples`` it follows from the samples.
+        semantics: what a step is.
+        objective: when ranks wait for each other.
+        cost: what a packed set of sequences costs the backbone.
+        encoder_ranks: ranks that encode.
+        global_batch_size: samples of a step, with ``samples``.
+        row_width: the canonical width of a row, with ``tokens``; None takes ``ranks``.
+        max_delay: steps that a sample may wait, with ``tokens``.
+        lookahead: steps drawn ahead at most, with ``tokens``.
+    """
+
+    token_budget: int
+    ranks: int
+    cost: CostModel
+    microbatches: int | None = None
+    semantics: Semantics = "samples"
+    objective: Objective = "sync"
+    encoder_ranks: int = 1
+    global_batch_size: int | None = None
+    row_width: int | None = None
+    max_delay: int = 8
+    lookahead: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "ranks", "encoder_ranks", "microbatches", "global_batch_size", "row_width"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PackingError(f"{name} is {value}; it must be at least 1.")
+        for name, allowed in (("semantics", SEMANTICS), ("objective", OBJECTIVES)):
+            if getattr(self, name) not in allowed:
+                raise PackingError(f"{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, allowed))}.")
+        if self.semantics == "tokens" and self.microbatches is None:
+            raise PackingError("With semantics 'tokens' a step is a number of microbatches: set microbatches.")
+        if self.semantics == "samples" and self.global_batch_size is None:
+            raise PackingError("With semantics 'samples' a step is a number of samples: set global_batch_size.")
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """One step of a plan.
+
+    Attributes:
+        samples: ``[n]`` sample numbers, rising.
+        bin_of: ``[n]`` the microbatch of each, ``position * ranks + rank``.
+        positions: microbatches of each rank.
+        delay: ``[n]`` steps that each waited.
+        encoder_batches: ``[encoder rank][number]`` -> media numbers, counted over the data set.
+    """
+
+    samples: IntArray
+    bin_of: IntArray
+    positions: int
+    delay: IntArray
+    encoder_batches: tuple[tuple[IntArray, ...], ...]
+
+
+@dataclass(frozen=True)
+class OfflinePlan:
+    """All steps, and what is known of them.
+
+    Attributes:
+        steps: in order.
+        left: samples that no step took.
+        seconds: time that packing took.
+    """
+
+    steps: tuple[PackedStep, ...]
+    left: IntArray
+    seconds: float
+
+
+def pack_offline(
+    tokens: IntArray, media_start: IntArray, media_cost: FloatArray, settings: OfflineSettings
+) -> OfflinePlan:
+    """Pack samples that come in sampler order.
+
+    Args:
+        tokens: ``[samples]`` tokens of each sequence, none above the budget.
+        media_start: ``[samples + 1]`` media of sample ``i`` are ``media_start[i]:media_start[i + 1]``.
+        media_cost: ``[media]`` what encoding each costs, in the unit of ``settings.cost``.
+        settings: how to pack.
+    """
+    _refuse(tokens, media_cost, settings)
+    begin = time.perf_counter()
+    costs = positive_costs(tokens, settings.cost)
+    of_sample = np.concatenate([[0.0], np.cumsum(media_cost)])
+    encoder_cost = of_sample[media_start[1:]] - of_sample[media_start[:-1]]
+    drafts, left = (_by_samples if settings.semantics == "samples" else _by_tokens)(tokens, costs, settings)
+    steps = []
+    for samples, bin_of, positions, delay in drafts:
+        ordered = _in_flow_order(bin_of, encoder_cost[samples], positions, settings.ranks)
+        batches = _encode(samples, ordered, media_start, media_cost, settings)
+        steps.append(PackedStep(samples, ordered, positions, delay, batches))
+    return OfflinePlan(tuple(steps), left, time.perf_counter() - begin)
+
+
+def warm_up(settings: OfflineSettings) -> float:
+    """Compile the inner loops, or load them compiled; the seconds it took, which are no time of packing."""
+    begin = time.perf_counter()
+    tiny = replace(
+        settings, token_budget=64, microbatches=2, global_batch_size=32 * settings.ranks, row_width=None, max_delay=8
+    )
+    for tokens in (np.arange(320 * settings.ranks) % 7 + 1, np.arange(64 * settings.ranks) % 40 + 1):
+        media_start = np.arange(len(tokens) + 1)
+        pack_offline(tokens, media_start, np.ones(len(tokens)), tiny)
+    return time.perf_counter() - begin
+
+
+def _by_samples(
+    tokens: IntArray, costs: FloatArray, settings: OfflineSettings
+) -> tuple[list[tuple[IntArray, IntArray, int, IntArray]], IntArray]:
+    size = settings.global_batch_size or len(tokens)
+    whole = len(tokens) // size * size
+    drafts = []
+    for start in range(0, whole, size):
+        order = np.argsort(-tokens[start : start + size], kind="stable")
+        found, positions = pack_sorted(
+            tokens[start + order],
+            costs[start + order],
+            settings.ranks,
+            settings.token_budget,
+            settings.objective,
+            settings.cost.constant,
+        )
+        bin_of = np.empty_like(found)
+        bin_of[order] = found
+        drafts.append((np.arange(start, start + size), bin_of, positions, np.zeros(size, dtype=np.int64)))
+    return drafts, np.arange(whole, len(tokens))
+
+
+def _by_tokens(
+    tokens: IntArray, costs: FloatArray, settings: OfflineSettings
+) -> tuple[list[tuple[IntArray, IntArray, int, IntArray]], IntArray]:
+    assert settings.microbatches is not None
+    width = settings.row_width or settings.ranks
+    bins = settings.microbatches * settings.ranks
+    if bins % width:
+        raise PackingError(
+            f"A step of {bins} microbatches cannot be made of rows of {width}; choose a row_width that divides {bins}."
+        )
+    stream = StreamPacker(
+        StreamSettings(
+            settings.token_budget, width, bins // width, settings.cost, settings.max_delay, settings.lookahead
+        ),
+        lambda start, end: tokens[start:end],
+    )
+    drafts = []
+    for step in stream:
+        bin_of = arrange(
+            step.tokens,
+            costs[step.samples],
+            step.bin_of,
+            bins=bins,
+            width=width,
+            ranks=settings.ranks,
+            budget=settings.token_budget,
+            objective=settings.objective,
+        )
+        drafts.append((step.samples, bin_of, settings.microbatches, step.delay))
+    return drafts, stream.left()
+
+
+def _in_flow_order(bin_of: IntArray, encoder_cost: FloatArray, positions: int, ranks: int) -> IntArray:
+    media = np.bincount(bin_of // ranks, encoder_cost, minlength=positions)
+    place = np.empty(positions, dtype=np.int64)
+    place[flow_order(media)] = np.arange(positions)
+    return place[bin_of // ranks] * ranks + bin_of % ranks
+
+
+def _encode(
+    samples: IntArray, bin_of: IntArray, media_start: IntArray, media_cost: FloatArray, settings: OfflineSettings
+) -> tuple[tuple[IntArray, ...], ...]:
+    counts = media_start[samples + 1] - media_start[samples]
+    if not counts.any():
+        return tuple(() for _ in range(settings.encoder_ranks))
+    before = np.cumsum(counts) - counts
+    media = np.repeat(media_start[samples] - before, counts) + np.arange(counts.sum())
+    reader = np.repeat(bin_of, counts)
+    batches = pack_encoder_batches(
+        np.zeros(len(media), dtype=np.int64),
+        reader % settings.ranks,
+        reader // settings.ranks,
+        encoder_ranks=settings.encoder_ranks,
+        patch_budget=None,
+        costs=media_cost[media],
+    )
+    return tuple(tuple(media[batch] for batch in of_rank) for of_rank in batches)
+
+
+def _refuse(tokens: IntArray, media_cost: FloatArray, settings: OfflineSettings) -> None:
+    if len(tokens) and tokens.min() < 1:
+        raise PackingError(f"Sample {int(np.argmin(tokens))} has {tokens.min()} tokens; every sample needs at least 1.")
+    if len(tokens) and tokens.max() > settings.token_budget:
+        first = int(np.argmax(tokens > settings.token_budget))
+        raise PackingError(
+            f"Sample {first} has {tokens[first]} tokens, more than the token budget of {settings.token_budget}; "
+            "raise the budget, or drop or truncate such samples."
+        )
+    bad = np.flatnonzero(~(np.isfinite(media_cost) & (media_cost >= 0)))
+    if len(bad):
+        raise PackingError(
+            f"The cost of media {bad[0]} is {media_cost[bad[0]]}; every cost must be a finite number >= 0."
+        )

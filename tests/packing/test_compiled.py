@@ -1,0 +1,41 @@
+"""Compiled loops and plain ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """if True:
+    import sys
+    if {without}:
+        sys.modules["numba"] = None
+    import numpy as np
+    from flowtrain_lightning.packing import CostModel
+    from flowtrain_lightning.packing.microbatches import pack_microbatches
+    from flowtrain_lightning.packing.stream import StreamPacker, StreamSettings
+    lengths = np.minimum(np.random.default_rng(0).lognormal(2, 1, 1500).astype(np.int64) + 1, 200)
+    cost = CostModel(1.0, 1 / 300, 0.0)
+    for step in StreamPacker(StreamSettings(200, 4, 2, cost), lambda start, end: lengths[start:end]):
+        print(step.step, step.samples.tolist(), step.bin_of.tolist())
+    for objective in ("sync", "accumulate"):
+        packed = pack_microbatches(lengths[:9], ranks=2, token_budget=200, cost=cost, objective=objective)
+        print([[m.tolist() for m in of_rank] for of_rank in packed])
+"""
+
+
+def test_plans_are_the_same_with_and_without_numba():
+    pytest.importorskip("numba")
+    with_numba, without = (
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT.format(without=without)],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=True,
+        ).stdout
+        for without in (False, True)
+    )
+    assert len(with_numba) > 1000
+    assert with_numba == without

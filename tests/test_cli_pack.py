@@ -1,0 +1,138 @@
+"""The command ``flowtrain pack``."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.cli import main
+
+pyarrow = pytest.importorskip("pyarrow")
+from pyarrow import parquet  # noqa: E402
+
+OPTIONS = ("--token-budget", "100", "--ranks", "2")
+TOKENS = ("--semantics", "tokens", "--microbatches", "2", "--max-delay", "4")
+SAMPLES = ("--semantics", "samples", "--global-batch-size", "50")
+
+
+@pytest.fixture
+def pack(monkeypatch, tmp_path, capsys):
+    """Packs a table in this process; answers with the folder and what was printed."""
+
+    def run(columns, *arguments):
+        parquet.write_table(pyarrow.table(columns), tmp_path / "lengths.parquet")
+        command = ["flowtrain", "pack", str(tmp_path / "lengths.parquet"), "--out", str(tmp_path / "plan.parquet")]
+        monkeypatch.setattr(sys, "argv", [*command, "--media-out", str(tmp_path / "media.parquet"), *arguments])
+        main()
+        return tmp_path, capsys.readouterr().out
+
+    return run
+
+
+def table(count=400):
+    generator = np.random.default_rng(0)
+    media = [generator.integers(1, 30, generator.integers(0, 3)).astype(float).tolist() for _ in range(count)]
+    return {"tokens": generator.integers(1, 40, count), "media_cost": pyarrow.array(media)}
+
+
+@pytest.mark.parametrize("semantics", [TOKENS, SAMPLES])
+@pytest.mark.parametrize("objective", ["sync", "accumulate"])
+def test_the_plan_holds_every_sample_once_within_the_budget(pack, semantics, objective):
+    columns = table()
+    folder, printed = pack(columns, *OPTIONS, *semantics, "--objective", objective, "--encoder-ranks", "2", "--json")
+    figures = json.loads(printed)
+    plan = parquet.read_table(folder / "plan.parquet").to_pydict()
+    assert list(plan) == ["sample", "step", "rank", "microbatch", "position"]
+    assert len(set(plan["sample"])) == len(plan["sample"]) == 400 - figures["samples_left"]
+    filled = {}
+    for sample, *place in zip(plan["sample"], plan["step"], plan["rank"], plan["microbatch"], strict=True):
+        filled[tuple(place)] = filled.get(tuple(place), 0) + columns["tokens"][sample]
+    assert max(filled.values()) <= 100
+    assert {rank for _, rank, _ in filled} == {0, 1}
+    assert figures["pad"] >= 0
+    assert figures["idle_sync"] >= 0
+
+
+def test_every_media_is_encoded_in_the_step_of_its_sample(pack):
+    columns = table()
+    folder, _ = pack(columns, *OPTIONS, *TOKENS, "--encoder-ranks", "3")
+    plan = parquet.read_table(folder / "plan.parquet").to_pydict()
+    media = parquet.read_table(folder / "media.parquet").to_pydict()
+    assert list(media) == ["sample", "media", "step", "encoder_rank", "encoder_batch", "position"]
+    step_of = dict(zip(plan["sample"], plan["step"], strict=True))
+    expected = {(s, m) for s in step_of for m in range(len(columns["media_cost"][s]))}
+    assert set(zip(media["sample"], media["media"], strict=True)) == expected
+    assert [step_of[sample] for sample in media["sample"]] == media["step"]
+
+
+def test_samples_of_a_step_come_in_sampler_order_with_samples(pack):
+    folder, _ = pack(table(), *OPTIONS, *SAMPLES)
+    plan = parquet.read_table(folder / "plan.parquet").to_pydict()
+    assert all(sample // 50 == step for sample, step in zip(plan["sample"], plan["step"], strict=True))
+
+
+def test_media_may_be_absent_and_figures_are_named(pack):
+    _, printed = pack({"tokens": [50] * 40}, *OPTIONS, *TOKENS)
+    for name in ("pad", "idle_sync", "idle_acc", "mixcv", "encoder_idle", "flow_gap", "max_delay_seen", "samples_left"):
+        assert name in printed
+    assert "microseconds_per_sample" in printed
+    assert "bound" in printed
+
+
+@pytest.mark.parametrize(("policy", "left", "rows"), [("drop", 1, 39), ("truncate", 0, 40)])
+def test_samples_over_the_budget_are_dropped_or_truncated_as_asked(pack, policy, left, rows):
+    folder, printed = pack(
+        {"tokens": [50] * 39 + [130]}, *OPTIONS, "--global-batch-size", str(rows), "--too-long", policy, "--json"
+    )
+    assert json.loads(printed)["samples_dropped"] == left
+    assert len(parquet.read_table(folder / "plan.parquet")) == rows
+
+
+def test_a_picture_is_drawn(pack, tmp_path):
+    pack(table(), *OPTIONS, *TOKENS, "--plot", str(tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "words"),
+    [
+        ({"tokens": [101, 5]}, (), "Sample 0 has 101 tokens, more than the token budget of 100"),
+        ({"tokens": [5, 0]}, (), "Sample 1 has 0 tokens"),
+        ({"lengths": [5]}, (), "has no column 'tokens' \\(its columns: lengths\\)"),
+        ({"tokens": [5.5]}, (), "must hold whole numbers"),
+        ({"tokens": [5], "media_cost": [-1.0]}, (), "must hold lists of numbers"),
+        ({"tokens": [5], "media_cost": [[-1.0]]}, (), "The cost of media 0 is -1.0; every cost must be a finite"),
+        ({"tokens": [5], "media_cost": [[float("nan")]]}, (), "The cost of media 0 is nan"),
+        ({"tokens": [5]}, ("--ranks", "0"), "ranks is 0; it must be at least 1"),
+        ({"tokens": [5]}, ("--encoder-ranks", "0"), "encoder_ranks is 0"),
+        ({"tokens": [5]}, ("--semantics", "tokens"), "set microbatches"),
+        ({"tokens": [5]}, ("--semantics", "tokens", "--microbatches", "0"), "microbatches is 0"),
+        ({"tokens": [5]}, ("--global-batch-size", "0"), "global_batch_size is 0"),
+        ({"tokens": [5]}, ("--cost-linear", "-1"), "The linear coefficient of a cost model is -1.0"),
+        ({"tokens": [5]}, ("--cost-quadratic", "nan"), "The quadratic coefficient of a cost model is nan"),
+        ({"tokens": [5]}, (*TOKENS, "--max-delay", "-1"), "max_delay is -1; it must not be negative"),
+    ],
+)
+def test_bad_input_gets_a_sentence(pack, columns, options, words):
+    options = options if "--semantics" in options else ("--global-batch-size", "1", *options)
+    with pytest.raises(SystemExit, match=f"flowtrain pack: .*{words}"):
+        pack(columns, *OPTIONS, *options)
+
+
+def test_a_file_that_is_not_there_gets_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        sys, "argv", ["flowtrain", "pack", "nowhere.parquet", *OPTIONS, "--out", str(tmp_path / "plan.parquet")]
+    )
+    with pytest.raises(SystemExit, match=r"there is no file nowhere\.parquet"):
+        main()
+
+
+@pytest.mark.parametrize("tokens", [[], [7], [7] * 3])
+@pytest.mark.parametrize("semantics", [TOKENS, SAMPLES])
+def test_too_few_samples_for_a_step_are_all_left_over(pack, tokens, semantics):
+    _, printed = pack({"tokens": pyarrow.array(tokens, pyarrow.int64())}, *OPTIONS, *semantics, "--json")
+    figures = json.loads(printed)
+    assert (figures["steps"], figures["samples_left"]) == (0, len(tokens))
