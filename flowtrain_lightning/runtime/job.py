@@ -81,11 +81,13 @@ class Job:
         """Tells the other ranks why this one fails, unless it only does so because one of them failed."""
         if self._mesh is None:
             return
-        if isinstance(exception, RuntimeError) and first_fault(self._mesh.board, self.rank) is not None:
-            return
         interrupted = isinstance(exception, KeyboardInterrupt)
         lines = traceback.format_exception_only(exception) if interrupted else traceback.format_exception(exception)
-        self._mesh.page.fail("".join(lines))
+        try:
+            if isinstance(exception, RuntimeError):  # so a collective fails when a peer has gone
+                first_fault(self._mesh.board, self.rank)
+        finally:  # a signal's handler may have raised meanwhile
+            self._mesh.page.fail("".join(lines))  # in vain where the page blames another rank by now
 
     def leave(self) -> None:
         """Says goodbye to the other ranks. A second call does nothing."""
