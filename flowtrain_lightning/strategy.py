@@ -49,8 +49,8 @@ class FlowTrainStrategy(ParallelStrategy):
         recompute_encoder: keep no activations: every encoder forward runs a second time for its backward.
         pool_bytes: room in the pool on each rank. By default it follows from the plan and grows between steps.
         hang_timeout: seconds without any progress of any rank after which all ranks end with an error.
-        timeout: seconds after which a blocked collective raises, and all ranks end with an error that have not begun
-            their first step: preparing data and building the model may take longer than ``hang_timeout``.
+        timeout: the same until every rank has begun its first step, since preparing data and building the model may
+            take longer.
     """
 
     strategy_name = "flowtrain"

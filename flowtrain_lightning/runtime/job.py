@@ -23,7 +23,7 @@ class Job:
         allocation: which ranks play which role.
         backend: of the roles' process groups.
         hang_timeout: seconds without progress of any rank after which all end.
-        timeout: after which a blocked collective raises, and a start-up that does not come to its first step ends.
+        timeout: the same until every rank has begun its first step.
         fault_folder: where ``fault-rank<r>.txt`` is written.
 
     Attributes:
@@ -48,8 +48,10 @@ class Job:
         kin.labels, kin.folder, kin.needed = self.labels, fault_folder, True
         separate = allocation.placement == "separate"
         worlds = tuple(allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
-        self.groups = connect_groups(rank, worlds, backend, timeout)
         seconds = timeout.total_seconds()
+        # Collectives give up later than the watchdog, which knows who is to blame.
+        patience = timedelta(seconds=2 * max(hang_timeout, seconds))
+        self.groups = connect_groups(rank, worlds, backend, patience)
         self._mesh: Mesh | None = Mesh.connect(self.groups.new_store(), rank, ranks, self.labels, seconds)
         self.groups.cross.page = self._mesh.page
         self._mesh.page.enter("start up", -1)

@@ -40,6 +40,7 @@ HANG_TIMEOUT = 3.0
 """After which a rank that is stopped or hangs counts as lost."""
 
 HANGS = ("stop", "loop", "sleep")
+"""Faults that take as long to be noticed."""
 
 EVERY_CLASS_ONCE = [
     Fault("kill", ENCODER, "train", step=0),
@@ -60,20 +61,24 @@ EVERY_CLASS_ONCE = [
     Fault("kill worker", ENCODER, "train", step=2),
 ]
 
-MATRIX = [
-    Fault(kind, rank, place, step)
-    for kind, rank, (place, step) in itertools.product(
-        ("kill", "stop", "raise"),
-        (FIRST, BACKBONE, ENCODER),
-        (("build", 0), ("train", 0), ("train", 3), ("wait", 3), ("between", 3), ("validation", 2), ("save", 4)),
-    )
-    if (kind, place) not in (("raise", "wait"), ("stop", "build"))  # a waiting rank runs no code of the user's
-] + [
-    Fault(kind, rank, place, step=3)
-    for kind, rank, place in itertools.product(
-        ("loop", "sleep", "exit", "kill worker"), (FIRST, BACKBONE, ENCODER), ("train", "between")
-    )
-]
+MATRIX = (
+    [
+        Fault(kind, rank, place, step)
+        for kind, rank, (place, step) in itertools.product(
+            ("kill", "stop", "raise"),
+            (FIRST, BACKBONE, ENCODER),
+            (("build", 0), ("train", 0), ("train", 3), ("wait", 3), ("between", 3), ("validation", 2), ("save", 4)),
+        )
+        if (kind, place) != ("raise", "wait")  # a waiting rank runs no code of the user's
+    ]
+    + [
+        Fault(kind, rank, place, step=3)
+        for kind, rank, place in itertools.product(
+            ("loop", "sleep", "exit", "kill worker"), (FIRST, BACKBONE, ENCODER), ("train", "between")
+        )
+    ]
+    + [Fault("sleep", rank, "build") for rank in (FIRST, BACKBONE, ENCODER)]
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +109,7 @@ def named(fault: Fault) -> str:
 
 
 def settings_for(fault: Fault) -> dict[str, Any]:
-    limits = {"hang_timeout": HANG_TIMEOUT} if fault.kind in HANGS else {}
+    limits = {"hang_timeout": HANG_TIMEOUT, "timeout": HANG_TIMEOUT + 2} if fault.kind in HANGS else {}
     return {"strategy": {"encoder_ranks": 1, **limits}, "workers": int(fault.kind == "kill worker")}
 
 
@@ -131,10 +136,10 @@ def sentences(text: str) -> list[str]:
 def assert_all_ended(ended: Ended, fault: Fault) -> None:
     """Every rank ended soon and with an error, and nothing is left."""
     slow = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # other programs may want the processors as well
-    limit = slow * SECONDS + (HANG_TIMEOUT if fault.kind in HANGS else 0)
+    limit = slow * SECONDS + (HANG_TIMEOUT + 2 if fault.kind in HANGS else 0)
     assert ended.finished == {}
-    assert ended.code != 0
     assert all(code != 0 for rank, code in ended.codes.items() if rank != fault.rank), ended.codes
+    assert ended.code != 0 or (fault.kind, fault.rank) == ("exit", FIRST)  # a rank 0 that asks for code 0 gets it
     assert set(ended.seconds) == set(LABELS)
     assert max(ended.seconds.values()) < limit, ended.seconds
     assert ended.left == []
@@ -155,9 +160,9 @@ def assert_all_told(ended: Ended, fault: Fault) -> None:
             assert "in happen" in text, "the traceback of the rank that failed"
             assert "ValueError: a fault of the test" in text
         if fault.kind == "kill worker":
-            assert "DataLoader worker" in text
+            assert "dataloader" in text.lower()
     if fault.kind in ("loop", "sleep"):
-        assert "in happen" in ended.files[fault.rank], "where the rank hangs"
+        assert "in happen" in ended.files[fault.rank], "where it hangs"
 
 
 def assert_goes_on(ended: Ended, done: int) -> None:
@@ -171,7 +176,7 @@ def assert_goes_on(ended: Ended, done: int) -> None:
 def assert_healthy(ended: Ended) -> None:
     """All ranks finished, and nobody spoke of a fault."""
     assert (ended.code, ended.finished) == (0, dict.fromkeys(LABELS, STEPS)), ended.said
-    assert set(ended.codes.values()) == {0}
+    assert set(ended.codes.values()) <= {0}
     assert (sentences(ended.said), ended.files, ended.left) == ([], {}, [])
     assert "Error" not in ended.said
 
