@@ -36,8 +36,8 @@ CAUSES = {
 SECONDS = 10.0
 """Within which every rank ends after another one's death."""
 
-HANG_TIMEOUT = 3.0
-"""After which a rank that is stopped or hangs counts as lost."""
+HANG_TIMEOUT, START_TIMEOUT = 3.0, 5.0
+"""After which a rank that is stopped or hangs counts as lost: in training, and before its first step."""
 
 HANGS = ("stop", "loop", "sleep")
 """Faults that take as long to be noticed."""
@@ -109,8 +109,10 @@ def named(fault: Fault) -> str:
 
 
 def settings_for(fault: Fault) -> dict[str, Any]:
-    limits = {"hang_timeout": HANG_TIMEOUT, "timeout": HANG_TIMEOUT + 2} if fault.kind in HANGS else {}
-    return {"strategy": {"encoder_ranks": 1, **limits}, "workers": int(fault.kind == "kill worker")}
+    """Limits where the fault is a hang, and workers that load data where they break or must end with their rank."""
+    limits = {"hang_timeout": HANG_TIMEOUT, "timeout": START_TIMEOUT} if fault.kind in HANGS else {}
+    workers = int(fault.kind == "kill worker" or fault.place in ("wait", "between"))
+    return {"strategy": {"encoder_ranks": 1, **limits}, "workers": workers}
 
 
 def phase(fault: Fault) -> str:
@@ -136,7 +138,7 @@ def sentences(text: str) -> list[str]:
 def assert_all_ended(ended: Ended, fault: Fault) -> None:
     """Every rank ended soon and with an error, and nothing is left."""
     slow = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # other programs may want the processors as well
-    limit = slow * SECONDS + (HANG_TIMEOUT + 2 if fault.kind in HANGS else 0)
+    limit = slow * SECONDS + (START_TIMEOUT if fault.kind in HANGS else 0)
     assert ended.finished == {}
     assert all(code != 0 for rank, code in ended.codes.items() if rank != fault.rank), ended.codes
     assert ended.code != 0 or (fault.kind, fault.rank) == ("exit", FIRST)  # a rank 0 that asks for code 0 gets it
@@ -270,8 +272,9 @@ def test_ranks_that_torchrun_started_end_together(fault, job):
     assert_all_told(ended, fault)
 
 
-def test_control_c_ends_all_ranks(job):
-    ended = run_script(job(interrupt=True))
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_control_c_ends_all_ranks(forked, forks, job):
+    ended = (forks.run if forked else run_script)(job(interrupt=True))
     assert_all_ended(ended, Fault("interrupt", FIRST, "train"))
     assert "KeyboardInterrupt" in ended.files[FIRST]
 

@@ -49,6 +49,32 @@ def test_a_new_page_says_who_it_is(page):
     assert (status.phase, status.error, status.blames, status.sigterm) == ("", "", None, False)
 
 
+def test_it_is_starting_until_its_first_step(page):
+    page.enter("start up", -1)
+    assert (page.state, page.read().step, page.progress) == (State.STARTING, -1, 1)
+    page.enter("begin the step", 0)
+    assert page.state is State.RUNNING
+
+
+def test_after_a_phase_within_another_it_is_in_the_former_again_but_not_after_an_error(page):
+    page.enter("between steps", 4)
+    with page.during("wait for all ranks"):
+        assert (page.read().phase, page.read().step) == ("wait for all ranks", 4)
+    assert (page.read().phase, page.read().step) == ("between steps", 4)
+    with pytest.raises(ValueError, match="disk"), page.during("save a checkpoint"):
+        raise ValueError("disk")
+    assert page.read().phase == "save a checkpoint"
+
+
+def test_a_rank_in_a_collective_waits_whatever_its_phase(page):
+    page.enter("between steps", 4)
+    page.tell_collective(True)
+    assert page.read().waits
+    page.tell_collective(False)
+    assert not page.read().waits
+    assert page.progress == 1
+
+
 def test_phases_steps_and_progress_are_seen_by_whoever_maps_it():
     page, descriptor = StatusPage.create(1, "encoder 0")
     seen = StatusPage.attach(1, descriptor)

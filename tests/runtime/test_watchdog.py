@@ -145,6 +145,20 @@ def test_a_slow_rank_is_no_hanging_one_and_an_orderly_end_is_no_death():
         assert (result.code, result.out, result.err) == (0, "done\n", "")
 
 
+def starts_slowly(rank, ranks):
+    """One rank takes longer for its start than a step may take without progress."""
+    mesh, pool, watchdog = start(rank, ranks)
+    mesh.page.enter("wait for all ranks" if rank else "start up", -1)
+    time.sleep(2 * HANG)
+    watchdog.stop()
+    pool.close()
+    mesh.close()
+
+
+def test_before_the_first_step_another_limit_holds():
+    assert [(result.code, result.err) for result in run_ranks(starts_slowly, 2, 60)] == [(0, "")] * 2
+
+
 def ends_early(rank, ranks):
     """Rank 1 leaves in good order long before rank 0 does."""
     mesh, pool, watchdog = start(rank, ranks)
