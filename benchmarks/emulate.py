@@ -22,7 +22,7 @@ from benchmarks.schedules import SCHEDULES, EmulatedJob
 from flowtrain_lightning.callbacks.timeline import read_timelines
 
 DEADLINE = 900.0
-TOKEN_BUDGET = 2048
+TOKEN_BUDGET = 1024
 MICROBATCH_SECONDS = 0.05
 ENCODER_SHARE = 0.85
 """Work of an encoder rank to work of a backbone rank: nearly matched, as an allocator would have it."""

@@ -27,7 +27,7 @@ from flowtrain_lightning.data import FlowDataModule, ImageProcessor
 IMAGES = ImageProcessor(
     patch_size=2, merge_size=2, min_pixels=16, max_pixels=1 << 20, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
 )
-WIDTH = 1024
+WIDTH = 2048
 """Numbers in a row of features, in bfloat16."""
 
 _FORWARD_SHARE = 1 / 3
@@ -183,7 +183,7 @@ def pattern(numbers: Tensor, rows: Tensor, kind: int) -> Tensor:
 
 def bear(pattern: Tensor) -> Tensor:
     """``[rows, WIDTH]`` bfloat16 with ``pattern`` in every column."""
-    return pattern.to(torch.bfloat16)[:, None].expand(-1, WIDTH).contiguous()
+    return pattern.to(torch.bfloat16)[:, None].repeat(1, WIDTH)
 
 
 def check(found: Tensor, expected: Tensor, what: str) -> None:
