@@ -7,6 +7,7 @@ backbone's to the left and by one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -64,14 +65,17 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on normalised rows and added to them."""
+    """Attention and feed-forward, each on normalised rows and added to them; one of ``depth`` such blocks."""
 
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
+    def __init__(self, width: int, heads: int, causal: bool, depth: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(width, eps=1e-6)
         self.attention = Attention(width, heads, causal)
         self.feed_forward_norm = nn.RMSNorm(width, eps=1e-6)
         self.feed_forward = SwiGLU(width, 8 * width // 3)
+        # At first a block adds little: the deeper ones then see the patches and tokens, and learning starts at once.
+        for last in (self.attention.output, self.feed_forward.down):
+            nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * depth))
 
     def forward(self, rows: Tensor, packing: Packing) -> Tensor:
         """``[rows, width]`` -> ``[rows, width]``."""
@@ -96,7 +100,7 @@ class VisionEncoder(nn.Module):
         super().__init__()
         self.merge_size, self.head_dim = merge_size, width // heads
         self.embed = nn.Linear(patch_dim, width)
-        self.blocks = nn.ModuleList(Block(width, heads, causal=False) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, heads, causal=False, depth=depth) for _ in range(depth))
         self.norm = nn.RMSNorm(width, eps=1e-6)
         merged = merge_size**2 * width
         self.merger = nn.Sequential(nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, feature_width))
@@ -140,7 +144,7 @@ class LanguageModel(nn.Module):
         self.head_dim = width // heads
         self.embed = nn.Embedding(vocabulary, width)
         self.project = nn.Linear(feature_width, width)
-        self.blocks = nn.ModuleList(Block(width, heads, causal=True) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, heads, causal=True, depth=depth) for _ in range(depth))
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.output = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import logging
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def main() -> None:
     if not trainer.is_global_zero:
         return
     training, validation = read_log(run / "metrics.csv")
-    shown = first_of_each_kind(answers)
+    shown = one_of_each_kind(answers)
     print_losses(training, validation)
     print_answers(shown, answers)
     print_proofs(losses, encoder_movement(model, run))
@@ -100,12 +101,10 @@ def generate(trainer: L.Trainer, model: QuickstartVLM, file: Path) -> list[Answe
     return answers
 
 
-def first_of_each_kind(answers: list[Answer]) -> list[Answer]:
-    """The first drawings whose first keywords differ: neither the best nor the worst, but not all of one kind."""
-    kinds: dict[str, Answer] = {}
-    for answer in answers:
-        kinds.setdefault(keywords(answer.true)[0], answer)
-    return list(kinds.values())[:SHOWN]
+def one_of_each_kind(answers: list[Answer]) -> list[Answer]:
+    """The first drawing of each of the most frequent kinds, that is first keywords, however well it was named."""
+    kinds = Counter(keywords(answer.true)[0] for answer in answers).most_common(SHOWN)
+    return [next(answer for answer in answers if keywords(answer.true)[0] == kind) for kind, _ in kinds]
 
 
 def encoder_movement(model: QuickstartVLM, run: Path) -> float:

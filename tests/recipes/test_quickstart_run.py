@@ -15,7 +15,7 @@ from flowtrain_lightning import FlowModule, FlowTrainStrategy
 from flowtrain_lightning.data import FlowDataModule
 from recipes.quickstart.module import QuickstartVLM
 from recipes.quickstart.pictures import Answer, draw_answers, draw_loss
-from recipes.quickstart.report import first_of_each_kind, read_log
+from recipes.quickstart.report import one_of_each_kind, read_log
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "quickstart" / "config.yaml"
@@ -118,10 +118,10 @@ def test_four_steps_on_an_encoder_rank_and_a_backbone_rank_leave_log_checkpoint_
     assert all(torch.isfinite(parameter).all() for parameter in loaded.parameters())
 
 
-def test_the_report_shows_the_first_drawing_of_each_kind() -> None:
-    kinds = ["flag, sign", "food", "flag", "food, fruit", "card"]
+def test_the_report_shows_the_first_drawing_of_each_frequent_kind() -> None:
+    kinds = ["card", "flag, sign", "food", "flag", "food, fruit", "food"]
     answers = [Answer(Path(f"{place}.png"), kind, "flag") for place, kind in enumerate(kinds)]
-    assert [answer.picture.stem for answer in first_of_each_kind(answers)] == ["0", "1", "4"]
+    assert [answer.picture.stem for answer in one_of_each_kind(answers)] == ["2", "1", "0"]
 
 
 def test_the_report_s_pictures_are_png_files(tmp_path: Path) -> None:
@@ -136,11 +136,10 @@ def test_the_report_s_pictures_are_png_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_pictures_matter_and_a_frozen_encoder_ends_higher(tmp_path: Path) -> None:
-    steps = ("--trainer.max_steps=200", "--trainer.val_check_interval=200")
-    flowtrain_fit(tmp_path / "trained", *steps, deadline=600)
-    flowtrain_fit(tmp_path / "frozen", *steps, "--model.init_args.freeze_encoder=true", deadline=600)
+    flowtrain_fit(tmp_path / "trained", deadline=1500)
+    flowtrain_fit(tmp_path / "frozen", "--model.init_args.freeze_encoder=true", deadline=1500)
     trained, frozen = last_losses(tmp_path / "trained"), last_losses(tmp_path / "frozen")
     print(f"training and validation loss: {trained} trained, {frozen} with the encoder frozen")
     assert trained[0] < frozen[0]
