@@ -47,7 +47,8 @@ class PaddedVLM(L.LightningModule):
         rows = batch["rows"]
         features = self._features(batch)[torch.arange(int(rows.max())) < rows[:, None]]
         embeddings = self.backbone.embed(batch["tokens"])
-        embeddings = embeddings.masked_scatter(batch["is_media"][..., None], features.to(embeddings.dtype))
+        projected = self.backbone.project(features).to(embeddings.dtype)
+        embeddings = embeddings.masked_scatter(batch["is_media"][..., None], projected)
         scores = self._scores(embeddings, batch["lengths"])
         learned = batch["labels"] != IGNORED_LABEL
         loss = cross_entropy(scores[learned].float(), batch["labels"][learned], reduction="sum")
