@@ -16,13 +16,11 @@ import flowtrain_lightning as flow
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, StepBatch
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, run_jobs
-from tests.runtime.scenarios import read_down
+from tests.runtime.scenarios import KEPT_BATCHES, read_down
 from tests.tiny import TinyVLM, tiny_data, write_records
 
 FEW, MANY = 24, 96
 """Samples of a step."""
-KEPT_BATCHES = 4
-"""``encoder_activations`` by default: so many encoder batches may be kept at a time."""
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +133,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, d
 def test_memory_does_not_grow_with_the_number_of_microbatches(saved, layout):
     for few, many in zip(saved[layout][FEW], saved[layout][MANY], strict=True):
         assert many["microbatches"] > 3.5 * few["microbatches"] > 3.5 * KEPT_BATCHES
-        assert many["most"] < 1.3 * few["most"]
+        # Among more batches the heaviest are heavier; beyond these, nothing counts.
+        assert many["most"] < 1.3 * few["most"] * max(1, many["heaviest"] / few["heaviest"])
         assert few["left"] == many["left"] == 0
 
 

@@ -269,20 +269,27 @@ class _Saved:
         counter.now -= nbytes
 
 
+KEPT_BATCHES = 4
+"""Encoder batches whose activations a rank keeps by default."""
+
+
 def measure_saved_tensors(folder: Path, *, data: str, layout: str, global_batch_size: int) -> None:
-    """Writes how many bytes autograd kept at most, and how many microbatches a step had."""
+    """Writes how many bytes autograd kept at most, how many microbatches a step had, and its heaviest batches."""
     saved = SavedTensors()
-    microbatches = 0
+    microbatches, heaviest = 0, 0
 
     class Count(L.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            nonlocal microbatches
-            microbatches = len(batch.plan.microbatches[0])
+            nonlocal microbatches, heaviest
+            plan = batch.plan
+            microbatches = len(plan.microbatches[0])
+            patches = sorted(int(plan.sizes.media_patches[media].sum()) for media in plan.encoder_batches[0])
+            heaviest = sum(patches[-KEPT_BATCHES:])
 
     trainer = trainer_for(layout, max_steps=1, limit_val_batches=0, callbacks=[Count()], default_root_dir=folder)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         trainer.fit(TinyVLM(), datamodule=tiny_data(Path(data), global_batch_size=global_batch_size))
-    write_down(folder, {"most": saved.most, "left": saved.now, "microbatches": microbatches})
+    write_down(folder, {"most": saved.most, "left": saved.now, "microbatches": microbatches, "heaviest": heaviest})
     disconnect_groups()
 
 
