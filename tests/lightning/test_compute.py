@@ -97,7 +97,9 @@ def test_a_precision_trains_as_under_plain_lightning(theatre, precision):
     for rank in theatre.seen(every_precision, "1+1"):
         own = rank[precision]
         assert own["losses"] == pytest.approx(plain[precision]["losses"], rel=close)
-        assert own["losses"] == pytest.approx(plain["64-true"]["losses"], rel=max(close, 1e-4))
+        # Weights are drawn in the precision of the run, so 64-true begins with others, as under plain Lightning.
+        exact = plain["64-true" if precision == "64-true" else "32-true"]
+        assert own["losses"] == pytest.approx(exact["losses"], rel=max(close, 1e-4))
         assert own["losses"][-1] < 0.8 * own["losses"][0]
         assert own["metrics"]["val_loss"] == pytest.approx(plain[precision]["metrics"]["val_loss"], rel=close)
         assert own["dtypes"] == [str(PRECISIONS[precision])]
