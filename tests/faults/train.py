@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -107,6 +108,7 @@ class Places(L.Callback):
 
 def main() -> None:
     """Six steps; a checkpoint and a validation after every second one."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests deaf to Ctrl-C
     scene = Scene()
     scene.note("pid", os.getpid())
     scene.pass_by("start")
