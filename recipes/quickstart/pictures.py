@@ -53,9 +53,17 @@ def draw_answers(answers: Sequence[Answer], path: Path) -> None:
             axes.imshow(picture.convert("RGB"))
         axes.set_anchor("S")
         axes.axis("off")
-        axes.text(0.5, -0.06, answer.true, transform=axes.transAxes, ha="center", va="top", fontsize=8)
-        axes.text(
-            0.5, -0.2, answer.generated, transform=axes.transAxes, ha="center", va="top", fontsize=8, color=VALIDATION
-        )
+        for words, below, colour in ((answer.true, 6, "black"), (answer.generated, 20, VALIDATION)):
+            axes.annotate(
+                words,
+                (0.5, 0),
+                (0, -below),
+                xycoords="axes fraction",
+                textcoords="offset points",
+                horizontalalignment="center",
+                verticalalignment="top",
+                fontsize=8,
+                color=colour,
+            )
     figure.suptitle("Drawings it never saw: true keywords, generated keywords", fontsize=9)
     figure.savefig(path, dpi=140)
