@@ -271,12 +271,13 @@ def _orphans_adopted() -> Iterator[None]:
 def _new_files(before: dict[Path, set[str]]) -> list[str]:
     """What is in these folders and was not, also a little later: other programs use them as well.
 
-    The folder that torchrun makes for its own logs, and leaves there, does not count.
+    Two that are not ours do not count: that of torchrun's logs, which it leaves there, and the empty one that Python's
+    multiprocessing makes for workers and leaves there when they are killed.
     """
     end = time.monotonic() + 3
     while True:
         found = [path for folder, names in before.items() for path in folder.iterdir() if path.name not in names]
-        new = [str(path) for path in found if not path.name.startswith("torchelastic_")]
+        new = [str(path) for path in found if not path.name.startswith(("torchelastic_", "pymp-"))]
         if not new or time.monotonic() > end:
             return new
         time.sleep(0.1)
