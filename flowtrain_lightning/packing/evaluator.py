@@ -1,13 +1,13 @@
-"""How long a step takes, from who encodes and reads what: a simulation of the lanes."""
+"""How long steps take if nothing but computing takes time: the lanes' own rules, played with a list of events."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from flowtrain_lightning.packing.cost import CostModel
-from flowtrain_lightning.packing.plan import StepPlan
+from flowtrain_lightning.packing.plan import IntArray, StepPlan
 
 FORWARD_SHARE = 1 / 3
 """The forward's share of what an encoder batch costs when the encoder trains: a backward is two forwards."""
@@ -21,11 +21,59 @@ class EncoderWork:
         forward: time of its forward.
         backward: time of its backward; 0 where the encoder does not train.
         readers: ``(backbone rank, position)`` of the microbatches that read it.
+        recomputed: nothing is kept of its forward, which runs again before its backward.
     """
 
     forward: float
     backward: float
     readers: tuple[tuple[int, int], ...]
+    recomputed: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Its activations are kept from its forward to its backward."""
+        return self.backward > 0 and not self.recomputed
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What there is to compute in one step.
+
+    Attributes:
+        microbatches: ``[backbone rank][position]`` time of forward and backward together.
+        encoder_batches: ``[encoder rank][number]``, none without media.
+    """
+
+    microbatches: Sequence[Sequence[float]]
+    encoder_batches: Sequence[Sequence[EncoderWork]]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Who computes, and by which rules.
+
+    Attributes:
+        backbone: the rank that each backbone lane runs on.
+        encoder: the rank that each encoder lane runs on. A rank in both does one thing at a time, the backbone's first.
+        meet: backbone lanes begin each microbatch together.
+        kept: encoder batches per lane whose activations may be kept at a time; None sets no limit.
+        encoder_first: no microbatch begins before all encoder forwards of the step are done.
+        ahead: later steps that ranks which only encode may have begun; 0 where the encoder trains.
+    """
+
+    backbone: tuple[int, ...]
+    encoder: tuple[int, ...]
+    meet: bool
+    kept: int | None = None
+    encoder_first: bool = False
+    ahead: int = 0
+
+    @classmethod
+    def of(cls, work: StepWork, *, meet: bool, kept: int | None = None, colocated: bool = False) -> Lanes:
+        """Lanes on ranks of their own, or encoder lane ``r`` on the rank of backbone lane ``r``."""
+        backbone, encoder = len(work.microbatches), len(work.encoder_batches)
+        first = 0 if colocated else backbone
+        return cls(tuple(range(backbone)), tuple(range(first, first + encoder)), meet, kept)
 
 
 @dataclass(frozen=True)
@@ -54,31 +102,81 @@ def step_time(
     kept: int | None = None,
     colocated: bool = False,
 ) -> StepTime:
-    """Simulate one step.
-
-    Encoder lanes run forwards in their order while they may keep activations, and backwards in the same order as
-    soon as the gradients of all readers are there. Backbone lanes run their microbatches in order, each when its
-    features are there.
-
-    Args:
-        microbatches: ``[backbone rank][position]`` time of forward and backward together.
-        encoder_batches: ``[encoder rank][number]``.
-        meet: backbone ranks begin each microbatch together.
-        kept: encoder batches per rank whose activations may be kept, at least 1; None sets no limit.
-        colocated: encoder rank ``r`` is backbone rank ``r``: it does one thing at a time, the backbone's first.
+    """Simulate one step that all ranks begin at the same time; see :class:`StepWork` and :class:`Lanes`.
 
     Raises:
-        ValueError: no lane can go on, since ``kept`` is too small for this order.
+        ValueError: no lane can go on, for instance since ``kept`` is too small for this order.
     """
-    simulation = _Simulation(microbatches, encoder_batches, meet, kept, colocated)
-    makespan = simulation.run()
-    reading = [sum(of_rank) for of_rank in microbatches]
-    encoding = [sum(batch.forward + batch.backward for batch in of_rank) for of_rank in encoder_batches]
-    if colocated:
-        work = max(map(sum, zip(reading, encoding, strict=True)), default=0.0)
-    else:
-        work = max([*reading, *encoding], default=0.0)
-    return StepTime(makespan, work)
+    work = StepWork(microbatches, encoder_batches)
+    lanes = Lanes.of(work, meet=meet, kept=kept, colocated=colocated)
+    ended = _Play(work, lanes, dict.fromkeys({*lanes.backbone, *lanes.encoder}, 0.0)).run()
+    busy = dict.fromkeys(ended, 0.0)
+    for rank, times in zip(lanes.backbone, microbatches, strict=True):
+        busy[rank] += sum(times)
+    for rank, batches in zip(lanes.encoder, encoder_batches, strict=True):
+        busy[rank] += sum(batch.forward + batch.backward for batch in batches)
+    return StepTime(max(ended.values(), default=0.0), max(busy.values(), default=0.0))
+
+
+def run_time(steps: Sequence[StepWork], lanes: Lanes) -> list[float]:
+    """When the backbone has ended each of some consecutive steps, from the begin of the first.
+
+    Backbone ranks begin a step when all of them have ended the one before; encoder ranks when all ranks have, or, if
+    they only encode and may work ahead, when they are done themselves.
+
+    Raises:
+        ValueError: no lane can go on.
+    """
+    free = dict.fromkeys({*lanes.backbone, *lanes.encoder}, 0.0)
+    backbone_ends: list[float] = []
+    only_encode = set(lanes.encoder) - set(lanes.backbone)
+    for number, work in enumerate(steps):
+        ended = _Play(work, lanes, free).run()
+        backbone_ends.append(max((ended[rank] for rank in lanes.backbone), default=0.0))
+        everyone = max(ended.values(), default=0.0)
+        for rank in free:
+            if rank in only_encode and lanes.ahead:
+                begun = number + 1 - lanes.ahead
+                free[rank] = max(ended[rank], backbone_ends[begun - 1] if begun > 0 else 0.0)
+            else:
+                free[rank] = everyone if rank in lanes.encoder else backbone_ends[-1]
+    return backbone_ends
+
+
+def plan_work(
+    plan: StepPlan,
+    microbatch: Callable[[IntArray], float],
+    encoder_batch: Callable[[IntArray], tuple[float, float]],
+    recomputed: Sequence[Collection[int]] | None = None,
+) -> StepWork:
+    """What a plan has its lanes compute.
+
+    Args:
+        plan: who encodes and who reads what.
+        microbatch: time of forward and backward together, by the tokens of its sequences.
+        encoder_batch: time of forward and of backward, by the patches of its media.
+        recomputed: for each encoder rank the numbers of the batches of which nothing is kept; None for none.
+    """
+    readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for entry in plan.entries:
+        readers.setdefault((entry.encoder_rank, entry.encoder_batch), []).append(
+            (entry.backbone_rank, entry.microbatch)
+        )
+    sizes = plan.sizes
+    encoding = []
+    for rank, batches in enumerate(plan.encoder_batches):
+        computed_again = recomputed[rank] if recomputed is not None else ()
+        encoding.append(
+            [
+                EncoderWork(
+                    *encoder_batch(sizes.media_patches[media]), tuple(readers[rank, number]), number in computed_again
+                )
+                for number, media in enumerate(batches)
+                if len(media)
+            ]
+        )
+    reading = [[microbatch(sizes.tokens[m]) if len(m) else 0.0 for m in rank] for rank in plan.microbatches]
+    return StepWork(reading, encoding)
 
 
 def plan_time(
@@ -99,101 +197,112 @@ def plan_time(
         encoder_cost: forward and backward of an encoder batch, by its media's patches.
         meet: backbone ranks begin each microbatch together.
         trains: the encoder has a backward; without one its forward is a third of ``encoder_cost``.
-        kept: see :func:`step_time`.
-        colocated: see :func:`step_time`.
+        kept: see :class:`Lanes`.
+        colocated: encoder rank ``r`` is backbone rank ``r``.
     """
-    readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for entry in plan.entries:
-        readers.setdefault((entry.encoder_rank, entry.encoder_batch), []).append(
-            (entry.backbone_rank, entry.microbatch)
-        )
-    encoder = []
-    for rank, batches in enumerate(plan.encoder_batches):
-        works = []
-        for number, media in enumerate(batches):
-            total = encoder_cost.of_set(plan.sizes.media_patches[media]) if len(media) else 0.0
-            backward = total * (1 - FORWARD_SHARE) if trains else 0.0
-            works.append(EncoderWork(total * FORWARD_SHARE, backward, tuple(readers.get((rank, number), ()))))
-        encoder.append(works)
-    microbatches = [[cost.of_set(plan.sizes.tokens[m]) if len(m) else 0.0 for m in rank] for rank in plan.microbatches]
-    return step_time(microbatches, encoder, meet=meet, kept=kept, colocated=colocated)
+
+    def encoder_batch(patches: IntArray) -> tuple[float, float]:
+        total = encoder_cost.of_set(patches)
+        return total * FORWARD_SHARE, total * (1 - FORWARD_SHARE) if trains else 0.0
+
+    work = plan_work(plan, cost.of_set, encoder_batch)
+    return step_time(work.microbatches, work.encoder_batches, meet=meet, kept=kept, colocated=colocated)
 
 
-class _Simulation:
-    def __init__(
-        self,
-        microbatches: Sequence[Sequence[float]],
-        encoder_batches: Sequence[Sequence[EncoderWork]],
-        meet: bool,
-        kept: int | None,
-        colocated: bool,
-    ) -> None:
-        self.microbatches = microbatches
-        self.batches = encoder_batches
-        self.meet = meet
-        self.kept = kept
-        self.offset = 0 if colocated else len(microbatches)
-        self.missing = [[0] * len(of_rank) for of_rank in microbatches]
-        self.unread = [[len(batch.readers) for batch in of_rank] for of_rank in encoder_batches]
+class _Play:
+    """One step: each lane's place in its order, and what the lanes wait for from each other."""
+
+    def __init__(self, work: StepWork, lanes: Lanes, start: dict[int, float]) -> None:
+        self.microbatches = work.microbatches
+        self.batches = work.encoder_batches
+        self.lanes = lanes
+        self.ended = dict(start)
+        self.missing = [[0] * len(of_lane) for of_lane in work.microbatches]  # features, in batches
+        self.unread = [[len(batch.readers) for batch in of_lane] for of_lane in work.encoder_batches]
         self.sources: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for rank, of_rank in enumerate(encoder_batches):
-            for number, batch in enumerate(of_rank):
+        self.unencoded = 0
+        for lane, of_lane in enumerate(work.encoder_batches):
+            self.unencoded += len(of_lane)
+            for number, batch in enumerate(of_lane):
                 for reader in batch.readers:
                     self.missing[reader[0]][reader[1]] += 1
-                    self.sources.setdefault(reader, []).append((rank, number))
-        self.position = [0] * len(microbatches)
-        self.forwards = [0] * len(encoder_batches)
-        self.backwards = [0] * len(encoder_batches)
-        self.busy = [False] * max(len(microbatches), self.offset + len(encoder_batches))
-        self.running: list[tuple[float, int, str, int, int]] = []  # a heap: end, worker, kind, rank, number
+                    self.sources.setdefault(reader, []).append((lane, number))
+        self.position = [0] * len(work.microbatches)
+        self.entered: set[int] = set()  # backbone lanes that wait in a microbatch for the others to come
+        self.forwards = [0] * len(work.encoder_batches)
+        self.backwards = [0] * len(work.encoder_batches)
+        self.kept = [0] * len(work.encoder_batches)
+        self.busy = set(start)
+        # A heap of what runs: its end, the rank, what it is, the lane, and the number of the microbatch or batch.
+        self.running = [(time, rank, "begin", -1, -1) for rank, time in start.items()]
+        heapq.heapify(self.running)
 
-    def run(self) -> float:
-        now = 0.0
-        while True:
-            self._start(now)
-            if not self.running:
-                break
+    def run(self) -> dict[int, float]:
+        while self.running:
             now = self.running[0][0]
             while self.running and self.running[0][0] == now:
-                self._finish(*heapq.heappop(self.running)[1:])
-        if any(done < len(of_rank) for done, of_rank in zip(self.position, self.microbatches, strict=True)):
-            raise ValueError(f"kept={self.kept} keeps too few encoder batches for this order; allow more.")
-        return now
+                self._finish(*heapq.heappop(self.running))
+            self._read(now)
+            self._encode(now)
+        read = all(done == len(own) for done, own in zip(self.position, self.microbatches, strict=True))
+        if not read or any(done < len(own) for done, own in zip(self.backwards, self.batches, strict=True)):
+            raise ValueError(
+                f"kept={self.lanes.kept} keeps too few encoder batches for this order, or lanes on one rank wait for "
+                "each other; allow more, or mark batches as recomputed."
+            )
+        return self.ended
 
-    def _start(self, now: float) -> None:
-        ready = [rank for rank in range(len(self.microbatches)) if self._may_read(rank)]
-        waiting = [rank for rank, done in enumerate(self.position) if done < len(self.microbatches[rank])]
-        if not self.meet or ready == waiting:
-            for rank in ready:
-                number = self.position[rank]
-                self._occupy(rank, now + self.microbatches[rank][number], "read", rank, number)
-        for rank, of_rank in enumerate(self.batches):
-            worker = self.offset + rank
-            if self.busy[worker]:
+    def _read(self, now: float) -> None:
+        for lane, rank in enumerate(self.lanes.backbone):
+            number = self.position[lane]
+            if rank in self.busy or number == len(self.microbatches[lane]) or self.missing[lane][number]:
                 continue
-            number, first = self.forwards[rank], self.backwards[rank]
-            if number < len(of_rank) and (self.kept is None or number - first < self.kept):
-                self._occupy(worker, now + of_rank[number].forward, "forward", rank, number)
-            elif first < number and self.unread[rank][first] == 0:
-                self._occupy(worker, now + of_rank[first].backward, "backward", rank, first)
+            if self.lanes.encoder_first and self.unencoded:
+                continue
+            self.busy.add(rank)
+            self.entered.add(lane)
+        if self.lanes.meet and len(self.entered) < self._unfinished():
+            return
+        for lane in sorted(self.entered):
+            number = self.position[lane]
+            self._occupy(self.lanes.backbone[lane], now, self.microbatches[lane][number], "read", lane, number)
+        self.entered.clear()
 
-    def _may_read(self, rank: int) -> bool:
-        number = self.position[rank]
-        return not self.busy[rank] and number < len(self.microbatches[rank]) and self.missing[rank][number] == 0
+    def _unfinished(self) -> int:
+        return sum(done < len(own) for done, own in zip(self.position, self.microbatches, strict=True))
 
-    def _occupy(self, worker: int, end: float, kind: str, rank: int, number: int) -> None:
-        self.busy[worker] = True
-        heapq.heappush(self.running, (end, worker, kind, rank, number))
+    def _encode(self, now: float) -> None:
+        limit = self.lanes.kept
+        for lane, (rank, batches) in enumerate(zip(self.lanes.encoder, self.batches, strict=True)):
+            if rank in self.busy:
+                continue
+            number, first = self.forwards[lane], self.backwards[lane]
+            while first < number and batches[first].backward == 0:
+                first = self.backwards[lane] = first + 1
+            fits = limit is None or self.kept[lane] < limit
+            if number < len(batches) and (fits or not batches[number].is_kept):
+                self._occupy(rank, now, batches[number].forward, "forward", lane, number)
+            elif first < number and self.unread[lane][first] == 0:
+                again = batches[first].forward if batches[first].recomputed else 0.0
+                self._occupy(rank, now, again + batches[first].backward, "backward", lane, first)
 
-    def _finish(self, worker: int, kind: str, rank: int, number: int) -> None:
-        self.busy[worker] = False
+    def _occupy(self, rank: int, now: float, time: float, kind: str, lane: int, number: int) -> None:
+        self.busy.add(rank)
+        heapq.heappush(self.running, (now + time, rank, kind, lane, number))
+
+    def _finish(self, now: float, rank: int, kind: str, lane: int, number: int) -> None:
+        self.busy.discard(rank)
+        self.ended[rank] = now
         if kind == "read":
-            self.position[rank] += 1
-            for source, batch in self.sources.get((rank, number), ()):
+            self.position[lane] += 1
+            for source, batch in self.sources.get((lane, number), ()):
                 self.unread[source][batch] -= 1
         elif kind == "forward":
-            self.forwards[rank] += 1
-            for reader, position in self.batches[rank][number].readers:
+            self.forwards[lane] += 1
+            self.unencoded -= 1
+            self.kept[lane] += self.batches[lane][number].is_kept
+            for reader, position in self.batches[lane][number].readers:
                 self.missing[reader][position] -= 1
-        else:
-            self.backwards[rank] += 1
+        elif kind == "backward":
+            self.backwards[lane] += 1
+            self.kept[lane] -= self.batches[lane][number].is_kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowtrain_lightning.packing.evaluator import EncoderWork, step_time
+from flowtrain_lightning.packing.evaluator import EncoderWork, Lanes, StepWork, run_time, step_time
 
 
 def test_without_media_a_step_takes_what_the_backbone_takes():
@@ -49,3 +49,46 @@ def test_an_order_that_the_limit_blocks_is_refused():
     batches = [EncoderWork(1.0, 1.0, ((0, 0),)), EncoderWork(1.0, 1.0, ((0, 0),))]
     with pytest.raises(ValueError, match="kept=1 keeps too few"):
         step_time([[1.0]], [batches], meet=True, kept=1)
+
+
+def test_a_recomputed_batch_keeps_nothing_and_takes_its_forward_twice():
+    batches = [EncoderWork(1.0, 1.0, ((0, 0),)), EncoderWork(1.0, 1.0, ((0, 0),), recomputed=True)]
+    # Two forwards, the microbatch, a backward, and forward and backward of the second.
+    assert step_time([[4.0]], [batches], meet=True, kept=1).makespan == 1 + 1 + 4 + 1 + (1 + 1)
+
+
+def separate(**rules) -> Lanes:
+    return Lanes(backbone=(0,), encoder=(1,), meet=False, **rules)
+
+
+def test_the_backbone_goes_on_while_the_encoder_still_does_its_backward():
+    step = StepWork([[2.0, 3.0]], [[EncoderWork(1.0, 2.0, ((0, 1),))]])
+    # The second step begins with text at 5 s, the encoder at 7 s; its features are there at 8 s.
+    assert run_time([step, step], separate()) == [5.0, 8.0 + 3.0]
+
+
+def test_an_encoder_that_does_not_train_works_ahead_into_later_steps():
+    step = StepWork([[3.0]], [[EncoderWork(1.0, 0.0, ((0, 0),))]])
+    assert run_time([step] * 4, separate(ahead=8)) == [4.0, 7.0, 10.0, 13.0]
+    assert run_time([step] * 4, separate(ahead=0)) == [4.0, 8.0, 12.0, 16.0]
+
+
+def test_an_encoder_works_no_further_ahead_than_it_may():
+    quick = StepWork([[1.0]], [[EncoderWork(4.0, 0.0, ((0, 0),))]])
+    slow = StepWork([[10.0]], [[EncoderWork(1.0, 0.0, ((0, 0),))]])
+    # At 1 s the third step's features could be begun at 2 s, but the first step ends at 11 s only.
+    assert run_time([slow, slow, quick], separate(ahead=1)) == [11.0, 21.0, 22.0]
+    assert run_time([slow, quick, quick], separate(ahead=1)) == [11.0, 12.0, 16.0]
+
+
+def test_no_microbatch_begins_before_all_forwards_where_the_encoder_goes_first():
+    step = StepWork([[1.0, 1.0]], [[EncoderWork(2.0, 1.0, ((0, 0),)), EncoderWork(2.0, 1.0, ((0, 1),))]])
+    assert run_time([step], separate()) == [2 + 1 + 1 + 1]
+    assert run_time([step], separate(encoder_first=True)) == [2 + 2 + 1 + 1]
+
+
+def test_lanes_that_meet_are_seen_to_block_where_one_rank_waits_for_another():
+    # Rank 0 enters its microbatch and waits there for rank 1, which waits for features that rank 0 would encode next.
+    batches = [[EncoderWork(1.0, 0.0, ((1, 0),))], [EncoderWork(1.0, 0.0, ((1, 0),))]]
+    with pytest.raises(ValueError, match="lanes on one rank wait"):
+        step_time([[1.0], [1.0]], batches, meet=True, colocated=True)
