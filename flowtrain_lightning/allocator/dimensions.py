@@ -1,0 +1,189 @@
+"""Halves built from their dimensions: a vision encoder, an audio encoder, a language backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+from flowtrain_lightning.allocator.description import (
+    Dense,
+    DescriptionError,
+    Embedding,
+    Experts,
+    Half,
+    Layers,
+    ModuleDescription,
+    Part,
+)
+
+_NO_NUMBERS = ("experts", "gated", "pooled", "tied")
+
+
+def vision_encoder(
+    *,
+    layers: int,
+    hidden: int,
+    feed_forward: int,
+    heads: int,
+    patch: int,
+    output: int,
+    merge: int = 1,
+    frames: int = 1,
+    channels: int = 3,
+    gated: bool = False,
+    window: int | None = None,
+    full_layers: int | None = None,
+    projector_width: int | None = None,
+    levels: int = 1,
+    pooled: bool = False,
+    unused_layers: int = 0,
+    extra_tokens: int = 0,
+    positions: int = 0,
+) -> Half:
+    """A vision transformer with its projector. Its tokens are patches.
+
+    Args:
+        layers: transformer layers.
+        hidden: width.
+        feed_forward: inner width of the feed-forward network.
+        heads: attention heads.
+        patch: pixels along a side of a patch.
+        output: width of a row of features, the backbone's width.
+        merge: patches along a side of a square that becomes one row of features.
+        frames: pictures that a patch spans in time.
+        channels: colours of a picture.
+        gated: the feed-forward network has three matrices.
+        window: patches of a block in which layers attend; None is the whole picture.
+        full_layers: layers that attend to the whole picture nevertheless.
+        projector_width: inner width of a projector of two matrices; None is one matrix.
+        levels: feature levels with a projector each (Qwen3-VL has four).
+        pooled: the patches of a square are averaged before the projector, not put side by side.
+        unused_layers: last layers whose result nobody reads.
+        extra_tokens: tokens that are added to every picture.
+        positions: entries of the table of position embeddings.
+    """
+    whole = 0 if window is None else (full_layers or 0)
+    square = merge * merge
+    inner = projector_width if projector_width is not None else output
+    shape = (hidden, feed_forward, heads, heads, hidden // heads, gated, False)
+    parts: list[Part] = [Dense(channels * frames * patch * patch, hidden)]
+    parts += [Embedding(positions, hidden)] if positions else []
+    parts += [Layers(layers - whole - unused_layers, *shape, window=window)]
+    parts += [Layers(whole, *shape)] if whole else []
+    parts += [Layers(unused_layers, *shape, unused=True)] if unused_layers else []
+    parts += [Dense(hidden if pooled else square * hidden, inner, 1 / square, levels)]
+    parts += [Dense(inner, output, 1 / square, levels)] if projector_width is not None else []
+    return Half(tuple(parts), extra_tokens)
+
+
+def audio_encoder(
+    *,
+    layers: int,
+    hidden: int,
+    feed_forward: int,
+    heads: int,
+    bins: int,
+    output: int,
+    pool: int = 2,
+    positions: int = 0,
+) -> Half:
+    """An audio transformer of Whisper's form with its projector. Its tokens are the frames after the convolutions.
+
+    Args:
+        layers: transformer layers.
+        hidden: width.
+        feed_forward: inner width of the feed-forward network.
+        heads: attention heads.
+        bins: mel bins of a frame. Two convolutions of width 3 read them; the second one halves the frames.
+        output: width of a row of features, the backbone's width.
+        pool: tokens that become one row of features.
+        positions: entries of the table of position embeddings, which never trains.
+    """
+    parts: list[Part] = [Dense(3 * bins, hidden, 2.0), Dense(3 * hidden, hidden)]
+    parts += [Embedding(positions, hidden, trainable=False)] if positions else []
+    parts += [Layers(layers, hidden, feed_forward, heads, heads, hidden // heads), Dense(hidden, output, 1 / pool)]
+    return Half(tuple(parts))
+
+
+def backbone(
+    *,
+    layers: int,
+    hidden: int,
+    feed_forward: int,
+    heads: int,
+    vocabulary: int,
+    key_value_heads: int | None = None,
+    head_size: int | None = None,
+    gated: bool = True,
+    tied: bool = False,
+    window: int | None = None,
+    full_layers: int | None = None,
+    experts: Mapping[str, int] | None = None,
+) -> Half:
+    """A decoder with its embedding and head. Its tokens are those of the samples.
+
+    Args:
+        layers: transformer layers.
+        hidden: width.
+        feed_forward: inner width of the feed-forward network.
+        heads: attention heads.
+        vocabulary: token ids.
+        key_value_heads: heads of keys and values; None is ``heads``.
+        head_size: width of a head; None is ``hidden / heads``.
+        gated: the feed-forward network has three matrices.
+        tied: the head is the embedding.
+        window: tokens that layers see; None is all.
+        full_layers: layers that see all tokens nevertheless.
+        experts: fields of `Experts`, for layers with a mixture of experts.
+    """
+    whole = 0 if window is None else (full_layers or 0)
+    shape = (hidden, feed_forward, heads, key_value_heads or heads, head_size or hidden // heads, gated, True)
+    mixture = None if experts is None else Experts(**experts)
+    parts: list[Part] = [Embedding(vocabulary, hidden)]
+    parts += [Layers(layers - whole, *shape, window=window, experts=mixture)]
+    parts += [Layers(whole, *shape, experts=mixture)] if whole else []
+    parts += [Dense(hidden, vocabulary, tied=tied)]
+    return Half(tuple(parts))
+
+
+def describe_dimensions(specification: Mapping[str, Any]) -> ModuleDescription:
+    """A module from its dimensions.
+
+    Args:
+        specification: ``name``, ``backbone`` (arguments of `backbone`) and ``encoders``: modality -> arguments of
+            `vision_encoder`, or of `audio_encoder` for the modality ``audio``. ``output`` may be left out.
+
+    Raises:
+        DescriptionError: a dimension is missing, unknown or no whole number above 0.
+    """
+    if not isinstance(specification.get("backbone"), Mapping) or not isinstance(specification.get("encoders"), Mapping):
+        raise DescriptionError("A module's dimensions need 'backbone' and 'encoders', each with dimensions by name.")
+    given = specification["backbone"]
+    reader = _build(backbone, given, "backbone")
+    encoders = {}
+    for modality, dimensions in specification["encoders"].items():
+        build = audio_encoder if modality == "audio" else vision_encoder
+        encoders[modality] = _build(build, {"output": given["hidden"], **(dimensions or {})}, f"{modality} encoder")
+    return ModuleDescription(str(specification.get("name", "module")), encoders, reader)
+
+
+def _build(build: Callable[..., Half], dimensions: Mapping[str, Any], what: str) -> Half:
+    known = signature(build).parameters
+    unknown: Sequence[str] = sorted(set(dimensions) - set(known))
+    missing = [name for name, one in known.items() if one.default is one.empty and name not in dimensions]
+    if unknown or missing:
+        wrong = [f"it does not know {', '.join(unknown)}"] if unknown else []
+        wrong += [f"it lacks {', '.join(missing)}"] if missing else []
+        raise DescriptionError(f"The {what} cannot be built: {'; '.join(wrong)}. It takes {', '.join(known)}.")
+    for name, value in dimensions.items():
+        if (
+            name not in ("experts", "gated", "pooled", "tied")
+            and value is not None
+            and (type(value) is not int or value < 0)
+        ):
+            raise DescriptionError(f"The {what}'s {name} is {value!r}; it must be a whole number.")
+    try:
+        return build(**dimensions)
+    except (TypeError, ZeroDivisionError) as error:
+        raise DescriptionError(f"The {what} cannot be built from {dict(dimensions)}: {error}.") from error

@@ -1,0 +1,140 @@
+"""FLOPs of a half, forward and backward: causal attention halved, packing respected, frozen parts left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowtrain_lightning.allocator.description import Dense, Half, Layers
+
+IntArray = NDArray[np.int64]
+
+FLASH_BACKWARD = 2.5
+"""Attention's backward over its forward. Five matrix products against two: a fused kernel computes the scores again
+(FlashAttention-2, arXiv 2307.08691, section 4.1; torch's FlopCounterMode counts the same)."""
+
+MODEL_BACKWARD = 2.0
+"""The same without the repeated product, as MFU counts it (PaLM, arXiv 2204.02311, appendix B)."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs, told apart by what does them, since the two reach different shares of a device's peak.
+
+    Attributes:
+        dense: products with weights.
+        attention: products of queries, keys and values.
+    """
+
+    dense: float = 0.0
+    attention: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All FLOPs."""
+        return self.dense + self.attention
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.dense + other.dense, self.attention + other.attention)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.dense * times, self.attention * times)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One operation: FLOPs of its forward, and whether it has weights that train."""
+
+    work: Work
+    trainable: bool
+    unused: bool
+
+
+def attended_pairs(lengths: IntArray, causal: bool, window: int | None) -> float:
+    """Pairs of a query and a key that attention inside packed sequences computes: Σ l², never (Σ l)².
+
+    Args:
+        lengths: ``[sequences]`` tokens of each.
+        causal: a token attends to itself and what is before it, which halves the square.
+        window: with ``causal`` each token sees so many at most (a sliding window); else sequences are cut into blocks
+            of so many.
+    """
+    exact = lengths.astype(np.float64)
+    if causal:
+        reach = exact if window is None else np.minimum(exact, window)
+        return float((reach * (reach + 1) / 2 + (exact - reach) * reach).sum())
+    if window is None:
+        return float((exact * exact).sum())
+    blocks, rest = np.divmod(exact, window)
+    return float((blocks * window * window + rest * rest).sum())
+
+
+def forward_work(half: Half, lengths: IntArray) -> Work:
+    """FLOPs of a forward over packed sequences.
+
+    Args:
+        half: the encoder or backbone.
+        lengths: ``[sequences]`` tokens of each that attend to each other: those of a sample, or patches of a picture.
+    """
+    return sum((product.work for product in _products(half, lengths)), Work())
+
+
+def backward_work(
+    half: Half, lengths: IntArray, receives_gradient: bool = False, attention_factor: float = FLASH_BACKWARD
+) -> Work:
+    """FLOPs of the backward over packed sequences.
+
+    A product costs its forward once for its weights' gradient, if they train, and once for its input's gradient, if
+    anything before it trains.
+
+    Args:
+        half: the encoder or backbone.
+        lengths: ``[sequences]`` tokens of each.
+        receives_gradient: something before this half trains, so that gradients must leave it.
+        attention_factor: attention's backward over its forward; `MODEL_BACKWARD` for MFU.
+    """
+    flows = receives_gradient
+    total = Work()
+    for product in _products(half, lengths):
+        if product.unused:
+            continue
+        times = int(product.trainable) + int(flows)
+        total += Work(product.work.dense * times, product.work.attention * attention_factor * flows)
+        flows = flows or product.trainable
+    return total
+
+
+def model_flops(half: Half, lengths: IntArray, receives_gradient: bool = False) -> float:
+    """FLOPs that training must spend on packed sequences, however it is done: what MFU sets against the peak."""
+    backward = backward_work(half, lengths, receives_gradient, MODEL_BACKWARD)
+    return forward_work(half, lengths).total + backward.total
+
+
+def _products(half: Half, lengths: IntArray) -> Iterator[_Product]:
+    """Every product of the half in the order of the data; a layer's matrices between attention and attention as one."""
+    rows = float(lengths.sum())
+    for part in half.parts:
+        if isinstance(part, Layers):
+            yield from _layer_products(part, lengths + half.extra_tokens)
+        elif isinstance(part, Dense):
+            flops = 2.0 * part.inputs * part.outputs * part.copies * part.rows * rows
+            yield _Product(Work(dense=flops), part.trainable, False)
+        else:
+            yield _Product(Work(), part.trainable, False)
+
+
+def _layer_products(part: Layers, lengths: IntArray) -> Iterator[_Product]:
+    tokens = float(lengths.sum())
+    entry = Work(dense=2.0 * part.hidden * (part.query_width + 2 * part.key_value_width) * tokens)
+    pairs = attended_pairs(lengths, part.causal, part.window)
+    attention = Work(attention=4.0 * part.query_width * pairs)
+    leave = part.query_width + (3 if part.gated else 2) * part.active_feed_forward
+    if part.experts is not None:
+        leave += part.experts.count
+    for _ in range(part.count):
+        yield _Product(entry, part.trainable, part.unused)
+        yield _Product(attention, False, part.unused)
+        yield _Product(Work(dense=2.0 * part.hidden * leave * tokens), part.trainable, part.unused)
