@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class StepSampler(SequentialSampler):
 class StepLoader:
     """Steps of an epoch in order.
 
+    While a step runs, a thread plans and loads the next one, or takes it from the workers that did.
+
     Wraps a PyTorch ``DataLoader`` and is none, so that Lightning neither puts a sampler of its own into it nor
     builds it anew. Its iterators begin to read when the first batch is asked for: Lightning asks for an iterator
     before it sets the epoch. One iterator is in use at a time.
@@ -79,6 +82,8 @@ class StepLoader:
         self._pin_memory = pin_memory
         self._loader: DataLoader[Parcel] | None = None
         self._reading: weakref.ref[_StepIterator] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._coming: Future[StepBatch | None] | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -109,8 +114,11 @@ class StepLoader:
         self.sampler.set_epoch(self._resume[0])
 
     def close(self) -> None:
-        """End the workers. A later iterator starts new ones."""
+        """End thread and workers. A later iterator starts new ones."""
         self._release()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
         # The loader's own iterator ends its workers when nothing refers to it any more.
         self._loader = None
 
@@ -119,6 +127,16 @@ class StepLoader:
         if reading is not None:
             reading.close()
         self._reading = None
+        if self._coming is not None:
+            wait([self._coming])  # else the thread would go on reading from an iterator that begins anew
+            self._coming = None
+
+    def _load_next(self, parcels: Iterator[Parcel]) -> Future[StepBatch | None]:
+        """Let the thread bring the next batch, or None at the epoch's end."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="load the next step")
+        self._coming = self._thread.submit(_next_batch, parcels)
+        return self._coming
 
     def _start(self, iterator: _StepIterator) -> Iterator[Parcel]:
         """Begin to read the epoch that the sampler names, for this iterator."""
@@ -155,6 +173,7 @@ class _StepIterator(Iterator[StepBatch]):
     def __init__(self, loader: StepLoader) -> None:
         self._loader: StepLoader | None = loader
         self._parcels: Iterator[Parcel] | None = None
+        self._coming: Future[StepBatch | None] | None = None
         self._ahead: deque[StepBatch] = deque()
         self._next = 0
         self._lock = threading.Lock()
@@ -173,7 +192,7 @@ class _StepIterator(Iterator[StepBatch]):
     def close(self) -> None:
         """Let go of the workers and of what was loaded."""
         with self._lock:
-            self._loader = self._parcels = None
+            self._loader = self._parcels = self._coming = None
             self._ahead.clear()
 
     def following(self, step: int) -> StepBatch | None:
@@ -185,22 +204,31 @@ class _StepIterator(Iterator[StepBatch]):
             return self._ahead[distance] if self._look_ahead(distance + 1) else None
 
     def _look_ahead(self, batches: int) -> bool:
+        """Have so many batches in the queue, and one more on its way; False if the epoch has no more."""
         if self._loader is None:
             return False
         if self._parcels is None:
             self._parcels = self._loader._start(self)
         while len(self._ahead) < batches:
-            parcel = next(self._parcels, None)
-            if parcel is None:
+            coming = self._coming or self._loader._load_next(self._parcels)
+            self._coming = None  # whatever comes of it: after an error the next call tries what follows
+            batch = coming.result()
+            if batch is None:
                 return False
-            self._ahead.append(self._open(parcel))
+            # A weak reference: batches in the queue must not keep the iterator, and with it the workers, alive.
+            batch.following = _Following(weakref.ref(self), batch.step)
+            self._ahead.append(batch)
+        self._coming = self._coming or self._loader._load_next(self._parcels)
         return True
 
-    def _open(self, parcel: Parcel) -> StepBatch:
-        batch = parcel.open()
-        # A weak reference: batches in the queue must not keep the iterator, and with it the workers, alive.
-        batch.following = _Following(weakref.ref(self), batch.step)
-        return batch
+
+def _next_batch(parcels: Iterator[Parcel]) -> StepBatch | None:
+    parcel = next(parcels, None)
+    if parcel is None:
+        return None
+    batch = parcel.open()
+    _ = batch.plan.entries  # worked out here, not when the step begins
+    return batch
 
 
 class _Following:

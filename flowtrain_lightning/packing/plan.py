@@ -107,22 +107,15 @@ class StepPlan:
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
         """All entries of the step in a fixed order; the position of an entry is its number."""
-        ranks, microbatches = self.readers
+        ranks, microbatches = (of_media.tolist() for of_media in self.readers)
+        media_rows = self.sizes.media_rows
         found: list[Entry] = []
         for encoder_rank, batches in enumerate(self.encoder_batches):
             for position, media in enumerate(batches):
-                if len(media) == 0:
-                    continue
-                changes = (np.diff(ranks[media]) != 0) | (np.diff(microbatches[media]) != 0)
-                for group in np.split(media, np.flatnonzero(changes) + 1):
-                    found.append(
-                        Entry(
-                            encoder_rank=encoder_rank,
-                            encoder_batch=position,
-                            backbone_rank=int(ranks[group[0]]),
-                            microbatch=int(microbatches[group[0]]),
-                            media=group,
-                            rows=int(self.sizes.media_rows[group].sum()),
-                        )
-                    )
+                start, readers = 0, [(ranks[m], microbatches[m]) for m in media.tolist()]
+                for end, reader in enumerate(readers, 1):
+                    if end == len(readers) or readers[end] != reader:
+                        members = media[start:end]
+                        found.append(Entry(encoder_rank, position, *reader, members, int(media_rows[members].sum())))
+                        start = end
         return tuple(found)

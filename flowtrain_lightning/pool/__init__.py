@@ -7,7 +7,7 @@ and `arena.py` (room), `mesh.py` (how processes talk), `liveness.py` and `faults
 
 from flowtrain_lightning.pool.address import Address, Tier
 from flowtrain_lightning.pool.counters import Occupancy, PoolCounters
-from flowtrain_lightning.pool.entry import Key, tensor_bytes
+from flowtrain_lightning.pool.entry import Key, entry_room
 from flowtrain_lightning.pool.errors import PeerFailed, PoolError
 from flowtrain_lightning.pool.faults import fault_sentence, first_fault
 from flowtrain_lightning.pool.lease import Lease
@@ -30,7 +30,7 @@ __all__ = [
     "StatusBoard",
     "StatusPage",
     "Tier",
+    "entry_room",
     "fault_sentence",
     "first_fault",
-    "tensor_bytes",
 ]

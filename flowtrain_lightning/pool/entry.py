@@ -86,17 +86,9 @@ class Key(NamedTuple):
         return cls(channel, number >> 24, number & 0xFFFFFF)
 
 
-def tensor_bytes(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> int:
-    """Room that an entry takes: header, tensors and alignment.
-
-    Args:
-        shapes: one per tensor of the tuple.
-        dtypes: one per tensor of the tuple.
-    """
-    total = _header_bytes(len(shapes))
-    for shape, dtype in zip(shapes, dtypes, strict=True):
-        total += aligned(math.prod(shape) * dtype.itemsize)
-    return total
+def entry_room(nbytes: Sequence[int]) -> int:
+    """Room that an entry takes, header and alignment included, given the bytes of each tensor of the tuple."""
+    return _header_bytes(len(nbytes)) + sum(map(aligned, nbytes))
 
 
 def entry_bytes(tensors: Sequence[Tensor]) -> int:

@@ -130,7 +130,7 @@ class Pool:
         return address
 
     def fits(self, nbytes: int | Sequence[int], ahead: bool = False) -> bool:
-        """Whether there is room now for an entry of ``nbytes`` (see `tensor_bytes`), or for several at once."""
+        """Whether there is room now for an entry of ``nbytes`` (see `entry_room`), or for several at once."""
         sizes = [nbytes] if isinstance(nbytes, int) else nbytes
         return self._segment.arena(ahead).fits(sizes)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,24 +29,27 @@ class BackboneLane:
     def __init__(self, desk: Desk, encoder_ranks: tuple[int, ...]) -> None:
         self._desk = desk
         self._encoder_ranks = encoder_ranks
-        self._mailboxes: dict[int, Mailbox] = {}
 
     def run(self, step: Step, outputs: list[Any]) -> Turns:
         """Works through the step's microbatches in the plan's order; predictions are appended to ``outputs``."""
+        rank = step.batch.part.backbone_rank
+        assert rank is not None
+        # Made before the first features are here, when this lane has nothing else to do.
+        mailboxes = deque(
+            Mailbox(step, step.entries_of_microbatch.get((rank, number), []))
+            for number in range(len(step.batch.microbatches))
+        )
         for number, packed in enumerate(step.batch.microbatches):
-            if packed is None:
-                continue
-            mailbox = self._mailbox(step, number)
+            mailbox = mailboxes[0]
             while not mailbox.is_full:
                 # The next microbatch's features are fetched as well: so the encoder's room is free sooner, and the
                 # backbone finds them here when it gets there.
-                arrived = self._fetch(mailbox)
-                arrived |= number + 1 < len(step.batch.microbatches) and self._fetch(self._mailbox(step, number + 1))
-                if not mailbox.is_full and not arrived:
+                arrived = [self._fetch(each) for each in islice(mailboxes, 2)]
+                if not mailbox.is_full and not any(arrived):
                     yield f"features of microbatch {number}"
-            del self._mailboxes[number]
-            yield from self._compute(step, number, packed, mailbox, outputs)
-        self._mailboxes.clear()
+            mailboxes.popleft()
+            if packed is not None:
+                yield from self._compute(step, number, packed, mailbox, outputs)
 
     def _compute(self, step: Step, number: int, packed: PackedBatch, mailbox: Mailbox, outputs: list[Any]) -> Turns:
         desk = self._desk
@@ -81,13 +86,6 @@ class BackboneLane:
             # An encoder that trains never works ahead, so that arena is free for gradients. Were they to share one with
             # features, two ranks with both lanes could each fill it with what the other must read first.
             return self._desk.pool.put(step.gradient_key(entry), gradients, [reader], ahead=True) is not None
-
-    def _mailbox(self, step: Step, number: int) -> Mailbox:
-        if number not in self._mailboxes:
-            rank = step.batch.part.backbone_rank
-            assert rank is not None
-            self._mailboxes[number] = Mailbox(step, step.entries_of_microbatch.get((rank, number), []))
-        return self._mailboxes[number]
 
     def _fetch(self, mailbox: Mailbox) -> bool:
         if mailbox.is_full:

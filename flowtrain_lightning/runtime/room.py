@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from flowtrain_lightning.packing import StepPlan
-from flowtrain_lightning.pool import tensor_bytes
+from flowtrain_lightning.pool import entry_room
 
 LEAST_ARENA = 16 << 20
 """Bytes of an arena that nobody asked to be smaller."""
@@ -33,7 +35,11 @@ class FeatureSpec:
 
     def batch_room(self, rows: list[int]) -> int:
         """Bytes that an encoder batch takes, given the rows of each of its entries."""
-        return sum(tensor_bytes([(count, *shape) for shape in self.shapes], self.dtypes) for count in rows)
+        return sum(entry_room([count * width for width in self._row_bytes]) for count in rows)
+
+    @cached_property
+    def _row_bytes(self) -> list[int]:
+        return [math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
 
 
 def least_room(plan: StepPlan, spec: FeatureSpec) -> int:

@@ -109,8 +109,9 @@ def feature_places(plan: StepPlan, entries: list[Entry]) -> tuple[int, list[IntA
     media = np.concatenate([np.arange(sizes.media_start[s], sizes.media_start[s + 1]) for s in members])
     rows = sizes.media_rows[media]
     start = dict(zip(media.tolist(), (np.cumsum(rows) - rows).tolist(), strict=True))
-    places = [
-        np.concatenate([np.arange(start[m], start[m] + sizes.media_rows[m]) for m in entry.media.tolist()])
-        for entry in entries
-    ]
+    places = []
+    for entry in entries:
+        counts = sizes.media_rows[entry.media]
+        before = np.array([start[m] for m in entry.media.tolist()]) - (np.cumsum(counts) - counts)
+        places.append(np.repeat(before, counts) + np.arange(entry.rows))
     return int(rows.sum()), places

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowtrain_lightning.pool import Key, PeerFailed, Pool, PoolError, tensor_bytes
+from flowtrain_lightning.pool import Key, PeerFailed, Pool, PoolError, entry_room
 from flowtrain_lightning.pool.record import Kind
 from tests.pool.ranks import join_job, labels, lease_of, meshes, open_pools, wait_for
 from tests.processes import Ranks, assert_all_good, run_ranks
 
 TRANSPORTS = ["shared_memory", "remote"]
 ROOM = 1 << 20
-FLOATS = tensor_bytes([(1000,)], [torch.float32])
+FLOATS = entry_room([1000 * 4])
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -156,7 +156,7 @@ def test_what_can_never_fit_is_an_error_with_both_numbers(pools):
 
 def test_exactly_what_the_helper_says_is_enough(three, transport):
     shapes, dtypes = [(33, 7), (5,)], [torch.bfloat16, torch.int64]
-    owner, *_ = open_pools(three, tensor_bytes(shapes, dtypes), 0, transport)
+    owner, *_ = open_pools(three, entry_room([33 * 7 * 2, 5 * 8]), 0, transport)
     tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     assert owner.put(Key(0, 0, 0), tensors, [1]) is not None
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.pool import Address, Key, PoolError, Tier, tensor_bytes
+from flowtrain_lightning.pool import Address, Key, PoolError, Tier, entry_room
 from flowtrain_lightning.pool.entry import entry_bytes, erase_entry, read_entry, write_entry
 
 KEY = Key(3, 1 << 39, 77)
@@ -33,7 +33,7 @@ def test_tensors_of_any_shape_and_dtype_come_back_as_they_were(described, seed):
         assert tensor.dtype == expected.dtype
         assert tensor.shape == expected.shape
         assert torch.equal(tensor, expected)
-    assert nbytes == tensor_bytes([t.shape for t in tensors], [t.dtype for t in tensors])
+    assert nbytes == entry_room([tensor.nbytes for tensor in tensors])
     assert not any(memory[ADDRESS.offset + nbytes :]), "nothing is written behind the entry"
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import StepPlan, plan_step
-from flowtrain_lightning.pool import tensor_bytes
+from flowtrain_lightning.pool import entry_room
 from flowtrain_lightning.runtime.room import FeatureSpec, least_room, step_room
 from tests.packing.sizes import TOKEN_BUDGET, make_sizes, sizes_strategy
 
@@ -31,9 +31,7 @@ def test_a_spec_tells_what_a_row_of_features_is():
 
 
 def test_a_batch_takes_the_room_of_its_entries():
-    assert SPEC.batch_room([5, 2]) == sum(
-        tensor_bytes([(rows, 8), (rows, 2, 3)], [torch.float32, torch.float64]) for rows in (5, 2)
-    )
+    assert SPEC.batch_room([5, 2]) == sum(entry_room([rows * 8 * 4, rows * 2 * 3 * 8]) for rows in (5, 2))
 
 
 def test_the_least_room_is_that_of_the_largest_encoder_batch():
