@@ -17,6 +17,7 @@ from benchmarks.emulation import WIDTH, emulated_data, write_records
 from benchmarks.ideal import step_ends
 from benchmarks.launch import launch, machine
 from benchmarks.measure import read_ranks
+from benchmarks.precedence import may_take_precedence
 from benchmarks.report import draw_schedules, machine_line, table, write_results
 from benchmarks.schedules import SCHEDULES, EmulatedJob
 from flowtrain_lightning.callbacks.timeline import read_timelines
@@ -133,7 +134,12 @@ def describe(job: EmulatedJob) -> str:
     return (
         f"{job.ranks} ranks ({job.ranks - job.encoder_ranks} backbone + {job.encoder_ranks} encoder where separate), "
         f"{job.global_batch_size} samples a step, microbatches of about {MICROBATCH_SECONDS * 1e3:.0f} ms, "
-        f"{WIDTH * _BFLOAT16} bytes per row of features. Computing is sleep; features and gradients are real, checked."
+        f"{WIDTH * _BFLOAT16} bytes per row of features. Computing is sleep; features and gradients are real, checked. "
+        + (
+            "Ranks run ahead of everything else on the machine, loaders behind."
+            if may_take_precedence()
+            else "Real-time priorities are not allowed here: ranks wait for cores behind loaders and other programs."
+        )
     )
 
 

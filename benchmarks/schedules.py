@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.emulation import EmulatedCost, EmulatedVLM, emulated_data
 from benchmarks.ideal import Rules
 from benchmarks.measure import Meter
+from benchmarks.precedence import take_precedence
 from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PackedMedia
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.data import StepBatch
@@ -140,6 +141,7 @@ class PlanRecorder(L.Callback):
 
 def train(job: EmulatedJob) -> None:
     """Train, as one of the job's ranks."""
+    take_precedence()
     folder, data = job.folder, job.data
     arguments = (job.per_patch, job.per_token, str(data / "pictures.json"))
     module: EmulatedVLM
