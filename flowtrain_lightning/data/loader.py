@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, SequentialSampler
 
 from flowtrain_lightning.data.batch import StepBatch
@@ -92,24 +93,32 @@ class StepLoader:
         return _StepIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the number of its batches that were delivered, and the settings on which this rests."""
+        """The epoch, the number of its batches that were delivered, and the settings on which this rests.
+
+        All in JSON types: ``settings`` decide which samples are in a step, ``planning`` how they are packed.
+        """
         epoch, step = self._resume or self._position
-        return {"epoch": epoch, "step": step, "settings": self._settings}
+        planning = self.steps.planning.state_dict()
+        return {"epoch": epoch, "step": step, "settings": self._settings, "planning": planning}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken: the epoch that it names begins after the batches delivered then.
 
+        Cost models that the user left open are those of the state.
+
         Raises:
             ValueError: the state was taken with other settings.
         """
-        saved = state["settings"]
-        changed = [name for name in sorted({*saved, *self._settings}) if saved.get(name) != self._settings.get(name)]
-        if changed:
-            told = "; ".join(f"{name} was {saved.get(name)}, is {self._settings.get(name)}" for name in changed)
+        steps = self.steps.going_on_from(state)
+        if told := _changes(state["settings"], self._settings):
             raise ValueError(
                 f"The checkpoint's place in the data means other samples now: {told}. "
                 "Use the settings and files it was made with, or start a new run from its weights."
             )
+        if told := _changes(state["planning"], steps.planning.state_dict()):
+            rank_zero_info(f"flowtrain: the same samples as before, in every step, are packed otherwise: {told}.")
+        self.close()
+        self.steps = steps
         self._resume = (int(state["epoch"]), int(state["step"]))
         self.sampler.set_epoch(self._resume[0])
 
@@ -239,6 +248,11 @@ class _Following:
     def __call__(self, distance: int) -> StepBatch | None:
         iterator = self._iterator()
         return None if iterator is None else iterator.following(self._step + distance)
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    changed = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
+    return "; ".join(f"{name} was {saved.get(name)}, is {now.get(name)}" for name in changed)
 
 
 def _start_worker(_: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.data.batch import StepPart
@@ -18,11 +20,14 @@ from flowtrain_lightning.data.images import ImageProcessor
 from flowtrain_lightning.data.index import Measure, Unreadable
 from flowtrain_lightning.data.loader import StepLoader
 from flowtrain_lightning.data.metadata import JoinedSources, MetadataIndex, TooLong
+from flowtrain_lightning.data.planning import Planning
 from flowtrain_lightning.data.records import DataError, Record
 from flowtrain_lightning.data.samples import Augment, SampleLoader
 from flowtrain_lightning.data.sampling import Sampling
 from flowtrain_lightning.data.steps import StepDataset
 from flowtrain_lightning.data.tokenizer import Tokenizer, open_tokenizer
+from flowtrain_lightning.packing import DEFAULT_COST, CostModel
+from flowtrain_lightning.packing.microbatches import OBJECTIVES, Objective
 
 Files = str | Path | Sequence[str | Path]
 """One data file, or several that are read as one."""
@@ -41,7 +46,9 @@ class FlowDataModule(L.LightningDataModule):
     ``token_budget``; it is the same number on every rank. An epoch's last, smaller step is left out in training
     (``drop_last``), which costs fewer than ``global_batch_size`` samples, shuffled others each time; it is kept in
     validation, test and prediction. Which samples are in a step depends on the data, ``seed``, ``global_batch_size``,
-    ``shuffle`` and ``drop_last`` alone: a checkpoint keeps them and refuses to go on in mid-epoch with others.
+    ``shuffle`` and ``drop_last`` alone: a checkpoint keeps them and refuses to go on in mid-epoch with others. Costs
+    and ``objective`` decide how the samples of a step are packed. Cost models stay as they are for the whole run; a
+    checkpoint keeps them too, and where they are left open on a resume it brings them back.
 
     Args:
         train: training file or files; a mapping of files to weights mixes them in that proportion, see
@@ -62,6 +69,12 @@ class FlowDataModule(L.LightningDataModule):
             (its end is cut, never inside a picture).
         unreadable: what happens to a record with a picture that cannot be used: ``"error"``, or ``"drop"``, for which
             every picture is decoded once when the file is indexed, so that all ranks drop the same records.
+        cost: what a packed set of sequences costs the backbone; None takes ``DEFAULT_COST``, or a checkpoint's. See
+            :mod:`~flowtrain_lightning.packing.fit` for where to get one.
+        encoder_cost: what a set of media costs the encoder, by their patches and in the unit of ``cost``; None
+            balances by patches, or takes a checkpoint's.
+        objective: when backbone ranks wait for each other: ``"accumulate"``, once a step, as replicas do that sum
+            their gradients; ``"sync"``, at every microbatch, as with FSDP, tensor and pipeline parallelism.
         augment: changes training pictures: ``augment(picture, generator)`` gets a Pillow image and a NumPy generator
             seeded from seed, epoch, sample and the picture's number in it, and returns a Pillow image.
         num_workers: processes that load, for each loader.
@@ -86,12 +99,19 @@ class FlowDataModule(L.LightningDataModule):
         pad_to_budget: bool = False,
         too_long: TooLong = "error",
         unreadable: Unreadable = "error",
+        cost: CostModel | None = None,
+        encoder_cost: CostModel | None = None,
+        objective: Objective = "accumulate",
         augment: Augment | None = None,
         num_workers: int = 0,
         cache_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
-        _refuse_unknown(too_long=(too_long, ("error", "drop", "truncate")), unreadable=(unreadable, ("error", "drop")))
+        _refuse_unknown(
+            too_long=(too_long, ("error", "drop", "truncate")),
+            unreadable=(unreadable, ("error", "drop")),
+            objective=(objective, OBJECTIVES),
+        )
         given: dict[str, Files | Mapping[str, float] | None] = {
             "train": train,
             "val": val,
@@ -110,6 +130,9 @@ class FlowDataModule(L.LightningDataModule):
         self.pad_to_budget = pad_to_budget
         self.too_long = too_long
         self.unreadable = unreadable
+        self.cost = cost
+        self.encoder_cost = encoder_cost
+        self.objective: Objective = objective
         self.augment = augment
         self.num_workers = num_workers
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
@@ -117,6 +140,8 @@ class FlowDataModule(L.LightningDataModule):
         self._sources: dict[str, JoinedSources] = {}
         # Weakly: Lightning may ask for a loader anew and drop the former, whose workers then end.
         self._loaders: WeakSet[StepLoader] = WeakSet()
+        self._training: weakref.ref[StepLoader] | None = None
+        self._resume: dict[str, Any] | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -133,12 +158,18 @@ class FlowDataModule(L.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open the indexes of a stage; every rank does."""
+        self._training = self._resume = None
         for name in self._wanted(stage):
             self._sources[name] = self._open(name)
 
     def train_dataloader(self) -> StepLoader:
         """Steps of training."""
-        return self._loader("train")
+        loader = self._loader("train")
+        self._training = weakref.ref(loader)
+        if self._resume is not None:
+            loader.load_state_dict(self._resume)
+            self._resume = None
+        return loader
 
     def val_dataloader(self) -> StepLoader | list[StepLoader]:
         """Steps of validation; none without a file."""
@@ -151,6 +182,25 @@ class FlowDataModule(L.LightningDataModule):
     def predict_dataloader(self) -> StepLoader:
         """Steps of prompts."""
         return self._loader("predict")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the training data.
+
+        Lightning keeps that of its loader as well, but forgets it where ``configure_optimizers`` asks for
+        ``trainer.estimated_stepping_batches`` and so for the loader, before the loops are restored.
+        """
+        loader = None if self._training is None else self._training()
+        return {} if loader is None else {"train": loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from that place, where training does."""
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        loader = None if self._training is None else self._training()
+        if loader is None:
+            self._resume = state_dict["train"]
+        else:
+            loader.load_state_dict(state_dict["train"])
 
     def record(self, stage: str, sample: int) -> Record:
         """The record that a sample of ``"train"``, ``"val"``, ``"test"`` or ``"predict"`` is."""
@@ -217,8 +267,11 @@ class FlowDataModule(L.LightningDataModule):
             augment=self.augment if name == "train" else None,
             seed=self.seed,
         )
+        given = {"cost": self.cost, "encoder_cost": self.encoder_cost}
+        left_open = [name for name, value in given.items() if value is None]
+        planning = Planning(self.token_budget, self.cost or DEFAULT_COST, self.encoder_cost, self.objective)
         loader = StepLoader(
-            StepDataset(samples, sampling, self._part(), self.token_budget, self.pad_to_budget),
+            StepDataset(samples, sampling, self._part(), planning, self.pad_to_budget, frozenset(left_open)),
             settings=_settings(sampling, source),
             num_workers=self.num_workers,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
@@ -254,7 +307,7 @@ def _paths(name: str, files: Files | Mapping[str, float]) -> list[Path]:
     return [Path(file) for file in files]
 
 
-def _refuse_unknown(**settings: tuple[str, tuple[str, ...]]) -> None:
+def _refuse_unknown(**settings: tuple[str, Sequence[str]]) -> None:
     for name, (given, known) in settings.items():
         if given not in known:
             raise ValueError(f"{name} is {given!r}; give one of {', '.join(map(repr, known))}.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -10,10 +12,11 @@ from torch.utils.data import Dataset
 from flowtrain_lightning.data.batch import PackedBatch, PackedMedia, StepBatch, StepPart
 from flowtrain_lightning.data.collate import pack_pictures, pack_sequences
 from flowtrain_lightning.data.parcel import Parcel
+from flowtrain_lightning.data.planning import Planning
 from flowtrain_lightning.data.records import Record
 from flowtrain_lightning.data.samples import SampleLoader
 from flowtrain_lightning.data.sampling import Sampling
-from flowtrain_lightning.packing import IntArray, StepPlan, plan_step
+from flowtrain_lightning.packing import IntArray, StepPlan
 
 
 @dataclass(frozen=True)
@@ -24,15 +27,17 @@ class StepDataset(Dataset[Parcel]):
         samples: loads samples.
         sampling: which samples are in a step.
         part: what this rank holds of every step.
-        token_budget: the most tokens of a microbatch.
-        pad_to_budget: fill every microbatch up to the budget.
+        planning: how they are packed.
+        pad_to_budget: fill every microbatch up to the token budget.
+        left_open: names of settings that the user did not give: a checkpoint's take their place.
     """
 
     samples: SampleLoader
     sampling: Sampling
     part: StepPart
-    token_budget: int
+    planning: Planning
     pad_to_budget: bool = False
+    left_open: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return self.sampling.steps
@@ -43,14 +48,11 @@ class StepDataset(Dataset[Parcel]):
     def plan(self, epoch: int, step: int) -> StepPlan:
         """The whole step's plan, equal on all ranks."""
         chosen = self.sampling.step(epoch, step)
-        return plan_step(
-            self.samples.source.sizes(chosen),
-            chosen,
-            backbone_ranks=self.part.backbone_ranks,
-            encoder_ranks=self.part.encoder_ranks,
-            token_budget=self.token_budget,
-            local=self.part.local,
-        )
+        return self.planning.plan(self.samples.source.sizes(chosen), chosen, self.part)
+
+    def going_on_from(self, state: Mapping[str, Any]) -> StepDataset:
+        """The same steps as when ``state`` was saved, in what the user left open."""
+        return replace(self, planning=self.planning.going_on_from(state["planning"], self.left_open))
 
     def load(self, epoch: int, step: int) -> StepBatch:
         """This rank's part of one step.
@@ -79,7 +81,7 @@ class StepDataset(Dataset[Parcel]):
             self.samples.sequence(sample, tokens, of_sample)
             for sample, tokens, of_sample in zip(samples, sizes.tokens.tolist(), rows, strict=True)
         ]
-        return pack_sequences(sequences, samples, pad_to=self.token_budget if self.pad_to_budget else None)
+        return pack_sequences(sequences, samples, pad_to=self.planning.token_budget if self.pad_to_budget else None)
 
     def _encoder_batch(self, plan: StepPlan, media: IntArray, epoch: int) -> PackedMedia | None:
         if len(media) == 0:

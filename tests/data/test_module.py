@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 from flowtrain_lightning.data import ChatTemplate, DataError, FlowDataModule, ImageProcessor, StepPart
+from flowtrain_lightning.packing import CostModel
 from tests.data.support import IMAGES, TEMPLATE, Letters, data_module, message_record, write_records, write_set
 
 
@@ -72,11 +73,6 @@ def test_lengths_and_the_estimate_of_steps_are_right(file, tmp_path):
 
 
 def test_the_estimate_is_known_to_configure_optimizers(file, tmp_path):
-    class Scheduled(Recorder):
-        def configure_optimizers(self):
-            self.estimate = self.trainer.estimated_stepping_batches
-            return super().configure_optimizers()
-
     model = Scheduled()
     trainer_of(tmp_path, max_epochs=2).fit(model, data_module(file))
     assert model.estimate == 8
@@ -116,6 +112,54 @@ def test_a_run_resumed_from_any_checkpoint_reads_exactly_the_remaining_batches(f
     for checkpoint in checkpoints:
         done = int(checkpoint.stem.split("-")[1])
         assert trained(tmp_path, build(), checkpoint, **settings) == whole[done:], checkpoint
+
+
+class Scheduled(Recorder):
+    def configure_optimizers(self):
+        self.estimate = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def test_a_run_resumes_exactly_also_where_optimizers_ask_for_the_number_of_steps(file, tmp_path):
+    settings = {"max_epochs": 2, "num_sanity_val_steps": 0}
+    whole = trained(tmp_path, data_module(file), callbacks=[SaveAlways(tmp_path)], **settings)
+    data = data_module(file)
+    for done in (2, 4, 6):
+        model = Scheduled()
+        checkpoint = tmp_path / f"batch-{done}.ckpt"
+        trainer_of(tmp_path, **settings).fit(model, data, ckpt_path=checkpoint, weights_only=True)
+        assert model.trained == whole[done:], checkpoint
+
+
+def test_a_checkpoint_that_is_validated_does_not_move_later_training(file, tmp_path):
+    settings = {"max_epochs": 1, "num_sanity_val_steps": 0}
+    whole = trained(tmp_path, data_module(file, file), callbacks=[SaveAlways(tmp_path)], **settings)
+    data, model = data_module(file, file), Recorder()
+    trainer = trainer_of(tmp_path, **settings)
+    trainer.validate(model, data, ckpt_path=tmp_path / "batch-2.ckpt", weights_only=True, verbose=False)
+    trainer.fit(model, data)
+    assert model.trained == whole
+
+
+def test_cost_models_come_back_from_the_checkpoint_where_they_are_left_open(file, tmp_path):
+    cost, encoder_cost = CostModel(1.0, 0.5, 0.25), CostModel(0.1, 0.0, 0.0)
+    settings = {"max_steps": 2}
+    given = data_module(file, cost=cost, encoder_cost=encoder_cost)
+    trained(tmp_path, given, callbacks=[SaveAlways(tmp_path)], **settings)
+    for later, expected in (({}, cost), ({"cost": CostModel(2.0, 0.0, 0.0)}, CostModel(2.0, 0.0, 0.0))):
+        data = data_module(file, **later)
+        seen = []
+        model = Recorder()
+        model.on_train_start = lambda data=data, seen=seen: seen.append(data.trainer.train_dataloader.steps.planning)
+        trainer_of(tmp_path, max_steps=3).fit(model, data, ckpt_path=tmp_path / "batch-2.ckpt", weights_only=True)
+        assert (seen[0].cost, seen[0].encoder_cost) == (expected, encoder_cost)
+
+
+def test_another_way_to_pack_the_same_samples_is_told(file, tmp_path, caplog):
+    trained(tmp_path, data_module(file), callbacks=[SaveAlways(tmp_path)], max_steps=2)
+    with caplog.at_level("INFO"):
+        trained(tmp_path, data_module(file, objective="sync"), tmp_path / "batch-2.ckpt", max_steps=3)
+    assert any("packed otherwise: objective was accumulate, is sync" in told for told in caplog.messages)
 
 
 def test_a_run_with_limited_epochs_resumes_exactly(file, tmp_path):
@@ -230,6 +274,7 @@ def test_what_was_dropped_is_logged_once(file, tmp_path, caplog):
     [
         ({"global_batch_size": 19}, "train has 18 samples, fewer than global_batch_size=19"),
         ({"too_long": "cut"}, "too_long is 'cut'; give one of 'error', 'drop', 'truncate'"),
+        ({"objective": "pipeline"}, "objective is 'pipeline'; give one of 'sync', 'accumulate'"),
         ({"unreadable": "skip"}, "unreadable is 'skip'"),
         ({"train": []}, "train is an empty list of files"),
         ({"val": {"v.jsonl": 1.0}}, "val gives files weights, which only train may have"),
@@ -266,6 +311,8 @@ data:
       before_image: "["
       after_image: "]"
     too_long: truncate
+    cost: {{linear: 1.0, quadratic: 0.5, constant: 0.0}}
+    objective: sync
     augment: {{class_path: tests.data.test_module.Mirrored}}
     cache_dir: {tmp_path}/cache
 """)
@@ -277,6 +324,8 @@ data:
     assert read.template == TEMPLATE
     assert read.weights == (1.0,)
     assert isinstance(read.tokenizer, Letters)
+    assert read.cost == CostModel(1.0, 0.5, 0.0)
+    assert read.objective == "sync"
     assert isinstance(read.augment, Mirrored)
     read.setup("fit")
     assert len(read.train_dataloader()) == 4

@@ -1,0 +1,61 @@
+"""From the samples of a step to its plan: with which costs, for which ranks, and what of it a checkpoint keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from flowtrain_lightning.data.batch import StepPart
+from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, plan_step
+from flowtrain_lightning.packing.microbatches import Objective
+
+
+@dataclass(frozen=True)
+class Planning:
+    """How the samples of a step are packed. Which samples these are is decided elsewhere.
+
+    Attributes:
+        token_budget: the most tokens of a microbatch.
+        cost: what a packed set of sequences costs the backbone.
+        encoder_cost: what a set of media costs the encoder; None balances by patches.
+        objective: when backbone ranks wait for each other.
+    """
+
+    token_budget: int
+    cost: CostModel = DEFAULT_COST
+    encoder_cost: CostModel | None = None
+    objective: Objective = "accumulate"
+
+    def plan(self, sizes: SampleSizes, samples: IntArray, part: StepPart) -> StepPlan:
+        """The whole step's plan, equal on all ranks.
+
+        Args:
+            sizes: the sizes of ``samples``.
+            samples: ``[n]`` indices into the data set.
+            part: says how many ranks there are, and whether each encodes what it reads.
+        """
+        return plan_step(
+            sizes,
+            samples,
+            backbone_ranks=part.backbone_ranks,
+            encoder_ranks=part.encoder_ranks,
+            token_budget=self.token_budget,
+            local=part.local,
+            cost=self.cost,
+            encoder_cost=self.encoder_cost,
+            objective=self.objective,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same in JSON types, for a checkpoint."""
+        return asdict(self)
+
+    def going_on_from(self, state: Mapping[str, Any], left_open: Set[str]) -> Planning:
+        """The cost models of a checkpoint in place of those that the user left open."""
+        cost, encoder_cost = self.cost, self.encoder_cost
+        if "cost" in left_open:
+            cost = CostModel(**state["cost"])
+        if "encoder_cost" in left_open:
+            encoder_cost = state["encoder_cost"] and CostModel(**state["encoder_cost"])
+        return replace(self, cost=cost, encoder_cost=encoder_cost)

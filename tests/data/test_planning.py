@@ -1,0 +1,39 @@
+import json
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.data import StepPart
+from flowtrain_lightning.data.planning import Planning
+from flowtrain_lightning.packing import CostModel, SampleSizes
+
+COST, ENCODER_COST = CostModel(1.0, 0.5, 0.25), CostModel(0.1, 0.0, 0.0)
+OPEN = frozenset({"cost", "encoder_cost"})
+
+
+def sizes(*tokens):
+    count = len(tokens)
+    ones = np.ones(count, dtype=np.int64)
+    return SampleSizes(np.array(tokens), ones, np.arange(count + 1), ones, ones)
+
+
+def test_the_cost_model_decides_who_computes_what():
+    part, lengths = StepPart(0, 2, 0, 1), [8, 4, 4, 4, 4]
+
+    def totals(cost):
+        plan = Planning(16, cost).plan(sizes(*lengths), np.arange(5), part)
+        return sorted(sum(lengths[i] for members in of_rank for i in members) for of_rank in plan.microbatches)
+
+    assert totals(CostModel(1.0, 0.0, 0.0)) == [12, 12]
+    assert totals(CostModel(0.0, 1.0, 0.0)) == [8, 16]
+
+
+@pytest.mark.parametrize("planning", [Planning(16), Planning(16, COST, ENCODER_COST, "sync")])
+def test_a_checkpoint_gives_back_what_was_left_open(planning):
+    state = json.loads(json.dumps(planning.state_dict()))
+    assert Planning(16, objective=planning.objective).going_on_from(state, OPEN) == planning
+
+
+def test_what_was_given_stays():
+    given = Planning(32, COST, ENCODER_COST)
+    assert given.going_on_from(Planning(16).state_dict(), frozenset()) == given
