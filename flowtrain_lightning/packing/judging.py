@@ -6,6 +6,7 @@ import numpy as np
 
 from flowtrain_lightning.packing.bound import idle_bound, rank_bound
 from flowtrain_lightning.packing.evaluator import FORWARD_SHARE, EncoderWork, step_time
+from flowtrain_lightning.packing.flow_bound import least_step_time
 from flowtrain_lightning.packing.metrics import encoder_idle, measure
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
@@ -39,7 +40,7 @@ def judge(
         figures["max_delay_seen"] = int(delays.max())
         figures["p999_delay"] = float(np.quantile(delays, 0.999))
         figures["mean_delay"] = float(delays.mean())
-        figures["flow_gap"] = _flow_gap(plan, costs, media_start, media_cost, settings)
+        figures |= _flow(plan, costs, media_start, media_cost, settings)
         figures["bound"] = 100 * _bound(plan, tokens, figures["pad"] / 100, settings)
     figures["microseconds_per_sample"] = 1e6 * plan.seconds / max(1, len(tokens))
     return figures
@@ -68,17 +69,22 @@ def _bound(plan: OfflinePlan, tokens: IntArray, pad: float, settings: OfflineSet
     )
 
 
-def _flow_gap(
+def _flow(
     plan: OfflinePlan, costs: FloatArray, media_start: IntArray, media_cost: FloatArray, settings: OfflineSettings
-) -> float:
-    """Percent by which steps are longer than the work of their busiest lane, with an encoder that trains."""
-    makespan = work = 0.0
+) -> dict[str, float]:
+    """Percent by which steps are longer than the work of their busiest lane, with an encoder that trains.
+
+    Where ranks meet at every microbatch, also the least that any exchange between these microbatches could reach.
+    """
+    makespan = work = least = 0.0
     owner = np.repeat(np.arange(len(media_start) - 1), np.diff(media_start))
+    of_sample = np.concatenate([[0.0], np.cumsum(media_cost)])
+    encoder = of_sample[media_start[1:]] - of_sample[media_start[:-1]]
     chosen = np.unique(np.linspace(0, len(plan.steps) - 1, _JUDGED_STEPS).astype(int))
     for step in (plan.steps[number] for number in chosen.tolist()):
-        loads = np.bincount(step.bin_of, costs[step.samples], minlength=step.positions * settings.ranks)
-        grid = loads.reshape(step.positions, settings.ranks).T.tolist()
-        encoder = []
+        grid = np.zeros((step.positions, settings.ranks))
+        np.add.at(grid.ravel(), step.bin_of, costs[step.samples])
+        batches = []
         for of_rank in step.encoder_batches:
             works = []
             for batch in of_rank:
@@ -86,7 +92,13 @@ def _flow_gap(
                 readers = tuple((int(b % settings.ranks), int(b // settings.ranks)) for b in bins)
                 total = float(media_cost[batch].sum())
                 works.append(EncoderWork(total * FORWARD_SHARE, total * (1 - FORWARD_SHARE), readers))
-            encoder.append(works)
-        found = step_time(grid, encoder, meet=settings.objective == "sync")
+            batches.append(works)
+        found = step_time(grid.T.tolist(), batches, meet=settings.objective == "sync")
         makespan, work = makespan + found.makespan, work + found.work
-    return 100 * (makespan / work - 1) if work else 0.0
+        if settings.objective == "sync":
+            own = step.samples
+            least += least_step_time(grid, costs[own], encoder[own], encoder_ranks=settings.encoder_ranks)
+    if not work:
+        return {"flow_gap": 0.0}
+    bound = {"flow_bound": 100 * max(0.0, least / work - 1)} if settings.objective == "sync" else {}
+    return {"flow_gap": 100 * (makespan / work - 1)} | bound

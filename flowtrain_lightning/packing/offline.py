@@ -12,8 +12,8 @@ from flowtrain_lightning.packing.arrange import arrange
 from flowtrain_lightning.packing.cost import CostModel
 from flowtrain_lightning.packing.encoder_batches import pack_encoder_batches
 from flowtrain_lightning.packing.errors import PackingError
+from flowtrain_lightning.packing.exchange import flow_rows
 from flowtrain_lightning.packing.microbatches import OBJECTIVES, Objective, pack_sorted, positive_costs
-from flowtrain_lightning.packing.order import flow_order
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 from flowtrain_lightning.packing.stream import StreamPacker, StreamSettings
 
@@ -120,7 +120,17 @@ def pack_offline(
     drafts, left = (_by_samples if settings.semantics == "samples" else _by_tokens)(tokens, costs, settings)
     steps = []
     for samples, bin_of, positions, delay in drafts:
-        ordered = _in_flow_order(bin_of, encoder_cost[samples], positions, settings.ranks)
+        ordered = flow_rows(
+            bin_of,
+            tokens[samples],
+            costs[samples],
+            encoder_cost[samples],
+            rows=positions,
+            ranks=settings.ranks,
+            encoder_ranks=settings.encoder_ranks,
+            budget=settings.token_budget,
+            objective=settings.objective,
+        )
         batches = _encode(samples, ordered, media_start, media_cost, settings)
         steps.append(PackedStep(samples, ordered, positions, delay, batches))
     return OfflinePlan(tuple(steps), left, time.perf_counter() - begin)
@@ -190,13 +200,6 @@ def _by_tokens(
         )
         drafts.append((step.samples, bin_of, settings.microbatches, step.delay))
     return drafts, stream.left()
-
-
-def _in_flow_order(bin_of: IntArray, encoder_cost: FloatArray, positions: int, ranks: int) -> IntArray:
-    media = np.bincount(bin_of // ranks, encoder_cost, minlength=positions)
-    place = np.empty(positions, dtype=np.int64)
-    place[flow_order(media)] = np.arange(positions)
-    return place[bin_of // ranks] * ranks + bin_of % ranks
 
 
 def _encode(

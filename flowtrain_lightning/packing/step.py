@@ -7,10 +7,13 @@ import numpy as np
 from flowtrain_lightning.packing.cost import DEFAULT_COST, CostModel
 from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches
 from flowtrain_lightning.packing.errors import PackingError
-from flowtrain_lightning.packing.evaluator import plan_time
-from flowtrain_lightning.packing.microbatches import Objective, pack_microbatches
-from flowtrain_lightning.packing.order import fastest_order, flow_order
-from flowtrain_lightning.packing.plan import IntArray, SampleSizes, StepPlan
+from flowtrain_lightning.packing.exchange import flow_rows
+from flowtrain_lightning.packing.microbatches import Objective, as_microbatches, pack_microbatches, positive_costs
+from flowtrain_lightning.packing.order import flow_order
+from flowtrain_lightning.packing.plan import FloatArray, IntArray, SampleSizes, StepPlan
+
+Microbatches = tuple[tuple[IntArray, ...], ...]
+"""``[backbone rank][position]`` -> sample numbers."""
 
 
 def plan_step(
@@ -39,8 +42,9 @@ def plan_step(
         local: every rank encodes just the media that it reads, one encoder batch (perhaps empty) per microbatch.
         cost: what a packed set of sequences costs the backbone.
         encoder_cost: what a set of media costs the encoder, by patches and in the unit of ``cost``: then media are
-            dealt by it, and the order of the microbatches is the one that a simulation finds fastest. None deals by
-            patches, and orders by how much media a position reads.
+            dealt by it, the order of the microbatches is the one that makes the step shortest, and samples of equal
+            length change places between positions where that makes it shorter still. None deals by patches, and
+            orders by how much media a position reads.
         objective: when backbone ranks wait for each other.
 
     Raises:
@@ -49,32 +53,59 @@ def plan_step(
     """
     _refuse_bad_settings(backbone_ranks, encoder_ranks, token_budget, patch_budget, local)
     _refuse_what_does_not_fit(sizes, samples, token_budget, patch_budget)
-    packed = pack_microbatches(
+    microbatches = pack_microbatches(
         sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, objective=objective
     )
-
-    def in_order(order: IntArray) -> StepPlan:
-        microbatches = tuple(tuple(of_rank[position] for position in order) for of_rank in packed)
-        rank, position = StepPlan(samples, sizes, microbatches, ()).readers
-        if local:
-            batches = local_encoder_batches(rank, position, ranks=backbone_ranks, microbatches=len(order))
-        else:
-            costs = None if encoder_cost is None else encoder_cost.of_each(sizes.media_patches)
-            batches = pack_encoder_batches(
-                sizes.media_patches, rank, position, encoder_ranks=encoder_ranks, patch_budget=patch_budget, costs=costs
-            )
-        return StepPlan(samples, sizes, microbatches, batches)
-
-    order = flow_order(_media_per_position(packed, sizes))
-    if encoder_cost is not None:
-        model, meet = encoder_cost, objective == "sync"
-        order = fastest_order(
-            order, lambda other: plan_time(in_order(other), cost, model, meet=meet, colocated=local).makespan
+    if encoder_cost is None or local:
+        order = flow_order(_media_per_position(microbatches, sizes))
+        microbatches = tuple(tuple(of_rank[position] for position in order) for of_rank in microbatches)
+    else:
+        microbatches = _in_flow(
+            microbatches, sizes, encoder_ranks, token_budget, cost, encoder_cost.of_each(sizes.media_patches), objective
         )
-    return in_order(order)
+    rank, position = StepPlan(samples, sizes, microbatches, ()).readers
+    if local:
+        batches = local_encoder_batches(rank, position, ranks=backbone_ranks, microbatches=len(microbatches[0]))
+    else:
+        costs = None if encoder_cost is None else encoder_cost.of_each(sizes.media_patches)
+        batches = pack_encoder_batches(
+            sizes.media_patches, rank, position, encoder_ranks=encoder_ranks, patch_budget=patch_budget, costs=costs
+        )
+    return StepPlan(samples, sizes, microbatches, batches)
 
 
-def _media_per_position(microbatches: tuple[tuple[IntArray, ...], ...], sizes: SampleSizes) -> IntArray:
+def _in_flow(
+    microbatches: Microbatches,
+    sizes: SampleSizes,
+    encoder_ranks: int,
+    token_budget: int,
+    cost: CostModel,
+    media_costs: FloatArray,
+    objective: Objective,
+) -> Microbatches:
+    """The microbatches in the order that makes the step shortest, after exchanges that make it shorter still."""
+    ranks, rows = len(microbatches), len(microbatches[0])
+    bin_of = np.empty(len(sizes), dtype=np.int64)
+    for rank, of_rank in enumerate(microbatches):
+        for position, members in enumerate(of_rank):
+            bin_of[members] = position * ranks + rank
+    encoder = np.zeros(len(sizes))
+    np.add.at(encoder, sizes.media_sample, media_costs)
+    found = flow_rows(
+        bin_of,
+        sizes.tokens,
+        positive_costs(sizes.tokens, cost),
+        encoder,
+        rows=rows,
+        ranks=ranks,
+        encoder_ranks=encoder_ranks,
+        budget=token_budget,
+        objective=objective,
+    )
+    return as_microbatches(found, rows, ranks)
+
+
+def _media_per_position(microbatches: Microbatches, sizes: SampleSizes) -> IntArray:
     patches = np.zeros(len(sizes), dtype=np.int64)
     np.add.at(patches, sizes.media_sample, sizes.media_patches)
     return np.array([sum(patches[members].sum() for members in row) for row in zip(*microbatches, strict=True)])

@@ -1,0 +1,99 @@
+"""Exchanges between the rows of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.packing.exchange import exchange_media, flow_rows
+from flowtrain_lightning.packing.order import rows_time
+
+BUDGET = 4000
+ROWS, RANKS = 6, 4
+
+
+def step_of_texts_and_pictures(seed: int):
+    """Microbatches of samples of 100 to 400 tokens, a third of them text, dealt at random; nearly full."""
+    draw = np.random.default_rng(seed)
+    tokens, bins = [], []
+    for number in range(ROWS * RANKS):
+        filled = 0
+        while filled < BUDGET - 500:
+            tokens.append(int(draw.integers(100, 400)))
+            bins.append(number)
+            filled += tokens[-1]
+    lengths = np.array(tokens)
+    encoder = np.where(draw.random(len(lengths)) < 0.35, 0.0, 0.9 * lengths)
+    return np.array(bins), lengths, lengths.astype(np.float64), encoder
+
+
+def flow(seed: int, objective="sync"):
+    bin_of, tokens, costs, encoder = step_of_texts_and_pictures(seed)
+    found = flow_rows(
+        bin_of,
+        tokens,
+        costs,
+        encoder,
+        rows=ROWS,
+        ranks=RANKS,
+        encoder_ranks=RANKS,
+        budget=BUDGET,
+        objective=objective,
+    )
+    return bin_of, found, tokens, costs, encoder
+
+
+def time_of(bin_of, costs, encoder):
+    grid = np.bincount(bin_of, costs, minlength=ROWS * RANKS).reshape(ROWS, RANKS)
+    media = np.bincount(bin_of // RANKS, encoder, minlength=ROWS) / RANKS
+    return rows_time(np.arange(ROWS), grid.max(axis=1), media), grid, media
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_at_the_begin_and_the_end_become_poor_in_media_and_the_step_much_shorter(seed):
+    before, after, tokens, costs, encoder = flow(seed)
+    usual, _, _ = time_of(before, costs, encoder)
+    found, grid, media = time_of(after, costs, encoder)
+    work = max(grid.max(axis=1).sum(), media.sum())
+    assert media[0] + media[-1] < 0.15 * media.sum()
+    assert found / work - 1 < 0.3 * (usual / work - 1)
+    assert np.bincount(after, tokens).max() <= BUDGET
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_do_not_become_uneven(seed):
+    before, after, _, costs, encoder = flow(seed)
+    (_, grid, _), (_, new_grid, _) = time_of(before, costs, encoder), time_of(after, costs, encoder)
+    assert new_grid.max(axis=1).sum() <= grid.max(axis=1).sum() * 1.0002
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_ranks_meet_once_a_step_each_keeps_what_it_has_to_do(seed):
+    before, after, _, costs, _ = flow(seed, "accumulate")
+    totals = [np.bincount(bin_of % RANKS, costs) for bin_of in (before, after)]
+    assert totals[0].tolist() == pytest.approx(totals[1].tolist())
+
+
+def test_without_media_only_nothing_changes_places():
+    bin_of, tokens, costs, _ = step_of_texts_and_pictures(0)
+    found = flow_rows(
+        bin_of,
+        tokens,
+        costs,
+        np.zeros(len(tokens)),
+        rows=ROWS,
+        ranks=RANKS,
+        encoder_ranks=1,
+        budget=BUDGET,
+        objective="sync",
+    )
+    assert len({(old, new) for old, new in zip(bin_of.tolist(), found.tolist(), strict=True)}) == ROWS * RANKS
+
+
+def test_an_exchange_never_overfills_a_microbatch():
+    # The two texts that could take the picture's place are longer than it, and their microbatch's room is spent.
+    tokens = np.array([300, 100, 160, 160, 80])
+    bin_of = np.array([0, 0, 1, 1, 1])
+    encoder = np.array([300.0, 0.0, 0.0, 0.0, 0.0])
+    exchange_media(bin_of, np.array([0, 1]), np.array([1, 4, 2, 3, 0]), tokens, encoder, np.ones(2), 1, 400)
+    assert np.bincount(bin_of, tokens, minlength=2).max() <= 400
