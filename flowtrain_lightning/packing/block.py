@@ -10,6 +10,7 @@ import numpy as np
 from flowtrain_lightning.packing.cost import CostModel
 from flowtrain_lightning.packing.evening import even_out
 from flowtrain_lightning.packing.fitting import best_fit
+from flowtrain_lightning.packing.holding import Shape, held_back, steps_to_meet
 from flowtrain_lightning.packing.microbatches import group_alike, positive_costs
 from flowtrain_lightning.packing.plan import BoolArray, FloatArray, IntArray
 from flowtrain_lightning.packing.rows import fill_rows
@@ -18,12 +19,8 @@ _FEW = 8
 """Samples per microbatch below which the best fit is grouped into rows; above, rows are filled one by one."""
 _TRIALS = 40
 """Times that fewer samples are drawn because not all found room."""
-_MATCHED = 0.005
-"""Idle share of a row at which its samples count as matched: they need not wait for others like them."""
 _DEFERRED = 0.05
 """Share of a block's samples that deferring long ones may make up for."""
-_MOST_HELD = 64
-"""Samples examined for being held back."""
 
 
 @dataclass(frozen=True)
@@ -61,38 +58,43 @@ def plan_block(
     next_step: int,
     waiting: tuple[IntArray, IntArray, IntArray],
     *,
-    steps: int,
-    rows: int,
-    width: int,
-    budget: int,
+    shape: Shape,
     fill: float,
     max_delay: int,
+    lookahead: int,
     cost: CostModel,
 ) -> Block:
-    """Plan the next ``steps`` steps, or as many as the end of the stream allows.
+    """Plan the next few steps, or as many as the end of the stream allows.
 
     Args:
         lengths: tokens of samples ``start`` to ``end`` of the stream.
         next_sample: the first sample to draw.
         next_step: the number of the block's first step.
         waiting: samples that wait, their tokens, and the steps at which they were drawn.
-        steps: steps to plan.
-        rows: rows of a step.
-        width: microbatches of a row.
-        budget: the most tokens of a microbatch.
+        shape: of a step.
         fill: share of the budget to use.
         max_delay: steps that a sample may wait.
+        lookahead: steps whose samples may be drawn before they are needed.
         cost: what a packed set of sequences costs.
     """
+    rows, width, budget = shape.rows, shape.width, shape.budget
     capacity = fill * rows * width * budget
     old, old_tokens, old_drawn = waiting
-    new_tokens, ended = _draw(lengths, next_sample, steps * capacity + (3 * width + 1) * budget)
+    most_steps = max(1, min(lookahead + 1, max_delay))
+    new_tokens, ended = _draw(lengths, next_sample, most_steps * capacity + (3 * width + 1) * budget)
     available = int(old_tokens.sum() + new_tokens.sum())
-    steps = min(steps, int(available // capacity))
-    if steps == 0:
+    most_steps = min(most_steps, int(available // capacity))
+    if most_steps == 0:
         return _unplanned(next_sample, waiting)
     pool = _Pool(old, old_tokens, old_drawn, new_tokens, next_sample, next_step)
-    may_wait = (next_step + steps - pool.drawn <= max_delay) & (not ended)
+    steps = _steps(
+        pool, min(steps_in_block(max_delay, lookahead), most_steps), most_steps, capacity, max_delay, cost, shape
+    )
+    may_wait = next_step + steps - pool.drawn <= max_delay
+    if ended and steps == int(available // capacity):
+        # Of the last steps only those wait that have no place in them anyway.
+        longest = np.argsort(-pool.tokens, kind="stable")
+        may_wait[longest[np.cumsum(pool.tokens[longest]) > available - steps * capacity]] = False
     is_coarse = bool(pool.tokens.mean() * _FEW > budget)
     # What is left over waits for the next block. Where it would then be due at once, it must be little.
     spare = 0.25 * capacity if max_delay >= steps else 0.0
@@ -102,7 +104,7 @@ def plan_block(
     pace = (next_sample - len(old)) / (next_step * capacity) if steady else 0.0
     wanted = steps * capacity + (spare if is_coarse else 0.0)
     for _ in range(_TRIALS):
-        order, held, taken = _choose(pool, may_wait, wanted, cost, pace, (rows, width, budget))
+        order, held, taken = _choose(pool, may_wait, wanted, cost, pace, shape)
         tokens, waited = pool.tokens[order], pool.drawn[order] < next_step
         costs = positive_costs(tokens, cost)
         if is_coarse:
@@ -138,10 +140,23 @@ class _Pool:
     def __init__(
         self, old: IntArray, old_tokens: IntArray, old_drawn: IntArray, new_tokens: IntArray, first: int, step: int
     ) -> None:
-        self.old = len(old)
+        self.old, self.step = len(old), step
         self.samples = np.concatenate([old, np.arange(first, first + len(new_tokens), dtype=np.int64)])
         self.tokens = np.concatenate([old_tokens, new_tokens])
         self.drawn = np.concatenate([old_drawn, np.full(len(new_tokens), step, dtype=np.int64)])
+
+
+def _steps(
+    pool: _Pool, steps: int, most_steps: int, capacity: float, max_delay: int, cost: CostModel, shape: Shape
+) -> int:
+    """How many steps to plan: see ``steps_to_meet``."""
+    before = np.cumsum(pool.tokens) - pool.tokens
+    seen = int(np.searchsorted(before, steps * capacity))
+    order = np.argsort(-pool.tokens[:seen], kind="stable")
+    due = np.where(order < pool.old, pool.drawn[order] + max_delay - pool.step, -1)
+    return steps_to_meet(
+        pool.tokens[order], due, before[order] / capacity, cost, shape, steps=steps, most_steps=most_steps
+    )
 
 
 def _draw(lengths: Callable[[int, int], IntArray], start: int, wanted: float) -> tuple[IntArray, bool]:
@@ -159,7 +174,7 @@ def _draw(lengths: Callable[[int, int], IntArray], start: int, wanted: float) ->
 
 
 def _choose(
-    pool: _Pool, may_wait: BoolArray, wanted: float, cost: CostModel, pace: float, shape: tuple[int, int, int]
+    pool: _Pool, may_wait: BoolArray, wanted: float, cost: CostModel, pace: float, shape: Shape
 ) -> tuple[IntArray, IntArray, int]:
     """Members of the block, longest first; those held back; and how many were drawn of the stream."""
     ahead = np.cumsum(pool.tokens[pool.old :])
@@ -168,9 +183,10 @@ def _choose(
     for _ in range(3):
         taken = int(np.searchsorted(ahead, needed + pool.tokens[held].sum(), side="right"))
         order = np.argsort(-pool.tokens[: pool.old + taken], kind="stable")
-        former, held = held, _hold(order, pool.tokens, may_wait, cost, shape)
+        former, held = held, order[held_back(pool.tokens[order], may_wait[order], cost, shape)]
         if len(held) == len(former):
             break
+    held = held[held < pool.old + taken]
     if pace > 0:
         held = np.concatenate([held, _defer(order, held, pool, wanted, pace, shape)])
     taken = int(np.searchsorted(ahead, needed + pool.tokens[held].sum(), side="right"))
@@ -180,41 +196,14 @@ def _choose(
     return members[np.argsort(-pool.tokens[members], kind="stable")], held, taken
 
 
-def _defer(
-    order: IntArray, held: IntArray, pool: _Pool, wanted: float, pace: float, shape: tuple[int, int, int]
-) -> IntArray:
+def _defer(order: IntArray, held: IntArray, pool: _Pool, wanted: float, pace: float, shape: Shape) -> IntArray:
     """Long samples to leave to the next block where this one would have fewer samples than those before."""
-    rows, width, _ = shape
+    rows, width = shape.rows, shape.width
     missing = pace * wanted - (len(order) - len(held))
     later = order[~np.isin(order, held)][3 * width : (3 + 3 * rows) * width]
     later = later[later >= pool.old]
     gain = np.cumsum(pool.tokens[later] * pace - 1)
     return later[: int(np.searchsorted(gain, min(missing, _DEFERRED * pace * wanted)))]
-
-
-def _hold(
-    order: IntArray, tokens: IntArray, may_wait: BoolArray, cost: CostModel, shape: tuple[int, int, int]
-) -> IntArray:
-    """The samples to hold back: those dearer than a row of this block can be, and others to fill their row with."""
-    rows, width, budget = shape
-    top = order[: _MOST_HELD + width * 16]
-    lengths = tokens[top]
-    costs = positive_costs(lengths, cost)
-    alike = np.floor(0.98 * budget / lengths)
-    most = cost.linear * budget + cost.quadratic * (alike * lengths**2.0 + (budget - alike * lengths) ** 2.0)
-    idle = [
-        float(np.maximum(0.0, costs[first] - most[first : first + width]).sum() / (costs[first] * width))
-        for first in range(min(_MOST_HELD, len(top)))
-    ]
-    matched = next((number for number, share in enumerate(idle) if share <= _MATCHED), len(idle))
-    urgent = next((number for number in range(matched + 1) if number < len(top) and not may_wait[top[number]]), None)
-    if urgent is not None:
-        waste = np.array(idle[: urgent + 1]) * costs[: urgent + 1]
-        return top[: min(int(np.argmin(waste)), rows * width // 2)]
-    if matched == 0:
-        return top[:0]
-    company = top[: min(max(matched, 3 * width // 4), 2 * width, rows * width // 2)]
-    return company[may_wait[company]]
 
 
 def _fit(tokens: IntArray, costs: FloatArray, rows: int, width: int, budget: int, waited: BoolArray) -> IntArray:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from flowtrain_lightning.packing.compiled import compiled
 from flowtrain_lightning.packing.cost import CostModel
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 
-_LEVELS = 200
+_SHARES = np.linspace(0, 1, 200)
+"""Shares of the samples at whose costs the levels lie."""
 
 
 def idle_bound(tokens: IntArray, step: FloatArray, cost: CostModel, *, width: int, budget: int, reach: int) -> float:
@@ -38,12 +40,13 @@ def idle_bound(tokens: IntArray, step: FloatArray, cost: CostModel, *, width: in
     above = costs > lowest
     if not above.any():
         return 0.0
-    levels = np.unique(np.append(np.quantile(costs[above], np.linspace(0, 1, _LEVELS)), lowest))
+    levels = np.concatenate([np.quantile(values[values > lowest], _SHARES) for values in (costs, most)])
+    levels = np.unique(np.append(levels[levels <= costs.max()], lowest))
+    when = (step - step[0]).astype(np.int64)
     idle = 0.0
     for lower, upper in zip(levels[:-1].tolist(), levels[1:].tolist(), strict=True):
-        dear, long = step[costs >= upper], step[most > lower]
-        rows = _apart(dear, reach)
-        near = len(rows) * width - _matched(rows, long, width, reach)
+        dear, long = when[costs >= upper], when[most > lower]
+        near = _least_missing(dear, np.cumsum(np.bincount(long, minlength=when[-1] + 1)), width, reach)
         anywhere = _fewest_rows(dear, reach, width) * width - len(long)
         idle += max(near, anywhere) * (upper - lower)
     return idle / (idle + float(costs.sum()))
@@ -56,37 +59,47 @@ def rank_bound(costs: list[FloatArray], ranks: int) -> float:
     return 1 - total / ranks / time if time else 0.0
 
 
-def _apart(steps: FloatArray, reach: int) -> list[float]:
-    """As many of ``steps`` as can be chosen with more than ``reach`` between any two."""
-    chosen: list[float] = []
-    for step in steps.tolist():
-        if not chosen or step - chosen[-1] > reach:
-            chosen.append(step)
-    return chosen
+@compiled
+def _least_missing(dear: IntArray, longs: IntArray, width: int, reach: int) -> int:
+    """Bins that stay below a level in the rows that hold ``dear``, wherever in time these rows are put.
+
+    A row holds samples of ``reach + 1`` steps. Rows are chosen one after another, the next so that it takes in the
+    first of ``dear`` that no row before it did; two rows that overlap share the long samples of their common steps.
+
+    Args:
+        dear: ``[n]`` the steps of samples that must be in one of the rows, never falling.
+        longs: ``[steps]`` long samples, one of which every bin that reaches the level needs, up to each step.
+        width: bins of a row.
+        reach: the most steps between two samples of a row.
+    """
+    steps = len(longs)
+    missing = np.full(steps, width * (len(dear) + 1), dtype=np.int64)  # by the last step of the last row so far
+    least = width * (len(dear) + 1)
+    for last in range(-1, steps):
+        so_far, used, following = 0, 0, 0
+        if last >= 0:
+            so_far = missing[last]
+            if so_far > width * len(dear):
+                continue
+            before = longs[last - reach - 1] if last > reach else 0
+            used = min(longs[last], before + width)
+            following = int(np.searchsorted(dear, last, side="right"))
+        if following == len(dear):
+            least = min(least, so_far)
+            continue
+        first = dear[following]
+        for end in range(first, min(first + reach + 1, steps)):
+            before = max(used, longs[end - reach - 1] if end > reach else 0)
+            lacking = width - min(width, longs[end] - before)
+            missing[end] = min(missing[end], so_far + lacking)
+    return least
 
 
-def _fewest_rows(steps: FloatArray, reach: int, width: int) -> int:
+def _fewest_rows(steps: IntArray, reach: int, width: int) -> int:
     """Rows without which samples at ``steps`` cannot each have a bin of their own."""
-    rows, members, first = 0, width, 0.0
+    rows, members, first = 0, width, 0
     for step in steps.tolist():
         if members == width or step - first > reach:
             rows, members, first = rows + 1, 0, step
         members += 1
     return rows
-
-
-def _matched(rows: list[float], steps: FloatArray, width: int, reach: int) -> int:
-    """Samples at ``steps`` that find a bin of their own, each in a row no further than ``reach`` away."""
-    room = [width] * len(rows)
-    found = first = 0
-    for step in steps.tolist():
-        while first < len(rows) and (room[first] == 0 or rows[first] + reach < step):
-            first += 1
-        row = first
-        while row < len(rows) and rows[row] - reach <= step:
-            if room[row] > 0:
-                room[row] -= 1
-                found += 1
-                break
-            row += 1
-    return found

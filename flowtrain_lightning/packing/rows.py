@@ -11,6 +11,10 @@ _LONG_SHARE = 0.83
 """How much of a row the longest samples take; the shortest fill the rest, and so even it out."""
 _HEADROOM = 0.998
 """Of the budget: a bin that is filled to the last token leaves nothing to even out with."""
+_SHORT_SHARE = 0.2
+"""Share of the tokens from which rows of many samples are filled up, each from samples of all these lengths."""
+_MANY = 4
+"""Times that the longest sample of such a row fits into a bin; rows of fewer are filled up with the very shortest."""
 _MISSES = 256
 """Samples that find no room in a row before the row takes no more long ones."""
 
@@ -21,7 +25,8 @@ def fill_rows(tokens: IntArray, costs: FloatArray, density: float, rows: int, wi
 
     So long samples meet their like in a row, and the bins of a row may cost the same although the token budget holds:
     a bin with more attention than its neighbours would have to hold fewer tokens than they do. Inside a row the long
-    samples go to the bin with the least attention, the short ones to the cheapest.
+    samples go to the bin with the least attention, the short ones to the cheapest. Rows of many samples share the short
+    ones evenly: samples of two lengths alone could not be evened out.
 
     Args:
         tokens: ``[samples]`` falling.
@@ -42,13 +47,22 @@ def fill_rows(tokens: IntArray, costs: FloatArray, density: float, rows: int, wi
     left = 0
     for item in range(count):
         left += tokens[item]
-    last = count - 1
+    short = np.arange(count - 1, -1, -1)
+    used = 0
+    has_many = False
     for row in range(rows):
         wanted = min(left / (rows - row), float(width * budget))
+        longest = first_free(follower, 0)
+        if longest < count and not has_many and tokens[longest] * _MANY <= budget:
+            has_many = True
+            used = 0
+            _mix(short, bin_of, tokens, rows - row, _SHORT_SHARE * left)
         fill[:] = 0
         cost[:] = 0.0
         _take_longest(bin_of, follower, fill, cost, tokens, costs, density, row * width, wanted, budget)
-        last = _take_shortest(bin_of, follower, fill, cost, tokens, costs, density, row * width, wanted, budget, last)
+        used = _take_shortest(
+            bin_of, follower, fill, cost, tokens, costs, density, row * width, wanted, budget, short, used
+        )
         for column in range(width):
             left -= fill[column]
     return bin_of
@@ -93,6 +107,9 @@ def _take_longest(
         excess = costs[item] - density * tokens[item]
         # The cost that all bins of the row can reach together; a bin above it would only be waited for.
         reach = max(highest, density * 0.99 * budget + (total_excess + excess) / width)
+        for column in range(width):
+            if budget - fill[column] < tokens[item]:  # short samples alone will fill this bin
+                reach = min(reach, max(highest, cost[column] + density * (_HEADROOM * budget - fill[column])))
         best = -1
         least = 0.0
         for column in range(width):
@@ -127,7 +144,8 @@ def _take_shortest(
     first: int,
     wanted: float,
     budget: int,
-    last: int,
+    short: IntArray,
+    used: int,
 ) -> int:
     width = len(fill)
     total_excess = 0.0
@@ -143,20 +161,19 @@ def _take_shortest(
     demand = 0.0
     for column in range(width):
         demand += min(max(0.0, (level - cost[column]) / density), float(budget - fill[column]))
-    while last >= 0 and bin_of[last] >= 0:
-        last -= 1
-    start = last + 1
+    chosen = np.empty(len(short) - used, dtype=np.int64)
+    size = 0
     taken = 0.0
-    while start > 0 and taken < demand:
-        item = start - 1
+    while used < len(short) and taken < demand:
+        item = short[used]
         if bin_of[item] < 0:
             if taken + 0.5 * tokens[item] > demand:
                 break
             taken += tokens[item]
-        start -= 1
-    for item in range(start, last + 1):
-        if bin_of[item] >= 0:
-            continue
+            chosen[size] = item
+            size += 1
+        used += 1
+    for item in np.sort(chosen[:size]):
         best = -1
         for column in range(width):
             if budget - fill[column] >= tokens[item] and (best < 0 or cost[column] < cost[best]):
@@ -166,4 +183,30 @@ def _take_shortest(
             follower[item] = item + 1
             fill[best] += tokens[item]
             cost[best] += costs[item]
-    return last
+    return used
+
+
+@compiled
+def _mix(short: IntArray, bin_of: IntArray, tokens: IntArray, rows: int, share: float) -> None:
+    """Reorder the samples that fill rows so that each of ``rows`` rows is filled with samples of all short lengths."""
+    count = len(tokens)
+    free = np.empty(count, dtype=np.int64)
+    size = 0
+    tail = 0.0
+    item = count - 1
+    while item >= 0 and tail <= share:
+        if bin_of[item] < 0:
+            free[size] = item
+            size += 1
+            tail += tokens[item]
+        item -= 1
+    place = 0
+    for offset in range(rows):
+        for number in range(offset, size, rows):
+            short[place] = free[number]
+            place += 1
+    while item >= 0:
+        short[place] = item
+        place += 1
+        item -= 1
+    short[place:] = count - 1

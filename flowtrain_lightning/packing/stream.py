@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from flowtrain_lightning.packing.block import Block, plan_block, steps_in_block
+from flowtrain_lightning.packing.block import Block, plan_block
 from flowtrain_lightning.packing.cost import CostModel
 from flowtrain_lightning.packing.errors import PackingError
+from flowtrain_lightning.packing.holding import Shape
 from flowtrain_lightning.packing.plan import IntArray
 
 Lengths = Callable[[int, int], IntArray]
@@ -145,12 +146,10 @@ class StreamPacker:
             state.next_sample,
             state.next_step,
             (waiting, np.concatenate([np.empty(0, dtype=np.int64), *tokens]), np.array(state.drawn, dtype=np.int64)),
-            steps=steps_in_block(settings.max_delay, settings.lookahead),
-            rows=settings.rows,
-            width=settings.row_width,
-            budget=settings.token_budget,
+            shape=Shape(settings.rows, settings.row_width, settings.token_budget),
             fill=settings.fill,
             max_delay=settings.max_delay,
+            lookahead=settings.lookahead,
             cost=settings.cost,
         )
 
