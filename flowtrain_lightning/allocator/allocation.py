@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal, get_args
 
 from flowtrain_lightning.allocator.layout import Layout
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
 
-Placement = Literal["separate", "colocated"]
-"""``"separate"`` gives every rank one role, ``"colocated"`` gives every rank both."""
+Placement = Literal["separate", "colocated", "mixed"]
+"""``"separate"`` gives every rank one role, ``"colocated"`` gives every rank all of them, ``"mixed"`` gives every rank
+the encoders and some the backbone too."""
 
 
 class AllocationError(ValueError):
@@ -19,7 +21,7 @@ class AllocationError(ValueError):
 
 @dataclass(frozen=True)
 class Allocation:
-    """A layout and ranks for every role.
+    """A layout and ranks for every role: the backbone and at least one encoder.
 
     Attributes:
         placement: whether roles share ranks.
@@ -28,7 +30,7 @@ class Allocation:
             rank 0 is a backbone rank, since loggers and the progress bar live there.
 
     Raises:
-        AllocationError: a role is missing or unknown, or the ranks break what is said above.
+        AllocationError: a role is missing, or the ranks break what is said above.
     """
 
     placement: Placement
@@ -36,11 +38,14 @@ class Allocation:
     ranks: Mapping[str, tuple[int, ...]]
 
     def __post_init__(self) -> None:
-        refuse_unknown_placement(self.placement)
+        refuse_unknown_placement(self.placement, get_args(Placement))
         for name, roles in (("layouts", self.layouts), ("ranks", self.ranks)):
-            if set(roles) != set(ROLES):
-                raise AllocationError(f"An allocation needs {name} for {_names(ROLES)}, but has {_names(roles)}.")
-        for role in ROLES:
+            if BACKBONE not in roles or len(roles) < len(ROLES) or set(roles) != set(self.layouts):
+                known = ROLES if name == "layouts" else tuple(self.layouts)
+                raise AllocationError(
+                    f"An allocation needs {name} for {_names(known)}, but has {_names(tuple(roles))}."
+                )
+        for role in self.layouts:
             self._refuse_bad_ranks(role)
         self._refuse_bad_sharing()
 
@@ -51,10 +56,10 @@ class Allocation:
 
     def describe(self) -> str:
         """The allocation in one line, for the log."""
-        if self.placement == "colocated":
-            return f"colocated: {' and '.join(ROLES)} on {_span(self.ranks[BACKBONE])}"
-        roles = [f"{role} on {_span(self.ranks[role])} ({self.layouts[role].describe()})" for role in ROLES]
-        return f"separate: {'; '.join(roles)}"
+        if self.placement == "colocated" and all(_is_plain(layout) for layout in self.layouts.values()):
+            return f"colocated: {' and '.join(self.layouts)} on {span(self.ranks[BACKBONE])}"
+        roles = [f"{role} on {span(self.ranks[role])} ({layout.describe()})" for role, layout in self.layouts.items()]
+        return f"{self.placement}: {'; '.join(roles)}"
 
     def _refuse_bad_ranks(self, role: str) -> None:
         ranks, layout = self.ranks[role], self.layouts[role]
@@ -67,33 +72,44 @@ class Allocation:
             )
 
     def _refuse_bad_sharing(self) -> None:
-        encoder, backbone = self.ranks[ENCODER], self.ranks[BACKBONE]
-        shared = sorted({*encoder} & {*backbone})
-        if self.placement == "separate" and shared:
-            raise AllocationError(f"Separate roles share no rank, but both roles have {_span(tuple(shared))}.")
-        if self.placement == "colocated" and tuple(encoder) != tuple(backbone):
-            raise AllocationError(
-                f"Colocated roles have the same ranks, but the encoder has {list(encoder)} and the backbone "
-                f"{list(backbone)}."
-            )
-        used = sorted({*encoder, *backbone})
-        if used != list(range(len(used))):
-            raise AllocationError(f"The ranks must run from 0 without a gap, but the roles use {used}.")
-        if 0 not in backbone:
+        everyone = sorted(set().union(*self.ranks.values()))
+        for role, other in combinations(self.layouts, 2):
+            shared = sorted({*self.ranks[role]} & {*self.ranks[other]})
+            if self.placement == "separate" and shared:
+                which = "both roles have" if len(self.ranks) == 2 else f"{role!r} and {other!r} both have"
+                raise AllocationError(f"Separate roles share no rank, but {which} {span(tuple(shared))}.")
+            if self.placement == "colocated" and tuple(self.ranks[role]) != tuple(self.ranks[other]):
+                raise AllocationError(
+                    f"Colocated roles have the same ranks, but the {role} has {list(self.ranks[role])} and the {other} "
+                    f"{list(self.ranks[other])}."
+                )
+        if everyone != list(range(len(everyone))):
+            raise AllocationError(f"The ranks must run from 0 without a gap, but the roles use {everyone}.")
+        if self.placement == "mixed":
+            for role in set(self.ranks) - {BACKBONE}:
+                if list(self.ranks[role]) != everyone:
+                    raise AllocationError(
+                        f"In a mixed allocation every rank encodes, but the {role} has {span(self.ranks[role])}."
+                    )
+        if 0 not in self.ranks[BACKBONE]:
             raise AllocationError("Rank 0 must be a backbone rank, since loggers and the progress bar live there.")
 
 
-def refuse_unknown_placement(placement: str) -> None:
+def refuse_unknown_placement(placement: str, known: tuple[str, ...]) -> None:
     """Raise an AllocationError unless ``placement`` is a known one."""
-    if placement not in get_args(Placement):
-        raise AllocationError(f"There is no placement {placement!r}; choose from {_names(get_args(Placement))}.")
+    if placement not in known:
+        raise AllocationError(f"There is no placement {placement!r}; choose from {_names(known)}.")
 
 
-def _names(names: Mapping[str, object] | tuple[str, ...]) -> str:
+def _is_plain(layout: Layout) -> bool:
+    return layout == Layout(data=layout.data)
+
+
+def _names(names: tuple[str, ...]) -> str:
     return ", ".join(repr(name) for name in names) or "none"
 
 
-def _span(ranks: tuple[int, ...]) -> str:
+def span(ranks: tuple[int, ...]) -> str:
     """Ranks in words: neighbours are joined, as in ``ranks 0-2, 4-6``."""
     runs: list[list[int]] = []
     for rank in ranks:

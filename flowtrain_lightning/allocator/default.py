@@ -11,6 +11,9 @@ from flowtrain_lightning.allocator.allocation import (
 from flowtrain_lightning.allocator.layout import Layout
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 
+BY_RULE = ("separate", "colocated")
+"""Placements that a rule can make; a mixed one needs a plan."""
+
 BACKBONE_SHARE = 4
 """One rank in so many encodes: in common vision-language models the backbone does most of the work."""
 
@@ -79,7 +82,7 @@ def _refuse_bad_settings(
             f"{_devices(devices)} cannot be divided into nodes of {devices_per_node}; every node must have as many."
         )
     if placement is not None:
-        refuse_unknown_placement(placement)
+        refuse_unknown_placement(placement, BY_RULE)
     if encoder_ranks is not None and encoder_ranks < 1:
         raise AllocationError(f"encoder_ranks is {encoder_ranks}; at least 1 rank must encode.")
     if encoder_ranks is not None and placement == "colocated":

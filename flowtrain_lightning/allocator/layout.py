@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Sharding = Literal["replicate"]
-"""What a data-parallel rank keeps of the weights: ``"replicate"`` keeps all of them."""
+Sharding = Literal["replicate", "zero1", "zero2", "zero3", "fsdp"]
+"""What a data-parallel rank keeps of the weights, gradients and optimizer states.
+
+``"replicate"`` keeps all, ``"zero1"`` its share of the states, ``"zero2"`` its share of states and gradients,
+``"zero3"`` (DeepSpeed) and ``"fsdp"`` (FSDP2) its share of everything.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Layout:
                 raise ValueError(f"The {name} degree of a layout is {degree}; it must be at least 1.")
         if self.shard not in get_args(Sharding):
             known = ", ".join(repr(name) for name in get_args(Sharding))
-            raise ValueError(f"A layout cannot shard by {self.shard!r}; known is {known}.")
+            raise ValueError(f"A layout cannot shard by {self.shard!r}; known are {known}.")
 
     @property
     def degrees(self) -> dict[str, int]:

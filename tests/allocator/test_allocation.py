@@ -34,7 +34,7 @@ def test_it_survives_a_trip_to_another_process():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"placement": "apart"}, "no placement 'apart'; choose from 'separate', 'colocated'"),
+        ({"placement": "apart"}, "no placement 'apart'; choose from 'separate', 'colocated', 'mixed'"),
         ({"encoder": (1, 2)}, "share no rank, but both roles have rank 1"),
         ({"placement": "colocated"}, r"same ranks, but the encoder has \[2\] and the backbone \[0, 1\]"),
         ({"encoder": (3,)}, r"from 0 without a gap, but the roles use \[0, 1, 3\]"),

@@ -23,5 +23,7 @@ def test_a_degree_below_one_is_refused_by_name(name):
 
 
 def test_an_unknown_sharding_is_refused_with_what_is_known():
-    with pytest.raises(ValueError, match="A layout cannot shard by 'fsdp'; known is 'replicate'"):
-        Layout(shard="fsdp")
+    with pytest.raises(
+        ValueError, match="A layout cannot shard by 'halves'; known are 'replicate', 'zero1', 'zero2', 'zero3', 'fsdp'"
+    ):
+        Layout(shard="halves")

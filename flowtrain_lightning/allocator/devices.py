@@ -1,0 +1,186 @@
+"""Devices and clusters: peaks, memory and links, each with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+GIB = 2.0**30
+
+
+class DeviceError(ValueError):
+    """A device or a cluster cannot be used as it was given."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one CPU process with one thread. Bandwidths are per device and for one direction.
+
+    Attributes:
+        name: what it is called.
+        peak: FLOP/s of dense bf16 products, on paper.
+        peak_float32: FLOP/s of float32 products, with TF32 where there is one.
+        memory: bytes.
+        memory_bandwidth: bytes/s.
+        link: bytes/s to devices of the same node.
+        network: bytes/s to other nodes.
+        per_node: devices of a node.
+        units: processors that share a matrix product tile by tile (streaming multiprocessors, AI cores).
+        dense: share of the peak that the best matrix product reaches.
+        attention: share of the peak that fused attention reaches, forward and backward together.
+        overhead: bytes that context, libraries and communication buffers take.
+        source: where the numbers are from.
+    """
+
+    name: str
+    peak: float
+    peak_float32: float
+    memory: float
+    memory_bandwidth: float
+    link: float
+    network: float
+    per_node: int
+    units: int
+    dense: float
+    attention: float
+    overhead: float = 2 * GIB
+    source: str = "given by the user"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not value > 0:
+                raise DeviceError(f"The device {self.name!r} has {field.name} {value}; it must be above 0.")
+        for name in ("dense", "attention"):
+            if getattr(self, name) > 1:
+                raise DeviceError(f"The device {self.name!r} has {name} {getattr(self, name)}; a share is at most 1.")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices in equal nodes.
+
+    Attributes:
+        device: what they are.
+        devices: how many in all.
+        per_node: how many in a node.
+
+    Raises:
+        DeviceError: no devices, or they do not fill the nodes.
+    """
+
+    device: Device
+    devices: int
+    per_node: int
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise DeviceError(f"There are {self.devices} devices; a plan needs at least 1.")
+        if self.per_node < 1 or (self.devices > self.per_node and self.devices % self.per_node):
+            raise DeviceError(
+                f"{self.devices} devices cannot be divided into nodes of {self.per_node}; every node must have as many."
+            )
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes."""
+        return -(-self.devices // self.per_node)
+
+
+_MATMUL = "best product: ml-engineering, compute/accelerator, table of maximum achievable matmul FLOPS"
+_FLASH_2 = "attention: FlashAttention-2, arXiv 2307.08691, section 4.1"
+
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        Device(
+            "a100", 312e12, 156e12, 80e9, 2.04e12, 300e9, 25e9, 8, 108, 0.869, 0.60,
+            source=f"NVIDIA A100 80GB SXM data sheet; network 8 x 200 Gb/s a node; {_MATMUL}; {_FLASH_2}",
+        ),
+        Device(
+            "h100", 989e12, 494e12, 80e9, 3.35e12, 450e9, 50e9, 8, 132, 0.803, 0.34,
+            source=f"NVIDIA H100 SXM data sheet; network 8 x 400 Gb/s a node; {_MATMUL}; {_FLASH_2}",
+        ),
+        Device(
+            "h200", 989e12, 494e12, 141e9, 4.8e12, 450e9, 50e9, 8, 132, 0.803, 0.34,
+            source="NVIDIA H200 SXM data sheet; network 8 x 400 Gb/s a node; shares as for the H100",
+        ),
+        Device(
+            "h800", 989e12, 494e12, 80e9, 3.35e12, 200e9, 50e9, 8, 132, 0.803, 0.34,
+            source="as the H100 with 400 GB/s of NVLink in both directions",
+        ),
+        Device(
+            "h20", 148e12, 74e12, 96e9, 4.0e12, 450e9, 50e9, 8, 78, 0.90, 0.60,
+            source="NVIDIA H20 data sheet; shares assumed: few FLOP/s for its memory, so nearly all are reached",
+        ),
+        Device(
+            "b200", 2250e12, 1125e12, 180e9, 8.0e12, 900e9, 50e9, 8, 148, 0.776, 0.30,
+            source=f"NVIDIA B200 data sheet; network 8 x 400 Gb/s a node; {_MATMUL}; attention assumed",
+        ),
+        Device(
+            "mi300x", 1307e12, 654e12, 192e9, 5.3e12, 448e9, 50e9, 8, 304, 0.601, 0.30,
+            source=f"AMD Instinct MI300X data sheet; network 8 x 400 Gb/s a node; {_MATMUL}; attention assumed",
+        ),
+        Device(
+            "ascend-910b", 313e12, 78e12, 64e9, 1.6e12, 196e9, 25e9, 8, 20, 0.80, 0.40,
+            source="peak and memory as FlowTrain (arXiv 2606.23087) reports; HCCS 7 x 28 GB/s; shares assumed",
+        ),
+        Device(
+            "cpu", 494e9, 110e9, 8 * GIB, 20e9, 5e9, 1.25e9, 64, 1, 0.90, 0.30, overhead=0.4 * GIB,
+            source="one thread of a server CPU with AMX, by torch's matrix products; memory and links assumed",
+        ),
+    )
+}  # fmt: skip
+"""Known devices by name."""
+
+
+def named_device(name: str) -> Device:
+    """A known device.
+
+    Raises:
+        DeviceError: there is none of that name.
+    """
+    if name not in DEVICES:
+        near = get_close_matches(name, DEVICES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise DeviceError(
+            f"There is no device {name!r}.{hint} Known are {', '.join(DEVICES)}; others come from a YAML file."
+        )
+    return DEVICES[name]
+
+
+def device_from(values: Mapping[str, Any]) -> Device:
+    """A device of the user's own.
+
+    Args:
+        values: the attributes of a `Device`. With ``like``, the name of a known device, what is left out is its.
+
+    Raises:
+        DeviceError: an attribute is missing, unknown or no number.
+    """
+    known = {field.name: field for field in fields(Device)}
+    given = {"source": "given by the user", **values}
+    base = given.pop("like", None)
+    if base is not None:
+        given = {**vars(named_device(str(base))), **given}
+    unknown = sorted(set(given) - set(known))
+    missing = [name for name in known if name not in given and name != "overhead"]
+    if unknown or missing:
+        wrong = [f"has no {', '.join(unknown)}"] if unknown else []
+        wrong += [f"needs {', '.join(missing)} too (or like: a known device)"] if missing else []
+        raise DeviceError(f"A device {' and '.join(wrong)}. Its attributes are {', '.join(known)}.")
+    for name, value in given.items():
+        if name not in ("name", "source"):
+            given[name] = _number(name, value)
+    given["per_node"], given["units"] = int(given["per_node"]), int(given["units"])
+    return Device(**given)
+
+
+def _number(name: str, value: Any) -> float:
+    """A number; YAML reads 1e12 as text, since its own numbers need a dot."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise DeviceError(f"The device's {name} is {value!r}; it must be a number.") from error

@@ -1,0 +1,147 @@
+"""Time of one forward and backward of a half over one microbatch, by matrices, attention and what only moves data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowtrain_lightning.allocator.description import Dense, Layers
+from flowtrain_lightning.allocator.efficiency import FloatArray, peak, product_seconds
+from flowtrain_lightning.allocator.exchange import bandwidth, gather_seconds
+from flowtrain_lightning.allocator.flops import FLASH_BACKWARD
+from flowtrain_lightning.allocator.problem import Family, RoleProblem
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of one microbatch on the devices of one replica, all stages together.
+
+    Attributes:
+        forward: computing forward.
+        backward: computing backward, with what is computed again.
+        exchange: collectives among tensor and context ranks that nothing hides.
+        layer: the slowest layer, forward and backward: a pipeline is cut between layers.
+    """
+
+    forward: FloatArray
+    backward: FloatArray
+    exchange: FloatArray
+    layer: FloatArray
+
+    @property
+    def total(self) -> FloatArray:
+        """All of it."""
+        return self.forward + self.backward + self.exchange
+
+
+def pass_time(problem: RoleProblem, family: Family, tokens: FloatArray) -> PassTime:
+    """Time of one microbatch.
+
+    Args:
+        problem: the role.
+        family: how a replica shares its work.
+        tokens: ``[layouts]`` tokens of the microbatch.
+    """
+    zero = np.zeros_like(tokens)
+    forward, backward, exchange, slowest = zero, zero, zero, zero
+    flows = problem.receives_gradient
+    pairs = iter(problem.pairs_per_token)
+    for part in problem.half.parts:
+        if isinstance(part, Dense):
+            there, back = _dense_seconds(problem, part, family, tokens, flows)
+            forward, backward = forward + there, backward + back
+        elif isinstance(part, Layers):
+            there, back, sent = _layer_seconds(problem, part, family, tokens, next(pairs), flows or part.trainable)
+            forward, backward = forward + part.count * there, backward + part.count * back
+            exchange, slowest = exchange + part.count * sent, np.maximum(slowest, there + back + sent)
+        flows = flows or part.trainable
+    return PassTime(forward, backward, exchange, slowest)
+
+
+def _dense_seconds(
+    problem: RoleProblem, part: Dense, family: Family, tokens: FloatArray, flows: bool
+) -> tuple[FloatArray, FloatArray]:
+    device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
+    rows = tokens * part.rows / family.context
+    outputs = part.outputs / family.tensor
+    once = part.copies * product_seconds(rows, outputs, float(part.inputs), device, share, width)
+    # Reading and writing the result and its gradient; a head's logits become float32 in the loss.
+    moved = part.copies * rows * outputs * 3 * width / (device.memory_bandwidth * share.memory)
+    return once + moved, (int(part.trainable) + int(flows)) * once + moved * (part.trainable or flows)
+
+
+def _layer_seconds(
+    problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray, pairs: float, trains: bool
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Forward, backward and exposed exchange of one layer. ``trains`` says that gradients flow into or through it."""
+    trains = trains and not part.unused
+    device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
+    products = _products(problem, part, family, tokens)
+    sharers = family.tensor * family.context
+    attention = 4.0 * part.query_width * pairs * tokens / sharers / (peak(device, width) * share.attention)
+    moved = tokens * _moved_bytes(part, width) / sharers / (device.memory_bandwidth * share.memory)
+    forward = np.maximum(products + attention + moved, share.launch)
+    tensor, context = _exchange(problem, part, family, tokens)
+    sent = tensor + np.maximum(context - attention, 0.0)
+    if not trains:
+        return forward, np.zeros_like(forward), sent
+    backward = (1 + part.trainable) * products + FLASH_BACKWARD * attention + 2 * moved
+    backward = np.maximum(backward, 2 * share.launch)
+    sent = sent + tensor + np.maximum(2 * context - FLASH_BACKWARD * attention, 0.0)
+    if family.recompute == "full":
+        backward, sent = backward + forward, sent + tensor
+    elif family.recompute == "selective":
+        backward = backward + moved
+    return forward, backward, sent
+
+
+def _products(problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray) -> FloatArray:
+    """Seconds of a layer's products with weights, forward."""
+    device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
+    rows, tensor = tokens / family.context, family.tensor
+
+    def seconds(rows: FloatArray, columns: float, inner: float, groups: int = 1) -> FloatArray:
+        return product_seconds(rows, columns, inner, device, share, width, groups)
+
+    key_value = max(part.key_value_width / tensor, part.head_size)
+    total = seconds(rows, part.query_width / tensor + 2 * key_value, part.hidden)
+    total = total + seconds(rows, part.hidden, part.query_width / tensor)
+    ups = 2 if part.gated else 1
+    dense_width = part.feed_forward if part.experts is None else part.experts.shared
+    if dense_width:
+        total = total + seconds(rows, ups * dense_width / tensor, part.hidden)
+        total = total + seconds(rows, part.hidden, dense_width / tensor)
+    if (mixture := part.experts) is not None:
+        each, inner = rows * mixture.chosen / mixture.count, mixture.feed_forward / tensor
+        total = total + seconds(each, ups * inner, part.hidden, mixture.count)
+        total = total + seconds(each, part.hidden, inner, mixture.count)
+    return total
+
+
+def _moved_bytes(part: Layers, width: int) -> float:
+    """Bytes per token that a layer's norms, residuals, rotations and activations read and write, forward.
+
+    Two norms read and write the hidden state, two sums read two and write one, the rotation reads and writes queries
+    and keys, and a fused activation reads its inputs and writes its output.
+    """
+    residual = 10 * part.hidden
+    rotation = 2 * (part.query_width + part.key_value_width)
+    activation = (3 if part.gated else 2) * part.active_feed_forward
+    return float(width * (residual + rotation + activation))
+
+
+def _exchange(problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Seconds of a layer's forward collectives among tensor ranks, and among context ranks.
+
+    Tensor ranks gather and scatter the hidden state around attention and around the feed-forward network, with
+    sequence parallelism between (Korthikanti et al., arXiv 2205.05198, section 4.2). Context ranks gather keys and
+    values.
+    """
+    cluster, share, width = problem.cluster, problem.efficiency, problem.precision.computing
+    hidden = tokens / family.context * part.hidden * width
+    speed = bandwidth(cluster, family.tensor, 1)
+    tensor = 4 * gather_seconds(hidden, family.tensor, speed, share)
+    keys = tokens * 2 * part.key_value_width / family.tensor * width
+    context = gather_seconds(keys, family.context, bandwidth(cluster, family.context, family.tensor), share)
+    return tensor, context

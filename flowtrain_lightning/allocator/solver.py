@@ -1,0 +1,103 @@
+"""Throughput matching: one layout per role so that the slowest role is as fast as can be, with scipy's MILP solver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array, hstack
+
+from flowtrain_lightning.allocator.candidates import Candidate, Table
+from flowtrain_lightning.allocator.efficiency import FloatArray
+
+TIE = 0.005
+"""Times that differ by less are taken as equal: the models of time know no better."""
+
+_FEW, _STRIDE = 256, 16
+
+
+class SolverError(RuntimeError):
+    """The solver stopped without an answer."""
+
+
+def match_throughputs(tables: Mapping[str, Table], devices: int) -> dict[str, Candidate] | None:
+    """One layout for every role, on devices of its own.
+
+    After FlowTrain (arXiv 2606.23087): maximise the rate of the slowest role, then waste as little as that allows,
+    first in devices, then in idle time, where half a percent of rate does
+    not count. Every role works on every step, so a role's rate is one over its time of a
+    step, and the job's rate is the least of them, with several encoders too. (FlowTrain adds up the rates of encoders,
+    which holds where a sample needs only one of them.)
+
+    Args:
+        tables: role -> its candidates.
+        devices: how many there are.
+
+    Returns:
+        Role -> its candidate, or None where no choice fits.
+
+    Raises:
+        SolverError: the solver failed.
+    """
+    roles = {role: table.select(table.devices <= devices).undominated for role, table in tables.items()}
+    if any(not len(table) for table in roles.values()):
+        return None
+    least = sum(float(table.devices[0]) for table in roles.values())
+    if least > devices:
+        return None
+    slowest = _fastest_of_the_slowest(_narrowed(list(roles.values()), devices), devices)
+    return {role: table.candidate(_leanest(table, slowest)) for role, table in roles.items()}
+
+
+def _narrowed(tables: list[Table], devices: int) -> list[Table]:
+    """The tables without what can be no part of a best choice, as a solution among a few candidates shows.
+
+    What is slower than that solution is not needed, nor what then leaves too few devices for the other roles.
+    """
+    if sum(map(len, tables)) <= _FEW:
+        return tables
+    few = [table.select(np.unique(np.append(np.arange(0, len(table), _STRIDE), 0))) for table in tables]
+    slowest = _fastest_of_the_slowest(few, devices)
+    tables = [table.select(table.seconds <= slowest * (1 + 1e-9)) for table in tables]
+    least = sum(float(table.devices[0]) for table in tables)
+    return [table.select(table.devices <= devices - least + table.devices[0]) for table in tables]
+
+
+def _fastest_of_the_slowest(tables: list[Table], devices: int) -> float:
+    """The least seconds of a step that all roles can keep on all devices together.
+
+    Variables: whether each candidate is chosen, and the rate G of the slowest role. Maximise G subject to one
+    candidate a role, G no more than each role's rate, and no more devices than there are.
+    """
+    scale = min(float(table.seconds.min()) for table in tables)
+    sizes = [len(table) for table in tables]
+    chosen, total = np.concatenate([np.full(size, role) for role, size in enumerate(sizes)]), sum(sizes)
+    rates = np.concatenate([scale / table.seconds for table in tables])
+    counts = np.concatenate([table.devices for table in tables])
+    columns, ones = np.arange(total), np.ones(total)
+    roles = len(tables)
+    one_each = csr_array((ones, (chosen, columns)), shape=(roles, total + 1))
+    of_slowest = hstack([csr_array((rates, (chosen, columns)), shape=(roles, total)), -np.ones((roles, 1))])
+    budget = csr_array((counts, (np.zeros(total, dtype=int), columns)), shape=(1, total + 1))
+    answer = milp(
+        np.append(np.zeros(total), -1.0),
+        integrality=np.append(ones, 0.0),
+        bounds=Bounds(0.0, 1.0),
+        constraints=[
+            LinearConstraint(one_each, 1.0, 1.0),
+            LinearConstraint(of_slowest, 0.0, np.inf),
+            LinearConstraint(budget, 0.0, devices),
+        ],
+        options={"mip_rel_gap": 0.0},
+    )
+    if answer.x is None:
+        raise SolverError(f"The solver found no allocation: {answer.message}")
+    rows = [np.flatnonzero(chosen == role)[np.argmax(answer.x[:total][chosen == role])] for role in range(roles)]
+    return scale / float(rates[rows].min())
+
+
+def _leanest(table: Table, slowest: float) -> int:
+    """Of the candidates that keep up, the one with the fewest devices, then the one that idles least."""
+    keeps_up: FloatArray = np.where(table.seconds <= slowest * (1 + TIE), table.devices, np.inf)
+    return int(np.lexsort((-table.seconds, keeps_up))[0])

@@ -1,0 +1,120 @@
+"""What a step asks of every role: how many tokens and media of which lengths, and how they may be batched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log
+from statistics import NormalDist
+
+import numpy as np
+
+from flowtrain_lightning.allocator.description import DescriptionError, ModuleDescription
+from flowtrain_lightning.allocator.flops import IntArray
+from flowtrain_lightning.allocator.roles import BACKBONE
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Samples drawn from the data, and how steps are made of such.
+
+    Attributes:
+        tokens: ``[samples]`` backbone tokens of each drawn sample, media tokens included.
+        media: modality -> ``[media]`` encoder tokens (patches, frames) of each media in the drawn samples.
+        global_batch_size: samples of a step.
+        token_budget: the most tokens of a backbone microbatch.
+        encoder_budget: the most encoder tokens of an encoder batch.
+
+    Raises:
+        DescriptionError: no samples, or a number below 1.
+    """
+
+    tokens: IntArray
+    media: Mapping[str, IntArray]
+    global_batch_size: int = 256
+    token_budget: int = 8192
+    encoder_budget: int = 16384
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) or self.tokens.min() < 1:
+            raise DescriptionError("The data must have samples, each of at least one token.")
+        for name in ("global_batch_size", "token_budget", "encoder_budget"):
+            if getattr(self, name) < 1:
+                raise DescriptionError(f"The {name} is {getattr(self, name)}; it must be at least 1.")
+        if (longest := int(self.tokens.max())) > self.token_budget:
+            raise DescriptionError(
+                f"The longest sample has {longest:,} tokens, but a microbatch takes {self.token_budget:,}; raise the "
+                "token budget or leave such samples out."
+            )
+
+
+@dataclass(frozen=True)
+class RoleLoad:
+    """One role's part of a step.
+
+    Attributes:
+        lengths: ``[items]`` lengths of the drawn samples or media.
+        items: samples or media of a step.
+        budget: the most tokens of one forward.
+        batches_in_flight: batches whose activations may be kept at the same time, without a pipeline.
+    """
+
+    lengths: IntArray
+    items: float
+    budget: int
+    batches_in_flight: int
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a step."""
+        return self.items * float(self.lengths.mean())
+
+
+ENCODER_BATCHES_IN_FLIGHT = 4
+"""Batches whose activations an encoder that trains keeps: the strategy's default for ``encoder_activations``."""
+
+
+def typical_workload(module: ModuleDescription, **settings: int) -> Workload:
+    """What is assumed where nothing is known of the data: one media a sample, lengths that are log-normal.
+
+    Half of the samples have more than 1,200 tokens, half of the media more than 1,024 tokens of the encoder; one in
+    six is longer than twice that, one in six shorter than half.
+
+    Args:
+        module: its modalities.
+        settings: further fields of `Workload`.
+    """
+    count = 509  # prime, so that any step through the quantiles pairs lengths of samples and media anew
+    quantiles = [NormalDist(sigma=log(2)).inv_cdf((number + 0.5) / count) for number in range(count)]
+    spread = np.exp(np.array(quantiles))
+    media = {
+        modality: np.rint(1024 * spread[np.arange(count) * step % count]).astype(np.int64)
+        for modality, step in zip(module.encoders, (197, 311, 89), strict=False)
+    }
+    longest = settings.get("token_budget", Workload.token_budget)
+    return Workload(np.minimum(np.rint(1200 * spread).astype(np.int64), longest), media, **settings)
+
+
+def role_loads(module: ModuleDescription, workload: Workload) -> dict[str, RoleLoad]:
+    """Role -> its part of a step.
+
+    Raises:
+        DescriptionError: the data say nothing about a modality that the module encodes.
+    """
+    size = workload.global_batch_size
+    loads = {}
+    for modality, half in module.encoders.items():
+        if modality not in workload.media:
+            known = ", ".join(workload.media) or "none"
+            raise DescriptionError(
+                f"The module encodes {modality} media, but the data give no lengths of such; they give: {known}."
+            )
+        lengths = workload.media[modality]
+        if not len(lengths) or lengths.min() < 1:
+            raise DescriptionError(f"The data must have {modality} media of at least one token, or nothing is encoded.")
+        items = size * len(lengths) / len(workload.tokens)
+        in_flight = ENCODER_BATCHES_IN_FLIGHT if half.trains else 1
+        budget = max(workload.encoder_budget, int(lengths.max()))
+        loads[module.role_of(modality)] = RoleLoad(lengths, items, budget, in_flight)
+    loads[BACKBONE] = RoleLoad(workload.tokens, size, workload.token_budget, 1)
+    return loads

@@ -1,0 +1,57 @@
+"""Devices and clusters."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowtrain_lightning.allocator.devices import DEVICES, Cluster, DeviceError, device_from, named_device
+
+
+def test_every_known_device_says_where_its_numbers_are_from():
+    assert {"a100", "h100", "h200", "b200", "mi300x", "ascend-910b", "cpu"} <= set(DEVICES)
+    assert all(len(device.source) > 20 for device in DEVICES.values())
+
+
+def test_a_device_of_ones_own_may_start_from_a_known_one():
+    own = device_from({"name": "mine", "like": "h100", "memory": "96e9", "per_node": 4})
+    assert (own.memory, own.per_node, own.peak) == (96e9, 4, DEVICES["h100"].peak)
+    assert own.source == "given by the user"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"name": "mine", "like": "h101"}, "no device 'h101'. Did you mean 'h100'"),
+        ({"name": "mine", "peak": 1e12}, "A device needs peak_float32, memory, memory_bandwidth, "),
+        ({"name": "mine", "like": "a100", "color": "red"}, "A device has no color. Its attributes are name, peak"),
+        ({"name": "mine", "like": "a100", "memory": "plenty"}, "device's memory is 'plenty'; it must be a number"),
+        ({"name": "mine", "like": "a100", "memory": 0}, "'mine' has memory 0.0; it must be above 0"),
+        ({"name": "mine", "like": "a100", "dense": 1.2}, "has dense 1.2; a share is at most 1"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(values, words):
+    with pytest.raises(DeviceError, match=words):
+        device_from(values)
+
+
+def test_an_unknown_device_is_met_with_those_that_are_known():
+    with pytest.raises(DeviceError, match=r"no device 'h1000'\. Did you mean 'h100'\? Known are a100, h100"):
+        named_device("h1000")
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_node", "words"),
+    [
+        (0, 8, "There are 0 devices; a plan needs at least 1"),
+        (12, 8, "12 devices cannot be divided into nodes of 8"),
+        (4, 0, "into nodes of 0"),
+    ],
+)
+def test_devices_fill_their_nodes(devices, per_node, words):
+    with pytest.raises(DeviceError, match=words):
+        Cluster(DEVICES["h100"], devices, per_node)
+
+
+def test_fewer_devices_than_a_node_has_are_a_part_of_one():
+    assert Cluster(DEVICES["h100"], 3, 8).nodes == 1
+    assert Cluster(DEVICES["h100"], 24, 8).nodes == 3

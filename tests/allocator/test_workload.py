@@ -1,0 +1,54 @@
+"""What a step asks of the roles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.allocator.description import DescriptionError
+from flowtrain_lightning.allocator.models import named_model
+from flowtrain_lightning.allocator.workload import Workload, role_loads, typical_workload
+
+MODULE = named_model("qwen2.5-vl-7b")
+
+
+def test_a_steps_media_are_as_many_as_the_drawn_samples_have():
+    workload = Workload(np.array([100, 200]), {"image": np.array([64, 64, 256])}, global_batch_size=10)
+    loads = role_loads(MODULE, workload)
+    assert (loads["encoder"].items, loads["backbone"].items) == (15, 10)
+    assert loads["encoder"].tokens == pytest.approx(15 * 128)
+    assert loads["backbone"].tokens == pytest.approx(10 * 150)
+
+
+def test_an_encoder_batch_takes_the_longest_media_whatever_the_budget():
+    workload = Workload(np.array([100]), {"image": np.array([5000])}, encoder_budget=1000)
+    assert role_loads(MODULE, workload)["encoder"].budget == 5000
+
+
+def test_typical_data_are_as_the_docstring_says():
+    workload = typical_workload(MODULE)
+    assert np.median(workload.tokens) == 1200
+    assert np.median(workload.media["image"]) == 1024
+    assert np.mean(workload.tokens > 2400) == pytest.approx(1 / 6, abs=0.01)
+    assert abs(np.corrcoef(workload.tokens, workload.media["image"])[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "media", "settings", "words"),
+    [
+        ([], {"image": [1]}, {}, "must have samples"),
+        ([0], {"image": [1]}, {}, "must have samples, each of at least one token"),
+        ([9000], {"image": [1]}, {}, "longest sample has 9,000 tokens, but a microbatch takes 8,192; raise"),
+        ([1], {"image": [1]}, {"global_batch_size": 0}, "global_batch_size is 0; it must be at least 1"),
+        ([1], {"audio": [1]}, {}, "encodes image media, but the data give no lengths of such; they give: audio"),
+        ([1], {"image": []}, {}, "must have image media of at least one token"),
+    ],
+)
+def test_data_that_cannot_be_planned_for_are_refused(tokens, media, settings, words):
+    arrays = {name: np.array(lengths, dtype=np.int64) for name, lengths in media.items()}
+
+    def load():
+        role_loads(MODULE, Workload(np.array(tokens, dtype=np.int64), arrays, **settings))
+
+    with pytest.raises(DescriptionError, match=words):
+        load()
