@@ -10,8 +10,8 @@ from flowtrain_lightning.packing.microbatches import Objective, level_ranks
 from flowtrain_lightning.packing.order import fastest_order, rows_time, wanted_media
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 
-_MOVABLE = 8
-"""Samples longer than this part of the budget stay: rows are even since such samples meet their like in them."""
+_MOVABLE = 0.01
+"""Samples with more attention than this share of a microbatch stay: rows are even since such samples meet their like."""
 _ENOUGH = 1e-3
 """A step this near to the work of its busiest lane, as a share of it, stays as it is."""
 _UNEVENNESS = 2e-4
@@ -92,7 +92,9 @@ def _exchanged(
 ) -> IntArray:
     found = bin_of.copy()
     by_density = np.lexsort((-tokens, encoder / costs))
-    by_density = by_density[tokens[by_density] * _MOVABLE <= budget]
+    # Attention: what a sample costs beyond the like number of the cheapest tokens.
+    attention = costs - (costs / tokens).min() * tokens
+    by_density = by_density[attention[by_density] <= _MOVABLE * cost.mean()]
     exchange_media(found, order, by_density, tokens, encoder, cost[order], ranks, budget)
     if objective == "sync":
         falling = np.argsort(-tokens, kind="stable")
