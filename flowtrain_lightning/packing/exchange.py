@@ -11,7 +11,7 @@ from flowtrain_lightning.packing.order import fastest_order, rows_time, wanted_m
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 
 _MOVABLE = 0.01
-"""Samples with more attention than this share of a microbatch stay: rows are even since such samples meet their like."""
+"""Samples with more attention than this share of a microbatch stay: rows are even since such ones meet their like."""
 _ENOUGH = 1e-3
 """A step this near to the work of its busiest lane, as a share of it, stays as it is."""
 _UNEVENNESS = 2e-4
