@@ -8,9 +8,9 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, SequentialSampler
 from flowtrain_lightning.data.batch import StepBatch
 from flowtrain_lightning.data.parcel import Parcel
 from flowtrain_lightning.data.steps import StepDataset
+from flowtrain_lightning.data.token_stream import saved_stream, stream_state
+from flowtrain_lightning.packing.stream import StreamState
 
 _PR_SET_PDEATHSIG = 1
 
@@ -58,7 +60,7 @@ class StepLoader:
 
     Args:
         steps: the steps.
-        settings: what decides which samples are in which step, as JSON types; kept in the state.
+        files: fingerprints of the data's files; kept in the state.
         num_workers: processes that load; with 0 the training process loads. They live until :meth:`close`.
         pin_memory: batches lie in page-locked memory.
     """
@@ -70,21 +72,22 @@ class StepLoader:
         self,
         steps: StepDataset,
         *,
-        settings: Mapping[str, Any],
+        files: Sequence[str],
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
         self.steps = steps
         self.sampler = StepSampler(steps)
-        self._settings = dict(settings)
+        self._files = list(files)
         self._resume: tuple[int, int] | None = None
         self._position = (0, 0)
+        self._stream: StreamState | None = None
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._loader: DataLoader[Parcel] | None = None
         self._reading: weakref.ref[_StepIterator] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._coming: Future[StepBatch | None] | None = None
+        self._coming: Future[_Delivery | None] | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -98,19 +101,24 @@ class StepLoader:
         All in JSON types: ``settings`` decide which samples are in a step, ``planning`` how they are packed.
         """
         epoch, step = self._resume or self._position
-        planning = self.steps.planning.state_dict()
-        return {"epoch": epoch, "step": step, "settings": self._settings, "planning": planning}
+        return {
+            "epoch": epoch,
+            "step": step,
+            "settings": self._settings_of(self.steps),
+            "planning": self.steps.planning.state_dict(),
+            "stream": self._stream and saved_stream(self._stream),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken: the epoch that it names begins after the batches delivered then.
 
-        Cost models that the user left open are those of the state.
+        Settings that the user left open are those of the state.
 
         Raises:
             ValueError: the state was taken with other settings.
         """
         steps = self.steps.going_on_from(state)
-        if told := _changes(state["settings"], self._settings):
+        if told := _changes(state["settings"], self._settings_of(steps)):
             raise ValueError(
                 f"The checkpoint's place in the data means other samples now: {told}. "
                 "Use the settings and files it was made with, or start a new run from its weights."
@@ -119,6 +127,7 @@ class StepLoader:
             rank_zero_info(f"flowtrain: the same samples as before, in every step, are packed otherwise: {told}.")
         self.close()
         self.steps = steps
+        self._stream = state["stream"] and stream_state(state["stream"])
         self._resume = (int(state["epoch"]), int(state["step"]))
         self.sampler.set_epoch(self._resume[0])
 
@@ -140,7 +149,7 @@ class StepLoader:
             wait([self._coming])  # else the thread would go on reading from an iterator that begins anew
             self._coming = None
 
-    def _load_next(self, parcels: Iterator[Parcel]) -> Future[StepBatch | None]:
+    def _load_next(self, parcels: Iterator[Parcel]) -> Future[_Delivery | None]:
         """Let the thread bring the next batch, or None at the epoch's end."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="load the next step")
@@ -172,8 +181,12 @@ class StepLoader:
             generator=torch.Generator(),
         )
 
-    def _delivered(self, epoch: int, step: int) -> None:
-        self._position = (epoch, step + 1)
+    def _delivered(self, delivery: _Delivery) -> None:
+        self._position = (delivery.batch.epoch, delivery.batch.step + 1)
+        self._stream = delivery.stream
+
+    def _settings_of(self, steps: StepDataset) -> dict[str, Any]:
+        return {"files": self._files, **steps.sampling.state_dict()}
 
 
 class _StepIterator(Iterator[StepBatch]):
@@ -182,8 +195,8 @@ class _StepIterator(Iterator[StepBatch]):
     def __init__(self, loader: StepLoader) -> None:
         self._loader: StepLoader | None = loader
         self._parcels: Iterator[Parcel] | None = None
-        self._coming: Future[StepBatch | None] | None = None
-        self._ahead: deque[StepBatch] = deque()
+        self._coming: Future[_Delivery | None] | None = None
+        self._ahead: deque[_Delivery] = deque()
         self._next = 0
         self._lock = threading.Lock()
 
@@ -193,10 +206,10 @@ class _StepIterator(Iterator[StepBatch]):
                 raise RuntimeError("This iterator ended when another one of the same StepLoader began; use that one.")
             if not self._look_ahead(1):
                 raise StopIteration
-            batch = self._ahead.popleft()
-            self._next = batch.step + 1
-            self._loader._delivered(batch.epoch, batch.step)
-            return batch
+            delivery = self._ahead.popleft()
+            self._next = delivery.batch.step + 1
+            self._loader._delivered(delivery)
+            return delivery.batch
 
     def close(self) -> None:
         """Let go of the workers and of what was loaded."""
@@ -210,7 +223,7 @@ class _StepIterator(Iterator[StepBatch]):
             distance = step - self._next
             if distance < 0:
                 raise LookupError(f"Step {step} was delivered already; the next one is {self._next}.")
-            return self._ahead[distance] if self._look_ahead(distance + 1) else None
+            return self._ahead[distance].batch if self._look_ahead(distance + 1) else None
 
     def _look_ahead(self, batches: int) -> bool:
         """Have so many batches in the queue, and one more on its way; False if the epoch has no more."""
@@ -221,23 +234,30 @@ class _StepIterator(Iterator[StepBatch]):
         while len(self._ahead) < batches:
             coming = self._coming or self._loader._load_next(self._parcels)
             self._coming = None  # whatever comes of it: after an error the next call tries what follows
-            batch = coming.result()
-            if batch is None:
+            delivery = coming.result()
+            if delivery is None:
                 return False
             # A weak reference: batches in the queue must not keep the iterator, and with it the workers, alive.
-            batch.following = _Following(weakref.ref(self), batch.step)
-            self._ahead.append(batch)
+            delivery.batch.following = _Following(weakref.ref(self), delivery.batch.step)
+            self._ahead.append(delivery)
         self._coming = self._coming or self._loader._load_next(self._parcels)
         return True
 
 
-def _next_batch(parcels: Iterator[Parcel]) -> StepBatch | None:
+class _Delivery(NamedTuple):
+    """A batch, and where the stream of samples stands once it was delivered."""
+
+    batch: StepBatch
+    stream: StreamState | None
+
+
+def _next_batch(parcels: Iterator[Parcel]) -> _Delivery | None:
     parcel = next(parcels, None)
     if parcel is None:
         return None
     batch = parcel.open()
     _ = batch.plan.entries  # worked out here, not when the step begins
-    return batch
+    return _Delivery(batch, parcel.stream)
 
 
 class _Following:
@@ -252,6 +272,8 @@ class _Following:
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     changed = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
+    if "semantics" in changed:
+        changed = ["semantics"]  # the others follow from it
     return "; ".join(f"{name} was {saved.get(name)}, is {now.get(name)}" for name in changed)
 
 

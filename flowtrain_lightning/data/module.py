@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import lightning as L
+import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
+from flowtrain_lightning.data.arguments import Files, paths_of, refuse_mixed_semantics, refuse_unknown
 from flowtrain_lightning.data.batch import StepPart
 from flowtrain_lightning.data.conversation import ChatTemplate
 from flowtrain_lightning.data.images import ImageProcessor
@@ -25,12 +27,11 @@ from flowtrain_lightning.data.records import DataError, Record
 from flowtrain_lightning.data.samples import Augment, SampleLoader
 from flowtrain_lightning.data.sampling import Sampling
 from flowtrain_lightning.data.steps import StepDataset
+from flowtrain_lightning.data.token_stream import TokenStream, training_stream
 from flowtrain_lightning.data.tokenizer import Tokenizer, open_tokenizer
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel
 from flowtrain_lightning.packing.microbatches import OBJECTIVES, Objective
-
-Files = str | Path | Sequence[str | Path]
-"""One data file, or several that are read as one."""
+from flowtrain_lightning.packing.offline import SEMANTICS, Semantics
 
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
@@ -50,6 +51,12 @@ class FlowDataModule(L.LightningDataModule):
     and ``objective`` decide how the samples of a step are packed. Cost models stay as they are for the whole run; a
     checkpoint keeps them too, and where they are left open on a resume it brings them back.
 
+    With ``semantics="tokens"`` a training step has ``microbatches`` microbatches instead, nearly full, and as many
+    samples as these hold. Samples may wait for others like them, and past the end of an epoch too: see
+    :mod:`~flowtrain_lightning.data.token_stream`. Steps are then the same on any number of backbone ranks that divides
+    ``microbatches``; they depend on ``token_budget``, ``microbatches``, ``row_width``, ``max_delay`` and ``cost`` as
+    well, in place of ``global_batch_size`` and ``drop_last``.
+
     Args:
         train: training file or files; a mapping of files to weights mixes them in that proportion, see
             :class:`~flowtrain_lightning.data.sampling.Sampling`.
@@ -58,7 +65,7 @@ class FlowDataModule(L.LightningDataModule):
         predict: files whose last assistant turns are to be written anew: sequences end with that turn's header.
         tokenizer: path of a ``tokenizer.json`` or its folder, a ``tokenizers.Tokenizer``, or a Hugging Face tokenizer.
         token_budget: the most tokens of a microbatch.
-        global_batch_size: samples of one step over all ranks.
+        global_batch_size: samples of one step over all ranks; with ``semantics="tokens"``, of one that does not train.
         images: how large pictures become; None takes ``ImageProcessor()``.
         template: how conversations are written; None takes ``ChatTemplate()``.
         seed: of order and augmentation; None takes that of ``seed_everything``, or 0.
@@ -75,6 +82,11 @@ class FlowDataModule(L.LightningDataModule):
             balances by patches, or takes a checkpoint's.
         objective: when backbone ranks wait for each other: ``"accumulate"``, once a step, as replicas do that sum
             their gradients; ``"sync"``, at every microbatch, as with FSDP, tensor and pipeline parallelism.
+        semantics: ``"samples"`` or ``"tokens"``: what a training step has a fixed number of.
+        microbatches: of one training step over all ranks, with ``"tokens"``.
+        row_width: microbatches that are made alike in cost, with ``"tokens"``: best as many as run at the same time.
+            None takes the number of backbone ranks, or a checkpoint's.
+        max_delay: steps that a sample may wait, with ``"tokens"``.
         augment: changes training pictures: ``augment(picture, generator)`` gets a Pillow image and a NumPy generator
             seeded from seed, epoch, sample and the picture's number in it, and returns a Pillow image.
         num_workers: processes that load, for each loader.
@@ -102,23 +114,29 @@ class FlowDataModule(L.LightningDataModule):
         cost: CostModel | None = None,
         encoder_cost: CostModel | None = None,
         objective: Objective = "accumulate",
+        semantics: Semantics = "samples",
+        microbatches: int | None = None,
+        row_width: int | None = None,
+        max_delay: int = 8,
         augment: Augment | None = None,
         num_workers: int = 0,
         cache_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
-        _refuse_unknown(
+        refuse_unknown(
             too_long=(too_long, ("error", "drop", "truncate")),
             unreadable=(unreadable, ("error", "drop")),
             objective=(objective, OBJECTIVES),
+            semantics=(semantics, SEMANTICS),
         )
+        refuse_mixed_semantics(semantics, microbatches, row_width, drop_last)
         given: dict[str, Files | Mapping[str, float] | None] = {
             "train": train,
             "val": val,
             "test": test,
             "predict": predict,
         }
-        self.files = {name: _paths(name, files) for name, files in given.items() if files is not None}
+        self.files = {name: paths_of(name, files) for name, files in given.items() if files is not None}
         self.weights = tuple(float(weight) for weight in train.values()) if isinstance(train, Mapping) else None
         self.token_budget = token_budget
         self.global_batch_size = global_batch_size
@@ -133,6 +151,10 @@ class FlowDataModule(L.LightningDataModule):
         self.cost = cost
         self.encoder_cost = encoder_cost
         self.objective: Objective = objective
+        self.semantics: Semantics = semantics
+        self.microbatches = microbatches
+        self.row_width = row_width
+        self.max_delay = max_delay
         self.augment = augment
         self.num_workers = num_workers
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
@@ -251,12 +273,6 @@ class FlowDataModule(L.LightningDataModule):
 
     def _loader(self, name: str) -> StepLoader:
         source = self._source(name)
-        sampling = self._sampling(name, source.lengths)
-        if sampling.steps == 0:
-            raise DataError(
-                f"{name} has {len(source)} samples, fewer than global_batch_size={self.global_batch_size}, so no step "
-                "would be left; lower it, or set drop_last=False."
-            )
         samples = SampleLoader(
             source,
             self.tokenizer,
@@ -267,47 +283,45 @@ class FlowDataModule(L.LightningDataModule):
             augment=self.augment if name == "train" else None,
             seed=self.seed,
         )
-        given = {"cost": self.cost, "encoder_cost": self.encoder_cost}
-        left_open = [name for name, value in given.items() if value is None]
-        planning = Planning(self.token_budget, self.cost or DEFAULT_COST, self.encoder_cost, self.objective)
+        given = {"cost": self.cost, "encoder_cost": self.encoder_cost, "row_width": self.row_width}
         loader = StepLoader(
-            StepDataset(samples, sampling, self._part(), planning, self.pad_to_budget, frozenset(left_open)),
-            settings=_settings(sampling, source),
+            StepDataset(
+                samples,
+                self._steps(name, source),
+                self._part(),
+                Planning(self.token_budget, self.cost or DEFAULT_COST, self.encoder_cost, self.objective),
+                self.pad_to_budget,
+                frozenset(setting for setting, value in given.items() if value is None),
+            ),
+            files=[each.fingerprint for each in source.sources],
             num_workers=self.num_workers,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
         self._loaders.add(loader)
         return loader
 
+    def _steps(self, name: str, source: JoinedSources) -> Sampling | TokenStream:
+        sampling = self._sampling(name, source.lengths)
+        if name != "train" or self.microbatches is None:
+            if sampling.steps == 0:
+                raise DataError(
+                    f"{name} has {len(source)} samples, fewer than global_batch_size={self.global_batch_size}, so no "
+                    "step would be left; lower it, or set drop_last=False."
+                )
+            return sampling
+        return training_stream(
+            sampling,
+            source.sizes(np.arange(len(source), dtype=np.int64)).tokens,
+            token_budget=self.token_budget,
+            microbatches=self.microbatches,
+            backbone_ranks=self._part().backbone_ranks,
+            row_width=self.row_width,
+            cost=self.cost or DEFAULT_COST,
+            max_delay=self.max_delay,
+        )
+
     def _part(self) -> StepPart:
         if self.trainer is None:
             return StepPart.plain(0, 1)
         part: StepPart | None = getattr(self.trainer.strategy, "step_part", None)
         return part or StepPart.plain(self.trainer.global_rank, self.trainer.world_size)
-
-
-def _settings(sampling: Sampling, source: JoinedSources) -> dict[str, Any]:
-    return {
-        "files": [each.fingerprint for each in source.sources],
-        "global_batch_size": sampling.global_batch_size,
-        "weights": None if sampling.weights is None else list(sampling.weights),
-        "seed": sampling.seed,
-        "shuffle": sampling.shuffle,
-        "drop_last": sampling.drop_last,
-    }
-
-
-def _paths(name: str, files: Files | Mapping[str, float]) -> list[Path]:
-    if isinstance(files, str | Path):
-        return [Path(files)]
-    if not files:
-        raise DataError(f"{name} is an empty list of files; name at least one, or leave the argument out.")
-    if isinstance(files, Mapping) and name != "train":
-        raise DataError(f"{name} gives files weights, which only train may have; give a list of files.")
-    return [Path(file) for file in files]
-
-
-def _refuse_unknown(**settings: tuple[str, Sequence[str]]) -> None:
-    for name, (given, known) in settings.items():
-        if given not in known:
-            raise ValueError(f"{name} is {given!r}; give one of {', '.join(map(repr, known))}.")

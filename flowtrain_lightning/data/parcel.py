@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowtrain_lightning.data.batch import StepBatch
+from flowtrain_lightning.packing.stream import StreamState
 
 _ALIGNMENT = 64
 
@@ -26,14 +27,16 @@ class Parcel:
         body: the pickled batch, with references in place of tensors.
         block: ``[bytes]`` uint8, all tensors.
         places: offset, dtype and shape of every tensor.
+        stream: where the stream of samples stands after this step, where steps are cut from one.
     """
 
     body: bytes
     block: Tensor
     places: tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]
+    stream: StreamState | None = None
 
     @classmethod
-    def of(cls, batch: StepBatch) -> Parcel:
+    def of(cls, batch: StepBatch, stream: StreamState | None = None) -> Parcel:
         """Pack a batch; its ``following`` stays behind."""
         file = io.BytesIO()
         pickler = _Pickler(file)
@@ -46,7 +49,7 @@ class Parcel:
         block = torch.empty(end, dtype=torch.uint8)
         for place, tensor in zip(places, pickler.tensors, strict=True):
             _view(block, *place).copy_(tensor)
-        return cls(file.getvalue(), block, tuple(places))
+        return cls(file.getvalue(), block, tuple(places), stream)
 
     def open(self) -> StepBatch:
         """The batch; its tensors are views of the block."""
@@ -56,7 +59,7 @@ class Parcel:
 
     def pin_memory(self) -> Parcel:
         """The same parcel in page-locked memory."""
-        return Parcel(self.body, self.block.pin_memory(), self.places)
+        return replace(self, block=self.block.pin_memory())
 
 
 def _view(block: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -8,7 +8,10 @@ from typing import Any
 
 from flowtrain_lightning.data.batch import StepPart
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, plan_step
-from flowtrain_lightning.packing.microbatches import Objective
+from flowtrain_lightning.packing.arrange import arrange
+from flowtrain_lightning.packing.microbatches import Objective, as_microbatches, positive_costs
+from flowtrain_lightning.packing.step import Microbatches
+from flowtrain_lightning.packing.stream import StreamSettings, StreamStep
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,16 @@ class Planning:
     encoder_cost: CostModel | None = None
     objective: Objective = "accumulate"
 
-    def plan(self, sizes: SampleSizes, samples: IntArray, part: StepPart) -> StepPlan:
+    def plan(
+        self, sizes: SampleSizes, samples: IntArray, part: StepPart, microbatches: Microbatches | None = None
+    ) -> StepPlan:
         """The whole step's plan, equal on all ranks.
 
         Args:
             sizes: the sizes of ``samples``.
             samples: ``[n]`` indices into the data set.
             part: says how many ranks there are, and whether each encodes what it reads.
+            microbatches: what :meth:`arrange` found; None packs as many as are needed.
         """
         return plan_step(
             sizes,
@@ -45,7 +51,23 @@ class Planning:
             cost=self.cost,
             encoder_cost=self.encoder_cost,
             objective=self.objective,
+            microbatches=microbatches,
         )
+
+    def arrange(self, step: StreamStep, settings: StreamSettings, part: StepPart) -> Microbatches:
+        """A stream's step, which is in rows of the stream's width, dealt to the ranks of this layout."""
+        bins = settings.rows * settings.row_width
+        bin_of = arrange(
+            step.tokens,
+            positive_costs(step.tokens, self.cost),
+            step.bin_of,
+            bins=bins,
+            width=settings.row_width,
+            ranks=part.backbone_ranks,
+            budget=settings.token_budget,
+            objective=self.objective,
+        )
+        return as_microbatches(bin_of, bins // part.backbone_ranks, part.backbone_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """The same in JSON types, for a checkpoint."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +60,12 @@ class Sampling:
         missing = sum(self.lengths) - int(shares.sum())
         shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
         return tuple(shares.tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides which samples are in a step, beside the data; in JSON types."""
+        settings = asdict(self)
+        del settings["lengths"]
+        return {"semantics": "samples", **settings, "weights": self.weights and list(self.weights)}
 
     def step(self, epoch: int, step: int) -> IntArray:
         """The samples of one step: numbers into the sources one after another."""

@@ -16,6 +16,7 @@ from flowtrain_lightning.data.planning import Planning
 from flowtrain_lightning.data.records import Record
 from flowtrain_lightning.data.samples import SampleLoader
 from flowtrain_lightning.data.sampling import Sampling
+from flowtrain_lightning.data.token_stream import TokenStream, stream_state
 from flowtrain_lightning.packing import IntArray, StepPlan
 
 
@@ -33,7 +34,7 @@ class StepDataset(Dataset[Parcel]):
     """
 
     samples: SampleLoader
-    sampling: Sampling
+    sampling: Sampling | TokenStream
     part: StepPart
     planning: Planning
     pad_to_budget: bool = False
@@ -43,16 +44,26 @@ class StepDataset(Dataset[Parcel]):
         return self.sampling.steps
 
     def __getitem__(self, place: tuple[int, int]) -> Parcel:
-        return Parcel.of(self.load(*place))
+        batch = self.load(*place)
+        return Parcel.of(batch, self.sampling.state if isinstance(self.sampling, TokenStream) else None)
 
     def plan(self, epoch: int, step: int) -> StepPlan:
         """The whole step's plan, equal on all ranks."""
-        chosen = self.sampling.step(epoch, step)
-        return self.planning.plan(self.samples.source.sizes(chosen), chosen, self.part)
+        microbatches = None
+        if isinstance(self.sampling, TokenStream):
+            found = self.sampling.step(epoch, step)
+            chosen = self.sampling.samples(found.samples)
+            microbatches = self.planning.arrange(found, self.sampling.settings, self.part)
+        else:
+            chosen = self.sampling.step(epoch, step)
+        return self.planning.plan(self.samples.source.sizes(chosen), chosen, self.part, microbatches)
 
     def going_on_from(self, state: Mapping[str, Any]) -> StepDataset:
         """The same steps as when ``state`` was saved, in what the user left open."""
-        return replace(self, planning=self.planning.going_on_from(state["planning"], self.left_open))
+        planning, sampling = self.planning.going_on_from(state["planning"], self.left_open), self.sampling
+        if isinstance(sampling, TokenStream) and state["stream"] is not None:
+            sampling = sampling.going_on_from(state["settings"], stream_state(state["stream"]), self.left_open)
+        return replace(self, planning=planning, sampling=sampling)
 
     def load(self, epoch: int, step: int) -> StepBatch:
         """This rank's part of one step.

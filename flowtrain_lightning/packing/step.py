@@ -28,6 +28,7 @@ def plan_step(
     cost: CostModel = DEFAULT_COST,
     encoder_cost: CostModel | None = None,
     objective: Objective = "sync",
+    microbatches: Microbatches | None = None,
 ) -> StepPlan:
     """Plan one step. The same arguments give the same plan on every rank and machine.
 
@@ -46,6 +47,8 @@ def plan_step(
             length change places between positions where that makes it shorter still. None deals by patches, and
             orders by how much media a position reads.
         objective: when backbone ranks wait for each other.
+        microbatches: the microbatches, if they are made already: they are put in order, and media dealt. None packs
+            as many as are needed.
 
     Raises:
         PackingError: a number of ranks or a budget below 1, sizes of other samples, a sample over the token budget,
@@ -53,9 +56,10 @@ def plan_step(
     """
     _refuse_bad_settings(backbone_ranks, encoder_ranks, token_budget, patch_budget, local)
     _refuse_what_does_not_fit(sizes, samples, token_budget, patch_budget)
-    microbatches = pack_microbatches(
-        sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, objective=objective
-    )
+    if microbatches is None:
+        microbatches = pack_microbatches(
+            sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, objective=objective
+        )
     if encoder_cost is None or local:
         order = flow_order(_media_per_position(microbatches, sizes))
         microbatches = tuple(tuple(of_rank[position] for position in order) for of_rank in microbatches)

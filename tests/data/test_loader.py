@@ -1,4 +1,5 @@
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -9,8 +10,11 @@ import psutil
 import pytest
 import torch
 
+from flowtrain_lightning.data import FlowDataModule, StepPart
+from flowtrain_lightning.packing import CostModel
 from tests.data.support import data_module, write_set
 
+TOKENS = {"semantics": "tokens", "microbatches": 2, "max_delay": 2}
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
@@ -68,6 +72,61 @@ def test_an_iterator_reads_the_epoch_that_is_set_when_its_first_batch_is_asked_f
     iterator = iter(loader)
     loader.sampler.set_epoch(2)
     assert next(iterator).epoch == 2
+
+
+@WORKERS
+def test_steps_of_microbatches_are_the_same_with_workers_and_without(loader_of, workers):
+    loader = loader_of(num_workers=workers, **TOKENS)
+    epochs = [read(loader, epoch) for epoch in (0, 1, 0)]
+    assert [len(epoch) for epoch in epochs] == [len(loader)] * 3
+    assert epochs == [read(loader_of(**TOKENS), epoch) for epoch in (0, 1, 0)]
+
+
+@WORKERS
+@pytest.mark.parametrize("delivered", [0, 1, 3])
+def test_a_saved_place_among_microbatches_gives_exactly_the_remaining_batches(loader_of, workers, delivered):
+    first = loader_of(num_workers=workers, **TOKENS)
+    whole = [read(loader_of(**TOKENS), epoch) for epoch in (0, 1, 2)]
+    read(first, epoch=0)
+    assert read(first, epoch=1, count=delivered) == whole[1][:delivered]
+    state = json.loads(json.dumps(first.state_dict()))
+    second = loader_of(num_workers=workers, **TOKENS)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    if delivered:
+        assert read(second, epoch=1) == whole[1][delivered:]
+    assert read(second, epoch=2) == whole[2]
+
+
+def test_a_place_among_microbatches_does_not_depend_on_this_runs_ranks(loader_of, monkeypatch):
+    whole = read(loader_of(**TOKENS))
+    first = loader_of(**TOKENS)
+    read(first, count=1)
+    state = first.state_dict()
+    monkeypatch.setattr(FlowDataModule, "_part", lambda _: StepPart.plain(0, 2))
+    second = loader_of(**TOKENS)
+    assert second.state_dict()["settings"]["row_width"] == 2
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    assert state["settings"]["row_width"] == 1
+    assert read(second) == whole[1:]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"token_budget": 66}, "token_budget was 64, is 66"),
+        ({"microbatches": 4}, "microbatches was 2, is 4"),
+        ({"max_delay": 3}, "max_delay was 2, is 3"),
+        ({"row_width": 2}, "row_width was 1, is 2"),
+        ({"cost": CostModel(1.0, 2.0, 0.0)}, "cost was .*, is .*2.0"),
+        ({"semantics": "samples", "microbatches": None}, "now: semantics was tokens, is samples. Use"),
+    ],
+)
+def test_a_place_among_other_microbatches_is_refused(loader_of, change, words):
+    state = loader_of(**TOKENS).state_dict()
+    with pytest.raises(ValueError, match=words):
+        loader_of(**(TOKENS | change)).load_state_dict(state)
 
 
 @WORKERS

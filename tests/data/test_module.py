@@ -9,6 +9,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from flowtrain_lightning.data import ChatTemplate, DataError, FlowDataModule, ImageProcessor, StepPart
 from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing.stream import StreamSettings
 from tests.data.support import IMAGES, TEMPLATE, Letters, data_module, message_record, write_records, write_set
 
 
@@ -162,6 +163,34 @@ def test_another_way_to_pack_the_same_samples_is_told(file, tmp_path, caplog):
     assert any("packed otherwise: objective was accumulate, is sync" in told for told in caplog.messages)
 
 
+TOKENS = {"semantics": "tokens", "microbatches": 2, "max_delay": 2}
+
+
+def test_epochs_of_microbatches_have_the_length_that_lightning_counts_on(file, tmp_path):
+    data, model, trainer = data_module(file, file, **TOKENS), Scheduled(), trainer_of(tmp_path, max_epochs=3)
+    trainer.fit(model, data)
+    steps = len(trainer.train_dataloader)
+    assert model.estimate == trainer.global_step == 3 * steps
+    assert [place[:2] for place in model.trained] == [(epoch, step) for epoch in range(3) for step in range(steps)]
+    assert [len(step) for step in model.validated[-5:]] == [4, 4, 4, 4, 2]
+
+
+@pytest.mark.parametrize("kind", [Recorder, Scheduled])
+def test_a_run_of_microbatches_resumed_from_any_checkpoint_reads_exactly_the_remaining_batches(file, tmp_path, kind):
+    settings = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    whole = trained(tmp_path, data_module(file, file, **TOKENS), callbacks=[SaveAlways(tmp_path)], **settings)
+    for checkpoint in sorted(tmp_path.glob("*.ckpt")):
+        model, done = kind(), int(checkpoint.stem.split("-")[1])
+        data = data_module(file, file, **TOKENS)
+        trainer_of(tmp_path, **settings).fit(model, data, ckpt_path=checkpoint, weights_only=True)
+        assert model.trained == whole[done:], checkpoint
+
+
+def test_overfitting_repeats_the_same_steps_of_microbatches(file, tmp_path):
+    steps = trained(tmp_path, data_module(file, file, **TOKENS), max_epochs=2, overfit_batches=2)
+    assert [samples for *_, samples in steps[:2]] == [samples for *_, samples in steps[2:]]
+
+
 def test_a_run_with_limited_epochs_resumes_exactly(file, tmp_path):
     settings = {"max_epochs": 3, "limit_train_batches": 3}
     whole = trained(tmp_path, data_module(file), callbacks=[SaveAlways(tmp_path)], **settings)
@@ -275,6 +304,14 @@ def test_what_was_dropped_is_logged_once(file, tmp_path, caplog):
         ({"global_batch_size": 19}, "train has 18 samples, fewer than global_batch_size=19"),
         ({"too_long": "cut"}, "too_long is 'cut'; give one of 'error', 'drop', 'truncate'"),
         ({"objective": "pipeline"}, "objective is 'pipeline'; give one of 'sync', 'accumulate'"),
+        ({"semantics": "pages"}, "semantics is 'pages'; give one of 'samples', 'tokens'"),
+        ({"semantics": "tokens"}, "semantics='tokens' .*: set microbatches"),
+        ({"semantics": "tokens", "microbatches": 0}, "microbatches is 0"),
+        ({"semantics": "tokens", "microbatches": 2, "drop_last": False}, "drop_last=False was given with semantics="),
+        ({"microbatches": 2}, "microbatches=2 was given with semantics='samples'"),
+        ({"row_width": 2}, "row_width=2 was given with semantics='samples'"),
+        ({"semantics": "tokens", "microbatches": 3, "row_width": 2}, "microbatches=3 cannot be shared out evenly by 2"),
+        ({"semantics": "tokens", "microbatches": 99}, "tokens, too few to fill microbatches=99 of token_budget=64"),
         ({"unreadable": "skip"}, "unreadable is 'skip'"),
         ({"train": []}, "train is an empty list of files"),
         ({"val": {"v.jsonl": 1.0}}, "val gives files weights, which only train may have"),
@@ -313,6 +350,10 @@ data:
     too_long: truncate
     cost: {{linear: 1.0, quadratic: 0.5, constant: 0.0}}
     objective: sync
+    semantics: tokens
+    microbatches: 2
+    row_width: 1
+    max_delay: 4
     augment: {{class_path: tests.data.test_module.Mirrored}}
     cache_dir: {tmp_path}/cache
 """)
@@ -328,7 +369,7 @@ data:
     assert read.objective == "sync"
     assert isinstance(read.augment, Mirrored)
     read.setup("fit")
-    assert len(read.train_dataloader()) == 4
+    assert read.train_dataloader().steps.sampling.settings == StreamSettings(64, 1, 2, read.cost, 4)
 
 
 class Mirrored:

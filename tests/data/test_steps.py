@@ -140,3 +140,29 @@ def test_augmentation_is_the_same_on_every_layout(parts):
 
     assert patches("plain 1", 0) == patches("2 + 3", 0) == patches("plain 4", 0)
     assert patches("plain 1", 0) != patches("plain 1", 1)
+
+
+TOKENS = {"semantics": "tokens", "microbatches": 4, "global_batch_size": 1, "max_delay": 2}
+
+
+@pytest.mark.parametrize("layout", ["plain 1", "plain 2", "plain 4", "1 + 1", "2 + 3", "colocated 2"])
+@pytest.mark.parametrize("width", [1, 4])
+def test_steps_of_microbatches_have_the_same_samples_on_every_layout(parts, layout, width):
+    (reference,) = parts("plain 1", row_width=width, **TOKENS)
+    ranks = parts(layout, row_width=width, **TOKENS)
+    for epoch, step in ((0, 0), (1, 0), (2, 0)):
+        expected = reference.load(epoch, step).plan
+        batches = [rank.load(epoch, step) for rank in ranks]
+        for batch in batches:
+            np.testing.assert_array_equal(batch.plan.samples, expected.samples)
+            assert [len(of_rank) for of_rank in batch.plan.microbatches] == [4 // len(batch.plan.microbatches)] * len(
+                batch.plan.microbatches
+            )
+        read = [
+            sample
+            for batch in batches
+            for microbatch in batch.microbatches
+            for sample in (microbatch.samples if microbatch else ())
+        ]
+        assert sorted(read) == sorted(expected.samples.tolist())
+        assert all(packed is None or len(packed.tokens) <= 64 for batch in batches for packed in batch.microbatches)

@@ -1,0 +1,55 @@
+"""What a user may give to the data module, checked before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from flowtrain_lightning.data.records import DataError
+from flowtrain_lightning.packing.offline import Semantics
+
+Files = str | Path | Sequence[str | Path]
+"""One data file, or several that are read as one."""
+
+
+def paths_of(name: str, files: Files | Mapping[str, float]) -> list[Path]:
+    """The files of a stage.
+
+    Raises:
+        DataError: there is none, or files have weights where they mean nothing.
+    """
+    if isinstance(files, str | Path):
+        return [Path(files)]
+    if not files:
+        raise DataError(f"{name} is an empty list of files; name at least one, or leave the argument out.")
+    if isinstance(files, Mapping) and name != "train":
+        raise DataError(f"{name} gives files weights, which only train may have; give a list of files.")
+    return [Path(file) for file in files]
+
+
+def refuse_unknown(**settings: tuple[str, Sequence[str]]) -> None:
+    """Raises a ValueError for a word that is not among those known; each setting is what was given and the words."""
+    for name, (given, known) in settings.items():
+        if given not in known:
+            raise ValueError(f"{name} is {given!r}; give one of {', '.join(map(repr, known))}.")
+
+
+def refuse_mixed_semantics(
+    semantics: Semantics, microbatches: int | None, row_width: int | None, drop_last: bool
+) -> None:
+    """Raises a ValueError for settings that the other semantics has."""
+    if semantics == "tokens" and microbatches is None:
+        raise ValueError("With semantics='tokens' a training step is a number of microbatches: set microbatches.")
+    if semantics == "tokens" and not drop_last:
+        raise ValueError(
+            "drop_last=False was given with semantics='tokens', where every step is full and what an epoch leaves "
+            "comes first in the next one; leave drop_last out."
+        )
+    for name, value in (("microbatches", microbatches), ("row_width", row_width)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1.")
+        if semantics == "samples" and value is not None:
+            raise ValueError(
+                f"{name}={value} was given with semantics='samples', where as many microbatches are made as the "
+                f"samples need; set semantics='tokens', or leave {name} out."
+            )

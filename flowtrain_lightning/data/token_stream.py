@@ -1,0 +1,177 @@
+"""Steps of a number of microbatches: which samples each has, found by running over all epochs as one stream.
+
+The samples of all epochs stand in one endless row, which :class:`~flowtrain_lightning.packing.stream.StreamPacker` cuts
+into steps. A sample that waits may so pass the end of an epoch, and none is lost there. An epoch is as many steps as
+one pass over the data fills, the same number each time; where it ends, the next one goes on.
+
+What is in step ``k`` follows from all samples before it. Packing them takes microseconds a sample, so every process
+that loads runs the whole stream for itself and takes the steps that it is asked for: nothing is sent between processes,
+no rank waits for another, and all find the same. A checkpoint keeps where the packer stands, so that a resumed run
+starts from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from flowtrain_lightning.data.records import DataError
+from flowtrain_lightning.data.sampling import Sampling, epoch_order
+from flowtrain_lightning.packing import CostModel, IntArray
+from flowtrain_lightning.packing.stream import StreamPacker, StreamSettings, StreamState, StreamStep
+
+_MEASURED_STEPS = 16
+"""Steps from which it is known how many tokens a step takes: packing fills steps alike."""
+
+
+class TokenStream:
+    """The steps of all epochs. Knows nothing of this run's ranks. One thread at a time may ask it.
+
+    Args:
+        sampling: the order of the samples; what it says of steps is not used.
+        tokens: ``[samples]`` of each sample of the data.
+        settings: how the stream is cut.
+        start: where to begin to pack, instead of at the stream's beginning.
+
+    Attributes:
+        settings: how the stream is cut.
+        steps: steps of an epoch: what one pass over the data fills, the same for rows of any width; perhaps 0.
+    """
+
+    def __init__(
+        self, sampling: Sampling, tokens: IntArray, settings: StreamSettings, start: StreamState | None = None
+    ) -> None:
+        self.settings = settings
+        self._sampling = sampling
+        self._tokens = tokens
+        self._start = start or StreamState()
+        self._packer: StreamPacker | None = None
+        self.steps = self._steps_of_a_pass()
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step, over all ranks."""
+        return self.settings.rows * self.settings.row_width
+
+    def step(self, epoch: int, step: int) -> StreamStep:
+        """A step of an epoch; its samples are places in the stream, see :meth:`samples`."""
+        # Unshuffled, every epoch is the same, so each begins the stream anew.
+        number = epoch * self.steps + step if self._sampling.shuffle else step
+        if self._packer is None or _next_step(self._packer.state) > number:
+            start = self._start if _next_step(self._start) <= number else StreamState()
+            self._packer = StreamPacker(self.settings, self._lengths, start)
+        return next(found for found in self._packer if found.step == number)
+
+    @property
+    def state(self) -> StreamState:
+        """Where the packer stands after the step that was asked for last."""
+        return self._start if self._packer is None else self._packer.state
+
+    def samples(self, places: IntArray) -> IntArray:
+        """The samples of the data at some places of the stream."""
+        epochs, offsets = np.divmod(places, len(self._tokens))
+        found = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            found[epochs == epoch] = epoch_order(self._sampling, epoch)[offsets[epochs == epoch]]
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides which samples are in a step, beside the data; in JSON types."""
+        weights = self._sampling.weights and list(self._sampling.weights)
+        order = {"weights": weights, "seed": self._sampling.seed, "shuffle": self._sampling.shuffle}
+        stream = {**asdict(self.settings), "microbatches": self.microbatches}
+        del stream["rows"]
+        return {"semantics": "tokens", "steps_of_an_epoch": self.steps, **order, **stream}
+
+    def going_on_from(self, state: Mapping[str, Any], start: StreamState, left_open: Set[str]) -> TokenStream:
+        """The settings of a checkpoint in place of those that the user left open, and its place in the stream."""
+        settings = self.settings
+        if "cost" in left_open:
+            settings = replace(settings, cost=CostModel(**state["cost"]))
+        if "row_width" in left_open and state["microbatches"] == self.microbatches:
+            width = state["row_width"]
+            settings = replace(settings, row_width=width, rows=self.microbatches // width)
+        return TokenStream(self._sampling, self._tokens, settings, start)
+
+    def _steps_of_a_pass(self) -> int:
+        sampling, settings, first, whole = self._sampling, self.settings, 0, 0
+        for length, share in zip(sampling.lengths, sampling.shares, strict=True):
+            whole += int(self._tokens[first : first + length].sum()) * share // max(length, 1)
+            first += length
+        in_one_row = replace(settings, row_width=self.microbatches, rows=1)
+        filled = count = 0
+        for step in islice(StreamPacker(in_one_row, self._lengths), _MEASURED_STEPS):
+            filled, count = filled + int(step.tokens.sum()), count + 1
+            if filled >= whole:
+                break
+        return whole * count // filled
+
+    def _lengths(self, start: int, end: int) -> IntArray:
+        size = len(self._tokens)
+        parts = []
+        for epoch in range(start // size, (end - 1) // size + 1):
+            first = epoch * size
+            order = epoch_order(self._sampling, epoch)[max(start - first, 0) : end - first]
+            parts.append(self._tokens[order])
+        return np.concatenate(parts)
+
+
+def training_stream(
+    sampling: Sampling,
+    tokens: IntArray,
+    *,
+    token_budget: int,
+    microbatches: int,
+    backbone_ranks: int,
+    row_width: int | None,
+    cost: CostModel,
+    max_delay: int,
+) -> TokenStream:
+    """The stream of a run's training steps.
+
+    Args:
+        sampling: the order of the samples.
+        tokens: ``[samples]`` of each sample of the data.
+        token_budget: the most tokens of a microbatch.
+        microbatches: of a step, over all ranks.
+        backbone_ranks: of this run.
+        row_width: microbatches made alike; None takes ``backbone_ranks``.
+        cost: what a packed set of sequences costs the backbone.
+        max_delay: steps that a sample may wait.
+
+    Raises:
+        DataError: microbatches cannot be shared out evenly, or the data do not fill a step.
+    """
+    width = row_width or backbone_ranks
+    for what, number in (("backbone ranks", backbone_ranks), ("row_width", width)):
+        if microbatches % number:
+            raise DataError(
+                f"microbatches={microbatches} cannot be shared out evenly by {number} ({what}); "
+                f"choose a multiple of {number}."
+            )
+    stream = TokenStream(sampling, tokens, StreamSettings(token_budget, width, microbatches // width, cost, max_delay))
+    if stream.steps == 0:
+        raise DataError(
+            f"The training data have {tokens.sum()} tokens, too few to fill microbatches={microbatches} of "
+            f"token_budget={token_budget}, so no step would be left; lower one of them."
+        )
+    return stream
+
+
+def saved_stream(state: StreamState) -> dict[str, Any]:
+    """A state in JSON types."""
+    return {**asdict(state), "waiting": list(state.waiting), "drawn": list(state.drawn)}
+
+
+def stream_state(state: Mapping[str, Any]) -> StreamState:
+    """The state that was saved."""
+    numbers = {name: state[name] for name in ("next_sample", "next_step", "given")}
+    return StreamState(**numbers, waiting=tuple(state["waiting"]), drawn=tuple(state["drawn"]))
+
+
+def _next_step(state: StreamState) -> int:
+    return state.next_step + state.given
