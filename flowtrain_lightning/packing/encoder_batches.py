@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from flowtrain_lightning.packing.dealing import deal_media
-from flowtrain_lightning.packing.plan import FloatArray, IntArray
+from flowtrain_lightning.packing.plan import FloatArray, IntArray, StepPlan
 
 
 def pack_encoder_batches(
@@ -16,7 +18,7 @@ def pack_encoder_batches(
     encoder_ranks: int,
     patch_budget: int | None,
     costs: FloatArray | None = None,
-    stay: bool = False,
+    homes: Sequence[int] | None = None,
 ) -> tuple[tuple[IntArray, ...], ...]:
     """Deal the media of one position after another to the encoder ranks, to the one with the least work so far.
 
@@ -30,14 +32,17 @@ def pack_encoder_batches(
         encoder_ranks: ranks of the encoder role.
         patch_budget: the most patches of one batch; None makes one batch per rank and position.
         costs: ``[media]`` what encoding each costs; None takes the patches.
-        stay: encode a media on the rank that reads it unless balance moves it; reading ranks encode too.
+        homes: for each backbone rank the encoder rank on the same rank, or -1: there its media are encoded unless
+            balance moves them. None where no rank does both.
 
     Returns:
         ``[encoder rank][position]`` -> media numbers. No batch is empty, so ranks may differ in their number.
     """
     costs = patches.astype(np.float64) if costs is None else costs
     order = np.lexsort((-costs, microbatch))
-    home = backbone_rank if stay else np.full(len(patches), -1, dtype=np.int64)
+    home = (
+        np.full(len(patches), -1, dtype=np.int64) if homes is None else np.array(homes, dtype=np.int64)[backbone_rank]
+    )
     encoder_rank = deal_media(costs, order, home, encoder_ranks)
     by_batch = np.lexsort((backbone_rank, microbatch, encoder_rank))
     changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(microbatch[by_batch]) != 0)
@@ -46,6 +51,19 @@ def pack_encoder_batches(
         if len(group):
             batches[int(encoder_rank[group[0]])] += _split(group, patches, patch_budget)
     return tuple(tuple(of_rank) for of_rank in batches)
+
+
+def moved_rows(plan: StepPlan, homes: Sequence[int] | None = None) -> int:
+    """Rows of features that one rank encodes and another one reads: what a step sends between ranks, and twice as much
+    with the gradients that come back.
+
+    Args:
+        plan: the step.
+        homes: as in :func:`pack_encoder_batches`.
+    """
+    return sum(
+        entry.rows for entry in plan.entries if homes is None or homes[entry.backbone_rank] != entry.encoder_rank
+    )
 
 
 def local_encoder_batches(

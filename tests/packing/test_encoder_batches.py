@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches
+from flowtrain_lightning.packing import plan_step
+from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, moved_rows, pack_encoder_batches
+from tests.packing.sizes import make_sizes
 
 
 def pack(patches, backbone_rank, microbatch, encoder_ranks=1, patch_budget=None):
@@ -57,16 +60,34 @@ def test_ranks_are_even_to_a_thousandth_over_a_step_of_pictures():
     assert 1 - np.mean(totals) / max(totals) < 0.001
 
 
-def test_media_stay_where_they_are_read_unless_balance_moves_them():
-    even = pack_encoder_batches(
-        np.full(8, 10), np.repeat([0, 1], 4), np.zeros(8, int), encoder_ranks=2, patch_budget=None, stay=True
-    )
+def test_media_are_encoded_where_they_are_read_unless_balance_moves_them():
+    settings = {"encoder_ranks": 2, "patch_budget": None, "homes": (0, 1)}
+    even = pack_encoder_batches(np.full(8, 10), np.repeat([0, 1], 4), np.zeros(8, int), **settings)
     assert [[batch.tolist() for batch in of_rank] for of_rank in even] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
-    uneven = pack_encoder_batches(
-        np.full(8, 10), np.repeat([0, 1], [6, 2]), np.zeros(8, int), encoder_ranks=2, patch_budget=None, stay=True
-    )
+    uneven = pack_encoder_batches(np.full(8, 10), np.repeat([0, 1], [6, 2]), np.zeros(8, int), **settings)
     assert [sum(len(batch) for batch in of_rank) for of_rank in uneven] == [4, 4]
     assert {6, 7} <= set(uneven[1][0].tolist())
+
+
+def test_media_whose_readers_have_no_encoder_go_to_the_ranks_with_least_to_do():
+    # Backbone rank 1 shares a rank with encoder rank 0; backbone rank 0 only reads, encoder rank 1 only encodes.
+    batches = pack_encoder_batches(
+        np.full(4, 10), np.array([1, 1, 0, 0]), np.zeros(4, int), encoder_ranks=2, patch_budget=None, homes=(-1, 0)
+    )
+    assert [[batch.tolist() for batch in of_rank] for of_rank in batches] == [[[0, 1]], [[2, 3]]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_a_colocated_step_little_moves_and_ranks_are_even(seed):
+    draw = np.random.default_rng(seed)
+    patches, homes = draw.integers(100, 2000, 400), tuple(range(4))
+    sizes = make_sizes(*[(10, [int(rows)]) for rows in patches])
+    step = plan_step(sizes, np.arange(400), backbone_ranks=4, encoder_ranks=4, token_budget=8192, homes=homes)
+    loads = [sum(int(sizes.media_patches[batch].sum()) for batch in of_rank) for of_rank in step.encoder_batches]
+    assert max(loads) <= 1.001 * np.mean(loads)
+    apart = plan_step(sizes, np.arange(400), backbone_ranks=4, encoder_ranks=4, token_budget=8192)
+    assert moved_rows(step, homes) < 0.15 * moved_rows(apart, homes)
+    assert moved_rows(apart) == int(patches.sum())
 
 
 def test_costs_may_differ_from_patches():

@@ -164,6 +164,14 @@ def test_local_plans_refuse_what_they_cannot_keep(settings, words):
         plan(make_sizes((10, [])), local=True, **settings)
 
 
+@pytest.mark.parametrize("homes", [(0,), (0, 2), (0, -2)])
+def test_homes_of_other_ranks_are_refused(homes):
+    with pytest.raises(
+        PackingError, match="must name an encoder rank below 2, or -1, for each of the 2 backbone ranks"
+    ):
+        plan(make_sizes((10, [])), homes=homes)
+
+
 def test_sizes_of_other_samples_are_refused():
     with pytest.raises(PackingError, match="There are 3 samples but sizes of 1"):
         plan_step(make_sizes((10, [])), np.arange(3), backbone_ranks=1, encoder_ranks=1, token_budget=10)
