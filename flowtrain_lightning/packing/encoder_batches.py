@@ -40,9 +40,9 @@ def pack_encoder_batches(
     """
     costs = patches.astype(np.float64) if costs is None else costs
     order = np.lexsort((-costs, microbatch))
-    home = (
-        np.full(len(patches), -1, dtype=np.int64) if homes is None else np.array(homes, dtype=np.int64)[backbone_rank]
-    )
+    home = np.full(len(patches), -1, dtype=np.int64)
+    if homes is not None:
+        home = np.array(homes, dtype=np.int64)[backbone_rank]
     encoder_rank = deal_media(costs, order, home, encoder_ranks)
     by_batch = np.lexsort((backbone_rank, microbatch, encoder_rank))
     changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(microbatch[by_batch]) != 0)
@@ -54,8 +54,7 @@ def pack_encoder_batches(
 
 
 def moved_rows(plan: StepPlan, homes: Sequence[int] | None = None) -> int:
-    """Rows of features that one rank encodes and another one reads: what a step sends between ranks, and twice as much
-    with the gradients that come back.
+    """Rows of features that one rank encodes and another one reads; with gradients, as many come back.
 
     Args:
         plan: the step.
