@@ -1,9 +1,9 @@
 """Allocator: which ranks play which role, in which layout. Plain Python, numpy and scipy, without torch.
 
-Planning runs through these files in this order: a module (`description`, `dimensions`, `huggingface`, `models`) and what
-a step asks (`workload`) on a cluster (`devices`) make a `problem` for every role; `candidates` are timed (`step_time`)
-and weighed (`memory`); `comparison` finds the best plan of every placement (`together`, `separate` by `solver`,
-`mixed`); `placing` gives every rank its role.
+Planning runs through these files, in this order: a module (`description`, `dimensions`, `huggingface`, `models`) and
+what a step asks (`workload`) on a cluster (`devices`) make a `problem` for every role; `candidates` are timed
+(`step_time`) and weighed (`memory`); `comparison` finds the best plan of every placement (`together`, `separate` by
+`solver`, `mixed`); `placing` gives every rank its role.
 """
 
 from flowtrain_lightning.allocator.allocation import Allocation, AllocationError, Placement

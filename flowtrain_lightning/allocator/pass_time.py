@@ -56,7 +56,8 @@ def pass_time(problem: RoleProblem, family: Family, tokens: FloatArray) -> PassT
             forward, backward = forward + part.count * there, backward + part.count * back
             exchange, slowest = exchange + part.count * sent, np.maximum(slowest, there + back + sent)
         flows = flows or part.trainable
-    return PassTime(forward, backward, exchange, slowest)
+    slack = problem.efficiency.slack
+    return PassTime(slack * forward, slack * backward, slack * exchange, slack * slowest)
 
 
 def _dense_seconds(

@@ -1,0 +1,29 @@
+"""Predictions beside printed figures stay as good as they were."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from benchmarks.published import compare_hetpar, dip, held_out, optimus, report
+
+
+def test_step_times_are_predicted_within_15_percent_by_the_median():
+    assert median(abs(one.error) for one in [*optimus(), *dip()]) <= 0.15
+    assert median(abs(one.error) for one in compare_hetpar()[0]) <= 0.15
+
+
+def test_four_of_five_winners_are_right():
+    _, signs = compare_hetpar()
+    assert sum(one.right for one in signs) / len(signs) >= 0.8
+
+
+def test_what_is_held_out_is_not_reported():
+    assert abs(held_out().error) < 0.01
+    assert held_out().row not in {one.row for one in [*optimus(), *dip()]}
+
+
+def test_the_report_shows_every_row_with_its_error():
+    text = report()
+    assert text.count(" over H ") == 51
+    assert text.count("| HetPar |") == 2 * 43
+    assert "Held out, to set the slack" in text
