@@ -81,8 +81,7 @@ class Clock:
 
 class _Encode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, media: PackedMedia, cost: EmulatedCost, clock: Clock) -> Tensor:
-        start = time.monotonic()
+    def forward(ctx: Any, weight: Tensor, media: PackedMedia, cost: EmulatedCost, clock: Clock, start: float) -> Tensor:
         forward, ctx.seconds = cost.encoder(len(media.patches))
         ctx.clock = clock
         ctx.numbers, ctx.rows = numbers_of(media), torch.tensor(media.rows)
@@ -96,7 +95,7 @@ class _Encode(torch.autograd.Function):
         start = time.monotonic()
         check(gradients[0], pattern(ctx.numbers, ctx.rows, 2), "gradients")
         ctx.clock.spend(start, ctx.seconds)
-        return torch.ones_like(ctx.weight), None, None, None
+        return torch.ones_like(ctx.weight), None, None, None, None
 
 
 class _Train(torch.autograd.Function):
@@ -110,8 +109,8 @@ class _Train(torch.autograd.Function):
         tokens: int,
         cost: EmulatedCost,
         clock: Clock,
+        start: float,
     ) -> Tensor:
-        start = time.monotonic()
         forward, ctx.seconds = cost.backbone(tokens)
         ctx.clock, ctx.numbers, ctx.rows, ctx.weight = clock, numbers, rows, weight
         check(features, pattern(numbers, rows, 1), "features")
@@ -123,7 +122,7 @@ class _Train(torch.autograd.Function):
         start = time.monotonic()
         answer = bear(pattern(ctx.numbers, ctx.rows, 2))
         ctx.clock.spend(start, ctx.seconds)
-        return torch.ones_like(ctx.weight), answer, None, None, None, None, None
+        return torch.ones_like(ctx.weight), answer, None, None, None, None, None, None
 
 
 class EmulatedVLM(FlowModule):
@@ -151,16 +150,19 @@ class EmulatedVLM(FlowModule):
 
     def encode(self, media: PackedMedia) -> Tensor:
         """``[rows, WIDTH]`` of the pattern."""
-        features: Tensor = _Encode.apply(self.encoder.weight, media, self.cost, self.clock)  # type: ignore[no-untyped-call]
+        start = time.monotonic()
+        features: Tensor = _Encode.apply(self.encoder.weight, media, self.cost, self.clock, start)  # type: ignore[no-untyped-call]
         return features
 
     def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> tuple[Tensor, int]:
         """Check the features, and spend the time of a microbatch."""
+        start = time.monotonic()
         expected = [picture for sample in batch.samples for picture in self.pictures[sample]]
         numbers, rows = torch.tensor(expected, dtype=torch.int64).reshape(-1, 2).unbind(1)
         found = features.get("image", torch.empty(0, WIDTH, dtype=torch.bfloat16))
         tokens = len(batch.tokens)
-        loss: Tensor = _Train.apply(self.backbone.weight, found, numbers, rows, tokens, self.cost, self.clock)  # type: ignore[no-untyped-call]
+        spent = (self.cost, self.clock, start)
+        loss: Tensor = _Train.apply(self.backbone.weight, found, numbers, rows, tokens, *spent)  # type: ignore[no-untyped-call]
         return loss, tokens
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -76,7 +76,7 @@ class BackboneLane:
     def _return_gradients(self, step: Step, mailbox: Mailbox, leaves: tuple[Tensor, ...]) -> Turns:
         for entry, places in mailbox.places.items():
             # No rows stand for no gradient: what took no part in the loss keeps None, as it would in one process.
-            gradients = [leaf.detach()[:0] if leaf.grad is None else leaf.grad[places] for leaf in leaves]
+            gradients = [leaf.detach()[:0] if leaf.grad is None else _rows(leaf.grad, places) for leaf in leaves]
             while not self._put(step, entry, gradients):
                 yield "room for gradients in the pool"
 
@@ -141,6 +141,12 @@ class Mailbox:
     def leaves(self, trains: bool) -> tuple[Tensor, ...]:
         """The features as leaves of the backbone's graph; ``()`` where the microbatch has no media."""
         return tuple(t.requires_grad_(trains and t.is_floating_point()) for t in self._tensors)
+
+
+def _rows(gradient: Tensor, places: slice | Tensor) -> Tensor:
+    if isinstance(places, slice):
+        return gradient[places]
+    return gradient.index_select(0, places.to(gradient.device))  # several times as fast as indexing
 
 
 def _index(rows: IntArray) -> slice | Tensor:
