@@ -1,12 +1,16 @@
-"""The ideal schedule of small plans, worked out by hand."""
+"""The ideal schedule: of small plans, worked out by hand, and of real processes, held against the clock."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from benchmarks import emulate
 from benchmarks.emulation import EmulatedCost
 from benchmarks.ideal import Rules, step_ends
+from benchmarks.schedules import SCHEDULES
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.packing import SampleSizes, StepPlan
 
@@ -62,3 +66,13 @@ def test_two_encoder_ranks_feed_two_backbone_ranks_at_the_same_time():
     allocation = default_allocation(4, "separate", 2)
     ends = step_ends([plan_of(3, backbone_ranks=2, encoder_ranks=2)], Rules(allocation, COST, 4))
     assert ends == [pytest.approx(1 + 3 * 3)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_four_real_ranks_take_what_the_simulation_says_to_three_percent(schedule, tmp_path, monkeypatch):
+    # Long microbatches, as of a large model: what the runtime itself takes, milliseconds each, matters little.
+    monkeypatch.setattr(emulate, "MICROBATCH_SECONDS", 0.4)
+    job = emulate.plan_job(4, tmp_path, 3, quick=False)
+    found = emulate.run_schedule(replace(job, schedule=schedule, warmup=1, folder=tmp_path / "run"))
+    assert found["step_seconds"] == pytest.approx(found["ideal_seconds"], rel=0.03), found
