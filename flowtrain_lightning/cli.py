@@ -1,4 +1,4 @@
-"""The command ``flowtrain``: Lightning's subcommands for a FlowModule, ``export``, ``pack`` and ``doctor``."""
+"""The command ``flowtrain``: Lightning's subcommands for a FlowModule, and those of this package."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from flowtrain_lightning.allocator import AllocationError
+from flowtrain_lightning.allocator import AllocationError, PlanningError
 from flowtrain_lightning.checkpoint import export_checkpoint
 from flowtrain_lightning.cli_pack import DESCRIPTION, pack
+from flowtrain_lightning.cli_plan import PLAN_DESCRIPTION, plan
 from flowtrain_lightning.data import DataError, FlowDataModule, PictureError
 from flowtrain_lightning.doctor import examine
 from flowtrain_lightning.module import FlowModule
@@ -33,7 +34,15 @@ class BriefParser(LightningArgumentParser):
         """Prints nothing; ``--help`` prints all."""
 
 
-MISTAKES = (UsageError, MisconfigurationException, AllocationError, PackingError, DataError, PictureError)
+MISTAKES = (
+    UsageError,
+    MisconfigurationException,
+    AllocationError,
+    PlanningError,
+    PackingError,
+    DataError,
+    PictureError,
+)
 """Errors whose message says all that a user needs: the command prints it and no traceback."""
 
 
@@ -112,6 +121,7 @@ COMMANDS: dict[str, tuple[Callable[[], None], str]] = {
     "test": (train, "one pass over the test set"),
     "predict": (train, "run predict_step over a set"),
     "export": (export, "write a checkpoint directory as one plain Lightning .ckpt file"),
+    "plan": (plan, PLAN_DESCRIPTION),
     "pack": (pack, DESCRIPTION),
     "doctor": (doctor, "print what this machine offers: versions, devices, kernel services, attention kernels"),
 }

@@ -38,10 +38,10 @@ SHARED = {"attention"}
 """Modules beside the rooms that import nothing of the package and serve everyone."""
 
 STOREYS = [
-    {"strategy", "module", "checkpoint", "compatibility", "preemption"},
+    {"strategy", "module", "checkpoint", "compatibility", "preemption", "plan_file"},
     {"metrics", "callbacks", "doctor"},
     {"models"},
-    {"cli", "cli_pack", "cli_pack_plot"},
+    {"cli", "cli_pack", "cli_pack_plot", "cli_plan", "cli_plan_input", "cli_plan_plot", "cli_plan_text"},
 ]
 """What stands above the rooms, from below: each may import all rooms, its own storey and those under it."""
 

@@ -14,6 +14,7 @@ from flowtrain_lightning.allocator.description import DescriptionError, ModuleDe
 from flowtrain_lightning.allocator.devices import DEVICES, Cluster, Device, DeviceError, device_from, named_device
 from flowtrain_lightning.allocator.dimensions import describe_dimensions
 from flowtrain_lightning.allocator.efficiency import Efficiency
+from flowtrain_lightning.allocator.errors import PlanningError
 from flowtrain_lightning.allocator.huggingface import describe_config
 from flowtrain_lightning.allocator.layout import Layout, Sharding
 from flowtrain_lightning.allocator.models import named_model
@@ -42,6 +43,7 @@ __all__ = [
     "NoPlanError",
     "Placement",
     "Plan",
+    "PlanningError",
     "RoleProblem",
     "Sharding",
     "Workload",

@@ -7,19 +7,20 @@ from dataclasses import dataclass, replace
 
 from flowtrain_lightning.allocator.candidates import Choices, candidates, usable_bytes
 from flowtrain_lightning.allocator.devices import Cluster
+from flowtrain_lightning.allocator.errors import PlanningError
 from flowtrain_lightning.allocator.mixed import mixed_plan
 from flowtrain_lightning.allocator.plan import Plan, Problems
 from flowtrain_lightning.allocator.roles import BACKBONE
 from flowtrain_lightning.allocator.separate import separate_plan
 from flowtrain_lightning.allocator.together import colocated_plan, uniform_plan
 
-NOTICEABLE = 0.01
-"""What a plan must gain to be preferred to a simpler one."""
+NOTICEABLE = 0.03
+"""What a plan must gain to be preferred to a simpler one: the models of time cannot tell less apart."""
 
 _MOST_DEVICES = 2**16
 
 
-class NoPlanError(ValueError):
+class NoPlanError(PlanningError):
     """The module fits in no layout."""
 
 

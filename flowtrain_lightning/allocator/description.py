@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from flowtrain_lightning.allocator.errors import PlanningError
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 
 
-class DescriptionError(ValueError):
+class DescriptionError(PlanningError):
     """The module cannot be described from what was given."""
 
 

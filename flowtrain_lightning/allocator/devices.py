@@ -7,10 +7,12 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from flowtrain_lightning.allocator.errors import PlanningError
+
 GIB = 2.0**30
 
 
-class DeviceError(ValueError):
+class DeviceError(PlanningError):
     """A device or a cluster cannot be used as it was given."""
 
 

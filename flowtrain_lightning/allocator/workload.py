@@ -36,11 +36,11 @@ class Workload:
     encoder_budget: int = 16384
 
     def __post_init__(self) -> None:
-        if not len(self.tokens) or self.tokens.min() < 1:
-            raise DescriptionError("The data must have samples, each of at least one token.")
         for name in ("global_batch_size", "token_budget", "encoder_budget"):
             if getattr(self, name) < 1:
                 raise DescriptionError(f"The {name} is {getattr(self, name)}; it must be at least 1.")
+        if not len(self.tokens) or self.tokens.min() < 1:
+            raise DescriptionError("The data must have samples, each of at least one token.")
         if (longest := int(self.tokens.max())) > self.token_budget:
             raise DescriptionError(
                 f"The longest sample has {longest:,} tokens, but a microbatch takes {self.token_budget:,}; raise the "
@@ -91,7 +91,7 @@ def typical_workload(module: ModuleDescription, **settings: int) -> Workload:
         modality: np.rint(1024 * spread[np.arange(count) * step % count]).astype(np.int64)
         for modality, step in zip(module.encoders, (197, 311, 89), strict=False)
     }
-    longest = settings.get("token_budget", Workload.token_budget)
+    longest = max(1, settings.get("token_budget", Workload.token_budget))
     return Workload(np.minimum(np.rint(1200 * spread).astype(np.int64), longest), media, **settings)
 
 

@@ -26,7 +26,7 @@ def test_every_placement_is_planned_and_fits(comparison):
 
 def test_the_recommended_plan_is_as_good_as_the_fastest(comparison):
     fastest = min(plan.seconds for plan in comparison.plans.values())
-    assert comparison.best.seconds <= 1.01 * fastest
+    assert comparison.best.seconds <= 1.03 * fastest
 
 
 def test_layouts_of_their_own_are_never_slower_than_one_for_all(comparison):

@@ -1,0 +1,104 @@
+"""What ``flowtrain plan`` reads: a module, a device and the lengths of data, from names and files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml  # type: ignore[import-untyped]
+
+from flowtrain_lightning.allocator import (
+    Device,
+    ModuleDescription,
+    PlanningError,
+    Workload,
+    describe_config,
+    describe_dimensions,
+    device_from,
+    named_device,
+    named_model,
+    typical_workload,
+)
+from flowtrain_lightning.allocator.flops import IntArray
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+def read_module(name: str) -> ModuleDescription:
+    """A module by its public name, from a Hugging Face ``config.json``, or from a YAML file of dimensions."""
+    if Path(name).suffix == ".json":
+        return describe_config(_content(Path(name)), Path(name).stem)
+    if Path(name).suffix in (".yaml", ".yml"):
+        return describe_dimensions({"name": Path(name).stem, **_content(Path(name))})
+    return named_model(name)
+
+
+def read_device(name: str) -> Device:
+    """A known device, or one that a YAML file describes."""
+    if Path(name).suffix in (".yaml", ".yml"):
+        return device_from({"name": Path(name).stem, **_content(Path(name))})
+    return named_device(name)
+
+
+def read_workload(path: Path | None, module: ModuleDescription, settings: Mapping[str, int]) -> Workload:
+    """Lengths from a Parquet file, or typical ones where there is none.
+
+    The file has a row per sample: ``tokens``, and for every modality a list of its media's encoder tokens (patches,
+    frames): ``image_tokens``, ``audio_tokens`` …; ``media_tokens`` where the module has one encoder.
+    """
+    if path is None:
+        return typical_workload(module, **settings)
+    table = _table(path)
+    tokens = table["tokens"].to_numpy().astype(np.int64)
+    media = {}
+    for modality in module.encoders:
+        names = (f"{modality}_tokens", *(("media_tokens",) if len(module.encoders) == 1 else ()))
+        column = next((name for name in names if name in table.column_names), None)
+        if column is None:
+            raise PlanningError(
+                f"{path} has no column {' or '.join(map(repr, names))} (its columns: {', '.join(table.column_names)}); "
+                f"it must list the encoder tokens of each sample's {modality} media."
+            )
+        media[modality] = _lengths(table[column], path, column)
+    return Workload(tokens, media, **settings)
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise PlanningError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, Mapping):
+        raise PlanningError(f"{path} must hold names with values, but holds {type(content).__name__}.")
+    return content
+
+
+def _table(path: Path) -> pyarrow.Table:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise PlanningError(
+            "reading Parquet needs pyarrow; install it with `pip install flowtrain-lightning[pack]`."
+        ) from error
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise PlanningError(f"{path} is no Parquet file that can be read: {error}") from error
+    if "tokens" not in table.column_names or not pyarrow.types.is_integer(table["tokens"].type):
+        raise PlanningError(f"{path} must have a column 'tokens' of whole numbers: the tokens of each sample.")
+    return table
+
+
+def _lengths(column: pyarrow.ChunkedArray, path: Path, name: str) -> IntArray:
+    import pyarrow
+
+    whole = column.combine_chunks()
+    if not pyarrow.types.is_list(whole.type) and not pyarrow.types.is_large_list(whole.type):
+        raise PlanningError(f"The column {name!r} of {path} must hold lists of whole numbers, but holds {whole.type}.")
+    lengths: IntArray = whole.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
+    return lengths
