@@ -43,5 +43,6 @@ def trainer_for(layout: str, *, strategy: dict[str, Any] | None = None, **settin
         "logger": False,
         "num_sanity_val_steps": 0,
     }
+    devices = ranks_of(layout) // (strategy or {}).get("ranks_per_device", 1)
     L.seed_everything(SEED, verbose=False)
-    return L.Trainer(accelerator="cpu", devices=ranks_of(layout), strategy=chosen, **{**quiet, **settings})
+    return L.Trainer(accelerator="cpu", devices=devices, strategy=chosen, **{**quiet, **settings})

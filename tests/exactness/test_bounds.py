@@ -1,4 +1,4 @@
-"""Bounds on activations and on room in the pool cost time and change no gradient."""
+"""Bounds on activations, on room in the pool and on devices cost time and change no gradient."""
 
 from __future__ import annotations
 
@@ -72,6 +72,11 @@ def test_an_encoder_that_recomputes_its_forwards_gives_the_same_gradients(folder
 @pytest.mark.parametrize("layout", ["1+1", "colocated 2", pytest.param("2+3", marks=pytest.mark.full)])
 def test_the_least_room_in_the_pool_gives_the_same_gradients(folder, reference, layout):
     check_exact(train(folder, layout, pool_bytes=least_pool(folder, layout), encoder_activations=1), reference)
+
+
+@pytest.mark.parametrize("layout", ["1+1", pytest.param("colocated 2", marks=pytest.mark.full)])
+def test_two_ranks_that_share_a_device_give_the_same_gradients(folder, reference, layout):
+    check_exact(train(folder, layout, ranks_per_device=2), reference)
 
 
 def test_a_recomputed_forward_draws_the_same_random_numbers(folder):
