@@ -13,6 +13,7 @@ SCRIPT = """if True:
         sys.modules["numba"] = None
     import numpy as np
     from flowtrain_lightning.packing import CostModel
+    from flowtrain_lightning.packing.exchange import flow_rows
     from flowtrain_lightning.packing.microbatches import pack_microbatches
     from flowtrain_lightning.packing.stream import StreamPacker, StreamSettings
     lengths = np.minimum(np.random.default_rng(0).lognormal(2, 1, 1500).astype(np.int64) + 1, 200)
@@ -22,6 +23,10 @@ SCRIPT = """if True:
     for objective in ("sync", "accumulate"):
         packed = pack_microbatches(lengths[:9], ranks=2, token_budget=200, cost=cost, objective=objective)
         print([[m.tolist() for m in of_rank] for of_rank in packed])
+        short = np.arange(200) % 37 + 3
+        encoder = np.where(np.arange(200) % 3, 0.7 * short, 0.0)
+        shape = dict(rows=6, ranks=2, encoder_ranks=2, budget=500, objective=objective)
+        print(flow_rows(np.arange(200) % 12, short, cost.of_each(short), encoder, **shape).tolist())
 """
 
 
