@@ -185,7 +185,7 @@ def _heterogeneous(module: dict[str, RoleProblem], row: rows.HetParRow) -> float
     if row.mode == "C":
         return float((language.total + picture.total)[0])
     chosen = {
-        role: Candidate(role, layout, "none", float(time.total[0]), 0.0, 0.0)
+        role: Candidate(role, layout, "none", float(time.total[0]), 0.0)
         for role, layout, time in ((ENCODER, row.encoder_layout, picture), (BACKBONE, row.backbone_layout, language))
     }
     waits = waiting_seconds(module, chosen)

@@ -57,8 +57,8 @@ class Allocation:
     def describe(self) -> str:
         """The allocation in one line, for the log."""
         if self.placement == "colocated" and all(_is_plain(layout) for layout in self.layouts.values()):
-            return f"colocated: {' and '.join(self.layouts)} on {span(self.ranks[BACKBONE])}"
-        roles = [f"{role} on {span(self.ranks[role])} ({layout.describe()})" for role, layout in self.layouts.items()]
+            return f"colocated: {' and '.join(self.layouts)} on {_span(self.ranks[BACKBONE])}"
+        roles = [f"{role} on {_span(self.ranks[role])} ({layout.describe()})" for role, layout in self.layouts.items()]
         return f"{self.placement}: {'; '.join(roles)}"
 
     def _refuse_bad_ranks(self, role: str) -> None:
@@ -77,7 +77,7 @@ class Allocation:
             shared = sorted({*self.ranks[role]} & {*self.ranks[other]})
             if self.placement == "separate" and shared:
                 which = "both roles have" if len(self.ranks) == 2 else f"{role!r} and {other!r} both have"
-                raise AllocationError(f"Separate roles share no rank, but {which} {span(tuple(shared))}.")
+                raise AllocationError(f"Separate roles share no rank, but {which} {_span(tuple(shared))}.")
             if self.placement == "colocated" and tuple(self.ranks[role]) != tuple(self.ranks[other]):
                 raise AllocationError(
                     f"Colocated roles have the same ranks, but the {role} has {list(self.ranks[role])} and the {other} "
@@ -89,7 +89,7 @@ class Allocation:
             for role in set(self.ranks) - {BACKBONE}:
                 if list(self.ranks[role]) != everyone:
                     raise AllocationError(
-                        f"In a mixed allocation every rank encodes, but the {role} has {span(self.ranks[role])}."
+                        f"In a mixed allocation every rank encodes, but the {role} has {_span(self.ranks[role])}."
                     )
         if 0 not in self.ranks[BACKBONE]:
             raise AllocationError("Rank 0 must be a backbone rank, since loggers and the progress bar live there.")
@@ -109,7 +109,7 @@ def _names(names: tuple[str, ...]) -> str:
     return ", ".join(repr(name) for name in names) or "none"
 
 
-def span(ranks: tuple[int, ...]) -> str:
+def _span(ranks: tuple[int, ...]) -> str:
     """Ranks in words: neighbours are joined, as in ``ranks 0-2, 4-6``."""
     runs: list[list[int]] = []
     for rank in ranks:

@@ -78,7 +78,6 @@ class Candidate:
         layout: the layout.
         recompute: what the backward computes again.
         seconds: time of the role's part of a step.
-        at_the_end: of these, seconds after the last microbatch.
         bytes: memory of a device.
     """
 
@@ -86,7 +85,6 @@ class Candidate:
     layout: Layout
     recompute: Recompute
     seconds: float
-    at_the_end: float
     bytes: float
 
     @property
@@ -111,7 +109,6 @@ class Table:
         devices: ``[candidates]`` devices.
         seconds: ``[candidates]`` time of the role's part of a step.
         bytes: ``[candidates]`` memory of a device.
-        at_the_end: ``[candidates]`` seconds after the last microbatch.
     """
 
     role: str
@@ -121,7 +118,6 @@ class Table:
     devices: FloatArray
     seconds: FloatArray
     bytes: FloatArray
-    at_the_end: FloatArray
 
     def __len__(self) -> int:
         return len(self.family)
@@ -134,13 +130,12 @@ class Table:
             family.layout(int(self.place[row])),
             family.recompute,
             float(self.seconds[row]),
-            float(self.at_the_end[row]),
             float(self.bytes[row]),
         )
 
     def select(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Table:
         """Some of the rows."""
-        columns = ("family", "place", "devices", "seconds", "bytes", "at_the_end")
+        columns = ("family", "place", "devices", "seconds", "bytes")
         return Table(self.role, self.families, *(getattr(self, name)[rows] for name in columns))
 
     def slowed_by(self, seconds: float) -> Table:
@@ -176,10 +171,10 @@ def candidates(problem: RoleProblem, choices: Choices, as_backbone: bool = False
         number = np.full(len(fits), len(families))
         families.append(family)
         devices = family.data[fits] * family.replica
-        columns.append((number, fits, devices, time.total[fits], total[fits], time.at_the_end[fits]))
+        columns.append((number, fits, devices, time.total[fits], total[fits]))
     if not families:
         none = np.empty(0)
-        return Table(problem.role, (), none.astype(np.int64), none.astype(np.int64), none, none, none, none)
+        return Table(problem.role, (), none.astype(np.int64), none.astype(np.int64), none, none, none)
     joined = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     return Table(problem.role, tuple(families), *joined)
 

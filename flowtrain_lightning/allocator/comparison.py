@@ -132,4 +132,9 @@ def _next_size(cluster: Cluster, least: int, count: int) -> int:
 def _fits(problems: Problems, choices: Choices, devices: int) -> bool:
     cluster = replace(problems[BACKBONE].cluster, devices=devices)
     larger = {role: replace(problem, cluster=cluster) for role, problem in problems.items()}
-    return any(plan is not None for plan in _plans(larger, choices).values())
+    tables = {role: candidates(problem, choices) for role, problem in larger.items()}
+    if all(len(table) for table in tables.values()):
+        apart = sum(float(table.devices.min()) for table in tables.values())
+        if apart <= devices or colocated_plan(larger, tables) or mixed_plan(larger, tables):
+            return True
+    return uniform_plan(larger, choices) is not None

@@ -85,11 +85,6 @@ class Cluster:
                 f"{self.devices} devices cannot be divided into nodes of {self.per_node}; every node must have as many."
             )
 
-    @property
-    def nodes(self) -> int:
-        """How many nodes."""
-        return -(-self.devices // self.per_node)
-
 
 _MATMUL = "best product: ml-engineering, compute/accelerator, table of maximum achievable matmul FLOPS"
 _FLASH_2 = "attention: FlashAttention-2, arXiv 2307.08691, section 4.1"

@@ -18,6 +18,7 @@ from flowtrain_lightning.allocator.description import (
 )
 
 _NO_NUMBERS = ("experts", "gated", "pooled", "tied")
+"""Dimensions that are no whole numbers."""
 
 
 def vision_encoder(
@@ -177,11 +178,9 @@ def _build(build: Callable[..., Half], dimensions: Mapping[str, Any], what: str)
         wrong += [f"it lacks {', '.join(missing)}"] if missing else []
         raise DescriptionError(f"The {what} cannot be built: {'; '.join(wrong)}. It takes {', '.join(known)}.")
     for name, value in dimensions.items():
-        if (
-            name not in ("experts", "gated", "pooled", "tied")
-            and value is not None
-            and (type(value) is not int or value < 0)
-        ):
+        if name in _NO_NUMBERS or value is None:
+            continue
+        if type(value) is not int or value < 0:
             raise DescriptionError(f"The {what}'s {name} is {value!r}; it must be a whole number.")
     try:
         return build(**dimensions)

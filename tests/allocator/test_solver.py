@@ -22,7 +22,7 @@ def table_of(role, rows):
     numbers = np.arange(len(rows))
     families = (Family(devices),)
     zero = np.zeros(len(rows))
-    return Table(role, families, np.zeros(len(rows), dtype=np.int64), numbers, devices, seconds, zero, zero)
+    return Table(role, families, np.zeros(len(rows), dtype=np.int64), numbers, devices, seconds, zero)
 
 
 def brute_force(tables, devices):
