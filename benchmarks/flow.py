@@ -118,7 +118,7 @@ def _gap_of_rows(plan: OfflinePlan, mix: Lengths, scale: float, order: Callable[
         grid, media = np.zeros((step.positions, RANKS)), np.zeros(step.positions)
         np.add.at(grid, (step.bin_of // RANKS, step.bin_of % RANKS), costs[step.samples])
         np.add.at(media, step.bin_of // RANKS, encoder[step.samples])
-        time += rows_time(order(media), grid.max(axis=1), media)
+        time += rows_time(order(media), grid.max(axis=1, keepdims=True), media)
         work += max(grid.sum(axis=0).max(), media.sum())
     return 100 * (time / work - 1)
 

@@ -54,14 +54,18 @@ def flow_rows(
         ``[samples]`` the microbatch of each, ``position * ranks + rank``.
     """
     encoder = encoder / encoder_ranks
+    if objective == "accumulate":
+        bin_of = _alike_rows(bin_of, costs, encoder, rows, ranks)
     cost, media = _per_row(bin_of, costs, encoder, rows, ranks, objective)
     order = fastest_order(cost, media)
     time = rows_time(order, cost, media)
-    if time > max(cost.sum(), media.sum()) * (1 + _ENOUGH):
+    longest = cost.sum(axis=0).max()
+    if time > max(longest, media.sum()) * (1 + _ENOUGH):
         found = _exchanged(bin_of, order, tokens, costs, encoder, cost, rows, ranks, budget, objective)
         new_cost, new_media = _per_row(found, costs, encoder, rows, ranks, objective)
         new_order = fastest_order(new_cost, new_media)
-        if rows_time(new_order, new_cost, new_media) < time and new_cost.sum() <= cost.sum() * (1 + _UNEVENNESS):
+        new_longest = new_cost.sum(axis=0).max()
+        if rows_time(new_order, new_cost, new_media) < time and new_longest <= longest * (1 + _UNEVENNESS):
             bin_of, order = found, new_order
     place = np.empty(rows, dtype=np.int64)
     place[order] = np.arange(rows)
@@ -71,11 +75,23 @@ def flow_rows(
 def _per_row(
     bin_of: IntArray, costs: FloatArray, encoder: FloatArray, rows: int, ranks: int, objective: Objective
 ) -> tuple[FloatArray, FloatArray]:
-    """``[rows]`` time on the backbone and on each encoder rank."""
+    """``[rows, lanes]`` time on the backbone, and ``[rows]`` on each encoder rank."""
     loads: FloatArray = np.bincount(bin_of, costs, minlength=rows * ranks).astype(np.float64)
     media: FloatArray = np.bincount(bin_of // ranks, encoder, minlength=rows).astype(np.float64)
     grid = loads.reshape(rows, ranks)
-    return grid.max(axis=1) if objective == "sync" else grid.mean(axis=1), media
+    return grid.max(axis=1, keepdims=True) if objective == "sync" else grid, media
+
+
+def _alike_rows(bin_of: IntArray, costs: FloatArray, encoder: FloatArray, rows: int, ranks: int) -> IntArray:
+    """Where ranks need not meet, each may have its own order: by rising media, if that makes the step shorter."""
+    per_bin = np.bincount(bin_of, encoder, minlength=rows * ranks).reshape(rows, ranks)
+    place = np.argsort(np.argsort(per_bin, axis=0, kind="stable"), axis=0)
+    other: IntArray = (place * ranks + np.arange(ranks)).ravel()[bin_of]
+    times = []
+    for bins in (bin_of, other):
+        cost, media = _per_row(bins, costs, encoder, rows, ranks, "accumulate")
+        times.append(rows_time(fastest_order(cost, media), cost, media))
+    return other if times[1] < times[0] else bin_of
 
 
 def _exchanged(
@@ -124,7 +140,7 @@ def exchange_media(
         by_density: the samples that may move, those with least media for their cost first.
         tokens: ``[samples]`` of each.
         encoder: ``[samples]`` what each costs an encoder rank, if all share it.
-        cost: ``[rows]`` of the backbone, in the order in which rows run.
+        cost: ``[rows, lanes]`` of the backbone, in the order in which rows run; see :func:`rows_time`.
         ranks: backbone ranks.
         budget: the most tokens of a microbatch.
     """

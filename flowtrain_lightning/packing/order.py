@@ -38,7 +38,7 @@ def fastest_order(cost: FloatArray, media: FloatArray) -> IntArray:
     """The order with the shortest step that exchanges and moves of positions find.
 
     Args:
-        cost: ``[positions]`` what each costs the backbone rank that takes longest.
+        cost: ``[positions, lanes]`` what each costs the backbone; see :func:`rows_time`.
         media: ``[positions]`` what the media that it reads cost each encoder rank, forward and backward.
 
     Returns:
@@ -54,29 +54,33 @@ def fastest_order(cost: FloatArray, media: FloatArray) -> IntArray:
 
 @compiled
 def rows_time(order: IntArray, cost: FloatArray, media: FloatArray) -> float:
-    """How long a step takes whose ranks meet at every microbatch, with media dealt evenly to the encoder ranks.
+    """How long a step takes with media dealt evenly to the encoder ranks.
 
     Encoder ranks do all forwards first, then backwards as gradients come.
 
     Args:
         order: ``[positions]`` the order.
-        cost: ``[positions]`` of the backbone.
+        cost: ``[positions, lanes]`` of the backbone. Lanes do not wait for each other: where ranks meet at every
+            microbatch there is one, that of the slowest rank.
         media: ``[positions]`` of each encoder rank, forward and backward.
     """
-    ends = np.empty(len(order), dtype=np.float64)
-    now, encoder = 0.0, 0.0
-    for place in range(len(order)):
-        own = media[order[place]]
-        if own > 0.0:
-            encoder += own * FORWARD_SHARE
-            now = max(now, encoder)
-        now += cost[order[place]]
-        ends[place] = now
+    ends = np.zeros(len(order), dtype=np.float64)
+    longest, encoder = 0.0, 0.0
+    for lane in range(cost.shape[1]):
+        now, encoder = 0.0, 0.0
+        for place in range(len(order)):
+            own = media[order[place]]
+            if own > 0.0:
+                encoder += own * FORWARD_SHARE
+                now = max(now, encoder)
+            now += cost[order[place], lane]
+            ends[place] = max(ends[place], now)
+        longest = max(longest, now)
     for place in range(len(order)):
         own = media[order[place]]
         if own > 0.0:
             encoder = max(encoder, ends[place]) + own * (1.0 - FORWARD_SHARE)
-    return max(now, encoder)
+    return max(longest, encoder)
 
 
 @compiled
@@ -88,7 +92,7 @@ def wanted_media(cost: FloatArray, media: FloatArray, least: FloatArray, most: F
     the position that long chains hold most of to the one that they hold least of.
 
     Args:
-        cost: ``[positions]`` of the backbone, in order.
+        cost: ``[positions, lanes]`` of the backbone, in order; see :func:`rows_time`.
         media: ``[positions]`` encoder cost on each encoder rank, forward and backward.
         least: ``[positions]`` as poor in media as each can be.
         most: ``[positions]`` as rich as each can be.
@@ -99,10 +103,13 @@ def wanted_media(cost: FloatArray, media: FloatArray, least: FloatArray, most: F
     count = len(cost)
     order = np.arange(count)
     wanted, best = media.copy(), media.copy()
+    mean = np.zeros(count, dtype=np.float64)
     total, span = 0.0, 0.0
     for position in range(count):
+        for lane in range(cost.shape[1]):
+            mean[position] += cost[position, lane] / cost.shape[1]
         total += media[position]
-        span += cost[position]
+        span += mean[position]
     quantum = total / _QUANTA
     shortest = np.inf
     for _ in range(2 * _QUANTA):
@@ -110,7 +117,7 @@ def wanted_media(cost: FloatArray, media: FloatArray, least: FloatArray, most: F
         if time < shortest:
             shortest = time
             best[:] = wanted
-        weight = _weight_in_chains(cost, wanted, time, _NEAR * max(span, total))
+        weight = _weight_in_chains(mean, wanted, time, _NEAR * max(span, total))
         giver, taker = -1, -1
         for position in range(count):
             if wanted[position] - quantum >= least[position] and (giver < 0 or weight[position] > weight[giver]):

@@ -46,7 +46,7 @@ def flow(seed: int, objective="sync"):
 def time_of(bin_of, costs, encoder):
     grid = np.bincount(bin_of, costs, minlength=ROWS * RANKS).reshape(ROWS, RANKS)
     media = np.bincount(bin_of // RANKS, encoder, minlength=ROWS) / RANKS
-    return rows_time(np.arange(ROWS), grid.max(axis=1), media), grid, media
+    return rows_time(np.arange(ROWS), grid.max(axis=1, keepdims=True), media), grid, media
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -74,6 +74,15 @@ def test_where_ranks_meet_once_a_step_each_keeps_what_it_has_to_do(seed):
     assert totals[0].tolist() == pytest.approx(totals[1].tolist())
 
 
+def test_ranks_that_need_not_meet_each_read_their_poorest_microbatch_first():
+    # Rank 0 has its picture in the first row, rank 1 in the second: no order of whole rows serves both.
+    bin_of, encoder = np.array([0, 2, 1, 3]), np.array([90.0, 0.0, 0.0, 90.0])
+    settings = {"rows": 2, "ranks": 2, "encoder_ranks": 2, "budget": 100}
+    tokens, costs = np.full(4, 100), np.full(4, 100.0)
+    apart = flow_rows(bin_of, tokens, costs, encoder, objective="accumulate", **settings)
+    assert len(set((apart[encoder > 0] // 2).tolist())) == 1
+
+
 def test_without_media_only_nothing_changes_places():
     bin_of, tokens, costs, _ = step_of_texts_and_pictures(0)
     found = flow_rows(
@@ -95,5 +104,5 @@ def test_an_exchange_never_overfills_a_microbatch():
     tokens = np.array([300, 100, 160, 160, 80])
     bin_of = np.array([0, 0, 1, 1, 1])
     encoder = np.array([300.0, 0.0, 0.0, 0.0, 0.0])
-    exchange_media(bin_of, np.array([0, 1]), np.array([1, 4, 2, 3, 0]), tokens, encoder, np.ones(2), 1, 400)
+    exchange_media(bin_of, np.array([0, 1]), np.array([1, 4, 2, 3, 0]), tokens, encoder, np.ones((2, 1)), 1, 400)
     assert np.bincount(bin_of, tokens, minlength=2).max() <= 400

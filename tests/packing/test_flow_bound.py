@@ -48,4 +48,4 @@ def test_no_step_is_shorter_than_its_bound(samples, encoder_ranks):
     rows = np.bincount(row_of, costs)
     media = np.bincount(row_of, encoder) / encoder_ranks
     least = least_step_time(rows[:, None], costs, encoder, encoder_ranks=encoder_ranks)
-    assert least <= rows_time(np.arange(len(rows)), rows, media) * (1 + 1e-6)
+    assert least <= rows_time(np.arange(len(rows)), rows[:, None], media) * (1 + 1e-6)
