@@ -8,17 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain_lightning.packing.cost import CostModel
+from flowtrain_lightning.packing.drawing import Supply, draw
 from flowtrain_lightning.packing.evening import even_out
 from flowtrain_lightning.packing.fitting import best_fit
+from flowtrain_lightning.packing.grouping import fitting_count, group_rows
 from flowtrain_lightning.packing.holding import Shape, held_back, steps_to_meet
 from flowtrain_lightning.packing.microbatches import group_alike, positive_costs
-from flowtrain_lightning.packing.plan import BoolArray, FloatArray, IntArray
+from flowtrain_lightning.packing.plan import BoolArray, IntArray
 from flowtrain_lightning.packing.rows import fill_rows
 
 _FEW = 8
 """Samples per microbatch below which the best fit is grouped into rows; above, rows are filled one by one."""
 _TRIALS = 40
 """Times that fewer samples are drawn because not all found room."""
+_FREE = 0.01
+"""Share of the microbatches that are left free at first where few samples share one: room to match costs."""
 _DEFERRED = 0.05
 """Share of a block's samples that deferring long ones may make up for."""
 
@@ -81,144 +85,144 @@ def plan_block(
     capacity = fill * rows * width * budget
     old, old_tokens, old_drawn = waiting
     most_steps = max(1, min(lookahead + 1, max_delay))
-    new_tokens, ended = _draw(lengths, next_sample, most_steps * capacity + (3 * width + 1) * budget)
+    new_tokens, ended = draw(lengths, next_sample, most_steps * capacity + (3 * width + 1) * budget)
     available = int(old_tokens.sum() + new_tokens.sum())
     most_steps = min(most_steps, int(available // capacity))
     if most_steps == 0:
         return _unplanned(next_sample, waiting)
-    pool = _Pool(old, old_tokens, old_drawn, new_tokens, next_sample, next_step)
+    supply = Supply(old, old_tokens, old_drawn, new_tokens, next_sample, next_step)
     steps = _steps(
-        pool, min(steps_in_block(max_delay, lookahead), most_steps), most_steps, capacity, max_delay, cost, shape
+        supply, min(steps_in_block(max_delay, lookahead), most_steps), most_steps, capacity, max_delay, cost, shape
     )
-    may_wait = next_step + steps - pool.drawn <= max_delay
+    may_wait = next_step + steps - supply.drawn <= max_delay
     if ended and steps == int(available // capacity):
         # Of the last steps only those wait that have no place in them anyway.
-        longest = np.argsort(-pool.tokens, kind="stable")
-        may_wait[longest[np.cumsum(pool.tokens[longest]) > available - steps * capacity]] = False
-    is_coarse = bool(pool.tokens.mean() * _FEW > budget)
-    # What is left over waits for the next block. Where it would then be due at once, it must be little.
-    spare = 0.25 * capacity if max_delay >= steps else 0.0
-    most_left = len(pool.tokens) if max_delay >= 2 * steps - 1 else rows * width // 2
-    # Samples per token so far: a block with many long samples leaves some of them to the next.
-    steady = not ended and next_step >= 2 * steps and max_delay >= 2 * steps - 1 and not is_coarse
-    pace = (next_sample - len(old)) / (next_step * capacity) if steady else 0.0
-    wanted = steps * capacity + (spare if is_coarse else 0.0)
-    for _ in range(_TRIALS):
-        order, held, taken = _choose(pool, may_wait, wanted, cost, pace, shape)
-        tokens, waited = pool.tokens[order], pool.drawn[order] < next_step
-        costs = positive_costs(tokens, cost)
-        if is_coarse:
-            bin_of = _fit(tokens, costs, steps * rows, width, budget, waited)
-        else:
-            bin_of = fill_rows(tokens, costs, costs[-1] / tokens[-1], steps * rows, width, budget)
-        left = tokens[bin_of < 0]
-        rest = int(left.sum())
-        if rest <= 2 * spare and len(left) + len(held) <= most_left:
-            break
-        wanted -= max(rest - spare, 0.005 * wanted)
+        longest = np.argsort(-supply.tokens, kind="stable")
+        may_wait[longest[np.cumsum(supply.tokens[longest]) > available - steps * capacity]] = False
+    if supply.tokens.mean() * _FEW > budget:
+        order, bin_of, held, taken = _match(supply, may_wait, steps, cost, shape)
+    else:
+        order, bin_of, held, taken = _fill(supply, may_wait, steps, capacity, max_delay, ended, cost, shape)
+    tokens, waited = supply.tokens[order], supply.drawn[order] < next_step
+    costs = positive_costs(tokens, cost)
     bins = steps * rows * width
     _make_room(bin_of, tokens, waited, bins, budget)
     even_out(bin_of, np.arange(bins) // width, steps * rows, tokens, costs, bins, budget)
-    deadline = pool.drawn[order] + max_delay - next_step
+    deadline = supply.drawn[order] + max_delay - next_step
     step_of, place = _deal(bin_of, deadline, steps, rows, width)
     everything = np.concatenate([order, held])
     nothing = np.full(len(held), -1, dtype=np.int64)
     return Block(
         steps,
         next_sample + taken,
-        pool.samples[everything],
-        pool.tokens[everything],
-        pool.drawn[everything],
+        supply.samples[everything],
+        supply.tokens[everything],
+        supply.drawn[everything],
         np.concatenate([step_of, nothing]),
         np.concatenate([place, nothing]),
     )
 
 
-class _Pool:
-    """Samples that may be taken: those that wait, then those of the stream in order."""
+def _match(
+    supply: Supply, may_wait: BoolArray, steps: int, cost: CostModel, shape: Shape
+) -> tuple[IntArray, IntArray, IntArray, int]:
+    """Rows where few samples share a microbatch: members of the block, their bins, those held back, and drawn ones."""
+    rows, width, budget = steps * shape.rows, shape.width, shape.budget
+    bins = rows * width
+    if may_wait[supply.old :].all():
+        bins -= int(_FREE * bins)
+    in_turn = np.append(np.argsort(may_wait[: supply.old], kind="stable"), np.arange(supply.old, len(may_wait)))
+    order = held = in_turn[:0]
+    for last in (False, True):
+        chosen = in_turn[~np.isin(in_turn, held)]
+        chosen = chosen[: fitting_count(supply.tokens[chosen], bins, budget)]
+        order = chosen[np.argsort(-supply.tokens[chosen], kind="stable")]
+        if not last:
+            held = order[held_back(supply.tokens[order], may_wait[order], cost, shape)]
+    costs = positive_costs(supply.tokens[order], cost)
+    bin_of = group_rows(supply.tokens[order], costs, rows, width, budget)
+    if not may_wait[order[bin_of < 0]].all():
+        bin_of = group_alike(best_fit(supply.tokens[order], budget, rows * width)[0], costs, rows, width)
+    count = max(supply.old, int(max(order.max(initial=0), held.max(initial=0))) + 1)
+    return order, bin_of, np.setdiff1d(np.arange(count), order), count - supply.old
 
-    def __init__(
-        self, old: IntArray, old_tokens: IntArray, old_drawn: IntArray, new_tokens: IntArray, first: int, step: int
-    ) -> None:
-        self.old, self.step = len(old), step
-        self.samples = np.concatenate([old, np.arange(first, first + len(new_tokens), dtype=np.int64)])
-        self.tokens = np.concatenate([old_tokens, new_tokens])
-        self.drawn = np.concatenate([old_drawn, np.full(len(new_tokens), step, dtype=np.int64)])
+
+def _fill(
+    supply: Supply,
+    may_wait: BoolArray,
+    steps: int,
+    capacity: float,
+    max_delay: int,
+    ended: bool,
+    cost: CostModel,
+    shape: Shape,
+) -> tuple[IntArray, IntArray, IntArray, int]:
+    """Rows of many samples: members of the block, their bins, those held back, and how many were drawn."""
+    rows, width = shape.rows, shape.width
+    # What is left over waits for the next block. Where it would then be due at once, it must be little.
+    spare = 0.25 * capacity if max_delay >= steps else 0.0
+    most_left = len(supply.tokens) if max_delay >= 2 * steps - 1 else rows * width // 2
+    # Samples per token so far: a block with many long samples leaves some of them to the next.
+    steady = not ended and supply.step >= 2 * steps and max_delay >= 2 * steps - 1
+    pace = (supply.samples[supply.old] - supply.old) / (supply.step * capacity) if steady else 0.0
+    wanted = steps * capacity
+    for _ in range(_TRIALS):
+        order, held, taken = _choose(supply, may_wait, wanted, cost, pace, shape)
+        tokens = supply.tokens[order]
+        costs = positive_costs(tokens, cost)
+        bin_of = fill_rows(tokens, costs, costs[-1] / tokens[-1], steps * rows, width, shape.budget)
+        left = tokens[bin_of < 0]
+        rest = int(left.sum())
+        if rest <= 2 * spare and len(left) + len(held) <= most_left:
+            break
+        wanted -= max(rest - spare, 0.005 * wanted)
+    return order, bin_of, held, taken
 
 
 def _steps(
-    pool: _Pool, steps: int, most_steps: int, capacity: float, max_delay: int, cost: CostModel, shape: Shape
+    supply: Supply, steps: int, most_steps: int, capacity: float, max_delay: int, cost: CostModel, shape: Shape
 ) -> int:
     """How many steps to plan: see ``steps_to_meet``."""
-    before = np.cumsum(pool.tokens) - pool.tokens
+    before = np.cumsum(supply.tokens) - supply.tokens
     seen = int(np.searchsorted(before, steps * capacity))
-    order = np.argsort(-pool.tokens[:seen], kind="stable")
-    due = np.where(order < pool.old, pool.drawn[order] + max_delay - pool.step, -1)
+    order = np.argsort(-supply.tokens[:seen], kind="stable")
+    due = np.where(order < supply.old, supply.drawn[order] + max_delay - supply.step, -1)
     return steps_to_meet(
-        pool.tokens[order], due, before[order] / capacity, cost, shape, steps=steps, most_steps=most_steps
+        supply.tokens[order], due, before[order] / capacity, cost, shape, steps=steps, most_steps=most_steps
     )
 
 
-def _draw(lengths: Callable[[int, int], IntArray], start: int, wanted: float) -> tuple[IntArray, bool]:
-    """Samples from ``start`` on with ``wanted`` tokens or a little more, and whether the stream ends in them."""
-    found = lengths(start, start + 256)
-    ended = len(found) < 256
-    while not ended and found.sum() < wanted:
-        more = int((wanted - found.sum()) / found.mean() * 1.02) + 64
-        chunk = lengths(start + len(found), start + len(found) + more)
-        ended = len(chunk) < more
-        found = np.concatenate([found, chunk])
-    if found.sum() < wanted:
-        return found, True
-    return found[: int(np.searchsorted(np.cumsum(found), wanted)) + 1], False
-
-
 def _choose(
-    pool: _Pool, may_wait: BoolArray, wanted: float, cost: CostModel, pace: float, shape: Shape
+    supply: Supply, may_wait: BoolArray, wanted: float, cost: CostModel, pace: float, shape: Shape
 ) -> tuple[IntArray, IntArray, int]:
     """Members of the block, longest first; those held back; and how many were drawn of the stream."""
-    ahead = np.cumsum(pool.tokens[pool.old :])
-    needed = max(wanted - pool.tokens[: pool.old].sum(), 0 if pool.old else pool.tokens[0])
+    ahead = np.cumsum(supply.tokens[supply.old :])
+    needed = max(wanted - supply.tokens[: supply.old].sum(), 0 if supply.old else supply.tokens[0])
     held = np.empty(0, dtype=np.int64)
     for _ in range(3):
-        taken = int(np.searchsorted(ahead, needed + pool.tokens[held].sum(), side="right"))
-        order = np.argsort(-pool.tokens[: pool.old + taken], kind="stable")
-        former, held = held, order[held_back(pool.tokens[order], may_wait[order], cost, shape)]
+        taken = int(np.searchsorted(ahead, needed + supply.tokens[held].sum(), side="right"))
+        order = np.argsort(-supply.tokens[: supply.old + taken], kind="stable")
+        former, held = held, order[held_back(supply.tokens[order], may_wait[order], cost, shape)]
         if len(held) == len(former):
             break
-    held = held[held < pool.old + taken]
+    held = held[held < supply.old + taken]
     if pace > 0:
-        held = np.concatenate([held, _defer(order, held, pool, wanted, pace, shape)])
-    taken = int(np.searchsorted(ahead, needed + pool.tokens[held].sum(), side="right"))
-    stays = np.ones(pool.old + taken, dtype=bool)
+        held = np.concatenate([held, _defer(order, held, supply, wanted, pace, shape)])
+    taken = int(np.searchsorted(ahead, needed + supply.tokens[held].sum(), side="right"))
+    stays = np.ones(supply.old + taken, dtype=bool)
     stays[held] = False
     members = np.flatnonzero(stays)
-    return members[np.argsort(-pool.tokens[members], kind="stable")], held, taken
+    return members[np.argsort(-supply.tokens[members], kind="stable")], held, taken
 
 
-def _defer(order: IntArray, held: IntArray, pool: _Pool, wanted: float, pace: float, shape: Shape) -> IntArray:
+def _defer(order: IntArray, held: IntArray, supply: Supply, wanted: float, pace: float, shape: Shape) -> IntArray:
     """Long samples to leave to the next block where this one would have fewer samples than those before."""
     rows, width = shape.rows, shape.width
     missing = pace * wanted - (len(order) - len(held))
     later = order[~np.isin(order, held)][3 * width : (3 + 3 * rows) * width]
-    later = later[later >= pool.old]
-    gain = np.cumsum(pool.tokens[later] * pace - 1)
+    later = later[later >= supply.old]
+    gain = np.cumsum(supply.tokens[later] * pace - 1)
     return later[: int(np.searchsorted(gain, min(missing, _DEFERRED * pace * wanted)))]
-
-
-def _fit(tokens: IntArray, costs: FloatArray, rows: int, width: int, budget: int, waited: BoolArray) -> IntArray:
-    """Best fit, then like to like: more rows than needed, of which those that idle most wait."""
-    bin_of, opened = best_fit(tokens, budget, len(tokens))
-    found = max(rows, -(-opened // width))
-    bin_of = group_alike(bin_of, costs, found, width)
-    loads = np.bincount(bin_of, costs, minlength=found * width).reshape(found, width)
-    idle = loads.max(axis=1) * width - loads.sum(axis=1)
-    idle[np.unique(bin_of[waited] // width)] -= loads.sum()
-    kept = np.sort(np.argsort(idle, kind="stable")[:rows])
-    place = np.full(found, -1, dtype=np.int64)
-    place[kept] = np.arange(rows)
-    row = place[bin_of // width]
-    return np.where(row >= 0, row * width + bin_of % width, -1)
 
 
 def _make_room(bin_of: IntArray, tokens: IntArray, waited: BoolArray, bins: int, budget: int) -> None:

@@ -6,9 +6,14 @@ import numpy as np
 
 from flowtrain_lightning.packing.compiled import compiled
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
+from flowtrain_lightning.packing.splitting import split_evenly
 
 ROUNDS = 64
 """Exchanges per group, at most."""
+_FEW = 10
+"""Samples per bin of a group above which exchanges alone even it out."""
+SPLITS = 8
+"""Times that all samples of two bins of a group are shared out anew, where no exchange helps."""
 
 
 @compiled
@@ -77,6 +82,7 @@ def _even_group(
     tolerance: float,
 ) -> None:
     width = len(bins)
+    splits = SPLITS if len(members) <= _FEW * width else 0
     for _ in range(ROUNDS):
         bins = bins[np.argsort(cost[bins], kind="mergesort")]
         top = bins[width - 1]
@@ -106,7 +112,44 @@ def _even_group(
                 cost[other] -= costs[back]
             break
         else:
-            return
+            if splits == 0:
+                return
+            splits -= 1
+            if not _split_with_any(members, bins, bin_of, tokens, costs, fill, cost, budget):
+                return
+
+
+@compiled
+def _split_with_any(
+    members: IntArray,
+    bins: IntArray,
+    bin_of: IntArray,
+    tokens: IntArray,
+    costs: FloatArray,
+    fill: IntArray,
+    cost: FloatArray,
+    budget: int,
+) -> bool:
+    """Share the samples of the costliest bin and of one of the cheapest out anew; False where that does not help."""
+    top = bins[len(bins) - 1]
+    ours = members[bin_of[members] == top]
+    if len(ours) < 2:
+        return False
+    for other in bins[: min(3, len(bins) - 1)]:
+        both = np.array([fill[top], fill[other]])
+        theirs = members[bin_of[members] == other]
+        changed = split_evenly(ours, theirs, tokens, costs, both, budget, cost[top] - cost[other])
+        for item in changed:
+            source = bin_of[item]
+            target = other if source == top else top
+            bin_of[item] = target
+            fill[source] -= tokens[item]
+            fill[target] += tokens[item]
+            cost[source] -= costs[item]
+            cost[target] += costs[item]
+        if len(changed):
+            return True
+    return False
 
 
 @compiled

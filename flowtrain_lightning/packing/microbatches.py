@@ -10,6 +10,7 @@ import numpy as np
 from flowtrain_lightning.packing.cost import CostModel
 from flowtrain_lightning.packing.evening import even_out
 from flowtrain_lightning.packing.fitting import best_fit, cheapest_first
+from flowtrain_lightning.packing.grouping import group_rows
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 from flowtrain_lightning.packing.rows import fill_rows
 from flowtrain_lightning.packing.tiny import MOST_SAMPLES, search
@@ -21,6 +22,8 @@ OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
 _FEW = 12
 """Samples per microbatch below which several rules are tried, as none is good for all."""
+_ROOM = 0.997
+"""Share of the budgets of all its microbatches that a rank is dealt at most: fuller, its samples may not fit them."""
 _SHORTFALL = 1e-3
 """Share of idle time above which one more microbatch per rank is tried, where ranks meet once a step."""
 
@@ -129,6 +132,9 @@ def _answers(
         found.clear()
     if len(tokens) < _FEW * bins or not found:
         found.append(group_alike(fitted, costs, rows, ranks))
+        grouped = group_rows(tokens, costs, rows, ranks, budget)
+        if grouped.min() >= 0:
+            found.append(grouped)
         dealt = cheapest_first(tokens, costs, bins, budget)
         if dealt.min() >= 0:
             found.append(group_alike(dealt, costs, rows, ranks))
@@ -167,10 +173,11 @@ def _by_rank(
 
 def deal_to_ranks(tokens: IntArray, costs: FloatArray, rows: int, ranks: int, budget: int) -> IntArray | None:
     """Samples to ranks, alike in total cost, and to ``rows`` bins of each rank; None where a rank lacks the room."""
-    rank_of = cheapest_first(tokens, costs, ranks, rows * budget)
+    room = int(_ROOM * rows * budget)
+    rank_of = cheapest_first(tokens, costs, ranks, room)
     if rank_of.min() < 0:
         return None
-    even_out(rank_of, np.zeros(ranks, dtype=np.int64), 1, tokens, costs, ranks, rows * budget, 1e-7)
+    even_out(rank_of, np.zeros(ranks, dtype=np.int64), 1, tokens, costs, ranks, room, 1e-7)
     bin_of = np.empty(len(tokens), dtype=np.int64)
     for rank in range(ranks):
         own = np.flatnonzero(rank_of == rank)
