@@ -11,7 +11,7 @@ from flowtrain_lightning.packing.order import fastest_order, rows_time, wanted_m
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 
 _MOVABLE = 0.01
-"""Samples with more attention than this share of a microbatch stay: rows are even since such ones meet their like."""
+"""Where rows are even, samples with more attention than this share of a microbatch stay: their row is their like."""
 _ENOUGH = 1e-3
 """A step this near to the work of its busiest lane, as a share of it, stays as it is."""
 _UNEVENNESS = 2e-4
@@ -20,7 +20,7 @@ _QUANTA = 96
 """Parts of a step's media; less than half of one is not worth an exchange."""
 _ROUNDS = 4
 _SLACK = 80
-"""Tokens by which two microbatches may come to differ through one exchange."""
+"""Tokens by which two microbatches may come to differ through one exchange, where rows are to stay even."""
 
 
 def flow_rows(
@@ -37,7 +37,8 @@ def flow_rows(
 ) -> IntArray:
     """Order the rows of a step, and let samples of different rows change places where that makes the step shorter.
 
-    An exchange is of samples that have about as many tokens, so that rows stay even.
+    An exchange is between microbatches of one rank; where ranks meet at every microbatch, of samples that have about as
+    many tokens, so that rows stay even.
 
     Args:
         bin_of: ``[samples]`` the microbatch of each, ``row * ranks + rank``.
@@ -107,11 +108,12 @@ def _exchanged(
     objective: Objective,
 ) -> IntArray:
     found = bin_of.copy()
-    by_density = np.lexsort((-tokens, encoder / costs))
-    # Attention: what a sample costs beyond the like number of the cheapest tokens.
-    attention = costs - (costs / tokens).min() * tokens
-    by_density = by_density[attention[by_density] <= _MOVABLE * cost.mean()]
-    exchange_media(found, order, by_density, tokens, encoder, cost[order], ranks, budget)
+    by_density, slack = np.lexsort((-tokens, encoder / costs)), budget
+    if objective == "sync":
+        # Attention: what a sample costs beyond the like number of the cheapest tokens.
+        attention = costs - (costs / tokens).min() * tokens
+        by_density, slack = by_density[attention[by_density] <= _MOVABLE * cost.mean()], _SLACK
+    exchange_media(found, order, by_density, tokens, encoder, cost[order], ranks, budget, slack)
     if objective == "sync":
         falling = np.argsort(-tokens, kind="stable")
         evened = found[falling]
@@ -131,6 +133,7 @@ def exchange_media(
     cost: FloatArray,
     ranks: int,
     budget: int,
+    slack: int,
 ) -> None:
     """Exchange samples between microbatches of one rank until rows read about what :func:`wanted_media` says.
 
@@ -143,6 +146,7 @@ def exchange_media(
         cost: ``[rows, lanes]`` of the backbone, in the order in which rows run; see :func:`rows_time`.
         ranks: backbone ranks.
         budget: the most tokens of a microbatch.
+        slack: tokens by which two microbatches may come to differ through one exchange.
     """
     rows = len(order)
     fill = np.zeros(rows * ranks, dtype=np.int64)
@@ -170,7 +174,7 @@ def exchange_media(
                 for rank in range(ranks):
                     rich, poor = order[giver] * ranks + rank, order[taker] * ranks + rank
                     share = (wanted - moved) / (ranks - rank)
-                    moved += _exchange(bin_of, by_density, tokens, encoder, fill, rich, poor, share, budget)
+                    moved += _exchange(bin_of, by_density, tokens, encoder, fill, rich, poor, share, budget, slack)
                 media[giver] -= moved
                 media[taker] += moved
                 missing[giver] += moved
@@ -233,12 +237,13 @@ def _exchange(
     poor: int,
     wanted: float,
     budget: int,
+    slack: int,
 ) -> float:
     """The richest samples of one microbatch for the poorest of another, until about ``wanted`` has moved; what has."""
     given = by_density[bin_of[by_density] == rich][::-1]
     taken = by_density[bin_of[by_density] == poor]
-    lowest = -min(_SLACK, budget - fill[rich])
-    highest = min(_SLACK, budget - fill[poor])
+    lowest = -min(slack, budget - fill[rich])
+    highest = min(slack, budget - fill[poor])
     give, take, shift, moved = 0, 0, 0, 0.0
     best_give, best_take, best_shift, best_moved = 0, 0, 0, 0.0
     nearest = wanted
@@ -255,7 +260,7 @@ def _exchange(
             shift -= tokens[taken[take]]
             moved -= encoder[taken[take]]
             take += 1
-        distance = abs(wanted - moved) * (1.0 + 0.1 * abs(shift) / _SLACK)
+        distance = abs(wanted - moved) * (1.0 + 0.1 * abs(shift) / slack)
         if lowest <= shift <= highest and distance < nearest:
             best_give, best_take, best_shift, best_moved, nearest = give, take, shift, moved, distance
     bin_of[given[:best_give]] = poor
