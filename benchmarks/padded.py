@@ -172,6 +172,7 @@ class PaddedData(L.LightningDataModule):
         assert self.trainer is not None
         self._packed.setup("fit")
         steps = self._packed.train_dataloader().steps
+        assert isinstance(steps.sampling, Sampling), "a step is a number of samples here"
         ranks = self.trainer.world_size
         sampler = RankSampler(steps.sampling, self.trainer.global_rank, ranks)
         batch_size = steps.sampling.global_batch_size // ranks
