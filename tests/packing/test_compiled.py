@@ -24,7 +24,7 @@ SCRIPT = """if True:
         packed = pack_microbatches(lengths[:9], ranks=2, token_budget=200, cost=cost, objective=objective)
         print([[m.tolist() for m in of_rank] for of_rank in packed])
         short = np.arange(200) % 37 + 3
-        encoder = np.where(np.arange(200) % 3, 0.7 * short, 0.0)
+        encoder = np.where(np.arange(200) % 7 > 1, 0.7 * short, 0.0)
         shape = dict(rows=6, ranks=2, encoder_ranks=2, budget=500, objective=objective)
         print(flow_rows(np.arange(200) % 12, short, cost.of_each(short), encoder, **shape).tolist())
 """
