@@ -44,11 +44,7 @@ def main() -> None:
         for row in ours(lengths, budget):
             results.append({"data": name, **row})
             show(results[-1])
-        peers = (
-            others(lengths, budget, options.solver_seconds)
-            if name == "mix"
-            else (result for result in [wlb(lengths, budget)] if result)
-        )
+        peers = others(lengths, budget, options.solver_seconds) if name == "mix" else wlb(lengths, budget)
         for row in peers:
             results.append({"data": name, **row})
             show(results[-1])
@@ -65,8 +61,10 @@ def ours(lengths: Lengths, budget: int) -> Iterator[dict[str, Any]]:
     """This project, in its settings, and over windows."""
     cases: list[tuple[Semantics, Objective, int]] = [
         ("tokens", "sync", 8),
+        ("tokens", "sync", 40),
         ("tokens", "sync", 0),
         ("tokens", "accumulate", 8),
+        ("tokens", "accumulate", 0),
         ("samples", "sync", 0),
         ("samples", "accumulate", 0),
     ]
@@ -137,14 +135,12 @@ def others(lengths: Lengths, budget: int, solver_seconds: float) -> Iterator[dic
         order = range(len(bins)) if "*" in name else generator.permutation(len(bins)).tolist()
         bins = [bins[number] for number in order]
         whole = len(bins) // (RANKS * POSITIONS) * RANKS * POSITIONS
-        steps = [bins[i : i + RANKS * POSITIONS] for i in range(0, whole, RANKS * POSITIONS)]
+        costs = COST.of_each(lengths.tokens)
+        steps = [level(bins[i : i + RANKS * POSITIONS], costs) for i in range(0, whole, RANKS * POSITIONS)]
         yield {**score(steps, lengths, budget), "name": name, "window": used, "us": windows[used], "windows": windows}
     for name, (balance, fill, most) in step_packers(solver_seconds).items():
         yield in_steps(name, balance, fill, most, lengths, budget)
-    for limit in (None, 8):
-        result = wlb(lengths, budget, limit)
-        if result:
-            yield result
+    yield from wlb(lengths, budget)
 
 
 def in_steps(name: str, balance: Any, fill: float, most: int | None, lengths: Lengths, budget: int) -> dict[str, Any]:
@@ -162,22 +158,46 @@ def in_steps(name: str, balance: Any, fill: float, most: int | None, lengths: Le
         taken += time.perf_counter() - begin
         if not name.startswith("verl"):
             costs = [COST.of_each(tokens[np.array(members, dtype=int)]).sum() for members in found]
-            found = [found[number] for number in np.argsort(-np.array(costs), kind="stable")]
+            found = level(
+                [found[number] for number in np.argsort(-np.array(costs), kind="stable")], COST.of_each(tokens)
+            )
         steps.append([[start + item for item in members] for members in found])
         start = end
     return {**score(steps, lengths, budget), "name": name, "window": "step", "us": 1e6 * taken / start, "windows": {}}
 
 
-def wlb(lengths: Lengths, budget: int, max_delay: int | None = None) -> dict[str, Any]:
-    begin = time.perf_counter()
-    steps, waited = WlbQueue(RANKS, max_delay=max_delay).pack(
-        lengths.tokens, COST.of_each(lengths.tokens), RANKS * POSITIONS, budget
-    )
-    us = 1e6 * (time.perf_counter() - begin) / len(lengths.tokens)
-    name = "WLB-LLM*" + ("" if max_delay is None else f", delay {max_delay}")
-    if not steps:
-        return {}
-    return {**score(steps, lengths, budget), "name": name, "window": "stream", "max_delay": waited, "us": us}
+def wlb(lengths: Lengths, budget: int, full: float = 0.985) -> Iterator[dict[str, Any]]:
+    """WLB-LLM with a full and a less full budget, without and with a limit of delay; its queues tuned for each."""
+    costs = COST.of_each(lengths.tokens)
+    for fill, limit, outlier, levels in [
+        (full, None, 0.35, 8),
+        (full - 0.035, None, 0.97, 6),
+        (full, 8, 0.35, 3),
+        (full - 0.035, 8, 0.97, 1),
+    ]:
+        queue = WlbQueue(RANKS, fill, limit, outlier, levels)
+        begin = time.perf_counter()
+        steps, waited = queue.pack(lengths.tokens, costs, RANKS * POSITIONS, budget)
+        us = 1e6 * (time.perf_counter() - begin) / len(lengths.tokens)
+        name = f"WLB-LLM*, {100 * fill:g} % fill" + ("" if limit is None else f", delay {limit}")
+        if steps:
+            figures = score([level(step, costs) for step in steps], lengths, budget)
+            yield {**figures, "name": name, "window": "stream", "max_delay": waited, "us": us}
+
+
+def level(step: Bins, costs: np.ndarray[Any, Any]) -> Bins:
+    """The bins of every row dealt to the ranks so that their totals are alike too."""
+    totals = np.zeros(RANKS)
+    dealt: Bins = []
+    for start in range(0, len(step), RANKS):
+        row = sorted(step[start : start + RANKS], key=lambda members: -costs[np.array(members, dtype=int)].sum())
+        columns = np.argsort(totals, kind="stable")
+        placed: Bins = [[] for _ in range(RANKS)]
+        for column, members in zip(columns.tolist(), row, strict=True):
+            placed[column] = members
+            totals[column] += costs[np.array(members, dtype=int)].sum()
+        dealt += placed
+    return dealt
 
 
 def score(steps: list[Bins], lengths: Lengths, budget: int) -> dict[str, Any]:

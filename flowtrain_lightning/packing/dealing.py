@@ -6,6 +6,7 @@ import numpy as np
 
 from flowtrain_lightning.packing.compiled import compiled
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
+from flowtrain_lightning.packing.splitting import split_evenly
 
 _EXCHANGES = 32
 
@@ -48,6 +49,8 @@ def deal_media(costs: FloatArray, order: IntArray, home: IntArray, ranks: int) -
             break
         moved = _exchange(rank_of, costs, order, top, low, gap)
         if moved <= 0.0:
+            moved = _share_out(rank_of, costs, top, low, gap)
+        if moved <= 0.0:
             break
         load[top] -= moved
         load[low] += moved
@@ -75,3 +78,18 @@ def _exchange(rank_of: IntArray, costs: FloatArray, order: IntArray, top: int, l
         return float(costs[best_give])
     rank_of[best_take] = top
     return float(costs[best_give] - costs[best_take])
+
+
+@compiled
+def _share_out(rank_of: IntArray, costs: FloatArray, top: int, low: int, gap: float) -> float:
+    """Share the cheapest media of two ranks out anew so that ``gap`` shrinks most; the cost moved."""
+    falling = np.argsort(-costs, kind="mergesort")
+    sorted_costs, sorted_ranks = costs[falling], rank_of[falling]
+    ours, theirs = np.flatnonzero(sorted_ranks == top), np.flatnonzero(sorted_ranks == low)
+    nothing = np.zeros(len(costs), dtype=np.int64)
+    moved = 0.0
+    for place in split_evenly(ours, theirs, nothing, sorted_costs, nothing[:2], 0, gap):
+        media = falling[place]
+        moved += costs[media] if rank_of[media] == top else -costs[media]
+        rank_of[media] = low if rank_of[media] == top else top
+    return moved
