@@ -19,6 +19,9 @@ from flowtrain_lightning.allocator.problem import Family, Recompute, RoleProblem
 from flowtrain_lightning.allocator.roles import BACKBONE
 from flowtrain_lightning.allocator.step_time import StepTime, step_time
 
+SPREAD = 1.25
+"""Tokens of the largest microbatch over those of the mean one: they are alike in cost, and so differ in tokens."""
+
 ONE_BY_ONE = 1024
 """Up to so many devices every data degree is tried; above, those that fill whole nodes: fewer than 1 % are lost."""
 
@@ -31,7 +34,7 @@ class Choices:
         tensor: tensor degrees; those that do not divide a node are left out.
         pipeline: pipeline degrees of the backbone. Encoders have none: they are shallow, and tensor ranks and
             sharding make them small enough.
-        context: context degrees of the backbone.
+        context: context degrees of the backbone; encoders share no picture among ranks.
         shard: how weights may be held.
         recompute: what backwards may compute again.
     """
@@ -65,8 +68,9 @@ def usable_bytes(cluster: Cluster) -> float:
 
 def evaluate(problem: RoleProblem, family: Family) -> Evaluated:
     """Times and bytes of a family."""
-    time = step_time(problem, family)
-    return Evaluated(family, time, memory_use(problem, family, time.tokens, time.microbatches))
+    time, load = step_time(problem, family), problem.load
+    largest = np.minimum(load.budget, np.maximum(SPREAD * time.tokens, load.lengths.max()))
+    return Evaluated(family, time, memory_use(problem, family, largest, time.microbatches))
 
 
 @dataclass(frozen=True)
@@ -185,12 +189,12 @@ def families_of(problem: RoleProblem, choices: Choices, as_backbone: bool = Fals
     Args:
         problem: the role.
         choices: which layouts may be used at all.
-        as_backbone: an encoder may have the backbone's pipeline and context degrees, for one layout of everything.
+        as_backbone: an encoder may have a pipeline, for one layout of everything.
     """
     cluster, half = problem.cluster, problem.half
     backbone = as_backbone or problem.role == BACKBONE
     pipelines = choices.pipeline if backbone else (1,)
-    contexts = choices.context if backbone else (1,)
+    contexts = choices.context if problem.role == BACKBONE else (1,)
     for tensor, pipeline, context in product(choices.tensor, pipelines, contexts):
         if not _divides(half.layers, tensor, cluster.per_node) or pipeline > half.depth:
             continue

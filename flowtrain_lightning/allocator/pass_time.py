@@ -22,12 +22,14 @@ class PassTime:
         backward: computing backward, with what is computed again.
         exchange: collectives among tensor and context ranks that nothing hides.
         layer: the slowest layer, forward and backward: a pipeline is cut between layers.
+        ends: of forward and backward, what is outside of layers, such as the head.
     """
 
     forward: FloatArray
     backward: FloatArray
     exchange: FloatArray
     layer: FloatArray
+    ends: FloatArray
 
     @property
     def total(self) -> FloatArray:
@@ -44,20 +46,20 @@ def pass_time(problem: RoleProblem, family: Family, tokens: FloatArray) -> PassT
         tokens: ``[layouts]`` tokens of the microbatch.
     """
     zero = np.zeros_like(tokens)
-    forward, backward, exchange, slowest = zero, zero, zero, zero
+    forward, backward, exchange, slowest, ends = zero, zero, zero, zero, zero
     flows = problem.receives_gradient
     pairs = iter(problem.pairs_per_token)
     for part in problem.half.parts:
         if isinstance(part, Dense):
             there, back = _dense_seconds(problem, part, family, tokens, flows)
-            forward, backward = forward + there, backward + back
+            forward, backward, ends = forward + there, backward + back, ends + there + back
         elif isinstance(part, Layers):
             there, back, sent = _layer_seconds(problem, part, family, tokens, next(pairs), flows or part.trainable)
             forward, backward = forward + part.count * there, backward + part.count * back
             exchange, slowest = exchange + part.count * sent, np.maximum(slowest, there + back + sent)
         flows = flows or part.trainable
     slack = problem.efficiency.slack
-    return PassTime(slack * forward, slack * backward, slack * exchange, slack * slowest)
+    return PassTime(slack * forward, slack * backward, slack * exchange, slack * slowest, slack * ends)
 
 
 def _dense_seconds(

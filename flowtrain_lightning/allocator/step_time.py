@@ -102,14 +102,27 @@ def _stage_seconds(
     stages = family.pipeline
     if stages == 1:
         return once.total, np.zeros_like(tokens)
-    layers = np.ceil(once.total / (once.layer * stages * interleave) - 1e-9) * interleave
+    slowest = once.layer * _layers_of_a_stage(once, stages, interleave)
     width = problem.precision.computing * max(part.hidden for part in problem.half.layers)
     size = 2 * interleave * tokens * width / (family.tensor * family.context)
     speed = bandwidth(problem.cluster, 2.0, max(1, family.tensor * family.context))
     if family.replica > problem.cluster.per_node:
         speed = np.asarray(problem.cluster.device.network)
     share = problem.efficiency
-    return layers * once.layer, size / (speed * share.exchange) + 2 * interleave * share.latency
+    return slowest, size / (speed * share.exchange) + 2 * interleave * share.latency
+
+
+def _layers_of_a_stage(once: PassTime, stages: int, interleave: int) -> FloatArray:
+    """Time of the slowest stage in layers, for the best cut between layers.
+
+    All stages but the last one have as many layers; the last one has what is left, and the head.
+    """
+    layers, ends = (once.total - once.ends) / once.layer, once.ends / once.layer
+    if interleave > 1:
+        each = interleave * np.ceil(layers / (stages * interleave) - 1e-9)
+        return np.asarray(np.maximum(each, layers - (stages - 1) * each + ends))
+    enough = np.ceil((layers + ends) / stages - 1e-9)
+    return np.asarray(np.minimum(enough, layers - (stages - 1) * (enough - 1) + ends))
 
 
 def _sharing(

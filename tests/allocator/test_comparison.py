@@ -32,7 +32,7 @@ def test_the_recommended_plan_is_as_good_as_the_fastest(comparison):
 def test_layouts_of_their_own_are_never_slower_than_one_for_all(comparison):
     plans = comparison.plans
     encoder = plans["uniform"].chosen["encoder"].layout
-    if encoder.pipeline == encoder.context == 1:
+    if encoder.pipeline == 1:
         assert plans["colocated"].seconds <= plans["uniform"].seconds
 
 
@@ -63,7 +63,7 @@ def test_every_plan_becomes_an_allocation(comparison):
 @pytest.mark.parametrize(
     ("setting", "word"),
     [
-        ({"model": "gemma-3-4b", "devices": 64}, "wins"),
+        ({"model": "gemma-3-4b", "devices": 128}, "wins"),
         ({"model": "qwen2.5-vl-7b", "devices": 8}, "loses"),
     ],
 )

@@ -1,0 +1,58 @@
+"""Plans of five public models on 8, 64 and 512 H100, reviewed by eye; docs/planning.md explains them.
+
+A change of a model of time or memory may change them. Then look at each, and write what is right into both places.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from flowtrain_lightning.allocator import Choices
+from flowtrain_lightning.allocator.comparison import NoPlanError, compare
+from tests.allocator.problems import problems
+
+SAMPLES = {8: 256, 64: 512, 512: 4096}
+"""Devices -> samples of a step."""
+
+GOLDEN = {
+    ("smolvlm-2.2b", 8): "uniform; encoder data 8, fsdp, selective; backbone data 8, fsdp, none",
+    ("smolvlm-2.2b", 64): "colocated; encoder data 32, tensor 2, fsdp, none; backbone data 64, fsdp, none",
+    ("smolvlm-2.2b", 512): "colocated; encoder data 256, tensor 2, fsdp, none; backbone data 512, fsdp, none",
+    ("qwen2.5-vl-7b", 8): "uniform; encoder data 8, fsdp, full; backbone data 8, fsdp, selective",
+    ("qwen2.5-vl-7b", 64): "uniform; encoder data 64, fsdp, none; backbone data 64, fsdp, selective",
+    ("qwen2.5-vl-7b", 512): "uniform; encoder data 512, fsdp, none; backbone data 512, fsdp, selective",
+    ("qwen2-audio-7b", 8): "uniform; encoder data 8, fsdp, full; backbone data 8, fsdp, selective",
+    ("qwen2-audio-7b", 64): "colocated; encoder data 32, tensor 2, fsdp, selective; backbone data 64, fsdp, none",
+    ("qwen2-audio-7b", 512): "colocated; encoder data 256, tensor 2, fsdp, selective; backbone data 512, fsdp, none",
+    ("gemma-3-27b", 8): "uniform; encoder data 2, tensor 4, fsdp, full; backbone data 2, tensor 4, fsdp, full",
+    ("gemma-3-27b", 64): "uniform; encoder data 32, tensor 2, fsdp, none; backbone data 32, tensor 2, fsdp, selective",
+    ("gemma-3-27b", 512): (
+        "uniform; encoder data 256, tensor 2, fsdp, none; backbone data 256, tensor 2, fsdp, selective"
+    ),
+    ("qwen2.5-vl-72b", 8): "the smallest number that would do is 24",
+    ("qwen2.5-vl-72b", 64): "uniform; encoder data 64, fsdp, selective; backbone data 64, fsdp, full",
+    ("qwen2.5-vl-72b", 512): "uniform; encoder data 512, fsdp, none; backbone data 512, fsdp, full",
+}
+
+
+def planned(model, devices):
+    """The recommended plan in words, or the end of the sentence that refuses."""
+    try:
+        best = compare(problems(model, devices=devices, global_batch_size=SAMPLES[devices])).best
+    except NoPlanError as refusal:
+        return str(refusal).split("; ")[1].rstrip(".")
+    layouts = [f"{role} {one.layout.describe()}, {one.recompute}" for role, one in best.chosen.items()]
+    return "; ".join([best.name, *layouts])
+
+
+@pytest.mark.parametrize(("model", "devices"), GOLDEN)
+def test_a_public_model_gets_the_plan_that_was_reviewed(model, devices):
+    assert planned(model, devices) == GOLDEN[model, devices]
+
+
+def test_where_whole_copies_of_both_halves_do_not_fit_separation_is_what_works():
+    copies = Choices(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",))
+    comparison = compare(problems("qwen2.5-vl-3b", devices=8, token_budget=4096), copies)
+    assert comparison.best.name == "separate"
+    assert comparison.verdict() == "Recommended: separate. All roles on the same devices would not fit."
+    assert {role: one.devices for role, one in comparison.best.chosen.items()} == {"encoder": 2, "backbone": 6}
