@@ -14,39 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 from flowtrain_lightning.data.batch import StepBatch
 from flowtrain_lightning.data.parcel import Parcel
+from flowtrain_lightning.data.planning import CostChange
+from flowtrain_lightning.data.step_sampler import StepSampler
 from flowtrain_lightning.data.steps import StepDataset
 from flowtrain_lightning.data.token_stream import saved_stream, stream_state
 from flowtrain_lightning.packing.stream import StreamState
 
 _PR_SET_PDEATHSIG = 1
-
-
-class StepSampler(SequentialSampler):
-    """Where the loader is: the epoch that Lightning sets, and the step at which it is entered.
-
-    Steps come in sequence, shuffled or not: what is shuffled is which samples they have.
-    """
-
-    def __init__(self, steps: StepDataset) -> None:
-        super().__init__(steps)
-        self.epoch = 0
-        self.first = 0
-        self._steps = len(steps)
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iterator that starts will read this epoch."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
-        epoch = self.epoch
-        return ((epoch, step) for step in range(self.first, self._steps))
+_PREFETCHED = 2
+"""Steps that each worker plans and loads ahead."""
 
 
 class StepLoader:
@@ -98,7 +78,8 @@ class StepLoader:
     def state_dict(self) -> dict[str, Any]:
         """The epoch, the number of its batches that were delivered, and the settings on which this rests.
 
-        All in JSON types: ``settings`` decide which samples are in a step, ``planning`` how they are packed.
+        All in JSON types: ``settings`` decide which samples are in a step, ``planning`` how they are packed, and
+        ``changes`` name the costs that took or will take the place of those in ``planning``.
         """
         epoch, step = self._resume or self._position
         return {
@@ -106,6 +87,7 @@ class StepLoader:
             "step": step,
             "settings": self._settings_of(self.steps),
             "planning": self.steps.planning.state_dict(),
+            "changes": [change.state_dict() for change in self.sampler.changes],
             "stream": self._stream and saved_stream(self._stream),
         }
 
@@ -126,10 +108,33 @@ class StepLoader:
         if told := _changes(state["planning"], steps.planning.state_dict()):
             rank_zero_info(f"flowtrain: the same samples as before, in every step, are packed otherwise: {told}.")
         self.close()
-        self.steps = steps
+        self.steps = self.sampler.steps = steps
+        if "cost" in steps.left_open:
+            self.sampler.changes = [CostChange.from_state(change) for change in state["changes"]]
         self._stream = state["stream"] and stream_state(state["stream"])
         self._resume = (int(state["epoch"]), int(state["step"]))
         self.sampler.set_epoch(self._resume[0])
+
+    def change_costs(self, change: CostChange) -> None:
+        """Pack with other costs from a step on. Every rank calls it alike, before anyone has planned that step.
+
+        Raises:
+            ValueError: the step, or a later one, was planned already, or is to change already.
+        """
+        changes = self.sampler.changes
+        latest = max([self.sampler.planned, *(other.place for other in changes[-1:])])
+        if change.place <= latest:
+            raise ValueError(
+                f"Costs were to change in step {change.step} of epoch {change.epoch}, but what holds in step "
+                f"{latest[1]} of epoch {latest[0]} is settled; name a later step."
+            )
+        over = [other for other in changes if other.place <= (self._resume or self._position)]
+        self.sampler.changes = [*over[-1:], *changes[len(over) :], change]  # what held before is of no use any more
+
+    @property
+    def planned_ahead(self) -> int:
+        """Steps, at most, that are planned beyond the last one that was asked for."""
+        return 1 + _PREFETCHED * self._num_workers
 
     def close(self) -> None:
         """End thread and workers. A later iterator starts new ones."""
@@ -175,6 +180,7 @@ class StepLoader:
             sampler=self.sampler,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
+            prefetch_factor=_PREFETCHED if self._num_workers else None,
             persistent_workers=self._num_workers > 0,
             worker_init_fn=_start_worker,
             # A generator of its own: the loader must not draw from the stream that the model's dropout reads.

@@ -48,8 +48,9 @@ class FlowDataModule(L.LightningDataModule):
     (``drop_last``), which costs fewer than ``global_batch_size`` samples, shuffled others each time; it is kept in
     validation, test and prediction. Which samples are in a step depends on the data, ``seed``, ``global_batch_size``,
     ``shuffle`` and ``drop_last`` alone: a checkpoint keeps them and refuses to go on in mid-epoch with others. Costs
-    and ``objective`` decide how the samples of a step are packed. Cost models stay as they are for the whole run; a
-    checkpoint keeps them too, and where they are left open on a resume it brings them back.
+    and ``objective`` decide how the samples of a step are packed. Cost models stay as they are for the whole run,
+    unless the callback ``AdaptCosts`` is there; a checkpoint keeps them too, and where they are left open on a resume
+    it brings them back.
 
     With ``semantics="tokens"`` a training step has ``microbatches`` microbatches instead, nearly full, and as many
     samples as these hold. Samples may wait for others like them, and past the end of an epoch too: see

@@ -73,6 +73,10 @@ class Planning:
         """The same in JSON types, for a checkpoint."""
         return asdict(self)
 
+    def with_costs(self, change: CostChange) -> Planning:
+        """The same with other cost models."""
+        return replace(self, cost=change.cost, encoder_cost=change.encoder_cost)
+
     def going_on_from(self, state: Mapping[str, Any], left_open: Set[str]) -> Planning:
         """The cost models of a checkpoint in place of those that the user left open."""
         cost, encoder_cost = self.cost, self.encoder_cost
@@ -81,3 +85,35 @@ class Planning:
         if "encoder_cost" in left_open:
             encoder_cost = state["encoder_cost"] and CostModel(**state["encoder_cost"])
         return replace(self, cost=cost, encoder_cost=encoder_cost)
+
+
+@dataclass(frozen=True)
+class CostChange:
+    """Cost models that hold from a step on.
+
+    Attributes:
+        epoch: the epoch of that step.
+        step: its number in the epoch; beyond the epoch's last, the next epoch begins with them.
+        cost: what a packed set of sequences costs the backbone.
+        encoder_cost: what a set of media costs the encoder; None balances by patches.
+    """
+
+    epoch: int
+    step: int
+    cost: CostModel
+    encoder_cost: CostModel | None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch and step, to be compared."""
+        return self.epoch, self.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same in JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> CostChange:
+        """The change that was saved."""
+        encoder_cost = state["encoder_cost"] and CostModel(**state["encoder_cost"])
+        return cls(state["epoch"], state["step"], CostModel(**state["cost"]), encoder_cost)

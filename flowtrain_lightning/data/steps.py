@@ -22,13 +22,13 @@ from flowtrain_lightning.packing import IntArray, StepPlan
 
 @dataclass(frozen=True)
 class StepDataset(Dataset[Parcel]):
-    """Steps by ``(epoch, step)``. Reading one is a pure function of it, so any worker may do it.
+    """Steps by epoch, number and the planning that holds in it. Reading one depends on these alone.
 
     Attributes:
         samples: loads samples.
         sampling: which samples are in a step.
         part: what this rank holds of every step.
-        planning: how they are packed.
+        planning: how they are packed, where the loader says nothing else.
         pad_to_budget: fill every microbatch up to the token budget.
         left_open: names of settings that the user did not give: a checkpoint's take their place.
     """
@@ -43,20 +43,20 @@ class StepDataset(Dataset[Parcel]):
     def __len__(self) -> int:
         return self.sampling.steps
 
-    def __getitem__(self, place: tuple[int, int]) -> Parcel:
+    def __getitem__(self, place: tuple[int, int, Planning]) -> Parcel:
         batch = self.load(*place)
         return Parcel.of(batch, self.sampling.state if isinstance(self.sampling, TokenStream) else None)
 
-    def plan(self, epoch: int, step: int) -> StepPlan:
-        """The whole step's plan, equal on all ranks."""
-        microbatches = None
+    def plan(self, epoch: int, step: int, planning: Planning | None = None) -> StepPlan:
+        """The whole step's plan, equal on all ranks; None plans as the run began."""
+        planning, microbatches = planning or self.planning, None
         if isinstance(self.sampling, TokenStream):
             found = self.sampling.step(epoch, step)
             chosen = self.sampling.samples(found.samples)
-            microbatches = self.planning.arrange(found, self.sampling.settings, self.part)
+            microbatches = planning.arrange(found, self.sampling.settings, self.part)
         else:
             chosen = self.sampling.step(epoch, step)
-        return self.planning.plan(self.samples.source.sizes(chosen), chosen, self.part, microbatches)
+        return planning.plan(self.samples.source.sizes(chosen), chosen, self.part, microbatches)
 
     def going_on_from(self, state: Mapping[str, Any]) -> StepDataset:
         """The same steps as when ``state`` was saved, in what the user left open."""
@@ -65,13 +65,13 @@ class StepDataset(Dataset[Parcel]):
             sampling = sampling.going_on_from(state["settings"], stream_state(state["stream"]), self.left_open)
         return replace(self, planning=planning, sampling=sampling)
 
-    def load(self, epoch: int, step: int) -> StepBatch:
+    def load(self, epoch: int, step: int, planning: Planning | None = None) -> StepBatch:
         """This rank's part of one step.
 
         Raises:
             DataError: a record or picture cannot be used.
         """
-        plan, part = self.plan(epoch, step), self.part
+        plan, part = self.plan(epoch, step, planning), self.part
         microbatches: tuple[PackedBatch | None, ...] = ()
         encoder_batches: tuple[PackedMedia | None, ...] = ()
         if part.backbone_rank is not None:

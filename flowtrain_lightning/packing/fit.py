@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -136,6 +137,18 @@ class AdaptiveCost:
             self.cost = fit_cost(remembered)
             self.changes.append((step + 1, self.cost))
         return self.cost
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps depend on, in JSON types."""
+        recent = [[[item.tokens, item.squares, item.seconds] for item in of_step] for of_step in self._recent]
+        return {"cost": asdict(self.cost), "error": self.error, "recent": recent}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; changes made before are not among ``changes`` then."""
+        self.cost = CostModel(**state["cost"])
+        self.changes = [(0, self.cost)]
+        self.error = state["error"]
+        self._recent = [[Observation(*item) for item in of_step] for of_step in state["recent"]]
 
     def at(self, step: int) -> CostModel:
         """The coefficients that held in ``step``: what a replay needs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from flowtrain_lightning.runtime.random import own_streams
 from flowtrain_lightning.runtime.room import LEAST_ARENA, FeatureSpec, least_room, step_room
 from flowtrain_lightning.runtime.step import STAGES, Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, Span, Timeline
+from flowtrain_lightning.runtime.times import Times, TimesExchange
 
 if TYPE_CHECKING:
     import lightning as L
@@ -54,6 +55,8 @@ class FlowEngine:
     Attributes:
         timeline: what the lanes did when.
         stop_requested: some rank was asked to end (SIGTERM); known to all ranks after the same step.
+        tells_times: reports of training steps say how long everything took.
+        times: those of the training step that ended last, equal on all ranks.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class FlowEngine:
         self.trainer = trainer
         self.timeline = Timeline()
         self.stop_requested = False
+        self.tells_times = False
+        self.times: Times = {}
         self._module = module
         self._allocation = job.allocation
         self._groups = job.groups
@@ -73,6 +78,7 @@ class FlowEngine:
         self._settings = settings
         self._roles = tuple(role for role in (BACKBONE, ENCODER) if role in job.roles)
         self._listeners = [r for r in job.allocation.ranks[ENCODER] if r not in job.allocation.ranks[BACKBONE]]
+        self._times = TimesExchange(self.timeline, job.groups, self._listeners, job.allocation.ranks[BACKBONE][0])
         self._compute = Compute(module, trainer, trainer.strategy.root_device)
         self._spec: FeatureSpec | None = None
         self._arena_bytes = 0
@@ -93,7 +99,7 @@ class FlowEngine:
             self._enter("wait for the sum of the gradients", step)
             for role in self._roles:
                 reduce_gradients(half_parameters(self._module, role), 1 / max(report.tokens, 1))
-        self.stop_requested = report.stop
+        self.stop_requested, self.times = report.stop, report.times
         self._enter("between steps", step)
         return self._module.log_report("train", report)
 
@@ -185,13 +191,19 @@ class FlowEngine:
         epoch, number = step.name
         may_work_ahead = self._listeners and not step.trains and steps_left > 0
         self._ahead[step.stage] = (epoch, number + 1) if may_work_ahead else None
+        tells_times = self.tells_times and step.stage == "train"
+        assert self._desk is not None
         if BACKBONE not in self._roles:
+            if tells_times:
+                self._times.send(step, self._desk.pool)
             return self._await_report(step, steps_left)
         start = time.monotonic()
         self._enter("wait for the other backbone ranks", step)
         report = self._compute.logbook.agree(
             self._asked_to_stop(), self._groups.sum_over_role, self._groups.gather_over_role
         )
+        if tells_times:
+            report = replace(report, times=self._times.gather(step, self._desk.pool))
         self.timeline.add(Span(BACKBONE, STALL, "other backbone ranks", *step.place, -1, start, time.monotonic()))
         if self._listeners and self._groups.cross.rank == self._allocation.ranks[BACKBONE][0]:
             self._publish_report(step, report)

@@ -27,6 +27,7 @@ class StepReport:
         stop: somebody was asked to end (SIGTERM).
         values: logged name -> mean over all ranks, weighted by target tokens.
         options: logged name -> the keyword arguments of ``log``.
+        times: role -> ``[tokens or patches, sum of their squares, seconds]`` of all that its ranks computed, if asked.
     """
 
     loss: float
@@ -34,6 +35,7 @@ class StepReport:
     stop: bool
     values: dict[str, float] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    times: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
 class Logbook:

@@ -14,7 +14,7 @@ from flowtrain_lightning.pool import Key
 
 STAGES = ("train", "val", "test", "predict")
 
-_FEATURES, _GRADIENTS, _REPORT, _KINDS = 0, 1, 2, 3
+_FEATURES, _GRADIENTS, _REPORT, _TIMES, _KINDS = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,10 @@ class Step:
     def report_key(self) -> Key:
         """Where encoder ranks find the step's report."""
         return Key(self._channel(_REPORT), self.index, 0)
+
+    def times_key(self, encoder_rank: int) -> Key:
+        """Where the first backbone rank finds how long this encoder rank's batches took."""
+        return Key(self._channel(_TIMES), self.index, encoder_rank)
 
     @cached_property
     def entries_of_encoder_batch(self) -> dict[tuple[int, int], list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -95,3 +97,16 @@ def test_a_steady_machine_changes_nothing_and_every_change_is_recorded_for_a_rep
         adaptive.end_step(step, observations(machine, count=4, seed=step))
     assert used[:11] == [TRUE] * 11
     assert [adaptive.at(step) for step in range(30)] == used
+
+
+def test_a_saved_state_goes_on_alike():
+    whole, resumed = AdaptiveCost(TRUE), AdaptiveCost(CostModel(1.0, 1.0, 1.0))
+    machines = [TRUE if step < 4 else CostModel(3 * TRUE.linear, TRUE.quadratic, TRUE.constant) for step in range(9)]
+    for step, machine in enumerate(machines):
+        if step == 6:
+            resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+        seen = observations(machine, count=4, seed=step)
+        for adaptive in (whole, resumed)[: 1 + (step >= 6)]:
+            adaptive.end_step(step, seen)
+    assert (resumed.cost, resumed.error) == (whole.cost, whole.error)
+    assert resumed.changes[1:] == [change for change in whole.changes if change[0] > 6]

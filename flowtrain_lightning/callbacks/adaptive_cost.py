@@ -1,0 +1,154 @@
+"""Lets the cost models that steps are packed by follow what the machine is measured to take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.data import StepBatch, StepLoader
+from flowtrain_lightning.data.planning import CostChange
+from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing.fit import AdaptiveCost, Observation
+from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
+
+if TYPE_CHECKING:
+    from flowtrain_lightning.runtime.engine import FlowEngine
+
+_STEPS_BETWEEN = 5
+"""Steps from one look at the measured times to the next."""
+_REMEMBERED = 2
+"""Looks whose times are fitted together."""
+_UNKNOWN = CostModel(0.0, 0.0, 0.0)
+
+
+class AdaptCosts(L.Callback):
+    """Fits the cost models to measured microbatches and encoder batches while a run goes on.
+
+    Every few steps both models are fitted to the times of all ranks, in seconds. What is found holds from a later step
+    on, which no rank or worker has planned yet: so many steps later as may be planned ahead. It decides how the samples
+    of a step are packed, and never which these are. All ranks find the same; a checkpoint keeps it, so that a resumed
+    run packs as before. The relative error of what the models predicted is logged as ``backbone_cost_error`` and
+    ``encoder_cost_error``, and every change is written to ``cost_changes.json``, from which a run can be repeated.
+
+    ``FlowDataModule(cost=..., encoder_cost=...)``, where given, are in seconds then, and ``num_workers`` is the same on
+    all ranks. Under plain Lightning nothing is measured; changes from a file take place there too.
+
+    Args:
+        replay: a ``cost_changes.json``: its changes take place in the same steps again, and nothing is measured.
+
+    Attributes:
+        changes: all changes so far, those that are still to come among them.
+    """
+
+    def __init__(self, replay: str | Path | None = None) -> None:
+        self.changes: list[CostChange] = []
+        if replay is not None:
+            self.changes = [CostChange.from_state(change) for change in json.loads(Path(replay).read_text())]
+        self._measures = replay is None
+        self._models = {role: AdaptiveCost(_UNKNOWN, _REMEMBERED) for role in (BACKBONE, ENCODER)}
+        self._observed: dict[str, list[Observation]] = {BACKBONE: [], ENCODER: []}
+        self._steps = 0
+        self._folder = Path()
+        self._engine: FlowEngine | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Has the times told, and begins with the cost models of the data module.
+
+        Raises:
+            ValueError: the ranks compute on GPUs.
+        """
+        self._engine = getattr(trainer.strategy, "engine", None)
+        if self._engine is None or not self._measures:
+            return
+        if trainer.strategy.root_device.type != "cpu":
+            raise ValueError(
+                "AdaptCosts measures how long a rank is busy, but a GPU computes after the rank has gone on. Leave it "
+                "out, and give FlowDataModule(cost=..., encoder_cost=...), for example from `cost_from_flops`."
+            )
+        self._engine.tells_times = True
+        self._folder = Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
+        if self._steps == 0:
+            planning = _loader(trainer).steps.planning
+            self._models[BACKBONE].cost = planning.cost
+            self._models[ENCODER].cost = planning.encoder_cost or _UNKNOWN
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Tells the loader of changes that it does not know of, as it is a new one or as they are repeated."""
+        for change in self.changes:
+            loader = _loader(trainer)
+            if change.place > max([loader.sampler.planned, *(known.place for known in loader.sampler.changes[-1:])]):
+                loader.change_costs(change)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
+    ) -> None:
+        """Takes in the step's times, and every few steps changes the costs."""
+        if self._engine is None or not self._measures:
+            return
+        for role, times in self._engine.times.items():
+            self._observed[role] += [Observation(*item) for item in times]
+        self._steps += 1
+        if self._steps % _STEPS_BETWEEN == 0:
+            self._look(trainer, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next changes depend on, and those so far; in JSON types."""
+        return {
+            "steps": self._steps,
+            "models": {role: model.state_dict() for role, model in self._models.items()},
+            "observed": {
+                role: [[item.tokens, item.squares, item.seconds] for item in items]
+                for role, items in self._observed.items()
+            },
+            "changes": [change.state_dict() for change in self.changes],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        if not self._measures:
+            return
+        self._steps = state_dict["steps"]
+        for role, model in self._models.items():
+            model.load_state_dict(state_dict["models"][role])
+            self._observed[role] = [Observation(*item) for item in state_dict["observed"][role]]
+        self.changes = [CostChange.from_state(change) for change in state_dict["changes"]]
+
+    def _look(self, trainer: L.Trainer, batch: StepBatch) -> None:
+        errors = {}
+        for role, model in self._models.items():
+            if self._observed[role]:
+                model.end_step(self._steps, self._observed[role])
+                errors[f"{role}_cost_error"] = model.error
+            self._observed[role] = []
+        for logger in trainer.loggers:
+            logger.log_metrics(errors, step=trainer.global_step)
+        loader = _loader(trainer)
+        cost, encoder_cost = (self._models[role].cost for role in (BACKBONE, ENCODER))
+        # Whoever works ahead asks for so many steps beyond this one, and the loader plans more beyond these.
+        step = batch.step + STEPS_AHEAD + loader.planned_ahead + 1
+        change = CostChange(batch.epoch, step, cost, None if encoder_cost == _UNKNOWN else encoder_cost)
+        planning = loader.steps.planning
+        former = self.changes[-1] if self.changes else CostChange(0, 0, planning.cost, planning.encoder_cost)
+        if (change.cost, change.encoder_cost) == (former.cost, former.encoder_cost):
+            return
+        loader.change_costs(change)
+        self.changes.append(change)
+        if trainer.is_global_zero:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            changes = [each.state_dict() for each in self.changes]
+            (self._folder / "cost_changes.json").write_text(json.dumps(changes, indent=1) + "\n")
+
+
+def _loader(trainer: L.Trainer) -> StepLoader:
+    loader = trainer.train_dataloader
+    if not isinstance(loader, StepLoader):
+        raise TypeError(
+            f"AdaptCosts changes the costs of a FlowDataModule's steps, but the training loader is a "
+            f"{type(loader).__name__}. Pass `datamodule=FlowDataModule(...)`, or leave the callback out."
+        )
+    return loader

@@ -1,0 +1,121 @@
+"""Costs follow what is measured: alike on all ranks, from a named step on, packing only, and the same again."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain_lightning.callbacks import AdaptCosts
+from flowtrain_lightning.data.planning import CostChange
+from flowtrain_lightning.packing import CostModel
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, run_jobs
+from tests.tiny import write_records
+
+STEPS_OF_AN_EPOCH = 16
+Run = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapting")
+    write_records(folder / "data", 8 * STEPS_OF_AN_EPOCH)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """What each rank noted in a run; each run is made once."""
+    made: dict[str, Path] = {}
+
+    def make(layout: str, **arguments: Any) -> tuple[Path, Run]:
+        name = f"{layout} {sorted(arguments)}".replace("/", " ")
+        if name not in made:
+            given = {"data": str(folder / "data"), "layout": layout, **arguments}
+            job = Job(name, "tests.callbacks.adapting:train", ranks_of(layout), given, 120)
+            made[name] = run_jobs(folder, [job])[name].check().folder
+        notes = [json.loads((made[name] / f"rank{rank}.json").read_text()) for rank in range(ranks_of(layout))]
+        return made[name], notes
+
+    return make
+
+
+def place(change: dict[str, Any]) -> tuple[int, int]:
+    return change["epoch"], change["step"]
+
+
+FROZEN, WORKERS = ("1+2", {"freeze_encoder": True}), ("colocated 2", {"num_workers": 1})
+
+
+@pytest.mark.parametrize(("layout", "settings"), [("1+2", {}), FROZEN, WORKERS])
+def test_all_ranks_change_costs_alike_and_plan_alike(run, layout, settings):
+    _, notes = run(layout, **settings)
+    assert notes[0]["changes"]
+    assert all(rank == notes[0] for rank in notes)
+    fitted = notes[0]["changes"][-1]
+    assert fitted["cost"]["quadratic"] > 1e-7
+    assert fitted["encoder_cost"]["linear"] + fitted["encoder_cost"]["constant"] > 0
+
+
+@pytest.mark.parametrize(("layout", "settings"), [FROZEN, WORKERS])
+def test_steps_before_the_first_change_are_packed_as_ever_and_the_samples_never_change(run, layout, settings):
+    (_, notes), (_, plain) = run(layout, **settings), run(layout, adapts=False, **settings)
+    first = place(notes[0]["changes"][0])
+    pairs = list(zip(notes[0]["steps"], plain[0]["steps"], strict=True))
+    assert all(adapted[2] == other[2] for adapted, other in pairs)
+    assert all(adapted == other for adapted, other in pairs if (adapted[0], adapted[1]) < first)
+    assert any(adapted != other for adapted, other in pairs)
+
+
+@pytest.mark.parametrize(("layout", "settings"), [FROZEN, WORKERS])
+def test_a_run_is_repeated_from_the_file_of_its_changes(run, layout, settings):
+    folder, notes = run(layout, **settings)
+    (file,) = folder.rglob("cost_changes.json")
+    _, repeated = run(layout, replay=str(file), **settings)
+    assert repeated[0]["steps"] == notes[0]["steps"]
+
+
+def test_a_resumed_run_packs_by_what_was_found_before(run):
+    folder, notes = run("1+2")
+    _, resumed = run("1+2", resume=str(folder / "saved.ckpt"))
+    known = [change for change in notes[0]["changes"] if change in resumed[0]["changes"]]
+    assert [place(change) for change in known][-1] > (0, 20)
+    begun = next(change for change in resumed[0]["changes"] if change not in known)
+    expected = [step for step in notes[0]["steps"][20:] if (step[0], step[1]) < place(begun)]
+    assert len(expected) > 4
+    assert resumed[0]["steps"][: len(expected)] == expected
+
+
+def test_a_run_goes_on_under_plain_lightning_with_the_costs_that_were_found(run, folder):
+    saved, notes = run("1+2", freeze_encoder=True)
+    _, plain = run("colocated 1", resume=str(saved / "saved.ckpt"))
+    assert [step[2] for step in plain[0]["steps"]] == [step[2] for step in notes[0]["steps"][20:]]
+
+
+def test_the_error_of_the_predictions_is_logged(run):
+    folder, _ = run("1+2")
+    (file,) = folder.rglob("metrics.csv")
+    rows = list(csv.DictReader(file.open()))
+    for role in ("backbone", "encoder"):
+        errors = [float(row[f"{role}_cost_error"]) for row in rows if row.get(f"{role}_cost_error")]
+        assert len(errors) == 2 * STEPS_OF_AN_EPOCH // 5
+    assert min(errors[1:]) < 0.9
+
+
+def test_ranks_on_gpus_are_refused():
+    strategy = SimpleNamespace(engine=object(), root_device=torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="a GPU computes after the rank has gone on"):
+        AdaptCosts().on_train_start(SimpleNamespace(strategy=strategy), None)
+
+
+def test_other_loaders_are_refused(tmp_path):
+    file = tmp_path / "cost_changes.json"
+    file.write_text(json.dumps([CostChange(0, 12, CostModel(1.0, 0.0, 0.0), None).state_dict()]))
+    with pytest.raises(TypeError, match="the training loader is a list"):
+        AdaptCosts(replay=file).on_train_epoch_start(SimpleNamespace(train_dataloader=[]), None)
