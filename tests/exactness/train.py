@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.data import StepBatch
+from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.runtime.groups import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
@@ -75,9 +76,12 @@ def train(
     kind: str = "tiny",
     module: dict[str, Any] | None = None,
     strategy: dict[str, Any] | None = None,
+    packing: dict[str, Any] | None = None,
 ) -> None:
     """Trains ``STEPS`` steps and writes ``rank<r>.pt`` into ``folder``."""
     recorder = Recorder()
+    models = ("cost", "encoder_cost")
+    settings = {name: CostModel(**value) if name in models else value for name, value in (packing or {}).items()}
     trainer = trainer_for(
         layout,
         strategy=strategy,
@@ -88,6 +92,6 @@ def train(
         callbacks=[recorder],
         default_root_dir=folder,
     )
-    trainer.fit(KINDS[kind](**(module or {})), datamodule=steps_data(Path(data)))
+    trainer.fit(KINDS[kind](**(module or {})), datamodule=steps_data(Path(data), **settings))
     recorder.save(folder)
     disconnect_groups()

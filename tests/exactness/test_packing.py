@@ -1,0 +1,58 @@
+"""However steps are packed, losses, gradients and weights of every layout are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.exactness.compare import Run, error, read_run
+from tests.exactness.data import STEPS, write_steps
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, run_jobs
+
+COSTS = {
+    "cost": {"linear": 1.0, "quadratic": 0.01, "constant": 0.0},
+    "encoder_cost": {"linear": 0.5, "quadratic": 0.0, "constant": 0.0},
+}
+PACKINGS: dict[str, dict[str, Any]] = {
+    "samples": {"objective": "sync", **COSTS},
+    "tokens": {"semantics": "tokens", "microbatches": 4, "row_width": 2, "max_delay": 3},
+    "tokens, costs": {"semantics": "tokens", "microbatches": 4, "row_width": 4, "shuffle": True, **COSTS},
+}
+LAYOUTS = ("ddp 2", "colocated 2", "1+2", "2+4")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
+    """Runs a layout with a packing, once."""
+    folder = tmp_path_factory.mktemp("packings")
+    write_steps(folder / "data")
+
+    @cache
+    def run(layout: str, packing: str) -> Run:
+        arguments = {"data": str(folder / "data"), "layout": layout, "packing": PACKINGS[packing]}
+        name = f"{layout} {packing}"
+        job = Job(name, "tests.exactness.train:train", ranks_of(layout), arguments)
+        return read_run(run_jobs(folder, [job])[name].check().folder)
+
+    return run
+
+
+@pytest.mark.parametrize("packing", ["tokens", "tokens, costs", pytest.param("samples", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_as_one_process_does(run: Callable[[str, str], Run], layout: str, packing: str):
+    found, reference = run(layout, packing), run("auto", packing)
+    assert len(found.losses) == STEPS
+    assert found.losses == pytest.approx(reference.losses, rel=1e-9)
+    for step in range(STEPS):
+        assert error(found.gradients[step], reference.gradients[step]) <= 1e-9
+        assert error(found.weights[step], reference.weights[step]) <= 1e-9
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_have_their_equal_share_of_the_microbatches(run: Callable[[str, str], Run], layout: str):
+    ranks = run(layout, "tokens").microbatches
+    assert ranks == [[4 // len(ranks)] * STEPS] * len(ranks)
