@@ -1,12 +1,12 @@
 """Pool: one address space for features and gradients, moved between processes.
 
 Read in this order: `pool.py` (what a user of it sees), `entry.py` and `address.py` (what lies where), `segment.py`
-and `arena.py` (room), `mesh.py` (how processes talk), `liveness.py` and `faults.py` (who is alive), `transport.py`
-(how entries travel).
+and `arena.py` (room), `mesh.py`, `inbox.py` and `stream.py` (how processes talk), `liveness.py` and `faults.py` (who
+is alive), `transport.py` (how entries travel).
 """
 
 from flowtrain_lightning.pool.address import Address, Tier
-from flowtrain_lightning.pool.counters import Occupancy, PoolCounters
+from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.pool.entry import Key, entry_room
 from flowtrain_lightning.pool.errors import PeerFailed, PoolError
 from flowtrain_lightning.pool.faults import fault_sentence, first_fault
@@ -16,6 +16,7 @@ from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.pool import Pool
 
 __all__ = [
+    "WAIT_LIMITS",
     "Address",
     "Key",
     "Lease",

@@ -12,15 +12,18 @@ been kept too long is an error and never another entry's bytes.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
 
 ALIGNMENT = 64
 """Bytes. Entries, and the tensors within them, begin at multiples of it: a cache line, and the widest vector."""
 
-_OWNER_BITS, _TIER_BITS, _OFFSET_BITS, _GENERATION_BITS = 14, 1, 31, 18
-MAX_OWNERS = 1 << _OWNER_BITS
-MAX_SEGMENT_BYTES = ALIGNMENT << _OFFSET_BITS
-GENERATIONS = 1 << _GENERATION_BITS
+OWNER_BITS, TIER_BITS, OFFSET_BITS, GENERATION_BITS = 14, 1, 31, 18
+MAX_OWNERS = 1 << OWNER_BITS
+MAX_SEGMENT_BYTES = ALIGNMENT << OFFSET_BITS
+GENERATIONS = 1 << GENERATION_BITS
+
+_OWNER_SHIFT = 64 - OWNER_BITS
+_TIER_SHIFT = _OWNER_SHIFT - TIER_BITS
+_MAX_OFFSET_PLACE = (1 << OFFSET_BITS) - 1
 
 
 class Tier(IntEnum):
@@ -30,56 +33,65 @@ class Tier(IntEnum):
     DEVICE = 1
 
 
-class Address(NamedTuple):
-    """Where an entry lies. Equal numbers on every rank.
+_TIERS = (Tier.HOST, Tier.DEVICE)
 
-    Attributes:
-        owner: rank that owns the segment.
-        tier: the memory that the segment is made of.
-        offset: bytes from the segment's start, a multiple of ``ALIGNMENT``.
-        generation: which use of this place, counted within the segment.
-    """
 
-    owner: int
-    tier: Tier
-    offset: int
-    generation: int
+class Address(int):
+    """Where an entry lies: a number below 2**64 with named parts. Equal on every rank."""
 
-    def pack(self) -> int:
-        """The address as one number of 64 bits.
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, owner: int, tier: Tier, offset: int, generation: int) -> Address:
+        """The address that is made of these parts.
+
+        Args:
+            owner: rank that owns the segment.
+            tier: the memory that the segment is made of.
+            offset: bytes from the segment's start, a multiple of ``ALIGNMENT``.
+            generation: which use of this place, counted within the segment.
 
         Raises:
             ValueError: when a part lies outside of its bits.
         """
-        owner, tier, offset, generation = self
-        places, remainder = divmod(offset, ALIGNMENT)
+        place, remainder = divmod(offset, ALIGNMENT)
         if (
             remainder
             or not 0 <= owner < MAX_OWNERS
-            or not 0 <= places < 1 << _OFFSET_BITS
+            or not 0 <= place <= _MAX_OFFSET_PLACE
             or not 0 <= generation < GENERATIONS
         ):
             raise ValueError(
-                f"{self} is no address: expected an owner below {MAX_OWNERS}, an offset below {MAX_SEGMENT_BYTES} "
-                f"that is a multiple of {ALIGNMENT}, and a generation below {GENERATIONS}."
+                f"Owner {owner}, offset {offset} and generation {generation} make no address: expected an owner below "
+                f"{MAX_OWNERS}, an offset below {MAX_SEGMENT_BYTES} that is a multiple of {ALIGNMENT}, and a "
+                f"generation below {GENERATIONS}."
             )
-        return (((owner << _TIER_BITS | tier) << _OFFSET_BITS | places) << _GENERATION_BITS) | generation
+        return cls(owner << _OWNER_SHIFT | tier << _TIER_SHIFT | place << GENERATION_BITS | generation)
 
-    @classmethod
-    def unpack(cls, number: int) -> Address:
-        """The address behind a number made by ``pack``.
+    @property
+    def owner(self) -> int:
+        """The rank that owns the segment."""
+        return self >> _OWNER_SHIFT
 
-        Raises:
-            ValueError: when ``number`` does not fit 64 bits.
-        """
-        if not 0 <= number < 1 << 64:
-            raise ValueError(f"{number} is no address: expected a number of 64 bits.")
-        rest, generation = number >> _GENERATION_BITS, number & (GENERATIONS - 1)
-        rest, places = rest >> _OFFSET_BITS, rest & ((1 << _OFFSET_BITS) - 1)
-        owner, tier = rest >> _TIER_BITS, rest & ((1 << _TIER_BITS) - 1)
-        return cls(owner, Tier(tier), places * ALIGNMENT, generation)
+    @property
+    def tier(self) -> Tier:
+        """The memory that the segment is made of."""
+        return _TIERS[self >> _TIER_SHIFT & 1]
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the segment's start."""
+        return (self >> GENERATION_BITS & _MAX_OFFSET_PLACE) * ALIGNMENT
+
+    @property
+    def generation(self) -> int:
+        """Which use of this place it is."""
+        return self & (GENERATIONS - 1)
+
+    def __repr__(self) -> str:
+        return f"Address(owner={self.owner}, tier={self.tier.name}, offset={self.offset}, generation={self.generation})"
 
 
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to a multiple of ``ALIGNMENT``."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return (nbytes + ALIGNMENT - 1) & -ALIGNMENT

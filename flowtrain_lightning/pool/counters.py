@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WAIT_LIMITS = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1, 1.0)
+"""Seconds: the upper bounds of the buckets into which waits are counted."""
+
 
 @dataclass(frozen=True)
 class Occupancy:
@@ -25,6 +28,8 @@ class PoolCounters:
         refused: how often an entry found no room at that moment.
         waits: how often `Pool.poll` was allowed to wait.
         wait_seconds: how long it did so in all.
+        wait_histogram: how many of these waits took less than each of `WAIT_LIMITS`, and not less than the one before;
+            the last are those that took longer than all of them.
         current: the arena of the step that runs.
         ahead: the arena of later steps.
     """
@@ -35,5 +40,6 @@ class PoolCounters:
     refused: int
     waits: int
     wait_seconds: float
+    wait_histogram: tuple[int, ...]
     current: Occupancy
     ahead: Occupancy

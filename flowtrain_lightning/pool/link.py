@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from flowtrain_lightning.pool.mesh import Mesh, Message
-from flowtrain_lightning.pool.record import Kind, Record
+from flowtrain_lightning.pool.mesh import Mesh
+from flowtrain_lightning.pool.record import Record
 
 
 class Link:
@@ -19,49 +19,40 @@ class Link:
 
     Attributes:
         rank: the calling rank.
+        number: of this link; it stands in each of its records.
         peers: all other ranks.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         mesh.links += 1
         self._mesh = mesh
-        self._number = mesh.links
+        self.number = mesh.links
         self.rank = mesh.rank
         self.peers = tuple(peer for peer in range(mesh.ranks) if peer != mesh.rank)
         self._early, mesh.early = mesh.early, []
 
-    def send(
-        self,
-        peer: int,
-        kind: Kind,
-        *,
-        channel: int = 0,
-        number: int = 0,
-        address: int = 0,
-        size: int = 0,
-        start: int = 0,
-        payload: bytes = b"",
-        descriptor: int | None = None,
-    ) -> None:
-        """Send a record to ``peer``; see `Record` and `Mesh.send`."""
-        record = Record(kind, self.rank, self._number, channel, number, address, size, start)
-        self._mesh.send(peer, record, payload, descriptor)
+    def send(self, peer: int, record: Record) -> None:
+        """Send a record, which carries the number of this link, to ``peer``; see `Mesh.send`."""
+        self._mesh.send(peer, record)
 
-    def receive(self, timeout: float = 0.0) -> list[Message]:
+    def receive(self, timeout: float = 0.0) -> list[Record]:
         """What has arrived for this pool; waits up to ``timeout`` seconds for something. See `Mesh.receive`."""
         arrived = self._mesh.receive(0.0 if self._early else timeout)
         if self._early:
             arrived, self._early = self._early + arrived, []
-        return [message for message in arrived if self._is_ours(message)]
+        for record in arrived:
+            if record.link != self.number:
+                return [record for record in arrived if self._is_ours(record)]
+        return arrived
 
     def has_left(self, peer: int) -> bool:
         """Whether ``peer`` has left in good order."""
         return self._mesh.has_left(peer)
 
-    def _is_ours(self, message: Message) -> bool:
-        number = message.record.link
-        if number > self._number:
-            self._mesh.early.append(message)
-        elif number < self._number and message.descriptor is not None:
-            os.close(message.descriptor)
-        return number == self._number
+    def _is_ours(self, record: Record) -> bool:
+        if record.link > self.number:
+            self._mesh.early.append(record)
+        elif record.link < self.number:
+            for descriptor in record.descriptors:
+                os.close(descriptor)
+        return record.link == self.number

@@ -85,30 +85,39 @@ class StatusPage:
 
     Args:
         rank: the owner.
-        memory: the mapped page.
+        memory: the mapped page, and what follows it.
+
+    Attributes:
+        memory: the same.
     """
 
     def __init__(self, rank: int, memory: mmap) -> None:
         self.rank = rank
-        self._bytes = memory
+        self.memory = memory
         self._words = memoryview(memory)[: 16 * 8].cast("q")
         self._phases: dict[str, bytes] = {}
 
     @classmethod
-    def attach(cls, rank: int, descriptor: int) -> StatusPage:
-        """Map the page of a peer; closes the descriptor."""
+    def attach(cls, rank: int, descriptor: int, more_bytes: int = 0) -> StatusPage:
+        """Map the page of a peer, and bytes that follow it; closes the descriptor."""
         try:
-            return cls(rank, map_memory(descriptor, PAGE_BYTES))
+            return cls(rank, map_memory(descriptor, PAGE_BYTES + more_bytes))
         finally:
             os.close(descriptor)
 
     @classmethod
-    def create(cls, rank: int, label: str) -> tuple[StatusPage, int]:
-        """Make the calling process's page; the descriptor with it is for peers, and the caller closes it."""
-        descriptor = create_memory(f"flowtrain status of rank {rank}", PAGE_BYTES)
-        page = cls(rank, map_memory(descriptor, PAGE_BYTES))
+    def create(cls, rank: int, label: str, more_bytes: int = 0) -> tuple[StatusPage, int]:
+        """Make the calling process's page; the descriptor with it is for peers, and the caller closes it.
+
+        Args:
+            rank: the calling rank.
+            label: what it is, for messages.
+            more_bytes: shared memory for other uses that follows the page.
+        """
+        descriptor = create_memory(f"flowtrain status of rank {rank}", PAGE_BYTES + more_bytes)
+        page = cls(rank, map_memory(descriptor, PAGE_BYTES + more_bytes))
         text = _encoded(label)
-        page._bytes[_LABEL : _LABEL + len(text)] = text
+        page.memory[_LABEL : _LABEL + len(text)] = text
         page._words[_LABEL_LENGTH] = len(text)
         page._words[_BLAMES] = page._words[_STEP] = -1
         page._words[_PID] = os.getpid()
@@ -127,7 +136,7 @@ class StatusPage:
             text = self._remember(phase)
         words = self._words
         words[_VERSION] += 1  # odd while the phase is being changed, so that a reader can tell and look again
-        self._bytes[_PHASE : _PHASE + len(text)] = text
+        self.memory[_PHASE : _PHASE + len(text)] = text
         words[_PHASE_LENGTH] = len(text)
         words[_STEP] = step
         words[_VERSION] += 1
@@ -158,7 +167,7 @@ class StatusPage:
         if self._words[_STATE] == State.FAILED or self._words[_BLAMES] >= 0:
             return
         error = text.encode(errors="replace")[-_ERROR_BYTES:]
-        self._bytes[_ERROR : _ERROR + len(error)] = error
+        self.memory[_ERROR : _ERROR + len(error)] = error
         self._words[_ERROR_LENGTH] = len(error)
         self._words[_FAILED_TIME] = time.monotonic_ns()
         self._words[_STATE] = State.FAILED
@@ -229,7 +238,7 @@ class StatusPage:
 
     def _text(self, start: int, length: int, limit: int) -> str:
         nbytes = min(max(self._words[length], 0), limit)
-        return self._bytes[start : start + nbytes].decode(errors="replace")
+        return self.memory[start : start + nbytes].decode(errors="replace")
 
     def _remember(self, phase: str) -> bytes:
         if len(self._phases) >= 1024:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,13 +11,13 @@ from torch import Tensor
 
 from flowtrain_lightning.pool.address import Address
 from flowtrain_lightning.pool.arena import Arena
-from flowtrain_lightning.pool.counters import Occupancy, PoolCounters
+from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.pool.entry import Key, entry_bytes, erase_entry, read_entry, write_entry
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.lease import Lease
 from flowtrain_lightning.pool.link import Link
-from flowtrain_lightning.pool.mesh import Mesh, Message
-from flowtrain_lightning.pool.record import Kind
+from flowtrain_lightning.pool.mesh import Mesh
+from flowtrain_lightning.pool.record import Kind, Record
 from flowtrain_lightning.pool.remote import RemoteTransport
 from flowtrain_lightning.pool.segment import Segment
 from flowtrain_lightning.pool.shared_memory import SharedMemoryTransport
@@ -25,16 +26,6 @@ from flowtrain_lightning.pool.transport import Publication, Transport
 TransportName = Literal["auto", "shared_memory", "remote"]
 
 _OPEN_POLL_SECONDS = 1.0
-
-
-class _Own:
-    """An entry in the own segment, and the readers who have not released it yet."""
-
-    __slots__ = ("publication", "readers")
-
-    def __init__(self, publication: Publication, readers: set[int]) -> None:
-        self.publication = publication
-        self.readers = readers
 
 
 class Pool:
@@ -48,12 +39,13 @@ class Pool:
         self._ranks = {link.rank, *link.peers}
         self._segment = segment
         self._transport = transport
-        self._own: dict[Key, _Own] = {}
+        self._own: dict[Key, tuple[Publication, set[int]]] = {}  # with the readers who have not released it yet
         self._published: dict[Key, Publication] = {}  # to this rank, and not leased yet
         self._leased: dict[Key, Publication] = {}
         self._discarded: dict[int, int] = {}  # channel -> indices below it are gone
         self._entries = self._bytes = self._refused = self._waits = 0
         self._wait_seconds = 0.0
+        self._wait_histogram = [0] * (len(WAIT_LIMITS) + 1)
         self._closed = False
 
     @classmethod
@@ -104,6 +96,7 @@ class Pool:
         Raises:
             PoolError: when it could never fit, or key, tensors or readers are not as expected.
         """
+        number = key.pack()
         waiting = self._check(key, readers)
         nbytes = entry_bytes(tensors)
         arena = self._segment.arena(ahead)
@@ -118,8 +111,8 @@ class Pool:
         except BaseException:
             self._segment.free(address)
             raise
-        publication = Publication(key, address, nbytes)
-        self._own[key] = _Own(publication, waiting)
+        publication = Publication(key, number, address, nbytes)
+        self._own[key] = publication, waiting
         self._entries += 1
         self._bytes += nbytes
         for reader in readers:
@@ -147,13 +140,15 @@ class Pool:
         if timeout > 0:
             self._waits += 1
             started = time.perf_counter()
-            messages = self._link.receive(timeout)
-            self._wait_seconds += time.perf_counter() - started
+            records = self._link.receive(timeout)
+            waited = time.perf_counter() - started
+            self._wait_seconds += waited
+            self._wait_histogram[bisect_right(WAIT_LIMITS, waited)] += 1
         else:
-            messages = self._link.receive()
-        for message in messages:
-            self._take(message)
-        return bool(messages)
+            records = self._link.receive()
+        for record in records:
+            self._take(record)
+        return bool(records)
 
     def get(self, key: Key) -> Lease | None:
         """A lease of an entry that was published to this rank; None while it was not (see `poll`).
@@ -167,11 +162,12 @@ class Pool:
                 raise PoolError(f"{key} is leased by this rank already; a rank can lease an entry once.")
             return None
         address = publication.address
-        own = address.owner == self._link.rank
+        owner = address.owner
+        own = owner == self._link.rank
         memory, start = (self._segment.memory, address.offset) if own else self._transport.locate(publication)
         tensors = read_entry(memory, start, publication.nbytes, address, key)
         self._leased[key] = self._published.pop(key)
-        return Lease(key, address.owner, tensors, self._give_back)
+        return Lease(key, owner, tensors, self._give_back)
 
     def discard(self, channel: int, before_index: int) -> None:
         """Forget all entries of a channel whose index is smaller, unread ones among them.
@@ -209,12 +205,12 @@ class Pool:
             refused=self._refused,
             waits=self._waits,
             wait_seconds=self._wait_seconds,
+            wait_histogram=tuple(self._wait_histogram),
             current=_occupancy(self._segment.current),
             ahead=_occupancy(self._segment.ahead),
         )
 
     def _check(self, key: Key, readers: Sequence[int]) -> set[int]:
-        key.pack()
         waiting = set(readers)
         if not waiting or len(waiting) != len(readers) or not waiting <= self._ranks:
             raise PoolError(
@@ -224,12 +220,11 @@ class Pool:
             raise PoolError(f"{key} was put before, or its index was discarded; every entry needs a key of its own.")
         return waiting
 
-    def _take(self, message: Message) -> None:
-        record = message.record
+    def _take(self, record: Record) -> None:
         if record.kind is Kind.RELEASE:
             self._released(Key.unpack(record.channel, record.number), record.address, record.sender)
             return
-        publication = self._transport.receive(message)
+        publication = self._transport.receive(record)
         if publication is None:
             return
         key = publication.key
@@ -246,7 +241,7 @@ class Pool:
         publication = self._leased.pop(key)
         owner = publication.address.owner
         if owner == self._link.rank:
-            self._released(key, publication.address.pack(), owner)
+            self._released(key, publication.address, owner)
         elif not self._link.has_left(owner):
             self._transport.release(publication)
 
@@ -254,17 +249,18 @@ class Pool:
         if self._is_discarded(key):
             return  # it was on its way when the entry was discarded
         own = self._own.get(key)
-        if own is None or own.publication.address.pack() != address or reader not in own.readers:
+        if own is None or own[0].address != address or reader not in own[1]:
             raise PoolError(f"Rank {reader} released {key}, of which it held no lease.")
-        own.readers.remove(reader)
-        if not own.readers:
+        readers = own[1]
+        readers.remove(reader)
+        if not readers:
             self._free(key)
 
     def _is_discarded(self, key: Key) -> bool:
-        return key.index < self._discarded.get(key.channel, 0)
+        return bool(self._discarded) and key.index < self._discarded.get(key.channel, 0)
 
     def _free(self, key: Key) -> None:
-        address = self._own.pop(key).publication.address
+        address = self._own.pop(key)[0].address
         erase_entry(self._segment.memory, address.offset)
         self._segment.free(address)
 

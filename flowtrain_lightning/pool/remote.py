@@ -9,7 +9,6 @@ from __future__ import annotations
 from flowtrain_lightning.pool.entry import Memory
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.link import Link
-from flowtrain_lightning.pool.mesh import Message
 from flowtrain_lightning.pool.record import MAX_PAYLOAD, Kind, Record
 from flowtrain_lightning.pool.segment import Segment
 from flowtrain_lightning.pool.transport import Publication
@@ -24,13 +23,13 @@ class RemoteTransport:
         self._link = link
         self._segment = segment
         self._sizes: dict[int, int] = {}  # peer -> bytes of its segment
-        self._copies: dict[int, bytearray] = {}  # packed address -> the entry
-        self._arriving: dict[int, tuple[Publication, int]] = {}  # packed address -> what it will be, bytes so far
+        self._copies: dict[int, bytearray] = {}  # address -> the entry
+        self._arriving: dict[int, tuple[Publication, int]] = {}  # address -> what it will be, bytes so far
 
     def announce(self) -> None:
         """Tell all peers the segment's size, the bound of what they may have to keep."""
         for peer in self._link.peers:
-            self._link.send(peer, Kind.SEGMENT, size=self._segment.nbytes)
+            self._link.send(peer, Record(Kind.SEGMENT, self._link.rank, self._link.number, size=self._segment.nbytes))
 
     def ready(self) -> bool:
         """Whether the sizes of all peers are known."""
@@ -43,11 +42,11 @@ class RemoteTransport:
         for start in range(0, publication.nbytes, MAX_PAYLOAD):
             first = address.offset + start
             piece = self._segment.memory[first : first + min(MAX_PAYLOAD, publication.nbytes - start)]
-            self._link.send(reader, Kind.DATA, address=address.pack(), start=start, payload=piece)
+            record = Record(Kind.DATA, self._link.rank, self._link.number, address=address, start=start, payload=piece)
+            self._link.send(reader, record)
 
-    def receive(self, message: Message) -> Publication | None:
+    def receive(self, record: Record) -> Publication | None:
         """Learn of an entry, or take a piece of it; it is readable with its last piece."""
-        record = message.record
         if record.kind is Kind.SEGMENT:
             self._sizes[record.sender] = record.size
         elif record.kind is Kind.PUBLISH:
@@ -57,14 +56,14 @@ class RemoteTransport:
             self._copies[record.address] = bytearray(publication.nbytes)
             self._arriving[record.address] = (publication, 0)
         elif record.kind is Kind.DATA:
-            return self._take(record, message.payload)
+            return self._take(record)
         else:
             raise PoolError(f"Rank {record.sender} sent {record}, which this transport has no use for.")
         return None
 
     def locate(self, publication: Publication) -> tuple[Memory, int]:
         """The reader's own copy."""
-        return self._copies[publication.address.pack()], 0
+        return self._copies[publication.address], 0
 
     def release(self, publication: Publication) -> None:
         """Tell the owner, and drop the copy."""
@@ -73,14 +72,15 @@ class RemoteTransport:
 
     def forget(self, publication: Publication) -> None:
         """Drop the copy."""
-        self._copies.pop(publication.address.pack(), None)
+        self._copies.pop(publication.address, None)
 
     def close(self) -> None:
         """Drop all copies."""
         self._copies.clear()
         self._arriving.clear()
 
-    def _take(self, record: Record, payload: bytes) -> Publication | None:
+    def _take(self, record: Record) -> Publication | None:
+        payload = record.payload
         publication, arrived = self._arriving.get(record.address, (None, 0))
         if (
             publication is None

@@ -43,7 +43,7 @@ class Segment:
         self.descriptor = create_memory(f"flowtrain segment of rank {rank}", self.nbytes)
         self.memory = map_memory(self.descriptor, self.nbytes)
         self._generation = 0
-        self._live: dict[int, int] = {}  # offset -> generation
+        self._live: dict[int, int] = {}  # offset -> address
 
     def arena(self, ahead: bool) -> Arena:
         """The arena of later steps, or that of the step which runs."""
@@ -55,8 +55,9 @@ class Segment:
         if offset is None:
             return None
         self._generation = (self._generation + 1) % GENERATIONS
-        self._live[offset] = self._generation
-        return Address(self.rank, Tier.HOST, offset, self._generation)
+        address = Address.of(self.rank, Tier.HOST, offset, self._generation)
+        self._live[offset] = address
+        return address
 
     def free(self, address: Address) -> None:
         """Give room back.
@@ -64,10 +65,11 @@ class Segment:
         Raises:
             PoolError: when the address is not, or no longer, that of room which was taken.
         """
-        if address.owner != self.rank or self._live.get(address.offset) != address.generation:
+        offset = address.offset
+        if self._live.get(offset) != address:
             raise PoolError(f"{address} is stale: this place was freed, or given to another entry, since.")
-        del self._live[address.offset]
-        self.arena(ahead=address.offset >= self.current.capacity).free(address.offset)
+        del self._live[offset]
+        self.arena(ahead=offset >= self.current.capacity).free(offset)
 
     def close(self) -> None:
         """Drop the memory; the system takes it back when no process and no tensor uses it any more."""

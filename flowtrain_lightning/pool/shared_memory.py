@@ -10,8 +10,7 @@ from flowtrain_lightning.pool.entry import Memory
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.link import Link
 from flowtrain_lightning.pool.memory import map_memory
-from flowtrain_lightning.pool.mesh import Message
-from flowtrain_lightning.pool.record import Kind
+from flowtrain_lightning.pool.record import Kind, Record
 from flowtrain_lightning.pool.segment import Segment
 from flowtrain_lightning.pool.transport import Publication
 
@@ -29,7 +28,8 @@ class SharedMemoryTransport:
     def announce(self) -> None:
         """Pass the segment's descriptor to all peers."""
         for peer in self._link.peers:
-            self._link.send(peer, Kind.SEGMENT, size=self._segment.nbytes, descriptor=self._segment.descriptor)
+            record = Record(Kind.SEGMENT, self._link.rank, self._link.number, size=self._segment.nbytes)
+            self._link.send(peer, record._replace(descriptors=(self._segment.descriptor,)))
 
     def ready(self) -> bool:
         """Whether the segments of all peers are mapped."""
@@ -39,20 +39,20 @@ class SharedMemoryTransport:
         """Tell ``reader`` the address; the bytes stay where they are."""
         publication.send(self._link, reader, Kind.PUBLISH)
 
-    def receive(self, message: Message) -> Publication | None:
+    def receive(self, record: Record) -> Publication | None:
         """Map a peer's segment, or learn of an entry."""
-        record = message.record
-        if record.kind is Kind.SEGMENT and message.descriptor is not None and record.sender not in self._memories:
-            self._memories[record.sender] = map_memory(message.descriptor, record.size)
-            os.close(message.descriptor)
-            return None
-        if record.kind is not Kind.PUBLISH:
+        if record.kind is Kind.PUBLISH:
+            publication = Publication.from_record(record)
+            address, memory = publication.address, self._memories.get(record.sender)
+            if memory is None or address.tier is not Tier.HOST or address.offset + record.size > len(memory):
+                raise PoolError(f"Rank {record.sender} published {publication}, which lies outside of its segment.")
+            return publication
+        if record.kind is not Kind.SEGMENT or len(record.descriptors) != 1 or record.sender in self._memories:
             raise PoolError(f"Rank {record.sender} sent {record}, which shared memory has no use for.")
-        publication = Publication.from_record(record)
-        address, memory = publication.address, self._memories.get(record.sender)
-        if memory is None or address.tier is not Tier.HOST or address.offset + publication.nbytes > len(memory):
-            raise PoolError(f"Rank {record.sender} published {publication}, which lies outside of its segment.")
-        return publication
+        (descriptor,) = record.descriptors
+        self._memories[record.sender] = map_memory(descriptor, record.size)
+        os.close(descriptor)
+        return None
 
     def locate(self, publication: Publication) -> tuple[Memory, int]:
         """The owner's segment itself."""

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain_lightning.pool.errors import PeerFailed, PoolError
-from flowtrain_lightning.pool.record import MAX_PAYLOAD, RECORD_BYTES, Kind, Record, decode_record, encode_record
+from flowtrain_lightning.pool.record import RECORD_BYTES, Kind, Record, decode_record, encode_record
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _DESCRIPTOR = struct.Struct("i")
-_ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTOR.size)
-_MESSAGE_BYTES = RECORD_BYTES + MAX_PAYLOAD
+_MOST_DESCRIPTORS = 2  # with one record: a status page and a bell
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * _DESCRIPTOR.size)
+_AT_ONCE_BYTES = 64 * 1024
 
 
 class Store(Protocol):
@@ -41,43 +42,54 @@ class Connection:
     """A connected peer.
 
     Attributes:
-        socket: non-blocking; one message is one record.
+        socket: non-blocking; a stream of records, so that one call reads all that have arrived.
         process: ``pidfd`` of the peer.
-        page: descriptor of the peer's status page.
+        page: descriptor of the peer's status page and inbox.
+        bell: ``eventfd`` that wakes the peer.
     """
 
     socket: socket.socket
     process: int
     page: int
+    bell: int
 
 
-def receive_message(connection: socket.socket) -> tuple[bytes, int | None]:
-    """One message and the descriptor that came with it. Empty bytes: the other side has closed.
+def receive_bytes(connection: socket.socket, limit: int = _AT_ONCE_BYTES) -> tuple[bytes, tuple[int, ...]]:
+    """What has arrived, up to ``limit`` bytes. No bytes at all: the other side has closed.
+
+    Returns:
+        The bytes, and the descriptors that came with them. The system ends what it hands out at once behind
+        descriptors, so they belong to the record in which the bytes end.
 
     Raises:
         BlockingIOError: when nothing has arrived.
-        PoolError: when the message is longer than any record.
+        PoolError: when more descriptors came than any record carries.
     """
-    data, ancillary, flags, _ = connection.recvmsg(_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-    descriptor = None
+    arrived, ancillary, flags, _ = connection.recvmsg(limit, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    descriptors: tuple[int, ...] = ()
     for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(content) >= _DESCRIPTOR.size:
-            (descriptor,) = _DESCRIPTOR.unpack_from(content)
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        raise PoolError("A message longer than any control record was refused. Do all ranks run the same version?")
-    return data, descriptor
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            whole = len(content) - len(content) % _DESCRIPTOR.size
+            descriptors += tuple(number for (number,) in _DESCRIPTOR.iter_unpack(content[:whole]))
+    if flags & socket.MSG_CTRUNC:
+        _close_all(descriptors)
+        raise PoolError("More descriptors than a control record carries were refused. Do all ranks run one version?")
+    return arrived, descriptors
 
 
-def send_message(connection: socket.socket, message: bytes, descriptor: int | None = None) -> None:
-    """Send one message, and a copy of a descriptor with it.
+def send_bytes(connection: socket.socket, message: bytes, descriptors: Sequence[int] = ()) -> int:
+    """Send as much of a message as the other side takes, and copies of descriptors with its first byte.
+
+    Returns:
+        How many bytes were sent.
 
     Raises:
         BlockingIOError: when the other side has too much to read already.
     """
-    ancillary = []
-    if descriptor is not None:
-        ancillary.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(descriptor)))
-    connection.sendmsg([message], ancillary)
+    if not descriptors:
+        return connection.send(message)
+    content = b"".join(map(_DESCRIPTOR.pack, descriptors))
+    return connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, content)])
 
 
 class Rendezvous:
@@ -88,19 +100,20 @@ class Rendezvous:
             ``PrefixStore``).
         rank: the calling rank.
         labels: one per rank, for messages.
-        page: descriptor of the calling rank's status page.
+        page: descriptor of the calling rank's status page and inbox.
+        bell: ``eventfd`` that wakes the calling rank.
         timeout: seconds for all of it.
     """
 
-    def __init__(self, store: Store, rank: int, labels: Sequence[str], page: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, labels: Sequence[str], page: int, bell: int, timeout: float) -> None:
         self._store = store
         self._rank = rank
         self._labels = labels
-        self._page = page
+        self._own = page, bell
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._sockets: dict[int, socket.socket] = {}
-        self._pages: dict[int, int] = {}
+        self._passed: dict[int, tuple[int, ...]] = {}  # page and bell of each peer
 
     def meet(self) -> dict[int, Connection]:
         """Connect to the ranks below, and wait for those above.
@@ -110,7 +123,7 @@ class Rendezvous:
             PoolError: when a peer does not come in time, or belongs to another user.
         """
         ranks = len(self._labels)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             name = f"flowtrain-{secrets.token_hex(16)}"
             listener.bind(f"\0{name}")
             listener.listen(ranks)
@@ -123,8 +136,8 @@ class Rendezvous:
             except BaseException:
                 for connection in self._sockets.values():
                     connection.close()
-                for page in self._pages.values():
-                    os.close(page)
+                for descriptors in self._passed.values():
+                    _close_all(descriptors)
                 raise
 
     def _exchange_hellos(self, listener: socket.socket) -> None:
@@ -134,7 +147,7 @@ class Rendezvous:
         peers = {connection.fileno(): peer for peer, connection in self._sockets.items()}
         for descriptor in peers:
             poll.register(descriptor, select.POLLIN)
-        while len(self._pages) < len(self._labels) - 1:
+        while len(self._passed) < len(self._labels) - 1:
             events = poll.poll(self._remaining() * 1000)
             for descriptor, _ in events:
                 peer = peers.get(descriptor)
@@ -144,15 +157,15 @@ class Rendezvous:
                         continue
                     descriptor = self._sockets[peer].fileno()
                     peers[descriptor] = peer
-                elif peer in self._pages:
+                elif peer in self._passed:
                     raise self._ended(peer)
                 else:
-                    self._pages[peer] = self._hello(self._sockets[peer], peer)[1]
+                    self._passed[peer] = self._hello(self._sockets[peer], peer)[1]
                 poll.register(descriptor, 0)  # from now on tell of its end only; what it sends is for later
 
     def _connect(self, peer: int) -> None:
         name = self._store.get(f"mesh/{peer}").decode()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sockets[peer] = connection
         try:
             connection.connect(f"\0{name}")
@@ -168,41 +181,40 @@ class Rendezvous:
             if _credentials(connection)[1] != os.geteuid():
                 connection.close()  # a stranger: no business of ours, and no reason to end the job
                 return None
-            peer, page = self._hello(connection, None)
+            peer, descriptors = self._hello(connection, None)
         except BaseException:
             connection.close()
             raise
         self._sockets[peer] = connection
-        self._pages[peer] = page
+        self._passed[peer] = descriptors
         self._say_hello(connection)
         return peer
 
     def _say_hello(self, connection: socket.socket) -> None:
         record = Record(Kind.HELLO, self._rank, number=len(self._labels))
         with suppress(BrokenPipeError, ConnectionResetError):  # it has ended; reading its answer will say so
-            send_message(connection, encode_record(record), self._page)
+            send_bytes(connection, encode_record(record), self._own)
 
-    def _hello(self, connection: socket.socket, peer: int | None) -> tuple[int, int]:
+    def _hello(self, connection: socket.socket, peer: int | None) -> tuple[int, tuple[int, ...]]:
         connection.settimeout(self._remaining())
         try:
-            message, page = receive_message(connection)
+            message, descriptors = receive_bytes(connection, RECORD_BYTES)
         except TimeoutError:
             raise self._missing() from None
         except ConnectionResetError:
-            message, page = b"", None
+            message, descriptors = b"", ()
         if not message:
             raise self._ended(peer)
-        record, _ = decode_record(message, peer)
+        record = decode_record(message, peer)
         ranks = len(self._labels)
         known = record.sender in self._sockets if peer is None else False
-        if record.kind is not Kind.HELLO or record.number != ranks or page is None or known:
-            if page is not None:
-                os.close(page)
+        if record.kind is not Kind.HELLO or record.number != ranks or len(descriptors) != len(self._own) or known:
+            _close_all(descriptors)
             raise PoolError(
                 f"A process introduced itself as rank {record.sender} of {record.number}; expected one of {ranks} "
                 "ranks that has not come yet. Is another run using the same store?"
             )
-        return record.sender, page
+        return record.sender, descriptors
 
     def _connection(self, peer: int) -> Connection:
         connection = self._sockets[peer]
@@ -212,7 +224,7 @@ class Rendezvous:
         except OSError as error:
             raise self._ended(peer) from error
         connection.setblocking(False)
-        return Connection(connection, process, self._pages[peer])
+        return Connection(connection, process, *self._passed[peer])
 
     def _remaining(self) -> float:
         remaining = self._deadline - time.monotonic()
@@ -221,7 +233,7 @@ class Rendezvous:
         return remaining
 
     def _missing(self) -> PoolError:
-        met = {self._rank, *self._pages}
+        met = {self._rank, *self._passed}
         missing = [f"{rank} ({label})" for rank, label in enumerate(self._labels) if rank not in met]
         return PoolError(
             f"Rank {self._rank} ({self._labels[self._rank]}) waited {self._timeout:g} s for these ranks to start, in "
@@ -231,6 +243,11 @@ class Rendezvous:
     def _ended(self, peer: int | None) -> PeerFailed:
         who = "A rank" if peer is None else f"Rank {peer} ({self._labels[peer]})"
         return PeerFailed(f"{who} died during start-up. See its output.", peer)
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int, int]:

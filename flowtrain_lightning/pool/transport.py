@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from flowtrain_lightning.pool.address import Address
 from flowtrain_lightning.pool.entry import Key, Memory
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.link import Link
-from flowtrain_lightning.pool.mesh import Message
 from flowtrain_lightning.pool.record import Kind, Record
 
 
-@dataclass(frozen=True)
-class Publication:
+class Publication(NamedTuple):
     """What a reader knows of an entry that was published to it.
 
     Attributes:
         key: the entry's name.
+        number: index and item of the key, packed.
         address: where its owner keeps it.
         nbytes: room that it takes, header included.
     """
 
     key: Key
+    number: int
     address: Address
     nbytes: int
 
@@ -34,15 +33,15 @@ class Publication:
         Raises:
             PoolError: when it tells of an address that is not its sender's.
         """
-        address = Address.unpack(record.address)
+        address, number = Address(record.address), record.number
         if address.owner != record.sender:
-            raise PoolError(f"Rank {record.sender} published {address}, which is not its own.")
-        return cls(Key.unpack(record.channel, record.number), address, record.size)
+            raise PoolError(f"Rank {record.sender} published {address!r}, which is not its own.")
+        return cls(Key.unpack(record.channel, number), number, address, record.size)
 
     def send(self, link: Link, peer: int, kind: Kind) -> None:
         """Tell ``peer`` something about this entry."""
-        key, address = self.key, self.address
-        link.send(peer, kind, channel=key.channel, number=key.pack(), address=address.pack(), size=self.nbytes)
+        key, number, address, nbytes = self
+        link.send(peer, Record(kind, link.rank, link.number, key.channel, number, address, nbytes))
 
 
 class Transport(Protocol):
@@ -63,8 +62,8 @@ class Transport(Protocol):
     def publish(self, reader: int, publication: Publication) -> None:
         """Make an entry of the own segment readable by ``reader``. Never waits."""
 
-    def receive(self, message: Message) -> Publication | None:
-        """Take a message that is not for the pool's books.
+    def receive(self, record: Record) -> Publication | None:
+        """Take a record that is not for the pool's books.
 
         Returns:
             The publication that became readable by it, if one did.

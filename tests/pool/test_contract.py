@@ -4,13 +4,14 @@ import gc
 import os
 import signal
 import time
+from bisect import bisect_right
 from pathlib import Path
 
 import pytest
 import torch
 
-from flowtrain_lightning.pool import Key, PeerFailed, Pool, PoolError, entry_room
-from flowtrain_lightning.pool.record import Kind
+from flowtrain_lightning.pool import WAIT_LIMITS, Key, PeerFailed, Pool, PoolError, entry_room
+from flowtrain_lightning.pool.record import Kind, Record
 from tests.pool.ranks import join_job, labels, lease_of, meshes, open_pools, wait_for
 from tests.processes import Ranks, assert_all_good, run_ranks
 
@@ -187,8 +188,9 @@ def test_a_stale_address_is_never_another_entrys_bytes(pools, transport):
     wait_for(owner, lambda: now(owner) == 0)
     fresh = owner.put(Key(0, 0, 1), [floats(2)], [2])
     assert (fresh.offset, fresh.owner) == (stale.offset, stale.owner), "the place is used again"
-    late = {"channel": 0, "number": Key(0, 0, 0).pack(), "address": stale.pack(), "size": FLOATS}
-    owner._transport._link.send(1, Kind.PUBLISH, **late)  # as if a record from before were late
+    link = owner._transport._link
+    late = Record(Kind.PUBLISH, 0, link.number, number=Key(0, 0, 0).pack(), address=stale, size=FLOATS)
+    link.send(1, late)  # as if a record from before were late
     reader.poll(1)
     if transport == "shared_memory":
         with pytest.raises(PoolError, match="is stale"):
@@ -294,6 +296,10 @@ def test_counters_tell_what_happened(pools, transport):
     reader.poll(0.05)
     assert reader.counters.waits == waited.waits + 1
     assert reader.counters.wait_seconds >= waited.wait_seconds + 0.04
+    new = [now - then for now, then in zip(reader.counters.wait_histogram, waited.wait_histogram, strict=True)]
+    assert sum(new) == 1
+    assert sum(new[bisect_right(WAIT_LIMITS, 0.04) :]) == 1
+    assert sum(reader.counters.wait_histogram) == reader.counters.waits
 
 
 def test_one_rank_alone_is_its_own_reader(transport):

@@ -9,7 +9,7 @@ from flowtrain_lightning.pool import Address, Key, PoolError, Tier, entry_room
 from flowtrain_lightning.pool.entry import entry_bytes, erase_entry, read_entry, write_entry
 
 KEY = Key(3, 1 << 39, 77)
-ADDRESS = Address(2, Tier.HOST, 128, 9)
+ADDRESS = Address.of(2, Tier.HOST, 128, 9)
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool]
 
 
@@ -46,6 +46,23 @@ def test_what_is_not_contiguous_and_what_has_a_gradient_can_be_put():
     assert not any(tensor.requires_grad for tensor in found)
 
 
+def test_tensors_whose_bytes_are_not_what_they_are_can_be_put():
+    numbers = torch.complex(torch.arange(3.0), torch.ones(3))
+    tensors = [numbers.conj(), numbers.conj().imag, torch.nn.Parameter(torch.arange(5.0)), torch.ones(1).expand(7)]
+    memory, nbytes = written(tensors)
+    found = read_entry(memory, ADDRESS.offset, nbytes, ADDRESS, KEY)
+    assert all(torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
+
+
+@pytest.mark.parametrize("elements", [16 * 1024 - 1, 16 * 1024, 16 * 1024 + 1])
+def test_small_and_large_tensors_are_copied_whole(elements):
+    tensors = [torch.rand(elements), torch.rand(elements).requires_grad_()]
+    memory, nbytes = written(tensors)
+    found = read_entry(memory, ADDRESS.offset, nbytes, ADDRESS, KEY)
+    assert all(torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
+    assert not any(memory[ADDRESS.offset + nbytes :])
+
+
 def test_views_of_an_entry_can_be_leaves_and_writing_one_is_no_change_of_another():
     memory, nbytes = written([torch.ones(4), torch.ones(4)])
     first, second = read_entry(memory, ADDRESS.offset, nbytes, ADDRESS, KEY)
@@ -64,7 +81,7 @@ def test_an_erased_entry_is_stale():
 
 
 @pytest.mark.parametrize(
-    ("address", "key"), [(ADDRESS._replace(generation=8), KEY), (ADDRESS, KEY._replace(item=78))], ids=["place", "key"]
+    ("address", "key"), [(Address(ADDRESS - 1), KEY), (ADDRESS, KEY._replace(item=78))], ids=["place", "key"]
 )
 def test_another_use_of_the_same_place_is_stale(address, key):
     memory, nbytes = written([torch.ones(4)])

@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.pool import PoolError
-from flowtrain_lightning.pool.record import RECORD_BYTES, Kind, Record, decode_record, encode_record
+from flowtrain_lightning.pool.record import (
+    MAX_PAYLOAD,
+    RECORD_BYTES,
+    Kind,
+    Record,
+    decode_record,
+    decode_records,
+    encode_record,
+)
 
 words = st.integers(0, (1 << 64) - 1)
 records = st.builds(
@@ -18,37 +26,62 @@ records = st.builds(
     address=words,
     size=words,
     start=words,
+    payload=st.binary(max_size=100),
 )
-RECORD = Record(Kind.PUBLISH, 1, 2, 3, 4, 5, 6, 7)
+RECORD = Record(Kind.PUBLISH, 1, 2, 3, 4, 5, 6, 7, b"payload")
 
 
-@given(records, st.binary(max_size=100))
-def test_every_record_comes_back_as_it_was(record, payload):
-    message = encode_record(record, payload)
-    assert len(message) == RECORD_BYTES + len(payload)
-    assert decode_record(message, record.sender) == (record, payload)
+@given(records, words)
+def test_every_record_comes_back_as_it_was(record, place):
+    message = encode_record(record, place)
+    assert len(message) == RECORD_BYTES + len(record.payload)
+    assert decode_records(message, record.sender) == ([(place, record)], len(message))
+
+
+@given(st.lists(records.map(lambda record: record._replace(sender=1)), max_size=5), st.data())
+def test_a_stream_that_is_cut_anywhere_gives_the_same_records(sent, data):
+    stream = b"".join(encode_record(record, place) for place, record in enumerate(sent))
+    cut = data.draw(st.integers(0, len(stream)))
+    first, nbytes = decode_records(stream[:cut], 1)
+    assert nbytes <= cut
+    rest, remaining = decode_records(stream[nbytes:], 1)
+    assert first + rest == list(enumerate(sent))
+    assert nbytes + remaining == len(stream)
 
 
 def test_no_flipped_bit_goes_unnoticed():
-    message = encode_record(RECORD, b"payload")
+    message = encode_record(RECORD)
     for bit in range(len(message) * 8):
         damaged = bytearray(message)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(PoolError, match="A control record from rank 1 was refused"):
-            decode_record(bytes(damaged), 1)
+            decode_records(bytes(damaged), 1)
 
 
-@given(st.binary(max_size=2 * RECORD_BYTES))
+@given(st.binary(min_size=RECORD_BYTES, max_size=2 * RECORD_BYTES))
 def test_noise_is_refused(message):
     with pytest.raises(PoolError, match="an unknown process was refused"):
-        decode_record(message)
+        decode_records(message)
 
 
-def test_a_message_that_was_cut_or_lengthened_is_refused():
-    message = encode_record(RECORD, b"payload")
-    for damaged in (message[:-1], message + b"x", message[:RECORD_BYTES], message[: RECORD_BYTES - 1], b""):
-        with pytest.raises(PoolError):
+def test_a_message_that_was_cut_or_lengthened_is_not_one_record():
+    message = encode_record(RECORD)
+    for damaged in (
+        message[:-1],
+        message + b"x",
+        message[:RECORD_BYTES],
+        message[: RECORD_BYTES - 1],
+        b"",
+        2 * message,
+    ):
+        with pytest.raises(PoolError, match="not one whole record"):
             decode_record(damaged, 1)
+
+
+def test_a_record_that_announces_more_than_any_carries_is_refused_before_that_arrives():
+    message = encode_record(RECORD._replace(payload=bytes(MAX_PAYLOAD + 1)))
+    with pytest.raises(PoolError, match="none that this version knows"):
+        decode_records(message[:RECORD_BYTES], 1)
 
 
 def test_nobody_can_speak_for_another_rank():
