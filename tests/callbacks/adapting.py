@@ -12,6 +12,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
+from flowtrain_lightning import FlowCheckpointIO
 from flowtrain_lightning.callbacks import AdaptCosts
 from flowtrain_lightning.data import PackedBatch, StepBatch
 from flowtrain_lightning.runtime.groups import disconnect_groups
@@ -69,6 +70,7 @@ def train(
         log_every_n_steps=1,
         precision="64-true",
         default_root_dir=folder,
+        plugins=[FlowCheckpointIO()] if layout == "auto" else None,
     )
     trainer.fit(
         DearAttention(freeze_encoder=freeze_encoder), datamodule=tiny_data(Path(data), **settings), ckpt_path=resume
