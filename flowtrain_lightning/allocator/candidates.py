@@ -208,7 +208,7 @@ def families_of(problem: RoleProblem, choices: Choices, as_backbone: bool = Fals
                 continue  # Stages would gather or scatter for every microbatch.
             if recompute != "none" and not (half.trains or problem.receives_gradient):
                 continue
-            degrees = data[data > 1] if shard != "replicate" else data
+            degrees = data[data * context > 1] if shard != "replicate" else data
             if len(degrees):
                 yield Family(degrees, tensor, pipeline, context, shard, recompute)
 

@@ -69,35 +69,44 @@ def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microba
         tokens: ``[layouts]`` tokens of the largest microbatch.
         microbatches: ``[layouts]`` microbatches of a replica and step.
     """
-    half, precision, cluster = problem.half, problem.precision, problem.cluster
+    half, precision = problem.half, problem.precision
     here = _parameters_of_a_stage(half, family)
     training = here * half.trainable_parameters / max(1, half.parameters)
-    layer = max((part.layer_parameters for part in half.layers), default=0) / family.tensor
-    whole = 1 / family.data if family.sharded else np.ones_like(family.data)
-    weights = here * (precision.weights + precision.copies) * whole
-    gradients = training * precision.gradients * (1 / family.data if family.shard != "replicate" else 1.0)
-    if family.shard == "zero1":
-        gradients = training * precision.gradients * np.ones_like(family.data)
-    states = training * precision.states * (1.0 if family.shard == "replicate" else 1 / family.data)
+    weights = here * (precision.weights + precision.copies) * family.kept_share("weights")
+    gradients = training * precision.gradients * family.kept_share("gradients")
     if family.sharded:
+        layer = max((part.layer_parameters for part in half.layers), default=0) / family.tensor
         weights = weights + GATHERED_LAYERS * layer * precision.computing
         gradients = gradients + layer * precision.gradients * half.trains
-    in_flight = np.minimum(microbatches, family.pipeline if family.pipeline > 1 else problem.load.batches_in_flight)
+    activations, logits, features = _batch_bytes(problem, family, tokens, microbatches)
+    return MemoryUse(
+        weights,
+        gradients,
+        training * precision.states * family.kept_share("states"),
+        activations,
+        logits,
+        features,
+        np.full(tokens.shape, problem.cluster.device.overhead),
+    )
+
+
+def _batch_bytes(
+    problem: RoleProblem, family: Family, tokens: FloatArray, microbatches: FloatArray
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Activations, logits and features on the fuller of a pipeline's first and last stage.
+
+    The first stage holds the most microbatches, the last one holds one and the logits.
+    """
+    most = family.pipeline if family.pipeline > 1 else problem.load.batches_in_flight
+    in_flight = np.minimum(microbatches, most)
     kept = _kept_activations(problem, family) * tokens / family.pipeline
     working = _working_bytes(problem, family) * tokens
     logits = _logit_bytes(problem, family) * tokens
-    # The first stage holds most microbatches, the last one holds one and the logits.
-    first, last = in_flight * kept + working, kept + working + logits
-    at_first = first >= last if family.pipeline > 1 else np.zeros_like(tokens, dtype=bool)
-    return MemoryUse(
-        weights=np.broadcast_to(weights, tokens.shape),
-        gradients=np.broadcast_to(gradients, tokens.shape),
-        states=np.broadcast_to(states, tokens.shape),
-        activations=np.where(at_first | (family.pipeline == 1), first, kept + working),
-        logits=np.where(at_first, 0.0, logits),
-        features=in_flight * tokens * _feature_bytes(problem, family),
-        overhead=np.full(tokens.shape, cluster.device.overhead),
-    )
+    features = in_flight * tokens * _feature_bytes(problem, family)
+    if family.pipeline == 1:
+        return in_flight * kept + working, logits, features
+    at_first = (in_flight - 1) * kept >= logits
+    return np.where(at_first, in_flight, 1.0) * kept + working, np.where(at_first, 0.0, logits), features
 
 
 def activation_bytes(part: Layers, width: int, recompute: Recompute, keeps: bool = True) -> float:

@@ -20,6 +20,15 @@ from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_load
 Recompute = Literal["none", "selective", "full"]
 """What the backward computes again: nothing, what costs no matrix product, or every layer."""
 
+DIVIDED: Mapping[Sharding, tuple[str, ...]] = {
+    "replicate": (),
+    "zero1": ("states",),
+    "zero2": ("states", "gradients"),
+    "zero3": ("states", "gradients", "weights"),
+    "fsdp": ("states", "gradients", "weights"),
+}
+"""What the ranks that hold the same weights divide among them (ZeRO, arXiv 1910.02054, section 5)."""
+
 _LOADS_OF_A_RANK = 16
 
 
@@ -49,9 +58,18 @@ class Family:
         return self.tensor * self.pipeline * self.context
 
     @property
+    def holders(self) -> FloatArray:
+        """``[layouts]`` ranks that hold the same weights, whole or shared: those of data and of context."""
+        return self.data * self.context
+
+    @property
     def sharded(self) -> bool:
         """Whether weights are gathered for every forward and backward."""
-        return self.shard in ("zero3", "fsdp")
+        return "weights" in DIVIDED[self.shard]
+
+    def kept_share(self, what: str) -> FloatArray:
+        """``[layouts]`` share that a rank keeps of ``"weights"``, ``"gradients"`` or ``"states"``."""
+        return 1 / self.holders if what in DIVIDED[self.shard] else np.ones_like(self.data)
 
     def layout(self, number: int) -> Layout:
         """The layout with the ``number``-th data degree."""

@@ -128,34 +128,35 @@ def _layers_of_a_stage(once: PassTime, stages: int, interleave: int) -> FloatArr
 def _sharing(
     problem: RoleProblem, family: Family, once: PassTime, microbatches: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Exposed gathering per step, and the reduction at its end."""
+    """Exposed time of copying, gathering and scattering per step, and the reduction at its end."""
     half, precision, share = problem.half, problem.precision, problem.efficiency
     here = half.parameters / (family.tensor * family.pipeline)
     trained = half.trainable_parameters / (family.tensor * family.pipeline)
-    speed = bandwidth(problem.cluster, family.data, family.tensor * family.context)
+    speed = bandwidth(problem.cluster, family.holders, family.tensor)
 
     def gather(size: float) -> FloatArray:
-        return gather_seconds(size, family.data, speed, share) if size else np.zeros_like(family.data)
+        return gather_seconds(size, family.holders, speed, share) if size else np.zeros_like(family.data)
 
-    weights, gradients = gather(here * precision.computing), gather(trained * precision.gradients)
     # Autocast makes its copies of the weights anew for every microbatch.
-    copying = here * (precision.weights + precision.copies) * (precision.copies > 0)
-    copies = microbatches * copying / (problem.cluster.device.memory_bandwidth * share.memory)
+    copied = here * (precision.weights + precision.copies) * (precision.copies > 0) * family.kept_share("weights")
+    copies = microbatches * copied / (problem.cluster.device.memory_bandwidth * share.memory)
+    gradients = gather(trained * precision.gradients)
     if family.sharded:
-        # The first layer's weights come before there is anything to compute.
-        first = weights / max(1, half.depth)
-        ahead, back = weights - once.forward, weights * half.trains + gradients - once.backward
-        exposed = np.maximum(ahead, first) + np.maximum(back, gradients / max(1, half.depth))
-        return copies / family.data + microbatches * exposed, np.zeros_like(family.data)
+        weights = gather(here * precision.computing)
+        back = weights * (half.trains or problem.receives_gradient) + gradients
+        exposed = _exposed(weights, once.forward, half.depth) + _exposed(back, once.backward, half.depth)
+        return copies + microbatches * exposed, np.zeros_like(family.data)
     if family.shard == "zero2":
-        exposed = microbatches * np.maximum(gradients - once.backward, gradients / max(1, half.depth))
-        return copies + exposed, gather(trained * precision.weights)
+        exposed = _exposed(gradients, once.backward, half.depth)
+        return copies + microbatches * exposed, gather(trained * precision.weights)
     if family.shard == "zero1":
         return copies, gradients + gather(trained * precision.weights)
-    # Context ranks hold the same weights, so that they sum their gradients too.
-    members = family.data * family.context
-    ring = bandwidth(problem.cluster, members, family.tensor)
-    return copies, 2 * gather_seconds(trained * precision.gradients, members, ring, share) if trained else copies * 0
+    return copies, 2 * gradients
+
+
+def _exposed(exchange: FloatArray, computing: FloatArray, depth: int) -> FloatArray:
+    """What computing does not hide of an exchange that goes on beside it: at least that of the first or last layer."""
+    return np.asarray(np.maximum(exchange - computing, exchange / max(1, depth)))
 
 
 def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
@@ -163,5 +164,4 @@ def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
     precision, device = problem.precision, problem.cluster.device
     trained = problem.half.trainable_parameters / (family.tensor * family.pipeline)
     moved = trained * (2 * (precision.weights + precision.states) + precision.gradients)
-    ranks = np.ones_like(family.data) if family.shard == "replicate" else family.data
-    return moved / ranks / (device.memory_bandwidth * problem.efficiency.memory)
+    return moved * family.kept_share("states") / (device.memory_bandwidth * problem.efficiency.memory)

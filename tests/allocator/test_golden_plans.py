@@ -24,11 +24,18 @@ GOLDEN = {
     ("qwen2-audio-7b", 8): "uniform; encoder data 8, fsdp, full; backbone data 8, fsdp, selective",
     ("qwen2-audio-7b", 64): "colocated; encoder data 32, tensor 2, fsdp, selective; backbone data 64, fsdp, none",
     ("qwen2-audio-7b", 512): "colocated; encoder data 256, tensor 2, fsdp, selective; backbone data 512, fsdp, none",
-    ("gemma-3-27b", 8): "uniform; encoder data 2, tensor 4, fsdp, full; backbone data 2, tensor 4, fsdp, full",
-    ("gemma-3-27b", 64): "uniform; encoder data 32, tensor 2, fsdp, none; backbone data 32, tensor 2, fsdp, selective",
-    ("gemma-3-27b", 512): (
-        "uniform; encoder data 256, tensor 2, fsdp, none; backbone data 256, tensor 2, fsdp, selective"
-    ),
+    (
+        "gemma-3-27b",
+        8,
+    ): "colocated; encoder data 2, tensor 4, fsdp, full; backbone data 2, tensor 2, context 2, fsdp, full",
+    (
+        "gemma-3-27b",
+        64,
+    ): "colocated; encoder data 32, tensor 2, fsdp, none; backbone data 32, context 2, fsdp, selective",
+    (
+        "gemma-3-27b",
+        512,
+    ): "colocated; encoder data 256, tensor 2, fsdp, none; backbone data 256, context 2, fsdp, selective",
     ("qwen2.5-vl-72b", 8): "the smallest number that would do is 24",
     ("qwen2.5-vl-72b", 64): "uniform; encoder data 64, fsdp, selective; backbone data 64, fsdp, full",
     ("qwen2.5-vl-72b", 512): "uniform; encoder data 512, fsdp, none; backbone data 512, fsdp, full",
