@@ -44,7 +44,11 @@ def main() -> None:
         for row in ours(lengths, budget):
             results.append({"data": name, **row})
             show(results[-1])
-        peers = others(lengths, budget, options.solver_seconds) if name == "mix" else wlb(lengths, budget)
+        peers = (
+            others(lengths, budget, options.solver_seconds)
+            if name == "mix"
+            else wlb(lengths, budget, 0.88 if budget == 4_096 else 0.985)
+        )
         for row in peers:
             results.append({"data": name, **row})
             show(results[-1])
@@ -137,7 +141,8 @@ def others(lengths: Lengths, budget: int, solver_seconds: float) -> Iterator[dic
         whole = len(bins) // (RANKS * POSITIONS) * RANKS * POSITIONS
         costs = COST.of_each(lengths.tokens)
         steps = [level(bins[i : i + RANKS * POSITIONS], costs) for i in range(0, whole, RANKS * POSITIONS)]
-        yield {**score(steps, lengths, budget), "name": name, "window": used, "us": windows[used], "windows": windows}
+        figures = {**score(steps, lengths, budget), "max_delay": longest_wait(steps, len(lengths.tokens))}
+        yield {**figures, "name": name, "window": used, "us": windows[used], "windows": windows}
     for name, (balance, fill, most) in step_packers(solver_seconds).items():
         yield in_steps(name, balance, fill, most, lengths, budget)
     yield from wlb(lengths, budget)
@@ -210,6 +215,15 @@ def score(steps: list[Bins], lengths: Lengths, budget: int) -> dict[str, Any]:
     ]
     figures: dict[str, Any] = dict(measure(grids[0], grids[1], grids[2], grids[3], budget).as_dict())
     return figures | {"encoder_idle": encoder_idle(grids[1].sum(axis=1)), "max_delay": 0, "steps": len(steps)}
+
+
+def longest_wait(steps: list[Bins], count: int) -> int:
+    """Steps that a sample waited at most, drawn when the first sample behind it in the stream was used, or itself."""
+    step_of = np.full(count, len(steps))
+    for number, step in enumerate(steps):
+        step_of[[item for members in step for item in members]] = number
+    drawn = np.minimum.accumulate(step_of[::-1])[::-1]
+    return int((step_of - drawn)[step_of < len(steps)].max(initial=0))
 
 
 def random_order(lengths: Lengths, budget: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flowtrain_lightning.packing.bound import idle_bound, rank_bound
+from flowtrain_lightning.packing.context_parts import context_parts
 from flowtrain_lightning.packing.evaluator import FORWARD_SHARE, EncoderWork, step_time
 from flowtrain_lightning.packing.flow_bound import least_step_time
 from flowtrain_lightning.packing.metrics import encoder_idle, measure
@@ -41,6 +42,10 @@ def judge(
         figures["p999_delay"] = float(np.quantile(delays, 0.999))
         figures["mean_delay"] = float(delays.mean())
         figures |= _flow(plan, costs, media_start, media_cost, settings)
+        figures["samples_to_split"] = sum(
+            int((context_parts(tokens[s.samples], settings.cost, microbatches=s.positions * settings.ranks) > 1).sum())
+            for s in plan.steps
+        )
         figures["bound"] = 100 * _bound(plan, tokens, figures["pad"] / 100, settings)
     figures["microseconds_per_sample"] = 1e6 * plan.seconds / max(1, len(tokens))
     return figures
