@@ -89,8 +89,9 @@ def _table(path: Path) -> pyarrow.Table:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise PlanningError(f"{path} is no Parquet file that can be read: {error}") from error
-    if "tokens" not in table.column_names or not pyarrow.types.is_integer(table["tokens"].type):
-        raise PlanningError(f"{path} must have a column 'tokens' of whole numbers: the tokens of each sample.")
+    tokens = table["tokens"] if "tokens" in table.column_names else None
+    if tokens is None or not pyarrow.types.is_integer(tokens.type) or tokens.null_count:
+        raise PlanningError(f"{path} must have a column 'tokens' of whole numbers, none missing: those of each sample.")
     return table
 
 
@@ -98,7 +99,8 @@ def _lengths(column: pyarrow.ChunkedArray, path: Path, name: str) -> IntArray:
     import pyarrow
 
     whole = column.combine_chunks()
-    if not pyarrow.types.is_list(whole.type) and not pyarrow.types.is_large_list(whole.type):
+    is_list = pyarrow.types.is_list(whole.type) or pyarrow.types.is_large_list(whole.type)
+    if not is_list or not pyarrow.types.is_integer(whole.type.value_type):
         raise PlanningError(f"The column {name!r} of {path} must hold lists of whole numbers, but holds {whole.type}.")
     lengths: IntArray = whole.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
     return lengths

@@ -112,6 +112,27 @@ def test_lengths_come_from_a_file(plan, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"lengths": [3]}, "must have a column 'tokens' of whole numbers, none missing"),
+        ({"tokens": [3, None]}, "must have a column 'tokens' of whole numbers, none missing"),
+        ({"tokens": [3]}, "has no column 'image_tokens' or 'media_tokens' (its columns: tokens)"),
+        ({"tokens": [3], "image_tokens": [5]}, "'image_tokens' of lengths.parquet must hold lists of whole numbers"),
+        ({"tokens": [3], "media_tokens": [[0.5]]}, "must hold lists of whole numbers, but holds list<"),
+        ({"tokens": [9000], "media_tokens": [[64]]}, "longest sample has 9,000 tokens, but a microbatch takes 8,192"),
+    ],
+)
+def test_lengths_that_cannot_be_used_end_with_a_sentence(plan, tmp_path, columns, words):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), tmp_path / "lengths.parquet")
+    with pytest.raises(SystemExit) as end:
+        plan(*MODEL, "--devices", "4", "--data", "lengths.parquet")
+    assert words in str(end.value.code)
+
+
 def test_what_is_frozen_is_not_trained(plan):
     def seconds(*more):
         return json.loads(plan(*MODEL, "--devices", "8", "--json", *more))["plans"]["colocated"]["step_seconds"]
