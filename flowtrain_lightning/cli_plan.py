@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.allocator import (
-    Choices,
+    WHOLE_COPIES,
     Cluster,
     Comparison,
     Device,
@@ -29,9 +29,6 @@ from flowtrain_lightning.cli_plan_text import as_text, as_values, columns
 from flowtrain_lightning.plan_file import write_plan
 
 PLAN_DESCRIPTION = "say how to split a module over devices, what a step takes, and whether splitting pays"
-
-WHOLE_COPIES = Choices(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",))
-"""Layouts in which every rank of a role holds all of its half."""
 
 
 def plan() -> None:

@@ -7,7 +7,7 @@ what a step asks (`workload`) on a cluster (`devices`) make a `problem` for ever
 """
 
 from flowtrain_lightning.allocator.allocation import Allocation, AllocationError, Placement
-from flowtrain_lightning.allocator.candidates import Choices
+from flowtrain_lightning.allocator.candidates import WHOLE_COPIES, Choices
 from flowtrain_lightning.allocator.comparison import Comparison, NoPlanError, compare
 from flowtrain_lightning.allocator.default import default_allocation
 from flowtrain_lightning.allocator.description import DescriptionError, ModuleDescription
@@ -29,6 +29,7 @@ __all__ = [
     "DEVICES",
     "ENCODER",
     "ROLES",
+    "WHOLE_COPIES",
     "Allocation",
     "AllocationError",
     "Choices",

@@ -46,6 +46,10 @@ class Choices:
     recompute: Sequence[Recompute] = ("none", "selective", "full")
 
 
+WHOLE_COPIES = Choices(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",))
+"""Layouts in which every rank of a role holds all of its half."""
+
+
 @dataclass(frozen=True)
 class Evaluated:
     """A family with its times and bytes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowtrain_lightning.allocator.candidates import Choices, usable_bytes
+from flowtrain_lightning.allocator.candidates import WHOLE_COPIES, usable_bytes
 from flowtrain_lightning.allocator.comparison import NoPlanError, compare
 from flowtrain_lightning.allocator.placing import allocate
 from tests.allocator.problems import problems
@@ -84,8 +84,7 @@ def test_a_module_that_fits_nowhere_says_what_would_do():
 
 
 def test_a_runtime_that_only_replicates_gets_plans_that_only_replicate():
-    only = Choices(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",))
-    comparison = compare(problems("smolvlm-2.2b", devices=8, device="h200", token_budget=4096), only)
+    comparison = compare(problems("smolvlm-2.2b", devices=8, device="h200", token_budget=4096), WHOLE_COPIES)
     for plan in comparison.plans.values():
         for candidate in plan.chosen.values() if plan else ():
             assert candidate.layout.shard == "replicate"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowtrain_lightning.allocator import Choices
+from flowtrain_lightning.allocator import WHOLE_COPIES
 from flowtrain_lightning.allocator.comparison import NoPlanError, compare
 from tests.allocator.problems import problems
 
@@ -58,8 +58,7 @@ def test_a_public_model_gets_the_plan_that_was_reviewed(model, devices):
 
 
 def test_where_whole_copies_of_both_halves_do_not_fit_separation_is_what_works():
-    copies = Choices(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",))
-    comparison = compare(problems("qwen2.5-vl-3b", devices=8, token_budget=4096), copies)
+    comparison = compare(problems("qwen2.5-vl-3b", devices=8, token_budget=4096), WHOLE_COPIES)
     assert comparison.best.name == "separate"
     assert comparison.verdict() == "Recommended: separate. All roles on the same devices would not fit."
     assert {role: one.devices for role, one in comparison.best.chosen.items()} == {"encoder": 2, "backbone": 6}
