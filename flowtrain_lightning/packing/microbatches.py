@@ -22,6 +22,8 @@ OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
 _FEW = 12
 """Samples per microbatch below which several rules are tried, as none is good for all."""
+_MOST_GROUPED = 2_000
+"""Samples of a step above which it takes too long to weigh every short one against every bin."""
 _ROOM = 0.997
 """Share of the budgets of all its microbatches that a rank is dealt at most: fuller, its samples may not fit them."""
 _SHORTFALL = 1e-3
@@ -132,9 +134,10 @@ def _answers(
         found.clear()
     if len(tokens) < _FEW * bins or not found:
         found.append(group_alike(fitted, costs, rows, ranks))
-        grouped = group_rows(tokens, costs, rows, ranks, budget)
-        if grouped.min() >= 0:
-            found.append(grouped)
+        if len(tokens) < min(_FEW * bins, _MOST_GROUPED):
+            grouped = group_rows(tokens, costs, rows, ranks, budget)
+            if grouped.min() >= 0:
+                found.append(grouped)
         dealt = cheapest_first(tokens, costs, bins, budget)
         if dealt.min() >= 0:
             found.append(group_alike(dealt, costs, rows, ranks))
