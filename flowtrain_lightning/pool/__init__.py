@@ -2,7 +2,7 @@
 
 Read in this order: `pool.py` (what a user of it sees), `entry.py` and `address.py` (what lies where), `segment.py`
 and `arena.py` (room), `mesh.py`, `inbox.py` and `stream.py` (how processes talk), `liveness.py` and `faults.py` (who
-is alive), `transport.py` (how entries travel).
+is alive), `transport.py` (how entries travel), `reservations.py` (room that a fixed order needs).
 """
 
 from flowtrain_lightning.pool.address import Address, Tier
@@ -14,11 +14,13 @@ from flowtrain_lightning.pool.lease import Lease
 from flowtrain_lightning.pool.liveness import State, Status, StatusBoard, StatusPage
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.pool import Pool
+from flowtrain_lightning.pool.reservations import Layout, Reservation, least_held, reserve
 
 __all__ = [
     "WAIT_LIMITS",
     "Address",
     "Key",
+    "Layout",
     "Lease",
     "Mesh",
     "Occupancy",
@@ -26,6 +28,7 @@ __all__ = [
     "Pool",
     "PoolCounters",
     "PoolError",
+    "Reservation",
     "State",
     "Status",
     "StatusBoard",
@@ -34,4 +37,6 @@ __all__ = [
     "entry_room",
     "fault_sentence",
     "first_fault",
+    "least_held",
+    "reserve",
 ]
