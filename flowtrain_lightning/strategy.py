@@ -122,11 +122,14 @@ class FlowTrainStrategy(ParallelStrategy):
     def step_part(self) -> StepPart:
         """Which part of every step this rank's loaders load."""
         allocation, rank = self.allocation, self.global_rank
+        backbones, encoders = allocation.ranks[BACKBONE], allocation.ranks[ENCODER]
+        homes = tuple(encoders.index(reader) if reader in encoders else -1 for reader in backbones)
         return StepPart(
             backbone_rank=allocation.rank_within(BACKBONE, rank),
-            backbone_ranks=len(allocation.ranks[BACKBONE]),
+            backbone_ranks=len(backbones),
             encoder_rank=allocation.rank_within(ENCODER, rank),
-            encoder_ranks=len(allocation.ranks[ENCODER]),
+            encoder_ranks=len(encoders),
+            homes=homes if max(homes) >= 0 else None,
         )
 
     @property

@@ -23,6 +23,7 @@ class StepPart:
         backbone_ranks: ranks of the backbone role.
         encoder_rank: the rank within the encoder role, or None where the rank has no encoder lane.
         encoder_ranks: ranks of the encoder role.
+        homes: for each backbone rank the encoder rank on the same rank, or -1; None where no rank plays both roles.
         local: every rank encodes just the media that it reads, one encoder batch per microbatch (plain Lightning).
     """
 
@@ -30,6 +31,7 @@ class StepPart:
     backbone_ranks: int
     encoder_rank: int | None
     encoder_ranks: int
+    homes: tuple[int, ...] | None = None
     local: bool = False
 
     @classmethod

@@ -48,6 +48,7 @@ class Planning:
             encoder_ranks=part.encoder_ranks,
             token_budget=self.token_budget,
             local=part.local,
+            homes=part.homes,
             cost=self.cost,
             encoder_cost=self.encoder_cost,
             objective=self.objective,

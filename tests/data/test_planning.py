@@ -28,6 +28,12 @@ def test_the_cost_model_decides_who_computes_what():
     assert totals(CostModel(0.0, 1.0, 0.0)) == [8, 16]
 
 
+def test_a_rank_with_both_lanes_encodes_what_it_reads():
+    part = StepPart(0, 2, 0, 2, homes=(1, 0))
+    plan = Planning(16).plan(sizes(8, 8, 8, 8), np.arange(4), part)
+    assert {(entry.backbone_rank, entry.encoder_rank) for entry in plan.entries} == {(0, 1), (1, 0)}
+
+
 @pytest.mark.parametrize("planning", [Planning(16), Planning(16, COST, ENCODER_COST, "sync")])
 def test_a_checkpoint_gives_back_what_was_left_open(planning):
     state = json.loads(json.dumps(planning.state_dict()))

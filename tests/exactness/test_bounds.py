@@ -55,7 +55,8 @@ def least_pool(folder: Path, layout: str) -> int:
     encoder_ranks, backbone_ranks = ROLES[layout]
     data = steps_data(folder / "data")
     data.setup("fit")
-    steps = replace(data.train_dataloader().steps, part=StepPart(0, backbone_ranks, 0, encoder_ranks))
+    homes = tuple(range(backbone_ranks)) if layout.startswith("colocated") else None
+    steps = replace(data.train_dataloader().steps, part=StepPart(0, backbone_ranks, 0, encoder_ranks, homes))
     return 2 * max(least_room(steps.plan(0, step), SPEC) for step in range(STEPS))
 
 
