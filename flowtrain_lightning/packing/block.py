@@ -141,7 +141,8 @@ def _match(
             held = order[held_back(supply.tokens[order], may_wait[order], cost, shape)]
     costs = positive_costs(supply.tokens[order], cost)
     bin_of = group_rows(supply.tokens[order], costs, rows, width, budget)
-    if not may_wait[order[bin_of < 0]].all():
+    left = order[bin_of < 0]
+    if len(left) > shape.rows * width // 2 or not may_wait[left].all():
         bin_of = group_alike(best_fit(supply.tokens[order], budget, rows * width)[0], costs, rows, width)
     count = max(supply.old, int(max(order.max(initial=0), held.max(initial=0))) + 1)
     return order, bin_of, np.setdiff1d(np.arange(count), order), count - supply.old
@@ -205,10 +206,10 @@ def _choose(
         former, held = held, order[held_back(supply.tokens[order], may_wait[order], cost, shape)]
         if len(held) == len(former):
             break
-    held = held[held < supply.old + taken]
     if pace > 0:
         held = np.concatenate([held, _defer(order, held, supply, wanted, pace, shape)])
     taken = int(np.searchsorted(ahead, needed + supply.tokens[held].sum(), side="right"))
+    held = held[held < supply.old + taken]
     stays = np.ones(supply.old + taken, dtype=bool)
     stays[held] = False
     members = np.flatnonzero(stays)
