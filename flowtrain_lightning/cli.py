@@ -18,7 +18,7 @@ from flowtrain_lightning.checkpoint import export_checkpoint
 from flowtrain_lightning.cli_pack import DESCRIPTION, pack
 from flowtrain_lightning.cli_plan import PLAN_DESCRIPTION, plan
 from flowtrain_lightning.data import DataError, FlowDataModule, PictureError
-from flowtrain_lightning.doctor import examine
+from flowtrain_lightning.doctor import examine, examine_pool
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing import PackingError
 
@@ -110,8 +110,10 @@ def export() -> None:
 
 def doctor() -> None:
     """Print what this machine offers, one line each."""
-    argparse.ArgumentParser(prog="flowtrain doctor", description=COMMANDS["doctor"][1]).parse_args(sys.argv[2:])
-    for finding in examine():
+    parser = argparse.ArgumentParser(prog="flowtrain doctor", description=COMMANDS["doctor"][1])
+    parser.add_argument("--pool", action="store_true", help="look at the pool instead, and pass entries through it")
+    options = parser.parse_args(sys.argv[2:])
+    for finding in examine_pool() if options.pool else examine():
         print(finding)
 
 

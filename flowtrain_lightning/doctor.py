@@ -14,6 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from flowtrain_lightning.pool import WAIT_LIMITS, PoolError
+from flowtrain_lightning.pool.address import MAX_OWNERS, MAX_SEGMENT_BYTES, address_layout
+from flowtrain_lightning.pool.inbox import ORDERED_STORES
+from flowtrain_lightning.pool.memory import available_memory
+from flowtrain_lightning.pool.self_test import self_test
+
 REQUIRED = ("flowtrain-lightning", "torch", "lightning", "torchmetrics", "numpy", "scipy")
 
 OPTIONAL = {
@@ -51,6 +57,34 @@ def examine() -> Iterator[Finding]:
     yield from _devices()
     yield from _kernel_services()
     yield from _attention_kernels()
+
+
+def examine_pool() -> Iterator[Finding]:
+    """Look at the pool: addresses, limits, ways between ranks, and a self-test between two processes."""
+    yield Finding("address", True, f"64 bits: {address_layout()}")
+    yield Finding("owners", True, f"up to {MAX_OWNERS:,} ranks")
+    yield Finding("segment", True, f"up to {MAX_SEGMENT_BYTES / 2**30:,.0f} GiB per rank, as far as addresses reach")
+    yield Finding("memory", True, f"{available_memory() / 2**30:.1f} GiB for the segments of all ranks of this machine")
+    yield Finding(
+        "shared_memory", _works(_probe_memfd), "between ranks of one machine: readers map the owner's segment"
+    )
+    yield Finding("remote", True, "copies in messages, for tests: no two machines are connected today")
+    yield Finding("inboxes", ORDERED_STORES, "records without system calls; elsewhere they go through sockets")
+    try:
+        found = self_test()
+    except (PoolError, OSError) as error:
+        yield Finding("self-test", False, str(error))
+        return
+    counters = found.counters
+    yield Finding("put", True, f"{found.put_bytes_per_second / 1e9:.1f} GB/s, entries of 16 MiB")
+    yield Finding("round trip", True, f"{found.round_trip_seconds * 1e6:.0f} us from put to release, both ranks asleep")
+    yield Finding("occupancy", counters.current.now == 0, f"at most {counters.current.peak:,} bytes; none is left")
+    waits = ", ".join(
+        f"{count} below {limit * 1e6:,.0f} us"
+        for limit, count in zip(WAIT_LIMITS, counters.wait_histogram, strict=False)
+        if count
+    )
+    yield Finding("waits", True, f"{counters.waits}: {waits}")
 
 
 def _versions() -> Iterator[Finding]:

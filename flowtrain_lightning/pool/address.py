@@ -92,6 +92,17 @@ class Address(int):
         return f"Address(owner={self.owner}, tier={self.tier.name}, offset={self.offset}, generation={self.generation})"
 
 
+def address_layout() -> str:
+    """Which bits of an address are which part, from the highest on."""
+    parts = (
+        ("owner", OWNER_BITS),
+        ("tier", TIER_BITS),
+        (f"offset / {ALIGNMENT}", OFFSET_BITS),
+        ("generation", GENERATION_BITS),
+    )
+    return ", ".join(f"{name} {bits} bit{'s' if bits > 1 else ''}" for name, bits in parts)
+
+
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to a multiple of ``ALIGNMENT``."""
     return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
