@@ -41,7 +41,7 @@ STOREYS = [
     {"strategy", "module", "checkpoint", "compatibility", "preemption", "plan_file"},
     {"metrics", "callbacks", "doctor"},
     {"models"},
-    {"cli", "cli_pack", "cli_pack_plot", "cli_plan", "cli_plan_input", "cli_plan_plot", "cli_plan_text"},
+    {"cli"},
 ]
 """What stands above the rooms, from below: each may import all rooms, its own storey and those under it."""
 

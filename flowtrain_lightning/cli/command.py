@@ -15,8 +15,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from flowtrain_lightning.allocator import AllocationError, PlanningError
 from flowtrain_lightning.checkpoint import export_checkpoint
-from flowtrain_lightning.cli_pack import DESCRIPTION, pack
-from flowtrain_lightning.cli_plan import PLAN_DESCRIPTION, plan
+from flowtrain_lightning.cli.pack import PACK_DESCRIPTION, pack
+from flowtrain_lightning.cli.plan import PLAN_DESCRIPTION, plan
 from flowtrain_lightning.data import DataError, FlowDataModule, PictureError
 from flowtrain_lightning.doctor import examine, examine_pool
 from flowtrain_lightning.module import FlowModule
@@ -124,7 +124,7 @@ COMMANDS: dict[str, tuple[Callable[[], None], str]] = {
     "predict": (train, "run predict_step over a set"),
     "export": (export, "write a checkpoint directory as one plain Lightning .ckpt file"),
     "plan": (plan, PLAN_DESCRIPTION),
-    "pack": (pack, DESCRIPTION),
+    "pack": (pack, PACK_DESCRIPTION),
     "doctor": (doctor, "print what this machine offers: versions, devices, kernel services, attention kernels"),
 }
 """Each command with what it does."""

@@ -19,7 +19,7 @@ from flowtrain_lightning.packing.plan import FloatArray, IntArray
 if TYPE_CHECKING:
     import pyarrow
 
-DESCRIPTION = "pack the lengths in a Parquet file into microbatches of equal cost"
+PACK_DESCRIPTION = "pack the lengths in a Parquet file into microbatches of equal cost"
 
 
 def pack() -> None:
@@ -60,7 +60,7 @@ def pack() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="flowtrain pack", description=f"{DESCRIPTION}. Costs are in any one unit, seconds for instance."
+        prog="flowtrain pack", description=f"{PACK_DESCRIPTION}. Costs are in any one unit, seconds for instance."
     )
     add = parser.add_argument
     add("lengths", type=Path, metavar="LENGTHS.parquet", help="columns tokens and, optional, media_cost (a list)")
@@ -204,7 +204,7 @@ def _save(columns: dict[str, list[IntArray]], path: Path) -> None:
 
 
 def _plot(plan: OfflinePlan, costs: FloatArray, settings: OfflineSettings, path: Path) -> None:
-    from flowtrain_lightning.cli_pack_plot import draw
+    from flowtrain_lightning.cli.pack_plot import draw
 
     draw(plan, costs, settings, path)
 

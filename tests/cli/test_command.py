@@ -13,7 +13,7 @@ import torch
 
 from flowtrain_lightning.cli import COMMANDS, main
 
-TOKENIZER = Path(__file__).parents[1] / "recipes/quickstart/tokenizer.json"
+TOKENIZER = Path(__file__).parents[2] / "recipes/quickstart/tokenizer.json"
 
 MODULE = """
 import torch

@@ -24,8 +24,8 @@ from flowtrain_lightning.allocator import (
 from flowtrain_lightning.allocator.devices import DEVICES
 from flowtrain_lightning.allocator.models import CONFIGS
 from flowtrain_lightning.allocator.precision import PRECISIONS
-from flowtrain_lightning.cli_plan_input import read_device, read_module, read_workload
-from flowtrain_lightning.cli_plan_text import as_text, as_values, columns
+from flowtrain_lightning.cli.plan_input import read_device, read_module, read_workload
+from flowtrain_lightning.cli.plan_text import as_text, as_values, columns
 from flowtrain_lightning.plan_file import write_plan
 
 PLAN_DESCRIPTION = "say how to split a module over devices, what a step takes, and whether splitting pays"
@@ -52,7 +52,7 @@ def plan() -> None:
     if options.out is not None:
         _write(comparison, module, options.out)
     if options.plot is not None:
-        from flowtrain_lightning.cli_plan_plot import draw_plan
+        from flowtrain_lightning.cli.plan_plot import draw_plan
 
         draw_plan(comparison, options.plot)
     print(json.dumps(as_values(comparison, module, data)) if options.json else as_text(comparison, module, data))
@@ -121,7 +121,7 @@ def _sweep(
         figures = {"step_seconds": best.seconds, "samples_per_second": best.samples_per_second, "mfu": best.mfu}
         rows.append({"devices": count, "placement": best.name, **figures})
     if options.plot is not None:
-        from flowtrain_lightning.cli_plan_plot import draw_sweep
+        from flowtrain_lightning.cli.plan_plot import draw_sweep
 
         draw_sweep(rows, f"{module.name} on {device.name}", options.plot)
     print(json.dumps(rows) if options.json else _sweep_text(rows))
