@@ -5,7 +5,8 @@ python benchmarks/pool.py --quick          few samples, to see that it runs
 chrt -r 1 python benchmarks/pool.py        as root, where other programs use the cores too
 
 Every sample of every way is taken in turn with those of all others, in the same processes; ratios are medians of the
-ratios of such neighbours. A reader sleeps when the owner begins. Times run from there until the last reader has a
+ratios of such neighbours. A reader sleeps when the owner begins; the owner has slept for a millisecond or, where
+the tables say so, worked. Times run from there until the last reader has a
 tensor, processor time is that of all processes until the entry is given back.
 """
 
@@ -103,8 +104,10 @@ def measure_ways(few: int, readers: Sequence[int]) -> list[dict[str, Any]]:
                 for figures in measure_size(ways, ends[:count], size, max(sizes[size] // few, 2))
             ]
             names = [name for name in ways if name != "torch.multiprocessing.Queue"]  # whose thread sends when it likes
-            hot = measure_size({name: ways[name] for name in names}, ends[:1], STREAMED, max(300 // few, 5), idle=False)
-            runs += [{**figures, "way": "hot", "of": figures["way"]} for figures in hot[1:]]
+            busy = {name: ways[name] for name in names}
+            for size in sizes:
+                hot = measure_size(busy, ends[:1], size, max(sizes[size] // few, 2), idle=False)
+                runs += [{"size": size, **figures, "way": "hot", "of": figures["way"]} for figures in hot]
             runs += measure_stream(ways["pool"], ends[0], max(200 // few, 5))
             runs.append(measure_waiting(ends[0]))
             for end in ends:
@@ -147,6 +150,7 @@ def measure_size(
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     names = [name for name, way in ways.items() if nbytes <= way.most_bytes]
     for _ in range(samples + 2):
+        pause(idle)
         start = time.perf_counter()
         target.copy_(tensor)
         seconds["memcpy", "put"].append(time.perf_counter() - start)

@@ -15,7 +15,14 @@ COLOURS = ("#1baa6f", "#8b8b85", "#2a78d6", "#d07b2a", "#8a5fbf")
 def report(results: dict[str, Any]) -> str:
     """Everything as Markdown."""
     runs: Runs = results["runs"]
-    parts = [machine_line(results["machine"]), "", ways_table(runs), stream_table(runs), wakeups_table(runs)]
+    parts = [
+        machine_line(results["machine"]),
+        "",
+        ways_table(runs),
+        hot_table(runs),
+        stream_table(runs),
+        wakeups_table(runs),
+    ]
     for run in runs:
         if run["way"] == "waiting":
             parts.append(f"A reader that waits takes {100 * run['share']:.2f} % of a core ({run['cores']} cores).")
@@ -40,6 +47,21 @@ def ways_table(runs: Runs) -> str:
     return table(head, rows)
 
 
+def hot_table(runs: Runs) -> str:
+    """The same for one reader, where the owner was at work before."""
+    rows = [
+        [
+            f"{run['cores']}, {size_name(run['size'])}",
+            run["of"],
+            *(f"{run[name]:,.0f} us" if name in run else "" for name in ("put_us", "there_us", "there_p99_us")),
+            f"{run['put_over_memcpy']:.2f}" if "put_over_memcpy" in run else "",
+        ]
+        for run in runs
+        if run["way"] == "hot"
+    ]
+    return table(["owner at work: cores, bytes", "way", "put", "there, median", "p99", "put / memcpy"], rows)
+
+
 def stream_table(runs: Runs) -> str:
     """Processor time per entry of 4 KiB."""
     rows = [
@@ -49,21 +71,13 @@ def stream_table(runs: Runs) -> str:
 
 
 def wakeups_table(runs: Runs) -> str:
-    """Mechanisms by themselves, and the ways from the owner's call on, with 4 KiB."""
+    """Mechanisms by themselves."""
     rows = []
     for run in runs:
         if run["way"] == "wake-up":
             before = "both idle before" if run["idle_before"] else "owner at work"
             rows.append(
                 [f"{run['cores']}, {run['bell']}, {before}", f"{run['median_us']:,.1f} us", f"{run['p99_us']:,.1f} us"]
-            )
-        elif run["way"] == "hot":
-            rows.append(
-                [
-                    f"{run['cores']}, {run['of']} from call to tensor, owner at work",
-                    f"{run['there_us']:,.1f} us",
-                    f"{run['there_p99_us']:,.1f} us",
-                ]
             )
     return table(["wake-up", "median", "p99"], rows)
 

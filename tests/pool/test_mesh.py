@@ -40,6 +40,15 @@ def test_every_rank_reaches_every_other_one_in_order():
                 assert [len(record.payload) for record in of_peer] == [0, 1, 2, 0, 1]
 
 
+def test_where_processors_reorder_stores_all_records_go_through_the_sockets(monkeypatch):
+    monkeypatch.setattr("flowtrain_lightning.pool.mesh.ORDERED_STORES", False)
+    with meshes(2) as (one, other):
+        for number in range(300):
+            one.send(1, Record(Kind.RELEASE, 0, number=number))
+        assert [record.number for record in receive_all(other, 300)] == list(range(300))
+        assert other._inbox.take() == []
+
+
 def test_one_rank_alone_needs_no_store_and_waits_as_asked():
     mesh = Mesh.connect(None, 0, 1, ["backbone 0"])
     start = time.monotonic()
