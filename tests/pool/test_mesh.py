@@ -185,7 +185,7 @@ def test_a_stranger_who_knows_the_name_cannot_speak_as_a_rank():
 
     def stranger():
         name = store.get("mesh/0").decode()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(f"\0{name}")
             connection.send(encode_record(Record(Kind.PUBLISH, 1, number=2)))
             time.sleep(0.5)
