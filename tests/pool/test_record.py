@@ -27,6 +27,7 @@ records = st.builds(
     size=words,
     start=words,
     payload=st.binary(max_size=100),
+    descriptors=st.just(()),
 )
 RECORD = Record(Kind.PUBLISH, 1, 2, 3, 4, 5, 6, 7, b"payload")
 
