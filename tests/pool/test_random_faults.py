@@ -143,6 +143,8 @@ def meets_while_a_stranger_tries(rank, ranks):
         while not ((folder / "refused").exists() and (folder / "refused").read_bytes()):
             time.sleep(0.01)
     mesh = join_job(rank, 2)
+    mesh.send(1 - rank, Record(Kind.RELEASE, rank))
+    assert len(mesh.receive(20)) == 1
     mesh.close()
 
 
