@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -138,7 +139,7 @@ class Groups:
 
 _connected: tuple[Any, Groups] | None = None
 _connections = 0
-_root_store: Store | None = None
+_root_stores: dict[int, Store] = {}  # by process: a fork must not speak through its parent's connection
 
 
 def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta) -> Groups:
@@ -150,7 +151,7 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
         backend: of the default groups, for example ``"nccl"`` or ``"gloo"``.
         timeout: after which a blocked collective raises.
     """
-    global _connected, _connections, _root_store
+    global _connected, _connections
     key = (rank, worlds, backend)
     if _connected is not None and _connected[0] == key:
         return _connected[1]
@@ -161,10 +162,10 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
             "default group of its own: destroy the group before `fit` (torch.distributed.destroy_process_group())."
         )
     ranks = sum(map(len, worlds))
-    if _root_store is None:
-        _root_store, _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
+    if os.getpid() not in _root_stores:
+        _root_stores[os.getpid()], _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
     _connections += 1
-    store = PrefixStore(f"flowtrain/{_connections}", _root_store)
+    store = PrefixStore(f"flowtrain/{_connections}", _root_stores[os.getpid()])
     number, world = next((n, world) for n, world in enumerate(worlds) if rank in world)
     role_rank = world.index(rank)
     dist.init_process_group(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -116,6 +117,33 @@ def cross_group(folder: Path) -> None:
     other.cross.barrier()
     write_down(folder, seen)
     disconnect_groups()
+
+
+def fork_after_a_run(folder: Path) -> None:
+    """A process that was connected once forks two, which connect with each other."""
+    import multiprocessing
+    from datetime import timedelta
+
+    from flowtrain_lightning.runtime.groups import connect_groups
+
+    patience = timedelta(seconds=30)
+    connect_groups(0, ((0,),), "gloo", patience)
+    disconnect_groups()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def connect(rank: int) -> None:
+        os.environ |= {"RANK": str(rank), "MASTER_PORT": str(port)}
+        groups = connect_groups(rank, ((0,), (1,)), "gloo", patience)
+        write_down(folder, groups.cross.gather_objects(rank))
+        disconnect_groups()
+
+    forks = [multiprocessing.get_context("fork").Process(target=connect, args=(rank,)) for rank in range(2)]
+    for fork in forks:
+        fork.start()
+    for fork in forks:
+        fork.join()
 
 
 # ---- an encoder that does not train ----------------------------------------------------------------------------------

@@ -77,3 +77,8 @@ def test_collectives_of_the_group_over_all_ranks_are_counted(tmp_path):
     ranks = read_down(run_jobs(tmp_path, [job])["groups"].check().folder)
     objects = 1 + 3  # one broadcast object, and one from each rank that is gathered; each is a size and the bytes
     assert [seen["collectives"] for seen in ranks] == [2 + 1 + 2 * objects] * 3
+
+
+def test_forks_of_a_process_that_was_connected_connect_anew(tmp_path):
+    job = Job("forks", "tests.runtime.scenarios:fork_after_a_run", 1)
+    assert read_down(run_jobs(tmp_path, [job])["forks"].check().folder) == [[0, 1], [0, 1]]
