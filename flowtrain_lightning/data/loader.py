@@ -139,8 +139,16 @@ class StepLoader:
     def close(self) -> None:
         """End thread and workers. A later iterator starts new ones."""
         self._release()
+        self._let_go(waits=True)
+
+    def abandon(self) -> None:
+        """As :meth:`close`, but without waiting for a load that is under way: for a run that has failed."""
+        self._reading = self._coming = None
+        self._let_go(waits=False)
+
+    def _let_go(self, *, waits: bool) -> None:
         if self._thread is not None:
-            self._thread.shutdown()
+            self._thread.shutdown(wait=waits, cancel_futures=True)
             self._thread = None
         # The loader's own iterator ends its workers when nothing refers to it any more.
         self._loader = None

@@ -235,8 +235,9 @@ class FlowDataModule(L.LightningDataModule):
             loader.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the workers."""
-        self.teardown()
+        """End the workers, at once: what has failed is told after this hook, and a dead worker must not hold it up."""
+        for loader in self._loaders:
+            loader.abandon()
 
     def _wanted(self, stage: str | None) -> list[str]:
         names = self.files if stage is None else _STAGES[stage]
