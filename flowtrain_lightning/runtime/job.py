@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import traceback
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -84,12 +87,13 @@ class Job:
         if self._mesh is None:
             return
         interrupted = isinstance(exception, KeyboardInterrupt)
-        lines = traceback.format_exception_only(exception) if interrupted else traceback.format_exception(exception)
-        try:
-            if isinstance(exception, RuntimeError):  # so a collective fails when a peer has gone
-                first_fault(self._mesh.board, self.rank)
-        finally:  # a signal's handler may have raised meanwhile
-            self._mesh.page.fail("".join(lines))  # in vain where the page blames another rank by now
+        with _deaf_to_children():
+            lines = traceback.format_exception_only(exception) if interrupted else traceback.format_exception(exception)
+            try:
+                if isinstance(exception, RuntimeError):  # so a collective fails when a peer has gone
+                    first_fault(self._mesh.board, self.rank)
+            finally:  # a signal's handler may have raised meanwhile
+                self._mesh.page.fail("".join(lines))  # in vain where the page blames another rank by now
 
     def leave(self) -> None:
         """Says goodbye to the other ranks. A second call does nothing."""
@@ -102,6 +106,22 @@ class Job:
         self._mesh.close()
         self._mesh = None
         self.groups.cross.page = None
+
+
+@contextmanager
+def _deaf_to_children() -> Iterator[None]:
+    """Inside, no child's end raises: PyTorch's loaders do so in a signal's handler, for each worker that has died."""
+    if threading.current_thread() is not threading.main_thread():  # no other thread runs handlers
+        yield
+        return
+    former, is_deaf = None, False
+    while not is_deaf:
+        with suppress(RuntimeError):  # of a child whose end was noticed just now
+            former, is_deaf = signal.signal(signal.SIGCHLD, signal.SIG_DFL), True
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, former or signal.SIG_DFL)
 
 
 def _label(allocation: Allocation, rank: int) -> str:
