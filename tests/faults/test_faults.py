@@ -36,7 +36,7 @@ CAUSES = {
 SECONDS = 10.0
 """Within which every rank ends after another one's death."""
 
-HANG_TIMEOUT, START_TIMEOUT = 3.0, 5.0
+HANG_TIMEOUT, START_TIMEOUT = 3.0, 10.0
 """After which a rank that is stopped or hangs counts as lost: in training, and before its first step."""
 
 HANGS = ("stop", "loop", "sleep")
