@@ -1,9 +1,10 @@
 """The planner's predictions beside figures that papers print: ``python -m benchmarks.published``.
 
-Nothing is tuned on a row that is reported. Peaks are data sheets', shares of peaks public microbenchmarks', both named
-in `flowtrain_lightning/allocator/devices.py`. Two rows are held out, which count nowhere below. One set one number,
-`Efficiency.slack`: by how much a step takes longer than its kernels and collectives. The other one decided whether
-HetPar's encoders train, which its paper does not say.
+No number is fitted to a row that is reported, but none is predicted blindly: what HetPar leaves out, and when a winner
+counts as right, was settled after results had been seen (see `docs/planning.md`). Peaks are data sheets', shares of
+peaks public microbenchmarks', both named in `flowtrain_lightning/allocator/devices.py`. Two rows are held out, which
+count nowhere below. One set one number, `Efficiency.slack`: by how much a step takes longer than its kernels and
+collectives. The other one decided whether HetPar's encoders train, which its paper does not say.
 """
 
 from __future__ import annotations

@@ -14,13 +14,12 @@ from flowtrain_lightning.pool.lease import Lease
 from flowtrain_lightning.pool.liveness import State, Status, StatusBoard, StatusPage
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.pool import Pool
-from flowtrain_lightning.pool.reservations import Layout, Reservation, least_held, reserve
+from flowtrain_lightning.pool.reservations import Reservation, Reserved, least_held, reserve
 
 __all__ = [
     "WAIT_LIMITS",
     "Address",
     "Key",
-    "Layout",
     "Lease",
     "Mesh",
     "Occupancy",
@@ -29,6 +28,7 @@ __all__ = [
     "PoolCounters",
     "PoolError",
     "Reservation",
+    "Reserved",
     "State",
     "Status",
     "StatusBoard",

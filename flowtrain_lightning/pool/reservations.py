@@ -33,7 +33,7 @@ class Reservation:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Reserved:
     """Where reserved entries lie.
 
     Attributes:
@@ -45,7 +45,7 @@ class Layout:
     capacity: int
 
 
-def reserve(order: Sequence[Reservation], capacity: int | None = None) -> Layout:
+def reserve(order: Sequence[Reservation], capacity: int | None = None) -> Reserved:
     """Settle the places of all entries.
 
     It takes the better of two greedy layouts; to find the best of all is NP-hard. Where entries are of equal size, or
@@ -81,7 +81,7 @@ def _held_with(order: Sequence[Reservation], place: int) -> list[int]:
     return [earlier for earlier in range(place) if order[earlier].released_after >= place] + [place]
 
 
-def _lay_out(order: Sequence[Reservation], rooms: Sequence[int], places: Iterable[int]) -> Layout:
+def _lay_out(order: Sequence[Reservation], rooms: Sequence[int], places: Iterable[int]) -> Reserved:
     """Give each entry, in the order of ``places``, the first gap that those which it must not touch leave."""
     offsets: dict[int, int] = {}
     for place in places:
@@ -94,7 +94,7 @@ def _lay_out(order: Sequence[Reservation], rooms: Sequence[int], places: Iterabl
             end = max(end, start + rooms[other])
         offsets[place] = end
     capacity = max((offsets[place] + rooms[place] for place in offsets), default=0)
-    return Layout(tuple(offsets[place] for place in range(len(order))), capacity)
+    return Reserved(tuple(offsets[place] for place in range(len(order))), capacity)
 
 
 def _must_lie_apart(order: Sequence[Reservation], one: int, other: int) -> bool:
