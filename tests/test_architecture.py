@@ -23,6 +23,7 @@ ROOMS = {
     "data": {"packing"},
     "parallel": {"allocator"},
     "runtime": {"packing", "allocator", "pool", "data", "parallel"},
+    "profiling": {"packing", "allocator", "data", "parallel", "runtime"},
 }
 """Each room and the rooms that it may import. From the two planning rooms the runtime takes types and names."""
 

@@ -1,0 +1,16 @@
+"""What a module and its data are measured to ask of a device: cost models, and lengths."""
+
+from flowtrain_lightning.profiling.errors import ProfileError
+from flowtrain_lightning.profiling.origin import origin_of
+from flowtrain_lightning.profiling.profile import Origin, Profile, Reduction, RoleProfile, read_profile, write_profile
+
+__all__ = [
+    "Origin",
+    "Profile",
+    "ProfileError",
+    "Reduction",
+    "RoleProfile",
+    "origin_of",
+    "read_profile",
+    "write_profile",
+]

@@ -1,0 +1,72 @@
+"""What was measured, where and with what: found before anything runs, so that a kept profile can stand in."""
+
+from __future__ import annotations
+
+import copy
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lightning as L
+import torch
+
+import flowtrain_lightning
+from flowtrain_lightning.data import FlowDataModule
+from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.profiling.profile import Origin
+from flowtrain_lightning.runtime.halves import build_halves
+
+if TYPE_CHECKING:
+    from flowtrain_lightning.module import FlowModule
+
+
+def origin_of(module: FlowModule, data: FlowDataModule, device: torch.device, precision: str) -> Origin:
+    """The origin of a profile that would be made here and now.
+
+    Args:
+        module: built or not. One that is not is built without memory, unless it builds both halves at once.
+        data: of the run.
+        device: on which the halves would run.
+        precision: in Lightning's words, as ``trainer.precision`` has it.
+    """
+    versions = {"torch": torch.__version__, "lightning": L.__version__, "flowtrain": flowtrain_lightning.__version__}
+    settings: dict[str, str | int] = {
+        "precision": precision,
+        "threads": torch.get_num_threads(),
+        "token_budget": data.token_budget,
+    }
+    return Origin(_module_name(module), device_name(device), versions, settings)
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def detached_copy(module: FlowModule) -> FlowModule:
+    """A copy of the module that belongs to no Trainer."""
+    try:
+        attached = {id(module.trainer): None}  # what is found here is not copied, but becomes None
+    except RuntimeError:
+        attached = {}
+    return copy.deepcopy(module, attached)
+
+
+def _module_name(module: FlowModule) -> str:
+    if not any(True for _ in module.parameters()):
+        module = detached_copy(module)
+        build_halves(module, ())
+    weights = [
+        [name, list(weight.shape), str(weight.dtype), weight.requires_grad]
+        for name, weight in module.named_parameters()
+    ]
+    return f"{type(module).__module__}.{type(module).__qualname__} {fingerprint(weights)}"

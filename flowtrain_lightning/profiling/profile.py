@@ -1,0 +1,168 @@
+"""A profile: how long each half of a module takes on one device, as numbers and as a JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing.fit import Observation, predict
+from flowtrain_lightning.profiling.errors import ProfileError
+
+_FORMAT = "flowtrain profile 1"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What was measured, where and with what: profiles of one origin may stand for each other.
+
+    Attributes:
+        module: the module's class and a fingerprint of its parameters' names, shapes, types and trainable flags.
+        device: what it ran on.
+        versions: package -> version.
+        settings: what else decides how long a half takes: precision, threads, token budget.
+    """
+
+    module: str
+    device: str
+    versions: Mapping[str, str]
+    settings: Mapping[str, str | int]
+
+    @property
+    def key(self) -> str:
+        """A short name for the origin, to keep profiles by."""
+        return fingerprint(asdict(self))
+
+
+@dataclass(frozen=True)
+class RoleProfile:
+    """One half of the module on one device.
+
+    Attributes:
+        cost: seconds of forward and backward of one microbatch (by tokens) or one encoder batch (by patches); forward
+            alone where no gradient is wanted. All zero where nothing was measured, as where no sample has media.
+        trains: whether the half has parameters that train.
+        parameters: numbers in all its weights.
+        gradient_bytes: what a reduction over data-parallel ranks moves; 0 where the half is frozen.
+        optimizer_seconds: of one optimizer step over the half's parameters.
+        forward_share: the part of ``cost`` that is the forward, from 0 to 1.
+        measured: what ``cost`` was fitted to.
+    """
+
+    cost: CostModel
+    trains: bool
+    parameters: int
+    gradient_bytes: int
+    optimizer_seconds: float
+    forward_share: float
+    measured: tuple[Observation, ...]
+
+    @property
+    def error(self) -> float:
+        """The median relative error of ``cost`` on what was measured; 0 where nothing was."""
+        errors = [abs(predict(self.cost, item) / item.seconds - 1) for item in self.measured]
+        return float(np.median(errors)) if errors else 0.0
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How long data-parallel ranks take to sum their gradients: ``constant + seconds_per_byte * bytes``.
+
+    Attributes:
+        ranks: ranks among which it was measured.
+        constant: seconds, however little is summed.
+        seconds_per_byte: seconds for each byte of gradients.
+    """
+
+    ranks: int
+    constant: float
+    seconds_per_byte: float
+
+    def seconds(self, size: int) -> float:
+        """Seconds for ``size`` bytes of gradients; none where there are none."""
+        return self.constant + self.seconds_per_byte * size if size else 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How long the two halves of a module take on one device.
+
+    Attributes:
+        origin: what was measured, where and with what.
+        roles: role -> its half.
+        feature_bytes: of one row of features; 0 where no sample has media.
+        reduction: of gradients; None where it was not measured.
+    """
+
+    origin: Origin
+    roles: Mapping[str, RoleProfile]
+    feature_bytes: int
+    reduction: Reduction | None = None
+
+    @property
+    def cost(self) -> CostModel:
+        """Seconds of a microbatch on the backbone: ``FlowDataModule(cost=...)``."""
+        return self.roles[BACKBONE].cost
+
+    @property
+    def encoder_cost(self) -> CostModel | None:
+        """Seconds of an encoder batch: ``FlowDataModule(encoder_cost=...)``; None where no sample has media."""
+        return self.roles[ENCODER].cost if self.roles[ENCODER].measured else None
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write a profile as JSON.
+
+    Raises:
+        ProfileError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps({"format": _FORMAT, **asdict(profile)}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be written: {error}") from error
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in a file that `write_profile` wrote.
+
+    Raises:
+        ProfileError: the file cannot be read, is no profile, or is one that was changed into nonsense.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"{path} cannot be read as a profile: {error}") from error
+    found = content.get("format") if isinstance(content, Mapping) else None
+    if found != _FORMAT:
+        what = f"its format is {found!r}" if found else "it has no format"
+        raise ProfileError(
+            f"{path} is no profile that this version reads ({what}); write one with `flowtrain profile`."
+        )
+    try:
+        return _profile(content)
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ProfileError(f"{path} is a damaged profile: {reason}. Write it anew with `flowtrain profile`.") from error
+
+
+def _profile(content: Mapping[str, Any]) -> Profile:
+    reduction = content["reduction"]
+    return Profile(
+        origin=Origin(**content["origin"]),
+        roles={role: _role(content["roles"][role]) for role in ROLES},
+        feature_bytes=int(content["feature_bytes"]),
+        reduction=None if reduction is None else Reduction(**reduction),
+    )
+
+
+def _role(values: Mapping[str, Any]) -> RoleProfile:
+    cost = CostModel(**values["cost"])
+    measured = tuple(Observation(**item) for item in values["measured"])
+    return RoleProfile(**{**values, "cost": cost, "measured": measured})
