@@ -25,16 +25,20 @@ _DESCRIPTOR = struct.Struct("i")
 _MOST_DESCRIPTORS = 2  # with one record: a status page and a bell
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * _DESCRIPTOR.size)
 _AT_ONCE_BYTES = 64 * 1024
+_LOOK_SECONDS = 0.02  # how often the store is asked for a name that it does not know yet
 
 
 class Store(Protocol):
-    """What is asked of a ``torch.distributed`` store. ``get`` waits, as long as the store itself allows."""
+    """What is asked of a ``torch.distributed`` store."""
 
     def set(self, key: str, value: str) -> None:
         """Make ``value`` known under ``key``."""
 
+    def check(self, keys: list[str]) -> bool:
+        """Whether all ``keys`` are known."""
+
     def get(self, key: str) -> bytes:
-        """The value of ``key``, once it is known."""
+        """The value of ``key``, which is known."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +124,15 @@ class Rendezvous:
 
         Raises:
             PeerFailed: when a peer ends meanwhile.
-            PoolError: when a peer does not come in time, or belongs to another user.
+            PoolError: when a peer does not come in time, or belongs to another user, or the store ends.
         """
         ranks = len(self._labels)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             name = f"flowtrain-{secrets.token_hex(16)}"
             listener.bind(f"\0{name}")
             listener.listen(ranks)
-            self._store.set(f"mesh/{self._rank}", name)
             try:
+                self._tell_name(name)
                 for peer in range(self._rank):
                     self._connect(peer)
                 self._exchange_hellos(listener)
@@ -164,7 +168,7 @@ class Rendezvous:
                 poll.register(descriptor, 0)  # from now on tell of its end only; what it sends is for later
 
     def _connect(self, peer: int) -> None:
-        name = self._store.get(f"mesh/{peer}").decode()
+        name = self._name_of(peer)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sockets[peer] = connection
         try:
@@ -174,6 +178,29 @@ class Rendezvous:
         if _credentials(connection)[1] != os.geteuid():
             raise PoolError(f"Rank {peer} ({self._labels[peer]}) runs as another user; start all ranks as one user.")
         self._say_hello(connection)
+
+    def _tell_name(self, name: str) -> None:
+        try:
+            self._store.set(f"mesh/{self._rank}", name)
+        except RuntimeError as error:
+            raise self._without_store() from error
+
+    def _name_of(self, peer: int) -> str:
+        """The name that ``peer`` gives to its socket; also notices when a rank that was met before ends meanwhile."""
+        met = {connection.fileno(): rank for rank, connection in self._sockets.items()}
+        poll = select.poll()
+        for descriptor in met:
+            poll.register(descriptor, 0)
+        key = f"mesh/{peer}"
+        try:
+            while not self._store.check([key]):
+                for descriptor, _ in poll.poll(min(self._remaining(), _LOOK_SECONDS) * 1000):
+                    raise self._ended(met[descriptor])
+            return self._store.get(key).decode()
+        except PoolError:
+            raise
+        except RuntimeError as error:  # from the store itself
+            raise self._without_store() from error
 
     def _accept(self, listener: socket.socket) -> int | None:
         connection, _ = listener.accept()
@@ -234,15 +261,23 @@ class Rendezvous:
 
     def _missing(self) -> PoolError:
         met = {self._rank, *self._passed}
-        missing = [f"{rank} ({label})" for rank, label in enumerate(self._labels) if rank not in met]
+        unmet = [rank for rank in range(len(self._labels)) if rank not in met]
+        absent = [rank for rank in unmet if not self._store.check([f"mesh/{rank}"])]
+        missing = [f"{rank} ({self._labels[rank]})" for rank in absent or unmet]
         return PoolError(
             f"Rank {self._rank} ({self._labels[self._rank]}) waited {self._timeout:g} s for these ranks to start, in "
             f"vain: {', '.join(missing)}. Did they meet an error? See their output."
         )
 
+    def _without_store(self) -> PoolError:
+        return PoolError(
+            f"Rank {self._rank} ({self._labels[self._rank]}) lost the store through which the ranks meet before it had "
+            "met all of them. Did the rank that keeps it, rank 0 as a rule, meet an error? See its output."
+        )
+
     def _ended(self, peer: int | None) -> PeerFailed:
         who = "A rank" if peer is None else f"Rank {peer} ({self._labels[peer]})"
-        return PeerFailed(f"{who} died during start-up. See its output.", peer)
+        return PeerFailed(f"{who} ended during start-up. See its output.", peer)
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

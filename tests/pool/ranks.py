@@ -44,10 +44,10 @@ def open_pools(made: list[Mesh], current_bytes: int, ahead_bytes: int, transport
     return on_all_ranks(lambda rank: Pool.open(made[rank], current_bytes, ahead_bytes, transport), len(made))
 
 
-def join_job(rank: int, ranks: int) -> Mesh:
+def join_job(rank: int, ranks: int, timeout: float = 60.0) -> Mesh:
     """The mesh of one process that `tests.processes` started."""
     store = FileStore(os.path.join(os.environ["FOLDER"], "store"), ranks)
-    return Mesh.connect(store, rank, ranks, labels(ranks), timeout=60)
+    return Mesh.connect(store, rank, ranks, labels(ranks), timeout)
 
 
 def wait_for(pool: Pool, done: Callable[[], object], seconds: float = 20.0) -> None:

@@ -160,6 +160,20 @@ def test_ranks_that_do_not_come_are_named():
         Mesh.connect(HashStore(), 0, 3, labels(3), timeout=0.3)
 
 
+def test_a_rank_waits_no_longer_than_asked_for_another_one_whose_name_the_store_does_not_know():
+    with pytest.raises(PoolError, match=r"Rank 2 \(encoder 1\) waited 0\.3 s .* in vain: 0 \(backbone 0\), 1"):
+        Mesh.connect(HashStore(), 2, 3, labels(3), timeout=0.3)
+
+
+def test_a_rank_that_loses_the_store_says_so():
+    class LostStore:
+        def set(self, key, value):
+            raise RuntimeError("failed to recv, got 0 bytes")
+
+    with pytest.raises(PoolError, match=r"Rank 1 \(encoder 0\) lost the store through which the ranks meet"):
+        Mesh.connect(LostStore(), 1, 2, labels(2))
+
+
 def test_a_rank_that_ends_while_others_start_is_named_at_once():
     store = HashStore()
 
@@ -176,7 +190,7 @@ def test_two_runs_with_one_store_are_told_so():
     store = HashStore()
 
     def connect(rank):
-        with pytest.raises(PoolError, match=r"same store|died during start-up"):
+        with pytest.raises(PoolError, match=r"same store|ended during start-up"):
             Mesh.connect(store, min(rank, 1), 2 + (rank == 1), labels(2 + (rank == 1)), timeout=5)
 
     on_all_ranks(connect, 2)
