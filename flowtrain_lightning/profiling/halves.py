@@ -1,0 +1,192 @@
+"""Runs each half of a module alone, under a Trainer and by the calls that training makes, and takes the time."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
+from flowtrain_lightning.data.batch import IGNORED_LABEL
+from flowtrain_lightning.parallel import reduce_gradients
+from flowtrain_lightning.runtime.compute import as_features
+from flowtrain_lightning.runtime.halves import half_parameters, half_trains
+from flowtrain_lightning.runtime.plain import PlainEngine
+from flowtrain_lightning.runtime.random import own_streams
+
+if TYPE_CHECKING:
+    from flowtrain_lightning.module import FlowModule
+
+Result = TypeVar("Result")
+
+_WARM_UPS = 1
+"""Rounds over all probes that do not count: what is done once in a run only is done there."""
+_ROUNDS = 7
+"""Rounds that count, unless time is up."""
+_OPTIMIZER_STEPS = 5
+
+
+class OptimizerClock(L.Callback):
+    """Knows how long the optimizer took.
+
+    Attributes:
+        seconds: of the last step's optimizer, its scheduler included.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._start = 0.0
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """All gradients are there."""
+        self._start = now(trainer.strategy.root_device)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
+    ) -> None:
+        """The optimizer has run."""
+        self.seconds = now(trainer.strategy.root_device) - self._start
+
+
+class HalvesEngine(PlainEngine):
+    """Fills the steps of a Trainer: with one probe each, and at last with one half's optimizer step each.
+
+    Probes take turns in rounds, so that a slow moment of the machine does not hit one size alone. Gradients add up in
+    memory that is there already, as they do in all microbatches of a step but the first.
+
+    Args:
+        module: which the Trainer will build; its weights will change.
+        trainer: decides device and precision.
+        probes: steps of one microbatch each.
+        clock: one of the Trainer's callbacks.
+        seconds: after which no further round begins, once every probe has been measured.
+        progress: show a bar.
+
+    Attributes:
+        times: role -> number of the probe -> seconds of forward and of backward, of every round that counts.
+        optimizer_times: role -> seconds of the optimizer's steps over this half alone.
+        feature_bytes: of one row of features; 0 until one was computed.
+    """
+
+    def __init__(
+        self,
+        module: FlowModule,
+        trainer: L.Trainer,
+        probes: Sequence[StepBatch],
+        clock: OptimizerClock,
+        *,
+        seconds: float,
+        progress: bool,
+    ) -> None:
+        super().__init__(module, trainer)
+        self.times: dict[str, dict[int, list[tuple[float, float]]]] = {role: defaultdict(list) for role in ROLES}
+        self.optimizer_times: dict[str, list[float]] = {role: [] for role in ROLES}
+        self.feature_bytes = 0
+        self._device = trainer.strategy.root_device
+        self._probes = probes
+        self._clock = clock
+        self._seconds = seconds
+        self._progress = progress
+        self._work = self._all_work()
+
+    @property
+    def most_steps(self) -> int:
+        """Steps that all work needs where time is not up before."""
+        return (_WARM_UPS + _ROUNDS) * len(self._probes) + len(ROLES) * _OPTIMIZER_STEPS + 1
+
+    # ---- what the Trainer calls ---------------------------------------------------------------------------------
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        """The next piece of work; the batch is not looked at."""
+        if next(self._work, None) is None:
+            self.trainer.should_stop = True
+        return torch.zeros((), device=self._device)
+
+    # ---- the work of all steps ----------------------------------------------------------------------------------
+
+    def _all_work(self) -> Iterator[bool]:
+        """True after each piece of work."""
+        bar = tqdm(total=self.most_steps, desc="Profiling", unit="step", leave=False, disable=not self._progress)
+        start = time.monotonic()
+        with bar:
+            for number in range(_WARM_UPS + _ROUNDS):
+                if number > _WARM_UPS and time.monotonic() - start > self._seconds:
+                    break
+                for probe in range(len(self._probes)):
+                    with own_streams():
+                        self._run(probe, counts=number >= _WARM_UPS)
+                    bar.update()
+                    yield True
+            gradients = [(weight, weight.grad) for role in ROLES for weight in half_parameters(self._module, role)]
+            for role in ROLES:
+                self._keep_gradients_of(role, gradients)
+                for _ in range(_OPTIMIZER_STEPS):
+                    bar.update()
+                    yield True
+                    self.optimizer_times[role].append(self._clock.seconds)
+
+    def _keep_gradients_of(self, role: str, gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:
+        """An optimizer passes over parameters without gradients."""
+        kept = {id(weight) for weight in half_parameters(self._module, role)}
+        for weight, gradient in gradients:
+            weight.grad = gradient if id(weight) in kept else None
+
+    def _run(self, probe: int, counts: bool) -> None:
+        self._module.zero_grad(set_to_none=False)
+        batch = self._probes[probe]
+        packed, media = batch.microbatches[0], batch.encoder_batches[0]
+        assert packed is not None
+        found = self._run_halves(packed, media, (batch.epoch, batch.step))
+        if counts:
+            for role, seconds in found.items():
+                self.times[role][probe].append(seconds)
+        targets = int((packed.labels != IGNORED_LABEL).sum())
+        for role in ROLES:
+            reduce_gradients(half_parameters(self._module, role), 1 / max(targets, 1))
+
+    def _run_halves(
+        self, packed: PackedBatch, media: PackedMedia | None, step: tuple[int, int]
+    ) -> dict[str, tuple[float, float]]:
+        """Role -> seconds of forward and of backward. The halves share no graph, as if they lived on two ranks."""
+        compute, found = self._compute, {}
+        trains = half_trains(self._module, ENCODER)
+        outputs: tuple[Tensor, ...] = ()
+        encoding = 0.0
+        if media is not None:
+            with torch.set_grad_enabled(trains):
+                outputs, encoding = self._timed(lambda: compute.encode(media, step=step, number=0))
+            self.feature_bytes = sum(out[0].numel() * out.element_size() for out in outputs)
+        leaves = tuple(out.detach().requires_grad_(trains and out.is_floating_point()) for out in outputs)
+        features = as_features(media.modality, leaves) if media is not None else {}
+        loss, forward = self._timed(lambda: compute.microbatch(packed, features, stage="train", step=step, number=0))
+        backward = self._backward((loss,), (torch.ones_like(loss),))
+        found[BACKBONE] = forward, backward
+        if media is not None:
+            found[ENCODER] = encoding, self._backward(outputs, tuple(leaf.grad for leaf in leaves))
+        return found
+
+    def _backward(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> float:
+        pairs = zip(outputs, gradients, strict=True)
+        if not any(out.requires_grad and gradient is not None for out, gradient in pairs):
+            return 0.0
+        return self._timed(lambda: self._compute.backward(outputs, gradients))[1]
+
+    def _timed(self, run: Callable[[], Result]) -> tuple[Result, float]:
+        start = now(self._device)
+        result = run()
+        return result, now(self._device) - start
+
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done what it was asked: a GPU computes after the call has returned."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

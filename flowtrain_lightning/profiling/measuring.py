@@ -1,0 +1,147 @@
+"""From a module and its data to a profile: the halves are run alone on this device, and cost models fitted."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import numpy as np
+
+from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
+from flowtrain_lightning.data import FlowDataModule, StepBatch
+from flowtrain_lightning.packing import CostModel, IntArray
+from flowtrain_lightning.packing.fit import Observation, fit_cost
+from flowtrain_lightning.profiling.halves import HalvesEngine, OptimizerClock
+from flowtrain_lightning.profiling.origin import detached_copy, origin_of
+from flowtrain_lightning.profiling.probes import load_probes
+from flowtrain_lightning.profiling.profile import Profile, RoleProfile
+from flowtrain_lightning.runtime.halves import half_parameters
+
+if TYPE_CHECKING:
+    from flowtrain_lightning.module import FlowModule
+
+
+def profile_module(
+    module: FlowModule,
+    data: FlowDataModule,
+    *,
+    accelerator: str = "auto",
+    precision: Any = "32-true",
+    seconds: float = 20.0,
+    progress: bool = True,
+) -> Profile:
+    """Measure the two halves of a module on one device of this machine, with real samples of several sizes.
+
+    Each half computes as in training, with the threads that torch has in this process. The module itself is left as it
+    is: a copy of it is built and run.
+
+    Args:
+        module: best not built yet.
+        data: its training data are used.
+        accelerator: as for the Trainer.
+        precision: as for the Trainer.
+        seconds: about how long to measure; every size is measured at least once.
+        progress: show a bar.
+
+    Raises:
+        DataError: there are no training data, or they cannot be read.
+    """
+    data.prepare_data()
+    data.setup("fit")
+    probes = load_probes(data)
+    clock = OptimizerClock()
+    with _quiet():
+        trainer = L.Trainer(
+            callbacks=[clock],
+            accelerator=accelerator,
+            devices=1,
+            precision=precision,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = detached_copy(module)
+        module.live_on(ROLES)
+        engine = HalvesEngine(module, trainer, probes, clock, seconds=seconds, progress=progress)
+        module.run_on(engine)
+        trainer.fit(module, datamodule=_StandIn(data, _Repeated(probes[0], engine.most_steps)))
+    return Profile(
+        origin_of(module, data, trainer.strategy.root_device, trainer.precision),
+        {role: _role_profile(module, engine, probes, role) for role in ROLES},
+        engine.feature_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """A loader of one batch, over and over: the engine knows better what to do."""
+
+    batch: StepBatch
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return repeat(self.batch, self.count)
+
+
+class _StandIn(L.LightningDataModule):
+    """The user's data module in all but its steps, since modules ask ``trainer.datamodule`` for this and that."""
+
+    def __init__(self, data: FlowDataModule, steps: _Repeated) -> None:
+        super().__init__()
+        self._data = data
+        self._steps = steps
+
+    def train_dataloader(self) -> _Repeated:
+        """As many steps as are wanted."""
+        return self._steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+
+def _role_profile(module: FlowModule, engine: HalvesEngine, probes: Sequence[StepBatch], role: str) -> RoleProfile:
+    weights = half_parameters(module, role)
+    trained = [weight for weight in weights if weight.requires_grad]
+    medians = {probe: np.median(times, axis=0) for probe, times in engine.times[role].items()}
+    measured = tuple(
+        Observation.of(_lengths(probes[probe], role), float(times.sum())) for probe, times in medians.items()
+    )
+    whole = float(np.sum(list(medians.values())))
+    return RoleProfile(
+        cost=fit_cost(measured) if measured else CostModel(0.0, 0.0, 0.0),
+        trains=bool(trained),
+        parameters=sum(weight.numel() for weight in weights),
+        gradient_bytes=sum(weight.numel() * weight.element_size() for weight in trained),
+        optimizer_seconds=float(np.median(engine.optimizer_times[role])) if trained and measured else 0.0,
+        forward_share=float(sum(forward for forward, _ in medians.values())) / whole if measured else 1.0,
+        measured=measured,
+    )
+
+
+def _lengths(probe: StepBatch, role: str) -> IntArray:
+    return probe.plan.sizes.tokens if role == BACKBONE else probe.plan.sizes.media_patches
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's announcements and advice, which would be taken for those of the training."""
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="lightning")
+            yield
+    finally:
+        log.setLevel(level)
