@@ -38,7 +38,7 @@ def find_fault(board: StatusBoard, rank: int) -> tuple[int, str] | None:
         return None
     first = min(ended, key=lambda peer: (board[peer].blames is not None, _when(board[peer]), peer))
     blamed = board[first].blames
-    if blamed is None:
+    if blamed is None or blamed >= len(board):  # what stands in another rank's memory may be damaged
         return first, ended[first]
     sentence = _ended(board[blamed], board.died(blamed))  # looked at again: it may have ended since
     if sentence is not None:

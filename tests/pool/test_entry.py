@@ -89,9 +89,10 @@ def test_another_use_of_the_same_place_is_stale(address, key):
         read_entry(memory, ADDRESS.offset, nbytes, address, key)
 
 
-def test_no_flipped_bit_of_a_header_goes_unnoticed():
-    memory, nbytes = written([torch.ones(4)])
-    for bit in range(144 * 8):
+@pytest.mark.parametrize("count", [0, 1, 3, 16])
+def test_no_flipped_bit_of_a_header_goes_unnoticed(count):
+    memory, nbytes = written([torch.ones(4)] * count)
+    for bit in range((64 + 80 * count) * 8):
         memory[ADDRESS.offset + bit // 8] ^= 1 << bit % 8
         with pytest.raises(PoolError, match=r"stale|damaged"):
             read_entry(memory, ADDRESS.offset, nbytes, ADDRESS, KEY)

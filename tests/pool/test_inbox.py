@@ -119,6 +119,21 @@ def test_a_flipped_bit_is_an_error_or_nothing_at_all_but_never_another_record(bo
         box.memory[bit // 8] ^= 1 << bit % 8
 
 
+def test_a_flipped_bit_of_what_the_reader_has_taken_is_an_error_or_nothing_at_all_but_never_another_record(box):
+    slot = box.slots[1]
+    for bit in range(64):
+        box.inbox = Inbox(box.memory, START, RANKS)
+        slot._count = slot._words[slot._count_word] = slot._words[slot._taken_word] = 0
+        put = sum(slot.put(message(1, place)) for place in range(PLACES // 2))
+        slot._words[slot._taken_word] ^= 1 << bit
+        put += sum(slot.put(message(1, place)) for place in range(put, 2 * PLACES))
+        try:
+            found = box.inbox.take()
+        except PoolError:
+            found = []
+        assert found in ([], [(place, Record(Kind.RELEASE, 1, number=place)) for place in range(put)])
+
+
 def test_a_count_that_no_peer_can_have_reached_is_refused(box):
     box.slots[1]._words[box.slots[1]._count_word] = PLACES + 1
     with pytest.raises(PoolError, match="of which 0 are read"):

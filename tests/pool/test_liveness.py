@@ -9,6 +9,7 @@ import time
 import pytest
 
 from flowtrain_lightning.pool import State, StatusBoard, StatusPage
+from flowtrain_lightning.pool.faults import find_fault
 
 
 @pytest.fixture
@@ -119,6 +120,21 @@ def test_sigterm_and_heartbeats_are_no_progress(page):
     assert status.sigterm
     assert status.progress == 0
     assert abs(status.heartbeat_time - time.monotonic()) < 5
+
+
+def test_a_page_with_any_flipped_bit_can_be_read_and_blames_no_rank_that_does_not_exist(sleeper):
+    board = board_of(sleeper)
+    page = board.pages[1]
+    page.enter("forward", 3)
+    page.blame(0)
+    sleeper.kill()
+    sleeper.wait()
+    for bit in (*range(16 * 64), *range(1024 * 8, 1024 * 8 + 200), *range(2048 * 8, 2048 * 8 + 200)):
+        page.memory[bit // 8] ^= 1 << bit % 8
+        board.stopped(1)
+        found = find_fault(board, 0)
+        assert found is None or (found[0] in (0, 1) and found[1].startswith(f"Rank {found[0]} (")), bit
+        page.memory[bit // 8] ^= 1 << bit % 8
 
 
 def test_a_phase_costs_a_few_microseconds_at_most(page):

@@ -50,8 +50,10 @@ def test_a_stream_that_is_cut_anywhere_gives_the_same_records(sent, data):
     assert nbytes + remaining == len(stream)
 
 
-def test_no_flipped_bit_goes_unnoticed():
-    message = encode_record(RECORD)
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("payload", [b"", b"payload"])
+def test_no_flipped_bit_goes_unnoticed(kind, payload):
+    message = encode_record(RECORD._replace(kind=kind, payload=payload), place=8)
     for bit in range(len(message) * 8):
         damaged = bytearray(message)
         damaged[bit // 8] ^= 1 << bit % 8
