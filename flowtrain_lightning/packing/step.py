@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 
@@ -88,7 +89,26 @@ def plan_step(
             costs=costs,
             homes=homes,
         )
-    return StepPlan(samples, sizes, microbatches, batches)
+    return StepPlan(samples, sizes, _by_arrival(microbatches, batches, sizes), batches)
+
+
+def _by_arrival(
+    microbatches: Microbatches, batches: tuple[tuple[IntArray, ...], ...], sizes: SampleSizes
+) -> Microbatches:
+    """The same microbatches, with sequences side by side whose features come from one encoder batch.
+
+    What one batch hands to a microbatch is then copied in one piece. Sequences without media come first.
+    """
+    batch_of = np.zeros(len(sizes.media_rows), dtype=np.int64)
+    for number, media in enumerate(batch for position in zip_longest(*batches) for batch in position):
+        if media is not None:
+            batch_of[media] = number
+    arrival = np.full(len(sizes), -1)
+    has_media = np.diff(sizes.media_start) > 0
+    arrival[has_media] = batch_of[sizes.media_start[:-1][has_media]]
+    return tuple(
+        tuple(members[np.argsort(arrival[members], kind="stable")] for members in of_rank) for of_rank in microbatches
+    )
 
 
 def _in_flow(

@@ -6,6 +6,7 @@ from collections import deque
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,7 +152,6 @@ def _rows(gradient: Tensor, places: slice | Tensor) -> Tensor:
 
 def _index(rows: IntArray) -> slice | Tensor:
     """Adjacent rows as a slice, which is copied faster."""
-    first = int(rows[0])
-    if int(rows[-1]) - first + 1 == len(rows):
-        return slice(first, first + len(rows))
+    if (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
     return torch.from_numpy(rows)

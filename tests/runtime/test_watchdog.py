@@ -110,10 +110,13 @@ def test_all_ranks_end_in_time_and_say_who_where_and_why(how, cause, code):
 
 
 def all_wait(rank, ranks):
-    mesh, pool, _ = start(rank, ranks)
+    mesh, pool, watchdog = start(rank, ranks)
     mesh.page.enter(f"wait for rank {1 - rank}", 4)
-    while True:
-        pool.poll(60)
+    try:
+        while True:
+            pool.poll(60)
+    finally:
+        watchdog.stop()  # as a job does at its end: whoever is woken by the other rank's word says why as well
 
 
 def test_ranks_that_wait_for_each_other_are_all_named():
