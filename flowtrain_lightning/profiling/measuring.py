@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
 
 from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
 from flowtrain_lightning.data import FlowDataModule, StepBatch
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.fit import Observation, fit_cost
+from flowtrain_lightning.profiling.errors import ProfileError
 from flowtrain_lightning.profiling.halves import HalvesEngine, OptimizerClock
 from flowtrain_lightning.profiling.origin import detached_copy, origin_of
 from flowtrain_lightning.profiling.probes import load_probes
-from flowtrain_lightning.profiling.profile import Profile, RoleProfile
+from flowtrain_lightning.profiling.profile import Profile, Reduction, RoleProfile
+from flowtrain_lightning.profiling.reduction import measure_reduction
 from flowtrain_lightning.runtime.halves import half_parameters
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ def profile_module(
     accelerator: str = "auto",
     precision: Any = "32-true",
     seconds: float = 20.0,
+    reduction: bool = True,
     progress: bool = True,
 ) -> Profile:
     """Measure the two halves of a module on one device of this machine, with real samples of several sizes.
@@ -47,37 +51,50 @@ def profile_module(
         accelerator: as for the Trainer.
         precision: as for the Trainer.
         seconds: about how long to measure; every size is measured at least once.
+        reduction: also measure how long two ranks take to sum gradients; on CPUs only.
         progress: show a bar.
 
     Raises:
         DataError: there are no training data, or they cannot be read.
     """
-    data.prepare_data()
-    data.setup("fit")
-    probes = load_probes(data)
     clock = OptimizerClock()
     with _quiet():
         trainer = L.Trainer(
-            callbacks=[clock],
             accelerator=accelerator,
             devices=1,
             precision=precision,
             max_epochs=1,
+            callbacks=[clock],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        module = detached_copy(module)
-        module.live_on(ROLES)
-        engine = HalvesEngine(module, trainer, probes, clock, seconds=seconds, progress=progress)
-        module.run_on(engine)
+    device = trainer.strategy.root_device
+    reduced = _reduction() if reduction and device.type == "cpu" else None
+    data.prepare_data()
+    data.setup("fit")
+    probes = load_probes(data)
+    module = detached_copy(module)
+    module.live_on(ROLES)
+    engine = HalvesEngine(module, trainer, probes, clock, seconds=seconds, progress=progress)
+    module.run_on(engine)
+    with _quiet():
         trainer.fit(module, datamodule=_StandIn(data, _Repeated(probes[0], engine.most_steps)))
     return Profile(
-        origin_of(module, data, trainer.strategy.root_device, trainer.precision),
+        origin_of(module, data, device, trainer.precision),
         {role: _role_profile(module, engine, probes, role) for role in ROLES},
         engine.feature_bytes,
+        reduced,
     )
+
+
+def _reduction() -> Reduction | None:
+    try:
+        return measure_reduction()
+    except ProfileError as error:
+        rank_zero_warn(f"{error} The profile says nothing about that.")
+        return None
 
 
 @dataclass(frozen=True)

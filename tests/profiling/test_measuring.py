@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from flowtrain_lightning.data import DataError
-from flowtrain_lightning.profiling import profile_module
-from tests.profiling.slow import BACKBONE_COST, ENCODER_COST, SlowVLM
+from flowtrain_lightning.profiling import ProfileError, halves, measuring, profile_module
+from tests.profiling.emulated import BACKBONE_COST, ENCODER_COST, EmulatedVLM
 from tests.tiny import WIDTH, TinyVLM, tiny_data, write_records
 
 
@@ -15,30 +15,30 @@ def data(tmp_path):
 
 
 def profiled(module, data, **settings):
-    return profile_module(module, data, **{"accelerator": "cpu", "progress": False, "seconds": 0.0, **settings})
-
-
-@pytest.mark.parametrize("lengths", [[40], [35, 35, 35, 30], [100, 50]])
-def test_times_of_sizes_that_were_not_measured_are_predicted(lengths, profile_of_slow_halves):
-    lengths = np.array(lengths)
-    for found, true in (
-        (profile_of_slow_halves.cost, BACKBONE_COST),
-        (profile_of_slow_halves.encoder_cost, ENCODER_COST),
-    ):
-        # Beside its sleep each half computes for one or two milliseconds, and a busy machine wakes late.
-        assert 0.9 * true.of_set(lengths) < found.of_set(lengths) < 1.1 * true.of_set(lengths) + 4e-3
+    quick = {"accelerator": "cpu", "progress": False, "seconds": 0.0, "reduction": False}
+    return profile_module(module, data, **(quick | settings))
 
 
 @pytest.fixture(scope="module")
-def profile_of_slow_halves(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("slow")
+def emulated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("emulated")
     write_records(folder, 48)
-    return profiled(SlowVLM(), tiny_data(folder), seconds=3.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halves, "now", EmulatedVLM.clock.now)
+        return profiled(EmulatedVLM(), tiny_data(folder), seconds=60.0)
 
 
-def test_a_cost_model_explains_what_it_was_fitted_to(profile_of_slow_halves):
-    for role in profile_of_slow_halves.roles.values():
-        assert role.error < 0.1
+@pytest.mark.parametrize("lengths", [[41], [35, 35, 35, 31], [99, 52], [300, 200, 7]])
+def test_times_of_sizes_that_were_not_measured_are_predicted_within_one_percent(lengths, emulated):
+    lengths = np.array(lengths)
+    assert lengths.sum() not in {item.tokens for role in emulated.roles.values() for item in role.measured}
+    assert emulated.cost.of_set(lengths) == pytest.approx(BACKBONE_COST.of_set(lengths), rel=0.01)
+    assert emulated.encoder_cost.of_set(lengths) == pytest.approx(ENCODER_COST.of_set(lengths), rel=0.01)
+
+
+def test_a_cost_model_explains_what_it_was_fitted_to(emulated):
+    for role in emulated.roles.values():
+        assert role.error < 0.01
         assert len({item.tokens for item in role.measured}) > 3
 
 
@@ -82,9 +82,9 @@ def test_the_module_and_random_numbers_are_as_they_were(data):
 
 
 def test_measuring_ends_when_time_is_up_but_not_before_every_size_was_measured(data):
-    SlowVLM.steps = 0
-    profile = profiled(SlowVLM(), data)
-    assert SlowVLM.steps == 2 * len(profile.roles["backbone"].measured)
+    EmulatedVLM.microbatches = 0
+    profile = profiled(EmulatedVLM(), data)
+    assert EmulatedVLM.microbatches == 2 * len(profile.roles["backbone"].measured)
 
 
 def test_a_module_may_ask_the_trainer_for_its_data_and_precision(data):
@@ -100,6 +100,21 @@ def test_a_module_may_ask_the_trainer_for_its_data_and_precision(data):
 
     profile = profiled(Asking(), data, precision="bf16-mixed")
     assert profile.origin.settings["precision"] == "bf16-mixed"
+
+
+def test_what_two_ranks_take_to_sum_gradients_is_measured_too(data):
+    reduction = profiled(TinyVLM(), data, reduction=True).reduction
+    assert reduction.ranks == 2
+    assert reduction.seconds_per_byte > 0
+
+
+def test_a_profile_is_made_also_where_no_ranks_can_be_started(data, monkeypatch):
+    def fails():
+        raise ProfileError("No ranks.")
+
+    monkeypatch.setattr(measuring, "measure_reduction", fails)
+    with pytest.warns(UserWarning, match="No ranks. The profile says nothing about that."):
+        assert profiled(TinyVLM(), data, reduction=True).reduction is None
 
 
 def test_without_training_data_there_is_nothing_to_measure(tmp_path):
