@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from flowtrain_lightning.data.arguments import Files, paths_of, refuse_mixed_semantics, refuse_unknown
 from flowtrain_lightning.data.batch import StepPart
 from flowtrain_lightning.data.conversation import ChatTemplate
+from flowtrain_lightning.data.costs import chosen_costs
 from flowtrain_lightning.data.images import ImageProcessor
 from flowtrain_lightning.data.index import Measure, Unreadable
 from flowtrain_lightning.data.loader import StepLoader
@@ -81,6 +82,7 @@ class FlowDataModule(L.LightningDataModule):
             :mod:`~flowtrain_lightning.packing.fit` for where to get one.
         encoder_cost: what a set of media costs the encoder, by their patches and in the unit of ``cost``; None
             balances by patches, or takes a checkpoint's.
+        profile: a ``profile.json`` of ``flowtrain profile``, which brings both cost models.
         objective: when backbone ranks wait for each other: ``"accumulate"``, once a step, as replicas do that sum
             their gradients; ``"sync"``, at every microbatch, as with FSDP, tensor and pipeline parallelism.
         semantics: ``"samples"`` or ``"tokens"``: what a training step has a fixed number of.
@@ -114,6 +116,7 @@ class FlowDataModule(L.LightningDataModule):
         unreadable: Unreadable = "error",
         cost: CostModel | None = None,
         encoder_cost: CostModel | None = None,
+        profile: str | Path | None = None,
         objective: Objective = "accumulate",
         semantics: Semantics = "samples",
         microbatches: int | None = None,
@@ -149,8 +152,7 @@ class FlowDataModule(L.LightningDataModule):
         self.pad_to_budget = pad_to_budget
         self.too_long = too_long
         self.unreadable = unreadable
-        self.cost = cost
-        self.encoder_cost = encoder_cost
+        self.cost, self.encoder_cost = chosen_costs(cost, encoder_cost, profile)
         self.objective: Objective = objective
         self.semantics: Semantics = semantics
         self.microbatches = microbatches
