@@ -11,7 +11,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -19,8 +18,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from flowtrain_lightning.allocator import Allocation, Placement, default_allocation
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.across_roles import AcrossRoles
+from flowtrain_lightning.allocator import Allocation, Placement
+from flowtrain_lightning.allocator.roles import BACKBONE
 from flowtrain_lightning.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
 from flowtrain_lightning.compatibility import refuse_foreign_module, refuse_optimizers, refuse_unsupported
 from flowtrain_lightning.data import StepPart
@@ -28,21 +28,31 @@ from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import broadcast_half
 from flowtrain_lightning.preemption import PreemptionCheckpoint
 from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
+from flowtrain_lightning.runtime.groups import root_store
 from flowtrain_lightning.runtime.halves import half_tensors, role_of, without_absent_halves
 from flowtrain_lightning.runtime.invariance import not_layout_invariant
-from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.runtime.job import Job, patience
 from flowtrain_lightning.runtime.launcher import RankLauncher, kin
 from flowtrain_lightning.runtime.optimizers import NamedOptimizer
 from flowtrain_lightning.runtime.watchdog import die_with_parent
+from flowtrain_lightning.settling import Settled, Starting, answer_if_wanted, make_request, part_of, settle
 
 
-class FlowTrainStrategy(ParallelStrategy):
+class FlowTrainStrategy(AcrossRoles):
     """Encoder ranks and backbone ranks, bridged by one pool. ``Trainer(strategy="flowtrain")``.
 
+    Where nothing is said about who does what, the halves are measured in a process of their own before roles are
+    assigned (a later start finds what was measured), and the allocation is taken that is predicted to be fastest. The
+    log says why; ``allocation.yaml`` beside it can be edited and passed back.
+
     Args:
-        encoder_ranks: how many ranks encode. By default a quarter of the ranks, at least one.
-        placement: ``"separate"`` (each rank has one role) or ``"colocated"`` (each rank has both). By default
-            separate, on one rank colocated.
+        encoder_ranks: how many ranks encode; nothing is measured then.
+        placement: ``"separate"`` (each rank has one role; a quarter of them encodes, where ``encoder_ranks`` is left
+            open) or ``"colocated"`` (each rank has both); nothing is measured then.
+        allocation: all of it, or a YAML file that holds it, as ``flowtrain plan`` and earlier runs write.
+        profile: ``"auto"`` measures what the halves cost; ``"off"`` does not, and a quarter of the ranks encodes; a
+            file that `flowtrain profile` wrote takes the place of measuring. A run that goes on from a checkpoint keeps
+            the allocation on which it was saved, unless a file is given here.
         ranks_per_device: processes that share one device.
         encoder_activations: encoder batches per rank whose activations a trainable encoder keeps for its backward.
             Beyond that it waits, or where waiting would block computes a forward again. More room, less waiting.
@@ -59,6 +69,8 @@ class FlowTrainStrategy(ParallelStrategy):
         self,
         encoder_ranks: int | None = None,
         placement: Placement | None = None,
+        allocation: Allocation | str | Path | None = None,
+        profile: str | Path = "auto",
         ranks_per_device: int = 1,
         encoder_activations: int = 4,
         recompute_encoder: bool = False,
@@ -72,13 +84,13 @@ class FlowTrainStrategy(ParallelStrategy):
         if encoder_activations < 0:
             raise ValueError(f"encoder_activations is {encoder_activations}; it counts batches, from 0.")
         self.num_nodes = 1
-        self._encoder_ranks = encoder_ranks
-        self._placement = placement
+        self._request = make_request(allocation, placement, encoder_ranks, profile)
         self._ranks_per_device = ranks_per_device
         self._settings = EngineSettings(0 if recompute_encoder else encoder_activations, pool_bytes)
         self._hang_timeout = hang_timeout
         self._timeout = timedelta(seconds=timeout)
-        self._job: Job | None = None
+        self._ranks: RankLauncher | None = None
+        self._settled: Settled | None = None
         self._engine: FlowEngine | None = None
         self._named_optimizers: list[NamedOptimizer] = []
 
@@ -108,29 +120,9 @@ class FlowTrainStrategy(ParallelStrategy):
         return {"num_replicas": len(backbones), "rank": backbones.index(rank) if rank in backbones else 0}
 
     @property
-    def job(self) -> Job:
-        """This rank's place among the others."""
-        assert self._job is not None, "the job begins in setup_environment"
-        return self._job
-
-    @property
-    def allocation(self) -> Allocation:
-        """Which ranks play which role."""
-        return self.job.allocation
-
-    @property
     def step_part(self) -> StepPart:
         """Which part of every step this rank's loaders load."""
-        allocation, rank = self.allocation, self.global_rank
-        backbones, encoders = allocation.ranks[BACKBONE], allocation.ranks[ENCODER]
-        homes = tuple(encoders.index(reader) if reader in encoders else -1 for reader in backbones)
-        return StepPart(
-            backbone_rank=allocation.rank_within(BACKBONE, rank),
-            backbone_ranks=len(backbones),
-            encoder_rank=allocation.rank_within(ENCODER, rank),
-            encoder_ranks=len(encoders),
-            homes=homes if max(homes) >= 0 else None,
-        )
+        return part_of(self.allocation, self.global_rank)
 
     @property
     def engine(self) -> FlowEngine:
@@ -140,11 +132,12 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        self._launcher = self._ranks = RankLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, self._check_before_start
+        )
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = RankLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes, self._check_before_start
-            )
-        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            return
+        if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()  # torchrun's agent
         else:
             kin.know_launcher()
@@ -166,24 +159,45 @@ class FlowTrainStrategy(ParallelStrategy):
     def _check_before_start(self, trainer: L.Trainer) -> None:
         refuse_foreign_module(trainer.lightning_module)
         refuse_unsupported(trainer)
-        default_allocation(self.num_processes, self._placement, self._encoder_ranks)
+        self._request.answer(self.num_processes)
 
     def setup_environment(self) -> None:
         """Settles roles, connects the groups and starts to watch over the other ranks."""
         super().setup_environment()
         refuse_unsupported(self._module.trainer)  # once more, with the callbacks that the module brings
+        answer_if_wanted(self._module.trainer, self._module)
         reset_seed()
         self.set_world_ranks()
+        self._settled = self._settle()
         self._job = Job(
             self.global_rank,
-            default_allocation(self.world_size, self._placement, self._encoder_ranks),
+            self._settled.allocation,
             backend=self._backend(),
             hang_timeout=self._hang_timeout,
             timeout=self._timeout,
             fault_folder=self._fault_folder,
         )
         self._module.live_on(self.job.roles)
-        rank_zero_info(f"flowtrain: {self.allocation.describe()}")
+        rank_zero_info(f"flowtrain: {self._settled.text}")
+
+    def _settle(self) -> Settled:
+        given = self._request.answer(self.world_size)
+        if given is not None:
+            return Settled(given, "there is one rank" if self.world_size == 1 else "it was asked for")
+        assert self._ranks is not None
+        kin.folder, kin.needed = self._fault_folder, True
+        starting = Starting(
+            self._module.trainer,
+            self._module,
+            self._request,
+            self.global_rank,
+            self.world_size,
+            self._ranks_per_device,
+            self._settings.encoder_activations,
+            self._ranks,
+        )
+        store = root_store(self.global_rank, self.world_size, patience(self._hang_timeout, self._timeout))
+        return settle(starting, store, self._timeout)
 
     def setup(self, trainer: L.Trainer) -> None:
         """Places this rank's halves, and sets up optimizers and engine."""
@@ -200,9 +214,15 @@ class FlowTrainStrategy(ParallelStrategy):
             rank_zero_info(f"flowtrain: {sentence}")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._record_allocation(trainer)
         if not any(isinstance(callback, PreemptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.append(PreemptionCheckpoint())  # type: ignore[attr-defined]
         self.setup_precision_plugin()
+
+    def _record_allocation(self, trainer: L.Trainer) -> None:
+        folder = str(trainer.log_dir or trainer.default_root_dir)  # every rank asks for it
+        if trainer.is_global_zero and self._settled is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._settled.record(trainer, folder)
 
     def model_to_device(self) -> None:
         """Moves the halves that live on this rank; the others have no memory to move."""
@@ -250,38 +270,6 @@ class FlowTrainStrategy(ParallelStrategy):
     def _module(self) -> FlowModule:
         assert isinstance(self._lightning_module, FlowModule)
         return self._lightning_module
-
-    # ---- what spans ranks, at step boundaries -------------------------------------------------------------------
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks of all roles."""
-        if self._job is not None:
-            self._job.groups.cross.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of rank ``src`` on all ranks of all roles."""
-        return obj if self._job is None else self._job.groups.cross.broadcast_object(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The sum, mean, minimum or maximum over the backbone ranks, whose results count; every rank gets it."""
-        if not isinstance(tensor, Tensor) or self._job is None:
-            return tensor
-        operation = str(reduce_op).lower().rpartition(".")[2].replace("avg", "mean")
-        backbones = self.allocation.ranks[BACKBONE]
-        return self._job.groups.cross.reduce_over(backbones, tensor.detach().cpu(), operation).to(tensor.device)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any rank) say yes."""
-        if self._job is None:
-            return decision
-        votes = int(self._job.groups.cross.all_reduce(torch.tensor([int(decision)])))
-        return votes == self.world_size if all else votes > 0
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """``[ranks, ...]``: the tensors of all ranks of all roles."""
-        if self._job is None:
-            return tensor.unsqueeze(0)
-        return torch.stack(self._job.groups.cross.gather_objects(tensor.detach().cpu())).to(tensor.device)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

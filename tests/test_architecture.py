@@ -39,7 +39,7 @@ SHARED = {"attention"}
 """Modules beside the rooms that import nothing of the package and serve everyone."""
 
 STOREYS = [
-    {"strategy", "module", "checkpoint", "compatibility", "preemption", "plan_file"},
+    {"strategy", "across_roles", "module", "checkpoint", "compatibility", "preemption", "plan_file", "settling"},
     {"metrics", "callbacks", "doctor"},
     {"models"},
     {"cli"},

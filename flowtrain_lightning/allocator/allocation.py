@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from flowtrain_lightning.allocator.layout import Layout
 from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
@@ -60,6 +60,21 @@ class Allocation:
             return f"colocated: {' and '.join(self.layouts)} on {_span(self.ranks[BACKBONE])}"
         roles = [f"{role} on {_span(self.ranks[role])} ({layout.describe()})" for role, layout in self.layouts.items()]
         return f"{self.placement}: {'; '.join(roles)}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same in JSON types."""
+        return {
+            "placement": self.placement,
+            "layouts": {role: asdict(layout) for role, layout in self.layouts.items()},
+            "ranks": {role: list(ranks) for role, ranks in self.ranks.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Allocation:
+        """The allocation that was saved; without layouts, of roles whose ranks hold whole copies."""
+        ranks = {role: tuple(numbers) for role, numbers in state["ranks"].items()}
+        saved = state.get("layouts") or {role: {"data": len(numbers)} for role, numbers in ranks.items()}
+        return cls(state["placement"], {role: Layout(**degrees) for role, degrees in saved.items()}, ranks)
 
     def _refuse_bad_ranks(self, role: str) -> None:
         ranks, layout = self.ranks[role], self.layouts[role]

@@ -9,7 +9,7 @@
         backbone/           likewise
 """
 
-from flowtrain_lightning.checkpoint.directory import load_checkpoint, read_checkpoint, save_checkpoint
+from flowtrain_lightning.checkpoint.directory import load_checkpoint, read_allocation, read_checkpoint, save_checkpoint
 from flowtrain_lightning.checkpoint.names import remove as remove_checkpoint
 from flowtrain_lightning.checkpoint.plain import FlowCheckpointIO, export_checkpoint, plain_file
 
@@ -18,6 +18,7 @@ __all__ = [
     "export_checkpoint",
     "load_checkpoint",
     "plain_file",
+    "read_allocation",
     "read_checkpoint",
     "remove_checkpoint",
     "save_checkpoint",

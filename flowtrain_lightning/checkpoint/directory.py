@@ -74,8 +74,7 @@ def save_checkpoint(
         checkpoint["flowtrain"] = {
             "format": FORMAT,
             "seed": global_seed(),
-            "placement": allocation.placement,
-            "ranks": {role: list(ranks) for role, ranks in allocation.ranks.items()},
+            **allocation.state_dict(),
             "halves": {role: list(paths) for role, paths in halves.items()},
             "param_groups": None if optimizers is None else [state["param_groups"] for state in optimizers],
         }
@@ -183,6 +182,15 @@ def read_checkpoint(
     if groups is not None:
         checkpoint["optimizer_states"] = states
     return checkpoint
+
+
+def read_allocation(path: Path) -> Allocation:
+    """The allocation of the run that saved a checkpoint directory.
+
+    Raises:
+        ValueError: the directory is no checkpoint of flowtrain, or of a later format.
+    """
+    return Allocation.from_state(_load_meta(path, weights_only=None)["flowtrain"])
 
 
 def _load_meta(path: Path, weights_only: bool | None) -> dict[str, Any]:

@@ -162,10 +162,8 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
             "default group of its own: destroy the group before `fit` (torch.distributed.destroy_process_group())."
         )
     ranks = sum(map(len, worlds))
-    if os.getpid() not in _root_stores:
-        _root_stores[os.getpid()], _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
     _connections += 1
-    store = PrefixStore(f"flowtrain/{_connections}", _root_stores[os.getpid()])
+    store = PrefixStore(f"flowtrain/{_connections}", root_store(rank, ranks, timeout))
     number, world = next((n, world) for n, world in enumerate(worlds) if rank in world)
     role_rank = world.index(rank)
     dist.init_process_group(
@@ -184,6 +182,19 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
     )
     _connected = (key, groups)
     return groups
+
+
+def root_store(rank: int, ranks: int, timeout: timedelta) -> Store:
+    """The store of the whole job, through which its ranks find each other; groups come later.
+
+    Args:
+        rank: global rank.
+        ranks: of the job.
+        timeout: after which a rank gives up to wait for the others, or for what they are to put there.
+    """
+    if os.getpid() not in _root_stores:
+        _root_stores[os.getpid()], _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
+    return _root_stores[os.getpid()]
 
 
 @atexit.register

@@ -52,9 +52,7 @@ class Job:
         separate = allocation.placement == "separate"
         worlds = tuple(allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
         seconds = timeout.total_seconds()
-        # Collectives give up later than the watchdog, which knows who is to blame.
-        patience = timedelta(seconds=2 * max(hang_timeout, seconds))
-        self.groups = connect_groups(rank, worlds, backend, patience)
+        self.groups = connect_groups(rank, worlds, backend, patience(hang_timeout, timeout))
         self._mesh: Mesh | None = Mesh.connect(self.groups.new_store(), rank, ranks, self.labels, seconds)
         self.groups.cross.page = self._mesh.page
         self._mesh.page.enter("start up", -1)
@@ -106,6 +104,11 @@ class Job:
         self._mesh.close()
         self._mesh = None
         self.groups.cross.page = None
+
+
+def patience(hang_timeout: float, timeout: timedelta) -> timedelta:
+    """When collectives give up: later than the watchdog, which knows who is to blame."""
+    return 2 * max(timedelta(seconds=hang_timeout), timeout)
 
 
 @contextmanager

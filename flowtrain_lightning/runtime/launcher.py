@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
@@ -37,9 +38,11 @@ class RankLauncher(_SubprocessScriptLauncher):
     ) -> None:
         super().__init__(environment, processes, nodes)
         self._check = check
+        self._ckpt_path: Any = None
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Starts the other ranks, unless that was done before, and calls ``function``."""
+        """Starts the other ranks, unless that was done before or is somebody else's affair, and calls ``function``."""
+        self._ckpt_path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         if not self.cluster_environment.creates_processes_externally:
@@ -48,6 +51,18 @@ class RankLauncher(_SubprocessScriptLauncher):
             self._call_children_scripts()
             kin.know({rank: process.poll for rank, process in enumerate(self.procs, start=1)})
         return function(*args, **kwargs)
+
+    def checkpoint(self, trainer: Any) -> str | None:
+        """The checkpoint that ``fit`` or its like was asked to load, which the Trainer itself tells only after setup.
+
+        Raises:
+            ValueError: there is no such checkpoint.
+        """
+        # Lightning's own way from "best", "last" and "hpc" to a path; there is no public one.
+        found = trainer._checkpoint_connector._parse_ckpt_path(
+            trainer.state.fn, self._ckpt_path, model_provided=True, model_connected=True
+        )
+        return None if found is None else str(found)
 
 
 class Kin:

@@ -40,18 +40,25 @@ BY_CLASS = "{class_path: flowtrain_lightning.FlowTrainStrategy, init_args: {enco
 
 
 @pytest.mark.parametrize(
-    ("strategy", "launcher"),
-    [(BY_CLASS, ()), (BY_NAME, (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"))],
+    ("strategy", "launcher", "reason"),
+    [
+        (BY_CLASS, (), "because it was asked for"),
+        (
+            BY_NAME,
+            (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            "is predicted to be",
+        ),
+    ],
     ids=["by class with Lightning's launcher", "by name under torchrun"],
 )
-def test_fit_trains_as_the_yaml_says(tmp_path, data_folder, strategy, launcher):
+def test_fit_trains_as_the_yaml_says(tmp_path, data_folder, strategy, launcher, reason):
     config = CONFIG.replace("DATA", json.dumps(str(data_folder))).replace("STRATEGY", strategy)
     (tmp_path / "config.yaml").write_text(config)
     with launch([*launcher, FLOWTRAIN, "fit", "--config", "config.yaml"], tmp_path / "log") as process:
         assert process.wait(SECONDS) == 0, (tmp_path / "log").read_text()
     printed = (tmp_path / "log").read_text()
-    assert "encoder on rank 1" in printed
-    assert "backbone on rank 0" in printed
+    assert printed.count("flowtrain: separate: ") + printed.count("flowtrain: colocated: ") == 1
+    assert reason in printed
     with (tmp_path / "csv" / "metrics.csv").open() as file:
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert len(losses) == 5

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import TrainerFn
 
 import flowtrain_lightning
 from flowtrain_lightning.data.loader import StepLoader
@@ -85,6 +86,24 @@ def test_lightnings_launcher_takes_and_keeps_what_ours_relies_on():
     launcher = RankLauncher(LightningEnvironment(), 2, 1, check=lambda trainer: None)
     assert (launcher.num_processes, launcher.num_nodes, launcher.procs) == (2, 1, [])
     assert not inspect.signature(launcher._call_children_scripts).parameters
+
+
+def test_a_trainer_finds_the_checkpoint_to_load_in_the_way_that_we_ask_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")  # so that nothing is started
+    trainer = L.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    launcher = RankLauncher(LightningEnvironment(), 1, 1, check=lambda trainer: None)
+    trainer.state.fn = TrainerFn.FITTING
+
+    def fit(model: object, ckpt_path: object = None) -> None:
+        """As the Trainer's, by the names of its arguments."""
+
+    assert "ckpt_path" in inspect.signature(trainer._fit_impl).parameters
+    for given, found in ((None, None), (tmp_path / "a.ckpt", str(tmp_path / "a.ckpt")), ("last", None)):
+        launcher.launch(fit, None, given, trainer=trainer)
+        assert launcher.checkpoint(trainer) == found
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").mkdir()
+    assert launcher.checkpoint(trainer) == str(tmp_path / "checkpoints" / "last.ckpt")
 
 
 def test_lightning_sets_its_signal_handlers_after_the_strategys_setup_and_takes_them_back_at_the_end():

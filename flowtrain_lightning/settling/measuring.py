@@ -1,0 +1,143 @@
+"""A profile of the module that is about to train: kept from an earlier start, or measured in a process of its own.
+
+That process is this one's command, started once more. It comes as far as this one has come, measures where this one
+would connect to other ranks, and ends. So nothing that measuring does to random states, memory or devices reaches the
+run.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
+
+from flowtrain_lightning.data import FlowDataModule
+from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.profiling import (
+    Origin,
+    Profile,
+    ProfileError,
+    origin_of,
+    profile_module,
+    read_profile,
+    write_profile,
+)
+from flowtrain_lightning.runtime.watchdog import die_with_parent
+
+_WANTED = "FLOWTRAIN_PROFILE"  # for the process that measures: the file to write, and who started it
+_MEASURED_SECONDS = 8.0
+_DEADLINE_SECONDS = 300.0
+_SHOWN_LINES = 3
+
+
+def measured_profile(trainer: L.Trainer, module: FlowModule, data: FlowDataModule) -> Profile:
+    """What the halves cost here.
+
+    Args:
+        trainer: about to run.
+        module: not built yet.
+        data: with training data.
+
+    Raises:
+        ProfileError: it cannot be measured.
+    """
+    origin = origin_of(module, data, trainer.strategy.root_device, str(trainer.precision))
+    places = list(_places(data, origin))
+    for place in places:
+        with suppress(ProfileError):
+            if (kept := read_profile(place)).origin == origin:
+                return kept
+    rank_zero_info(
+        f"flowtrain: measuring the halves of {type(module).__name__} in a process of its own, to plan by. "
+        "FlowTrainStrategy(profile='off') leaves it out; the next start finds what was measured."
+    )
+    profile = _measure(_DEADLINE_SECONDS)
+    if profile.origin != origin:
+        raise ProfileError(f"the process that measures came to {profile.origin} first, and not to {origin}")
+    _keep(profile, places)
+    return profile
+
+
+def answer_if_wanted(trainer: L.Trainer, module: FlowModule) -> None:
+    """In a process that was started to measure, measures and ends it. Elsewhere does nothing."""
+    if _WANTED not in os.environ:
+        return
+    parent, _, path = os.environ.pop(_WANTED).partition(":")
+    die_with_parent(parent=int(parent))
+    data = copy.copy(trainer.datamodule)  # type: ignore[attr-defined]
+    data.trainer = None  # which says how steps are dealt to ranks
+    origin = origin_of(module, data, trainer.strategy.root_device, str(trainer.precision))  # as the run finds it
+    profile = profile_module(
+        module,
+        data,
+        accelerator=trainer.strategy.root_device.type,
+        precision=trainer.precision,
+        seconds=_MEASURED_SECONDS,
+        progress=False,
+    )
+    write_profile(replace(profile, origin=origin), Path(path))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # what follows in the script is the run's affair
+
+
+def _measure(deadline: float) -> Profile:
+    if multiprocessing.parent_process() is not None:
+        raise ProfileError("this process was started by multiprocessing, so it has no command to start once more")
+    with tempfile.TemporaryDirectory(prefix="flowtrain-") as folder:
+        path = Path(folder) / "profile.json"
+        process = subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]],
+            env={**os.environ, _WANTED: f"{os.getpid()}:{path}"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            _, said = process.communicate(timeout=deadline)
+        except subprocess.TimeoutExpired as error:
+            raise ProfileError(f"the process that measures had not ended after {deadline:.0f} s") from error
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started itself
+            process.wait()
+        if not path.exists():
+            lines = " / ".join(said.strip().splitlines()[-_SHOWN_LINES:])
+            raise ProfileError(
+                f"the process that measures ended with exit code {process.returncode} and measured nothing: {lines}"
+            )
+        return read_profile(path)
+
+
+def _places(data: FlowDataModule, origin: Origin) -> Iterator[Path]:
+    """Where profiles are kept: beside the index of the training data."""
+    name = f"profile.{origin.key}.json"
+    if data.cache_dir is not None:
+        yield data.cache_dir / name
+        return
+    yield data.files["train"][0].parent / ".flowtrain" / name
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    yield home / "flowtrain" / fingerprint(str(data.files["train"][0].parent.resolve())) / name
+
+
+def _keep(profile: Profile, places: list[Path]) -> None:
+    for place in places:
+        with suppress(OSError, ProfileError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_profile(profile, place)
+            return

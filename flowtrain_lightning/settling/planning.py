@@ -1,0 +1,59 @@
+"""Planning an allocation from measured costs: every candidate is played, and the best is chosen."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from flowtrain_lightning.allocator import Allocation
+from flowtrain_lightning.data.steps import StepDataset
+from flowtrain_lightning.packing import PackingError
+from flowtrain_lightning.profiling import Profile
+from flowtrain_lightning.settling.choice import Choice, choose
+from flowtrain_lightning.settling.prediction import Machine, Prediction, predict
+from flowtrain_lightning.settling.steps import plan_steps
+
+PLAYED_STEPS = 6
+"""So many steps tell how uneven ranks are, and how far an encoder that does not train works ahead."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Everything that an allocation is planned by, but for what the halves cost.
+
+    Attributes:
+        steps: of the training data.
+        ranks: of the run, at least 2.
+        machine: what they compute on.
+        kept_batches: encoder batches whose activations each encoder rank keeps.
+    """
+
+    steps: StepDataset
+    ranks: int
+    machine: Machine
+    kept_batches: int
+
+    def choose(self, profile: Profile) -> Choice:
+        """Compare all allocations by playing the first steps with these costs.
+
+        Raises:
+            ValueError: the steps cannot be dealt to so many ranks.
+        """
+
+        def predicted(allocation: Allocation) -> Prediction | None:
+            try:
+                plans = plan_steps(self.steps, allocation, PLAYED_STEPS)
+            except PackingError:
+                return None  # microbatches=... cannot be shared out evenly among these backbone ranks
+            return predict(plans, allocation, profile, self.machine, self.kept_batches)
+
+        return choose(self.ranks, predicted)
+
+
+def machine_of(device: torch.device, ranks: int, ranks_per_device: int) -> Machine:
+    """What the ranks of one node compute on."""
+    if device.type == "cpu":
+        return Machine((tuple(range(ranks)),), len(os.sched_getaffinity(0)) / torch.get_num_threads())
+    return Machine(tuple(tuple(range(r, r + ranks_per_device)) for r in range(0, ranks, ranks_per_device)), 1.0)
