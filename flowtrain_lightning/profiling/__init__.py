@@ -1,17 +1,20 @@
 """What a module and its data are measured to ask of a device: cost models, and lengths."""
 
+from flowtrain_lightning.profiling.data_profile import DataProfile, profile_data
 from flowtrain_lightning.profiling.errors import ProfileError
 from flowtrain_lightning.profiling.measuring import profile_module
 from flowtrain_lightning.profiling.origin import origin_of
 from flowtrain_lightning.profiling.profile import Origin, Profile, Reduction, RoleProfile, read_profile, write_profile
 
 __all__ = [
+    "DataProfile",
     "Origin",
     "Profile",
     "ProfileError",
     "Reduction",
     "RoleProfile",
     "origin_of",
+    "profile_data",
     "profile_module",
     "read_profile",
     "write_profile",
