@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import signal
-import sys
 import threading
 import weakref
 from collections import deque
@@ -17,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from flowtrain_lightning.data.batch import StepBatch
+from flowtrain_lightning.data.forking import end_with_starter, fork_gate
 from flowtrain_lightning.data.parcel import Parcel
 from flowtrain_lightning.data.planning import CostChange
 from flowtrain_lightning.data.step_sampler import StepSampler
@@ -24,7 +22,6 @@ from flowtrain_lightning.data.steps import StepDataset
 from flowtrain_lightning.data.token_stream import saved_stream, stream_state
 from flowtrain_lightning.packing.stream import StreamState
 
-_PR_SET_PDEATHSIG = 1
 _PREFETCHED = 2
 """Steps that each worker plans and loads ahead."""
 
@@ -179,7 +176,10 @@ class StepLoader:
         self._position = (epoch, self.sampler.first)
         if self._loader is None:
             self._loader = self._build()
-        return iter(self._loader)
+        if not self._num_workers:
+            return iter(self._loader)
+        with fork_gate.forking():
+            return iter(self._loader)
 
     def _build(self) -> DataLoader[Parcel]:
         return DataLoader(
@@ -190,7 +190,7 @@ class StepLoader:
             pin_memory=self._pin_memory,
             prefetch_factor=_PREFETCHED if self._num_workers else None,
             persistent_workers=self._num_workers > 0,
-            worker_init_fn=_start_worker,
+            worker_init_fn=end_with_starter,
             # A generator of its own: the loader must not draw from the stream that the model's dropout reads.
             generator=torch.Generator(),
         )
@@ -266,12 +266,13 @@ class _Delivery(NamedTuple):
 
 
 def _next_batch(parcels: Iterator[Parcel]) -> _Delivery | None:
-    parcel = next(parcels, None)
-    if parcel is None:
-        return None
-    batch = parcel.open()
-    _ = batch.plan.entries  # worked out here, not when the step begins
-    return _Delivery(batch, parcel.stream)
+    with fork_gate.loading():
+        parcel = next(parcels, None)
+        if parcel is None:
+            return None
+        batch = parcel.open()
+        _ = batch.plan.entries  # worked out here, not when the step begins
+        return _Delivery(batch, parcel.stream)
 
 
 class _Following:
@@ -289,10 +290,3 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if "semantics" in changed:
         changed = ["semantics"]  # the others follow from it
     return "; ".join(f"{name} was {saved.get(name)}, is {now.get(name)}" for name in changed)
-
-
-def _start_worker(_: int) -> None:
-    # PyTorch's workers notice a dead parent after seconds, and not while they load; the kernel tells them at once.
-    # It counts the thread that started them as their parent: for a Trainer, the one that runs its loop.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

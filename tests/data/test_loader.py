@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -12,6 +13,7 @@ import torch
 
 from flowtrain_lightning.data import FlowDataModule, StepPart
 from flowtrain_lightning.data.planning import CostChange
+from flowtrain_lightning.data.steps import StepDataset
 from flowtrain_lightning.packing import CostModel
 from tests.data.support import data_module, write_set
 
@@ -66,6 +68,23 @@ def test_workers_change_nothing(loader_of):
         for left, right in zip(mine.encoder_batches, theirs.encoder_batches, strict=True):
             assert (left is None) == (right is None)
             assert left is None or torch.equal(left.patches, right.patches)
+
+
+@pytest.mark.timeout(60)
+def test_workers_start_while_another_loader_s_thread_loads_and_hold_none_of_its_locks(loader_of, monkeypatch):
+    lock, load = threading.Lock(), StepDataset.load
+
+    def slow(*arguments):
+        with lock:
+            time.sleep(0.2)
+            return load(*arguments)
+
+    monkeypatch.setattr(StepDataset, "load", slow)
+    alone, helped = loader_of(), loader_of(num_workers=2)
+    ahead = iter(alone)
+    next(ahead)  # its thread goes on with the next step, and holds the lock
+    assert len(read(helped)) == 5
+    assert len(list(ahead)) == 4
 
 
 def test_an_iterator_reads_the_epoch_that_is_set_when_its_first_batch_is_asked_for(loader_of):
