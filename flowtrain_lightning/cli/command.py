@@ -6,33 +6,20 @@ import argparse
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from flowtrain_lightning.allocator import AllocationError, PlanningError
 from flowtrain_lightning.checkpoint import export_checkpoint
+from flowtrain_lightning.cli.configuration import UsageError, configured
 from flowtrain_lightning.cli.pack import PACK_DESCRIPTION, pack
 from flowtrain_lightning.cli.plan import PLAN_DESCRIPTION, plan
-from flowtrain_lightning.data import DataError, FlowDataModule, PictureError
+from flowtrain_lightning.cli.profile import PROFILE_DESCRIPTION, profile
+from flowtrain_lightning.data import DataError, PictureError
 from flowtrain_lightning.doctor import examine, examine_pool
-from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing import PackingError
-
-
-class UsageError(Exception):
-    """The command cannot do what it was asked for."""
-
-
-class BriefParser(LightningArgumentParser):
-    """Says what is wrong with an option without listing all options first."""
-
-    def print_usage(self, *args: Any, **kwargs: Any) -> None:
-        """Prints nothing; ``--help`` prints all."""
-
+from flowtrain_lightning.profiling import ProfileError
 
 MISTAKES = (
     UsageError,
@@ -40,6 +27,7 @@ MISTAKES = (
     AllocationError,
     PlanningError,
     PackingError,
+    ProfileError,
     DataError,
     PictureError,
 )
@@ -66,25 +54,10 @@ def main() -> None:
 def train() -> None:
     """Run one of the Trainer's entry points on a module and data that a YAML file or options describe.
 
-    Classes are found in installed packages and in the current folder.
-
     Raises:
         UsageError: if jsonargparse is not installed.
     """
-    if find_spec("jsonargparse") is None:
-        raise UsageError(
-            "configuration files need jsonargparse; install it with `pip install flowtrain-lightning[cli]`."
-        )
-    sys.path.insert(0, str(Path.cwd()))
-    LightningCLI(
-        FlowModule,
-        FlowDataModule,
-        parser_class=BriefParser,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        auto_configure_optimizers=False,
-        save_config_kwargs={"overwrite": True},
-    )
+    configured(save_config_kwargs={"overwrite": True})
 
 
 def export() -> None:
@@ -123,6 +96,7 @@ COMMANDS: dict[str, tuple[Callable[[], None], str]] = {
     "test": (train, "one pass over the test set"),
     "predict": (train, "run predict_step over a set"),
     "export": (export, "write a checkpoint directory as one plain Lightning .ckpt file"),
+    "profile": (profile, PROFILE_DESCRIPTION),
     "plan": (plan, PLAN_DESCRIPTION),
     "pack": (pack, PACK_DESCRIPTION),
     "doctor": (doctor, "print what this machine offers: versions, devices, kernel services, attention kernels"),

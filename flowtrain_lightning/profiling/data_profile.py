@@ -17,7 +17,8 @@ from flowtrain_lightning.profiling.profile import Profile
 
 _TRIALS = math.ceil(math.log(0.05) / math.log(1 - 0.05))
 """59: were the choice to differ in 5 % of all draws, so many draws would miss that in 5 % of all tests."""
-_FIRST = 32
+_FIRST = 256
+"""Samples of the first test; fewer would say little about how lengths are distributed."""
 _MOST = 100_000
 """Samples among which is drawn: what sizes are read of."""
 
@@ -33,8 +34,8 @@ class DataProfile:
     Attributes:
         sizes: of the drawn samples.
         available: samples of the data.
-        stable: any other draw of so many samples would have led to the same split. Not so where the data are too few
-            to tell; then all of them are here.
+        stable: other draws of so many samples led to the same split. Where the data are too few for that test, all of
+            them are here.
         devices: that were to be split.
         encoder_devices: of these, how many the drawn samples want for the encoder.
         encoder_share: of the encoder in all work, from 0 to 1.

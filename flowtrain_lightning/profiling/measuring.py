@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from flowtrain_lightning.module import FlowModule
 
 
+_QUARTILE = 0.25
+"""Of the times of one size, what is taken for its time: whatever else a machine does can only make it slower."""
+
+
 def profile_module(
     module: FlowModule,
     data: FlowDataModule,
@@ -71,9 +75,9 @@ def profile_module(
             enable_model_summary=False,
         )
     device = trainer.strategy.root_device
-    reduced = _reduction() if reduction and device.type == "cpu" else None
     data.prepare_data()
     data.setup("fit")
+    reduced = _reduction() if reduction and device.type == "cpu" else None
     probes = load_probes(data)
     module = detached_copy(module)
     module.live_on(ROLES)
@@ -130,18 +134,18 @@ class _StandIn(L.LightningDataModule):
 def _role_profile(module: FlowModule, engine: HalvesEngine, probes: Sequence[StepBatch], role: str) -> RoleProfile:
     weights = half_parameters(module, role)
     trained = [weight for weight in weights if weight.requires_grad]
-    medians = {probe: np.median(times, axis=0) for probe, times in engine.times[role].items()}
+    typical = {probe: np.quantile(times, _QUARTILE, axis=0) for probe, times in engine.times[role].items()}
     measured = tuple(
-        Observation.of(_lengths(probes[probe], role), float(times.sum())) for probe, times in medians.items()
+        Observation.of(_lengths(probes[probe], role), float(times.sum())) for probe, times in typical.items()
     )
-    whole = float(np.sum(list(medians.values())))
+    whole = float(np.sum(list(typical.values())))
     return RoleProfile(
         cost=fit_cost(measured) if measured else CostModel(0.0, 0.0, 0.0),
         trains=bool(trained),
         parameters=sum(weight.numel() for weight in weights),
         gradient_bytes=sum(weight.numel() * weight.element_size() for weight in trained),
-        optimizer_seconds=float(np.median(engine.optimizer_times[role])) if trained and measured else 0.0,
-        forward_share=float(sum(forward for forward, _ in medians.values())) / whole if measured else 1.0,
+        optimizer_seconds=float(np.quantile(engine.optimizer_times[role], _QUARTILE)) if trained and measured else 0.0,
+        forward_share=float(sum(forward for forward, _ in typical.values())) / whole if measured else 1.0,
         measured=measured,
     )
 

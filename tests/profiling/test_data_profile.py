@@ -16,21 +16,21 @@ def draw():
 
 
 def test_an_even_load_is_settled_by_the_fewest_samples(draw):
-    assert stable_count(10_000, lambda drawn: "the same", draw) == (32, True)
+    assert stable_count(10_000, lambda drawn: "the same", draw) == (256, True)
 
 
 def test_the_more_samples_differ_the_more_of_them_settle_a_choice(draw):
-    values = np.random.default_rng(1).normal(10, 1, 10_000)
-    wild = np.random.default_rng(1).normal(10, 8, 10_000)
-    few, settled = stable_count(10_000, lambda drawn: round(values[drawn].mean() / 3), draw)
-    many, also_settled = stable_count(10_000, lambda drawn: round(wild[drawn].mean() / 3), draw)
+    values = np.random.default_rng(1).normal(10, 1, 100_000)
+    wild = np.random.default_rng(1).normal(10, 40, 100_000)
+    few, settled = stable_count(100_000, lambda drawn: round(values[drawn].mean() / 3), draw)
+    many, also_settled = stable_count(100_000, lambda drawn: round(wild[drawn].mean() / 3), draw)
     assert settled
     assert also_settled
-    assert few < many < 5000
+    assert few < many < 50_000
 
 
 def test_where_all_samples_are_too_few_to_tell_all_are_taken(draw):
-    assert stable_count(40, lambda drawn: "the same", draw) == (40, False)
+    assert stable_count(400, lambda drawn: "the same", draw) == (400, False)
     assert stable_count(1000, lambda drawn: int(drawn[0]), draw) == (1000, False)
 
 
@@ -54,7 +54,7 @@ def test_a_data_profile_is_a_workload_of_drawn_samples(tmp_path):
     data = tiny_data(tmp_path)
     found = profile_data(data, PROFILE, devices=4)
     assert found.available == 80
-    assert len(found.sizes) in (32, 80)
+    assert len(found.sizes) == 80
     assert found.workload.token_budget == 160
     assert found.workload.global_batch_size == 8
     assert found.workload.tokens.tolist() == found.sizes.tokens.tolist()
@@ -63,7 +63,7 @@ def test_a_data_profile_is_a_workload_of_drawn_samples(tmp_path):
 
 
 def test_the_same_samples_are_drawn_for_the_same_seed(tmp_path):
-    write_records(tmp_path, 80)
+    write_records(tmp_path, 80)  # drawn are all, in an order that the seed decides
     first, again, other = (
         profile_data(tiny_data(tmp_path, seed=seed), PROFILE).sizes.tokens.tolist() for seed in (1, 1, 2)
     )

@@ -1,0 +1,80 @@
+"""The command ``flowtrain profile``: how long the halves of a module take on this device, and what its data ask."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from flowtrain_lightning.cli.configuration import configured
+from flowtrain_lightning.cli.profile_text import data_as_text, profile_as_text
+from flowtrain_lightning.profiling import DataProfile, ProfileError, profile_data, profile_module, write_profile
+
+PROFILE_DESCRIPTION = "measure how long the halves of a module take on this device, and what its data ask of them"
+
+_LEAST_DEVICES = 8
+"""Of a split that the number of drawn samples is to settle: two devices could be split in one way only."""
+
+
+class ProfileCLI(LightningCLI):
+    """Takes the configuration that ``flowtrain fit`` takes, and a few options of its own."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The options of this command."""
+        parser.add_argument("--out", type=Path, default=Path("profile.json"), help="the file to write")
+        parser.add_argument("--seconds", type=float, default=20.0, help="about how long to measure")
+        parser.add_argument("--plot", type=Path, help="a PNG to draw: times as fitted, and lengths of the data")
+        parser.add_argument("--lengths", type=Path, help="a Parquet file to write: lengths for `flowtrain plan --data`")
+
+
+def profile() -> None:
+    """Measure, write the profile, and print what was found.
+
+    Raises:
+        UsageError: jsonargparse is not installed.
+        ProfileError: a file cannot be written.
+        DataError: there are no training data, or they cannot be read.
+    """
+    del sys.argv[1]  # Lightning reads the rest of the command line, where it would take this word for an option's
+    cli = configured(ProfileCLI, run=False, save_config_callback=None, parser_kwargs={"prog": "flowtrain profile"})
+    options, trainer = cli.config, cli.trainer
+    for path in filter(None, (options.out, options.plot, options.lengths)):
+        if not path.parent.is_dir():
+            raise ProfileError(f"{path} cannot be written: there is no folder {path.parent}.")
+    if "OMP_NUM_THREADS" not in os.environ:  # in training, the ranks of a machine share its processors
+        torch.set_num_threads(max(1, torch.get_num_threads() // trainer.num_devices))
+    device = trainer.strategy.root_device
+    found = profile_module(
+        cli.model, cli.datamodule, accelerator=device.type, precision=trainer.precision, seconds=options.seconds
+    )
+    write_profile(found, options.out)
+    devices = max(_LEAST_DEVICES, trainer.num_devices * trainer.num_nodes)
+    data = profile_data(cli.datamodule, found, devices)
+    if options.plot is not None:
+        from flowtrain_lightning.cli.profile_plot import draw_profile
+
+        draw_profile(found, data, options.plot)
+    if options.lengths is not None:
+        _write_lengths(data, options.lengths)
+    print(f"{profile_as_text(found)}\n\n{data_as_text(data)}\n\nWrote {options.out}.")
+
+
+def _write_lengths(data: DataProfile, path: Path) -> None:
+    """A row per drawn sample, as ``flowtrain plan --data`` reads them."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ProfileError(
+            "writing Parquet needs pyarrow; install it with `pip install flowtrain-lightning[pack]`."
+        ) from error
+    sizes = data.sizes
+    columns = {"tokens": sizes.tokens}
+    for modality, lengths in data.workload.media.items():
+        columns[f"{modality}_tokens"] = pyarrow.ListArray.from_arrays(sizes.media_start.astype("int32"), lengths)
+    try:
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be written: {error}") from error

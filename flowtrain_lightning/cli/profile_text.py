@@ -1,0 +1,98 @@
+"""How ``flowtrain profile`` prints: what was measured beside what was fitted, and what the data are like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
+from flowtrain_lightning.cli.plan_text import columns
+from flowtrain_lightning.packing.fit import predict
+from flowtrain_lightning.packing.plan import FloatArray, IntArray
+from flowtrain_lightning.profiling import DataProfile, Profile, RoleProfile
+
+_SHOWN = 5
+"""Sizes of each half in the table."""
+
+
+def profile_as_text(profile: Profile) -> str:
+    """What was measured, for a terminal."""
+    origin = profile.origin
+    threads = origin.settings["threads"]
+    heading = (
+        f"{origin.module.split()[0]} on {origin.device}, {threads} thread{'s' if threads != 1 else ''}, "
+        f"{origin.settings['precision']}"
+    )
+    parts = [heading, _times(profile), *(_half(role, profile.roles[role]) for role in ROLES)]
+    if (summed := profile.reduction) is not None:
+        speed = f"{1e3 * summed.constant:.2f} ms and {1e9 * summed.seconds_per_byte:.2f} ms a megabyte"
+        parts.append(f"{summed.ranks} ranks sum their gradients in {speed}.")
+    return "\n\n".join(parts)
+
+
+def _times(profile: Profile) -> str:
+    rows = []
+    for role in ROLES:
+        half = profile.roles[role]
+        ordered = sorted(half.measured, key=lambda item: item.tokens)
+        for place in np.unique(np.linspace(0, len(ordered) - 1, _SHOWN).round().astype(int)) if ordered else ():
+            item = ordered[place]
+            fitted = predict(half.cost, item)
+            rows.append(
+                (
+                    role,
+                    f"{item.tokens:,.0f}",
+                    f"{1e3 * item.seconds:.2f}",
+                    f"{1e3 * fitted:.2f}",
+                    f"{100 * (fitted / item.seconds - 1):+.1f} %",
+                )
+            )
+    return columns(("", "tokens", "measured ms", "fitted ms", "error"), rows)
+
+
+def _half(role: str, half: RoleProfile) -> str:
+    size = f"{half.parameters / 1e6:,.2f}M parameters"
+    if not half.measured:
+        return f"{role}: {size}; not measured, as no sample needs it."
+    unit = "token" if role == BACKBONE else "patch"
+    cost = half.cost
+    terms = [f"{1e3 * cost.constant:.2f} ms", f"{1e6 * cost.linear:.2f} us a {unit}"]
+    if cost.quadratic:
+        terms.append(f"{1e9 * cost.quadratic:.2f} ns a pair")
+    passes = "forward" if half.forward_share == 1 else "forward and backward"
+    lines = [
+        f"{role}: {size}, {'trained' if half.trains else 'frozen'}",
+        f"{passes}: {' + '.join(terms)}; half of the errors are below {100 * half.error:.1f} %",
+    ]
+    if half.forward_share < 1:
+        lines.append(f"of this the forward is {100 * half.forward_share:.0f} %")
+    if half.trains:
+        lines.append(f"optimizer step: {1e3 * half.optimizer_seconds:.2f} ms")
+    return "\n  ".join(lines)
+
+
+def data_as_text(data: DataProfile) -> str:
+    """What the data are like, for a terminal."""
+    sizes = data.sizes
+    rows: list[tuple[str, IntArray]] = [("tokens of a sample", sizes.tokens)]
+    rows.append(("media of a sample", np.diff(sizes.media_start)))
+    if len(sizes.media_patches):
+        rows += [("patches of a media", sizes.media_patches), ("rows of a media", sizes.media_rows)]
+    table = columns(
+        ("", "least", "median", "mean", "95 %", "most"), [(name, *_spread(values)) for name, values in rows]
+    )
+    return f"{_settled(data)}\n\n{table}"
+
+
+def _settled(data: DataProfile) -> str:
+    share = f"the encoder has {100 * data.encoder_share:.0f} % of the work"
+    split = f"{data.encoder_devices} of {data.devices} devices"
+    if data.stable:
+        return f"Data: in every draw of {len(data.sizes):,} of {data.available:,} samples {share}, or so: {split}."
+    return f"Data: in {len(data.sizes):,} of {data.available:,} samples {share}: {split}."
+
+
+def _spread(values: IntArray | FloatArray) -> Sequence[str]:
+    figures = [values.min(), np.median(values), values.mean(), np.percentile(values, 95), values.max()]
+    return [f"{figure:,.1f}" if figure != round(float(figure)) else f"{figure:,.0f}" for figure in figures]
