@@ -84,5 +84,5 @@ def _ended(status: Status, died: bool) -> str | None:
             return status.error.rstrip()
         return f"{fault_sentence(status, 'failed')} Its error was:\n{status.error.rstrip()}"
     if died and status.state is not State.FINISHED:
-        return fault_sentence(status, f"died (process {status.pid} is gone)")
+        return fault_sentence(status, status.lost or f"died (process {status.pid} is gone)")
     return None

@@ -21,6 +21,7 @@ class Link:
         rank: the calling rank.
         number: of this link; it stands in each of its records.
         peers: all other ranks.
+        elsewhere: those of other hosts.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -29,11 +30,24 @@ class Link:
         self.number = mesh.links
         self.rank = mesh.rank
         self.peers = tuple(peer for peer in range(mesh.ranks) if peer != mesh.rank)
+        self.elsewhere = tuple(mesh.elsewhere.copies)
         self._early, mesh.early = mesh.early, []
 
     def send(self, peer: int, record: Record) -> None:
         """Send a record, which carries the number of this link, to ``peer``; see `Mesh.send`."""
         self._mesh.send(peer, record)
+
+    def carry(self, peer: int, record: Record, entry: memoryview) -> None:
+        """Let the service thread send an entry to a rank of another host; see `Carrier.send`.
+
+        Raises:
+            PoolError: when the peer has left in good order.
+        """
+        self._mesh.carry(peer, record, entry)
+
+    def withdraw(self, address: int) -> None:
+        """The bytes of the entry at ``address`` are about to change; see `Carrier.withdraw`."""
+        self._mesh.elsewhere.withdraw(address)
 
     def receive(self, timeout: float = 0.0) -> list[Record]:
         """What has arrived for this pool; waits up to ``timeout`` seconds for something. See `Mesh.receive`."""

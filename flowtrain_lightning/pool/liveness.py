@@ -57,6 +57,7 @@ class Status:
         error: the first error with its traceback; empty unless it failed.
         failed_time: when it failed, in seconds of ``time.monotonic()``; 0 unless it did.
         in_collective: whether it is in a collective of ``torch.distributed``, whatever its phase.
+        lost: a verb and what belongs to it, when it runs on another host and nothing more will come from it.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class Status:
     error: str
     failed_time: float
     in_collective: bool
+    lost: str = ""
 
     @property
     def waits(self) -> bool:
@@ -236,6 +238,14 @@ class StatusPage:
             in_collective=bool(words[_IN_COLLECTIVE]),
         )
 
+    def stopped(self) -> bool:
+        """Whether its process is stopped, by SIGSTOP or by a debugger."""
+        try:
+            state = Path(f"/proc/{self._words[_PID]}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False
+        return state in "Tt"
+
     def _text(self, start: int, length: int, limit: int) -> str:
         nbytes = min(max(self._words[length], 0), limit)
         return self.memory[start : start + nbytes].decode(errors="replace")
@@ -251,7 +261,8 @@ class StatusBoard:
 
     Args:
         pages: one per rank, the own one among them.
-        processes: for each rank a ``pidfd``, or None for the own process.
+        processes: for each rank a ``pidfd``, or what can be read like one when a rank of another host is lost; None for
+            the own process.
     """
 
     def __init__(self, pages: list[StatusPage], processes: list[int | None]) -> None:
@@ -274,19 +285,14 @@ class StatusBoard:
         return bool(poll.poll(0))
 
     def stopped(self, rank: int) -> bool:
-        """Whether the process of ``rank`` is stopped, by SIGSTOP or by a debugger."""
-        pid = self.pages[rank].read().pid
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return False
-        return state in "Tt" and not self.died(rank)
+        """Whether the process of ``rank`` lives but is stopped; on another host: lives but is silent."""
+        return self.pages[rank].stopped() and not self.died(rank)
 
     def kill(self, rank: int) -> None:
-        """End the process of a peer at once; nothing happens when it is gone already."""
+        """End the process of a peer at once; nothing happens when it is gone already, or runs on another host."""
         process = self.processes[rank]
         if process is not None and not self.died(rank):
-            with suppress(ProcessLookupError):
+            with suppress(OSError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
 
     def close(self) -> None:

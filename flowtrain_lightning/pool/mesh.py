@@ -1,4 +1,4 @@
-"""Every process of a machine connected with every other one: control records, and who is still there."""
+"""Every rank connected with every other one: control records, entries of other hosts, and who is still there."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from flowtrain_lightning.pool.elsewhere import Elsewhere
 from flowtrain_lightning.pool.errors import PeerFailed, PoolError
 from flowtrain_lightning.pool.faults import fault_sentence, find_fault
 from flowtrain_lightning.pool.inbox import ORDERED_STORES, Inbox, Slot, inbox_bytes
 from flowtrain_lightning.pool.liveness import PAGE_BYTES, State, StatusBoard, StatusPage
+from flowtrain_lightning.pool.meeting import Met, meet
 from flowtrain_lightning.pool.record import Kind, Numbered, Record, encode_record
-from flowtrain_lightning.pool.sockets import Connection, Rendezvous, Store
+from flowtrain_lightning.pool.sockets import Store
 from flowtrain_lightning.pool.stream import Stream
+from flowtrain_lightning.pool.turns import Turns
 
 _LOOK_SECONDS = 0.25  # how often a rank reads the others' pages, and its sockets though its inbox is never empty
 _PAGE_SECONDS = 0.2  # how long a closed connection waits for its process to be gone or to say why
+_FAR_PAGE_SECONDS = 1.0  # the same where it, or who is to blame, runs on another host
 _GOODBYE_SECONDS = 2.0  # how long closing waits for peers to read what is still queued
+_LAST_WORD_SECONDS = 0.3  # how long closing after a fault waits for other hosts to learn of it
 _READABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
 
 
 class Mesh:
-    """Connections to all other ranks of the machine. Used by one thread; only `abort` may be called by others.
+    """Connections to all other ranks. Used by one thread; only `abort` may be called by others.
 
-    Small records go through the peer's inbox, all others, and those that find no place there, through its socket. A
-    record's place among all that one rank has sent to another puts the two ways in order again.
+    Small records to a rank of this machine go through its inbox; others, and those that find no place there, through
+    its socket. A record's place among all that one rank has sent to another puts both ways in order again.
 
     Build it with `Mesh.connect`.
 
@@ -37,33 +42,21 @@ class Mesh:
         labels: one per rank, for messages.
         page: the calling rank's status page.
         board: the pages of all ranks.
+        elsewhere: the ranks of other hosts, whose pages are copies.
+        locations: where each rank runs; empty where all run on one machine.
         links: how many links were made on it.
         early: records of links that are still to be made here.
     """
 
-    def __init__(
-        self, rank: int, labels: Sequence[str], page: StatusPage, bell: int, connections: dict[int, Connection]
-    ) -> None:
+    def __init__(self, rank: int, labels: Sequence[str], page: StatusPage, bell: int, met: Met) -> None:
         self.rank = rank
         self.ranks = len(labels)
         self.labels = tuple(labels)
         self.page = page
+        self.locations = met.locations
         self._inbox = Inbox(page.memory, PAGE_BYTES, self.ranks)
-        self._slots: dict[int, Slot] = {}
-        pages: list[StatusPage] = []
-        for peer in range(self.ranks):
-            connection = connections.get(peer)
-            if connection is None:
-                pages.append(page)
-                continue
-            pages.append(StatusPage.attach(peer, connection.page, inbox_bytes(self.ranks)))
-            self._slots[peer] = Slot(pages[peer].memory, PAGE_BYTES, self.ranks, rank, connection.bell)
-        processes = [connections[peer].process if peer in connections else None for peer in range(self.ranks)]
-        self.board = StatusBoard(pages, processes)
-        self._streams = {peer: Stream(connection.socket, peer) for peer, connection in connections.items()}
+        self._turns = Turns(self.ranks)
         self._sent = [0] * self.ranks
-        self._received = [0] * self.ranks
-        self._held: dict[int, dict[int, Record]] = {}  # peer -> place -> what came before its turn, by the other way
         self._blocked: set[int] = set()  # peers whose socket was full
         self._fault: tuple[str, int | None] | None = None
         self._next_look = 0.0
@@ -71,15 +64,37 @@ class Mesh:
         self.early: list[Record] = []
         self._bell = bell
         self._bell_lock = threading.Lock()
-        self._epoll = select.epoll()
-        self._epoll.register(bell, select.EPOLLIN)
+        self.elsewhere = Elsewhere(page, labels, met.elsewhere, self._wake, self.abort)
+        pages: dict[int, StatusPage] = {rank: page, **self.elsewhere.copies}
+        processes: dict[int, int] = {peer: copy.ended for peer, copy in self.elsewhere.copies.items()}
+        sockets = {peer: connection.records for peer, connection in met.elsewhere.items()}
+        self._slots: dict[int, Slot] = {}
+        for peer, connection in met.here.items():
+            pages[peer] = StatusPage.attach(peer, connection.page, inbox_bytes(self.ranks))
+            processes[peer] = connection.process
+            sockets[peer] = connection.socket
+            self._slots[peer] = Slot(pages[peer].memory, PAGE_BYTES, self.ranks, rank, connection.bell)
+        self.board = StatusBoard(
+            [pages[peer] for peer in range(self.ranks)], [processes.get(peer) for peer in range(self.ranks)]
+        )
+        self._streams = {peer: Stream(connection, peer) for peer, connection in sorted(sockets.items())}
         self._stream_of = {stream.descriptor: stream for stream in self._streams.values()}
-        self._process_of = {connection.process: peer for peer, connection in connections.items()}
-        for descriptor in (*self._stream_of, *self._process_of):
+        self._process_of = {process: peer for peer, process in processes.items()}
+        self._epoll = select.epoll()
+        for descriptor in (bell, *self._stream_of, *self._process_of):
             self._epoll.register(descriptor, select.EPOLLIN)
 
     @classmethod
-    def connect(cls, store: Store, rank: int, ranks: int, labels: Sequence[str], timeout: float = 60.0) -> Mesh:
+    def connect(
+        cls,
+        store: Store,
+        rank: int,
+        ranks: int,
+        labels: Sequence[str],
+        timeout: float = 60.0,
+        address: str | None = None,
+        location: str | None = None,
+    ) -> Mesh:
         """Meet the other ranks. Every rank calls it once; with one rank the store is not used.
 
         Args:
@@ -88,6 +103,9 @@ class Mesh:
             ranks: how many there are.
             labels: what each rank is, for messages: for example ``"backbone 0"``.
             timeout: seconds until all must have come.
+            address: IP address at which ranks of other hosts reach this one (see `address_towards`); given by all ranks
+                or by none. Without it all ranks run on this machine, and no port is opened.
+            location: equal on ranks that share memory; None finds out. To force another way is for tests.
 
         Raises:
             PeerFailed: when a peer ends meanwhile.
@@ -98,13 +116,13 @@ class Mesh:
         page, descriptor = StatusPage.create(rank, labels[rank], inbox_bytes(ranks))
         bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            connections = Rendezvous(store, rank, labels, descriptor, bell, timeout).meet() if ranks > 1 else {}
+            met = meet(store, rank, labels, descriptor, bell, timeout, address, location)
         except BaseException:
             os.close(bell)
             raise
         finally:
             os.close(descriptor)
-        return cls(rank, labels, page, bell, connections)
+        return cls(rank, labels, page, bell, met)
 
     def send(self, peer: int, record: Record) -> None:
         """Send a record, or queue it where the peer has too much to read already. Never waits.
@@ -116,15 +134,25 @@ class Mesh:
         """
         stream = self._streams.get(peer)
         if stream is None:
-            raise PoolError(f"Rank {peer} ({self.labels[peer]}) has left; nothing can be sent to it any more.")
+            raise self._gone(peer)
         self._sent[peer] += 1
         message = encode_record(record, self._sent[peer])
         small = ORDERED_STORES and not record.payload and not record.descriptors
-        if small and not stream.queued and self._slots[peer].put(message):
+        if small and not stream.queued and peer in self._slots and self._slots[peer].put(message):
             return
         stream.send(message, record.descriptors)
         if stream.queued:
             self._watch(stream)
+
+    def carry(self, peer: int, record: Record, entry: memoryview) -> None:
+        """Let the service thread send a record and an entry to a rank of another host; see `Carrier.send`.
+
+        Raises:
+            PoolError: when the peer has left in good order.
+        """
+        if peer not in self._streams:
+            raise self._gone(peer)
+        self.elsewhere.carry(peer, record, entry)
 
     def receive(self, timeout: float = 0.0) -> list[Record]:
         """What has arrived; waits up to ``timeout`` seconds for something.
@@ -137,7 +165,7 @@ class Mesh:
             self._raise_fault()
         now = time.monotonic()
         if now < self._next_look:
-            records = self._in_order(self._inbox.take())
+            records = self._take()
             if records:
                 return records
         deadline = now + timeout
@@ -166,8 +194,7 @@ class Mesh:
         with self._bell_lock:
             if self._fault is None:
                 self._fault = (sentence, rank)
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+        self._wake()
 
     def close(self, goodbye: bool = True) -> None:
         """Leave. A second call does nothing.
@@ -178,21 +205,15 @@ class Mesh:
         """
         if self._epoll.closed:
             return
-        if goodbye and self._fault is None and self.page.state is not State.FAILED:
-            self.page.finish()
-            for peer, stream in self._streams.items():
-                self._sent[peer] += 1
-                stream.send(encode_record(Record(Kind.GOODBYE, self.rank), self._sent[peer]))
-                if stream.queued:
-                    self._watch(stream)
-            deadline = time.monotonic() + _GOODBYE_SECONDS
-            with suppress(PoolError):  # whoever fails now is no concern of a rank that has done its work
-                while any(stream.queued for stream in self._streams.values()) and time.monotonic() < deadline:
-                    self._read(0.05)
+        in_order = goodbye and self._fault is None and self.page.state is not State.FAILED
+        if in_order:
+            self._say_goodbye()
+        self.elsewhere.close(_GOODBYE_SECONDS if in_order else _LAST_WORD_SECONDS)
         self._epoll.close()
         for peer, stream in self._streams.items():
             stream.close()
-            self._slots[peer].close()
+            if peer in self._slots:
+                self._slots[peer].close()
         with self._bell_lock:
             os.close(self._bell)
             self._bell = -1
@@ -202,12 +223,38 @@ class Mesh:
         self.early.clear()
         self.board.close()
 
+    def _say_goodbye(self) -> None:
+        self.page.finish()
+        for peer, stream in self._streams.items():
+            self._sent[peer] += 1
+            stream.send(encode_record(Record(Kind.GOODBYE, self.rank), self._sent[peer]))
+            if stream.queued:
+                self._watch(stream)
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        with suppress(PoolError):  # whoever fails now is no concern of a rank that has done its work
+            while any(stream.queued for stream in self._streams.values()) and time.monotonic() < deadline:
+                self._read(0.05)
+
+    def _wake(self) -> None:
+        """Make `receive` look around. Safe to call from any thread."""
+        with self._bell_lock:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def _take(self) -> list[Record]:
+        """What has arrived without a socket of this thread."""
+        records = self._in_order(self._inbox.take())
+        arrived = self.elsewhere.arrived
+        while arrived:
+            records.append(arrived.popleft())
+        return records
+
     def _read(self, timeout: float) -> list[Record]:
         """What inbox and sockets hold; waits up to ``timeout`` seconds until one of them holds something."""
         records: list[Record] = []
         if timeout > 0:
             self._inbox.fall_asleep()
-            records = self._in_order(self._inbox.take())
+            records = self._take()
         events = self._epoll.poll(0 if records else timeout)
         if timeout > 0:
             self._inbox.wake_up()
@@ -224,8 +271,7 @@ class Mesh:
                 self._raise_fault()
             elif descriptor in self._process_of:  # else its peer has left earlier in this round
                 self._ended(descriptor)
-        records += self._in_order(self._inbox.take())
-        return records
+        return records + self._take()
 
     def _read_stream(self, stream: Stream, records: list[Record]) -> None:
         found = stream.read()
@@ -238,24 +284,10 @@ class Mesh:
         self._forget(stream.peer)
 
     def _in_order(self, found: list[Numbered]) -> list[Record]:
-        """The records whose turn it is, of those that came by one way and of those that were held back before."""
-        records: list[Record] = []
-        for place, record in found:
-            peer = record.sender
-            turn = self._received[peer] + 1
-            if place < turn or peer not in self._streams:
-                raise PoolError(f"A control record from rank {peer} was refused: it came twice, or after a goodbye.")
-            if place > turn:
-                self._held.setdefault(peer, {})[place] = record
-                continue
-            self._received[peer] = turn
-            if record.kind is Kind.GOODBYE:
-                self._forget(peer)
-                continue
-            records.append(record)
-            if peer in self._held:
-                waiting = self._held.pop(peer)
-                records += self._in_order(sorted(waiting.items()))
+        """The records whose turn it is; see `Turns.take`."""
+        records = self._turns.take(found) if found else []
+        while self._turns.goodbyes:
+            self._forget(self._turns.goodbyes.pop())
         return records
 
     def _watch(self, stream: Stream) -> None:
@@ -279,19 +311,27 @@ class Mesh:
             self._blame(peer)  # else what it sent before it left is still to be read
 
     def _blame(self, peer: int) -> None:
-        deadline = time.monotonic() + _PAGE_SECONDS
+        deadline = time.monotonic() + (_FAR_PAGE_SECONDS if self.elsewhere.copies else _PAGE_SECONDS)
         found = find_fault(self.board, self.rank)
-        while found is None and time.monotonic() < deadline:
+        while (found is None or not self._has_ended(found[0])) and time.monotonic() < deadline:
             time.sleep(0.01)
             found = find_fault(self.board, self.rank)
         blamed, sentence = found or (peer, fault_sentence(self.board[peer], "closed its connection without a goodbye"))
         self.page.blame(blamed)
+        self.elsewhere.tell()  # before this process ends and its own end is taken for the fault
         self.abort(sentence, blamed)
         self._raise_fault()
+
+    def _has_ended(self, peer: int) -> bool:
+        """Whether ``peer`` is seen to have ended; else it is known from another rank only that it has, or hangs."""
+        return self.board.died(peer) or self.board.pages[peer].state is State.FAILED
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
             raise PeerFailed(*self._fault)
+
+    def _gone(self, peer: int) -> PoolError:
+        return PoolError(f"Rank {peer} ({self.labels[peer]}) has left; nothing can be sent to it any more.")
 
     def _forget(self, peer: int) -> None:
         """``peer`` has left in good order."""
@@ -299,6 +339,8 @@ class Mesh:
         del self._stream_of[stream.descriptor]
         self._epoll.unregister(stream.descriptor)
         self._blocked.discard(peer)
-        self._held.pop(peer, None)
+        self._turns.forget(peer)
         stream.close()
-        self._slots.pop(peer).close()
+        slot = self._slots.pop(peer, None)
+        if slot is not None:
+            slot.close()

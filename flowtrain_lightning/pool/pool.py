@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Literal
 
 from torch import Tensor
 
@@ -18,12 +17,9 @@ from flowtrain_lightning.pool.lease import Lease
 from flowtrain_lightning.pool.link import Link
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.record import Kind, Record
-from flowtrain_lightning.pool.remote import RemoteTransport
 from flowtrain_lightning.pool.segment import Segment
-from flowtrain_lightning.pool.shared_memory import SharedMemoryTransport
 from flowtrain_lightning.pool.transport import Publication, Transport
-
-TransportName = Literal["auto", "shared_memory", "remote"]
+from flowtrain_lightning.pool.ways import TransportName, choose_transport
 
 _OPEN_POLL_SECONDS = 1.0
 
@@ -65,7 +61,7 @@ class Pool:
             mesh: connects the ranks.
             current_bytes: room for entries of the step that runs; 0 where the rank puts none.
             ahead_bytes: room for entries of later steps.
-            transport: how entries travel, equal on all ranks; ``"auto"`` takes the fastest that reaches all of them.
+            transport: how entries travel, equal on all ranks; ``"auto"``: to each peer by the fastest that reaches it.
 
         Raises:
             PeerFailed: when a peer ends meanwhile.
@@ -73,8 +69,7 @@ class Pool:
         """
         segment = Segment(mesh.rank, current_bytes, ahead_bytes)
         link = Link(mesh)
-        way: Transport
-        way = RemoteTransport(link, segment) if transport == "remote" else SharedMemoryTransport(link, segment)
+        way = choose_transport(transport, link, segment)
         pool = cls(link, segment, way)
         way.announce()
         while not way.ready():
@@ -185,6 +180,7 @@ class Pool:
         for key in [key for key in self._published if self._is_discarded(key)]:
             self._transport.forget(self._published.pop(key))
         for key in [key for key in self._own if self._is_discarded(key)]:
+            self._transport.withdraw(self._own[key][0])
             self._free(key)
 
     def close(self) -> None:

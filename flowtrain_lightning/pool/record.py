@@ -28,6 +28,8 @@ class Kind(IntEnum):
     """The payload is what the entry at ``address`` holds from byte ``start`` on."""
     RELEASE = 6
     """I have done with the entry ``channel, number`` at ``address``."""
+    STATUS = 7
+    """The payload is what my status page says; for ranks that cannot see it."""
 
 
 class Record(NamedTuple):
@@ -42,7 +44,7 @@ class Record(NamedTuple):
         address: of an entry.
         size: bytes.
         start: bytes.
-        payload: up to ``MAX_PAYLOAD`` bytes that follow.
+        payload: up to ``MAX_PAYLOAD`` bytes that follow; of an entry that came over the network, all of its bytes.
         descriptors: what came along; the receiver closes them.
     """
 
@@ -54,7 +56,7 @@ class Record(NamedTuple):
     address: int = 0
     size: int = 0
     start: int = 0
-    payload: bytes = b""
+    payload: bytes | bytearray = b""
     descriptors: tuple[int, ...] = ()
 
 

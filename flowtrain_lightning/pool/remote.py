@@ -6,6 +6,8 @@ faster by far.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flowtrain_lightning.pool.entry import Memory
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.link import Link
@@ -19,21 +21,22 @@ class RemoteTransport:
 
     name = "remote"
 
-    def __init__(self, link: Link, segment: Segment) -> None:
+    def __init__(self, link: Link, segment: Segment, peers: Sequence[int]) -> None:
         self._link = link
         self._segment = segment
+        self._peers = peers
         self._sizes: dict[int, int] = {}  # peer -> bytes of its segment
         self._copies: dict[int, bytearray] = {}  # address -> the entry
         self._arriving: dict[int, tuple[Publication, int]] = {}  # address -> what it will be, bytes so far
 
     def announce(self) -> None:
         """Tell all peers the segment's size, the bound of what they may have to keep."""
-        for peer in self._link.peers:
+        for peer in self._peers:
             self._link.send(peer, Record(Kind.SEGMENT, self._link.rank, self._link.number, size=self._segment.nbytes))
 
     def ready(self) -> bool:
         """Whether the sizes of all peers are known."""
-        return len(self._sizes) == len(self._link.peers)
+        return len(self._sizes) == len(self._peers)
 
     def publish(self, reader: int, publication: Publication) -> None:
         """Send the entry: first what it is, then its bytes in pieces."""
@@ -44,6 +47,9 @@ class RemoteTransport:
             piece = self._segment.memory[first : first + min(MAX_PAYLOAD, publication.nbytes - start)]
             record = Record(Kind.DATA, self._link.rank, self._link.number, address=address, start=start, payload=piece)
             self._link.send(reader, record)
+
+    def withdraw(self, publication: Publication) -> None:
+        """It was sent as a copy already."""
 
     def receive(self, record: Record) -> Publication | None:
         """Learn of an entry, or take a piece of it; it is readable with its last piece."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from mmap import mmap
 
 from flowtrain_lightning.pool.address import Tier
@@ -20,24 +21,28 @@ class SharedMemoryTransport:
 
     name = "shared_memory"
 
-    def __init__(self, link: Link, segment: Segment) -> None:
+    def __init__(self, link: Link, segment: Segment, peers: Sequence[int]) -> None:
         self._link = link
         self._segment = segment
+        self._peers = peers
         self._memories: dict[int, mmap] = {}
 
     def announce(self) -> None:
         """Pass the segment's descriptor to all peers."""
-        for peer in self._link.peers:
+        for peer in self._peers:
             record = Record(Kind.SEGMENT, self._link.rank, self._link.number, size=self._segment.nbytes)
             self._link.send(peer, record._replace(descriptors=(self._segment.descriptor,)))
 
     def ready(self) -> bool:
         """Whether the segments of all peers are mapped."""
-        return len(self._memories) == len(self._link.peers)
+        return len(self._memories) == len(self._peers)
 
     def publish(self, reader: int, publication: Publication) -> None:
         """Tell ``reader`` the address; the bytes stay where they are."""
         publication.send(self._link, reader, Kind.PUBLISH)
+
+    def withdraw(self, publication: Publication) -> None:
+        """Nothing is sent; a reader that looks finds that the entry is gone."""
 
     def receive(self, record: Record) -> Publication | None:
         """Map a peer's segment, or learn of an entry."""

@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -97,22 +97,33 @@ def send_bytes(connection: socket.socket, message: bytes, descriptors: Sequence[
 
 
 class Rendezvous:
-    """Meets all other ranks; used once, at start.
+    """Meets the other ranks of this machine; used once, at start.
 
     Args:
         store: where the ranks tell each other the names of their sockets. Every mesh needs keys of its own (a
             ``PrefixStore``).
         rank: the calling rank.
         labels: one per rank, for messages.
+        peers: the ranks to meet.
         page: descriptor of the calling rank's status page and inbox.
         bell: ``eventfd`` that wakes the calling rank.
         timeout: seconds for all of it.
     """
 
-    def __init__(self, store: Store, rank: int, labels: Sequence[str], page: int, bell: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        labels: Sequence[str],
+        peers: Collection[int],
+        page: int,
+        bell: int,
+        timeout: float,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._labels = labels
+        self._peers = sorted(peers)
         self._own = page, bell
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
@@ -126,15 +137,15 @@ class Rendezvous:
             PeerFailed: when a peer ends meanwhile.
             PoolError: when a peer does not come in time, or belongs to another user, or the store ends.
         """
-        ranks = len(self._labels)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             name = f"flowtrain-{secrets.token_hex(16)}"
             listener.bind(f"\0{name}")
-            listener.listen(ranks)
+            listener.listen(len(self._labels))
             try:
                 self._tell_name(name)
-                for peer in range(self._rank):
-                    self._connect(peer)
+                for peer in self._peers:
+                    if peer < self._rank:
+                        self._connect(peer)
                 self._exchange_hellos(listener)
                 return {peer: self._connection(peer) for peer in sorted(self._sockets)}
             except BaseException:
@@ -151,7 +162,7 @@ class Rendezvous:
         peers = {connection.fileno(): peer for peer, connection in self._sockets.items()}
         for descriptor in peers:
             poll.register(descriptor, select.POLLIN)
-        while len(self._passed) < len(self._labels) - 1:
+        while len(self._passed) < len(self._peers):
             events = poll.poll(self._remaining() * 1000)
             for descriptor, _ in events:
                 peer = peers.get(descriptor)
@@ -234,8 +245,13 @@ class Rendezvous:
             raise self._ended(peer)
         record = decode_record(message, peer)
         ranks = len(self._labels)
-        known = record.sender in self._sockets if peer is None else False
-        if record.kind is not Kind.HELLO or record.number != ranks or len(descriptors) != len(self._own) or known:
+        expected = peer is not None or (record.sender in self._peers and record.sender not in self._sockets)
+        if (
+            record.kind is not Kind.HELLO
+            or record.number != ranks
+            or len(descriptors) != len(self._own)
+            or not expected
+        ):
             _close_all(descriptors)
             raise PoolError(
                 f"A process introduced itself as rank {record.sender} of {record.number}; expected one of {ranks} "
@@ -260,8 +276,7 @@ class Rendezvous:
         return remaining
 
     def _missing(self) -> PoolError:
-        met = {self._rank, *self._passed}
-        unmet = [rank for rank in range(len(self._labels)) if rank not in met]
+        unmet = [rank for rank in self._peers if rank not in self._passed]
         absent = [rank for rank in unmet if not self._store.check([f"mesh/{rank}"])]
         missing = [f"{rank} ({self._labels[rank]})" for rank in absent or unmet]
         return PoolError(

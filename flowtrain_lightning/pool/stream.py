@@ -16,11 +16,17 @@ class Stream:
     Args:
         connection: connected and non-blocking; closed by `close`.
         peer: the rank at its other end.
+
+    Attributes:
+        peer: the same.
+        descriptor: of the connection.
+        error: what the system said when the connection broke; None while it is whole, or closed by the peer.
     """
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self.peer = peer
         self.descriptor = connection.fileno()
+        self.error: OSError | None = None
         self._connection = connection
         self._queue: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._cut = b""  # the begin of a record whose end is to come
@@ -50,7 +56,8 @@ class Stream:
                     queue.popleft()
         except BlockingIOError:
             return
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError as error:
+            self.error = self.error or error
             queue.clear()  # it has ended; reading from it will say whether in good order
 
     def read(self) -> list[Numbered] | None:
@@ -63,8 +70,9 @@ class Stream:
             arrived, descriptors = receive_bytes(self._connection)
         except BlockingIOError:
             return []
-        except ConnectionResetError:
-            return None  # it closed before it had read everything
+        except OSError as error:  # for example: it closed before it had read everything
+            self.error = self.error or error
+            return None
         if not arrived:
             return None
         if self._cut:

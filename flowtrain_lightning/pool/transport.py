@@ -62,6 +62,9 @@ class Transport(Protocol):
     def publish(self, reader: int, publication: Publication) -> None:
         """Make an entry of the own segment readable by ``reader``. Never waits."""
 
+    def withdraw(self, publication: Publication) -> None:
+        """Stop what sends an entry of the own segment: its room is given to another, though not all readers have it."""
+
     def receive(self, record: Record) -> Publication | None:
         """Take a record that is not for the pool's books.
 

@@ -27,27 +27,42 @@ def on_all_ranks(make: Callable[[int], Made], ranks: int) -> list[Made]:
         return list(threads.map(make, range(ranks)))
 
 
+def place(transport: str, rank: int) -> dict[str, str]:
+    """Where a rank claims to run: ``"network"`` gives each rank a host of its own, ``"both"`` shares out two hosts."""
+    if transport not in ("network", "both"):
+        return {}
+    return {"address": "127.0.0.1", "location": f"host {rank if transport == 'network' else rank % 2}"}
+
+
+def way(transport: str) -> str:
+    """The transport to ask for: the network is never asked for, but chosen between hosts."""
+    return "auto" if transport in ("network", "both") else transport
+
+
 @contextmanager
-def meshes(ranks: int) -> Iterator[list[Mesh]]:
+def meshes(ranks: int, transport: str = "shared_memory") -> Iterator[list[Mesh]]:
     """Connected meshes of ``ranks`` ranks, all in this process."""
     store = HashStore()
-    made = on_all_ranks(lambda rank: Mesh.connect(store, rank, ranks, labels(ranks), timeout=20), ranks)
+
+    def connect(rank: int) -> Mesh:
+        return Mesh.connect(store, rank, ranks, labels(ranks), timeout=20, **place(transport, rank))
+
+    made = on_all_ranks(connect, ranks)
     try:
         yield made
     finally:
-        for mesh in made:
-            mesh.close()
+        on_all_ranks(lambda rank: made[rank].close(), ranks)
 
 
 def open_pools(made: list[Mesh], current_bytes: int, ahead_bytes: int, transport: str) -> list[Pool]:
     """A pool on every rank of these meshes."""
-    return on_all_ranks(lambda rank: Pool.open(made[rank], current_bytes, ahead_bytes, transport), len(made))
+    return on_all_ranks(lambda rank: Pool.open(made[rank], current_bytes, ahead_bytes, way(transport)), len(made))
 
 
-def join_job(rank: int, ranks: int, timeout: float = 60.0) -> Mesh:
-    """The mesh of one process that `tests.processes` started."""
+def join_job(rank: int, ranks: int, timeout: float = 60.0, **where: str) -> Mesh:
+    """The mesh of one process that `tests.processes` started; ``where`` is its address and location."""
     store = FileStore(os.path.join(os.environ["FOLDER"], "store"), ranks)
-    return Mesh.connect(store, rank, ranks, labels(ranks), timeout)
+    return Mesh.connect(store, rank, ranks, labels(ranks), timeout, **where)
 
 
 def wait_for(pool: Pool, done: Callable[[], object], seconds: float = 20.0) -> None:

@@ -1,0 +1,232 @@
+"""Connects ranks of different hosts over TCP, three connections for each two of them, before any of them sends.
+
+Control records, status pages and the bytes of entries have a connection each: a large entry on its way over a slow
+network then delays no heartbeat, and each connection is used by one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from weakref import WeakSet
+
+from flowtrain_lightning.pool.errors import PeerFailed, PoolError
+from flowtrain_lightning.pool.handshake import Call, Stranger, answer_call, make_secret, place_call
+from flowtrain_lightning.pool.location import own_location
+from flowtrain_lightning.pool.sockets import Store
+
+UNREACHABLE_SECONDS = 10.0
+"""How long a host may be silent before its ranks count as lost. A kernel answers for processes that are stopped."""
+
+_LOOK_SECONDS = 0.05
+_HANDSHAKE_SECONDS = 10.0  # for a caller to prove itself; several at once, so that a silent stranger delays nobody
+_CALLERS_AT_ONCE = 16
+
+
+class Purpose(IntEnum):
+    """What each connection between two ranks of different hosts carries."""
+
+    RECORDS = 0
+    PAGES = 1
+    ENTRIES = 2
+
+
+@dataclass(frozen=True)
+class RemoteConnection:
+    """A connected rank of another host.
+
+    Attributes:
+        records: carries control records; like the others it is non-blocking.
+        pages: carries status pages.
+        entries: carries the bytes of entries.
+    """
+
+    records: socket.socket
+    pages: socket.socket
+    entries: socket.socket
+
+
+_inheritable: WeakSet[socket.socket] = WeakSet()
+
+
+def _close_in_child() -> None:
+    """A fork that outlived this process would hold its connections open, and others could not see that it died."""
+    for connection in list(_inheritable):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class HostMeeting:
+    """Tells the ranks where each of them runs, and connects this one with those that run elsewhere; used once.
+
+    Args:
+        store: where the ranks tell each other their places. Whoever can read it can join the job.
+        rank: the calling rank.
+        labels: one per rank, for messages.
+        address: IP address at which ranks of other hosts reach this one.
+        location: equal on ranks that share memory; None finds out.
+        deadline: for all of it, in seconds of ``time.monotonic()``.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, labels: Sequence[str], address: str, location: str | None, deadline: float
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._labels = labels
+        self._deadline = deadline
+        self._sockets: dict[tuple[int, int], socket.socket] = {}
+        self._listener = socket.create_server((address, 0), backlog=3 * len(labels))
+        try:
+            _, port = self._listener.getsockname()
+            if rank == 0:
+                store.set("mesh/secret", make_secret())
+            store.set(f"mesh/place/{rank}", "\n".join((location or own_location(), address, str(port))))
+            places = [self._ask(f"mesh/place/{peer}", peer).split("\n") for peer in range(len(labels))]
+            self._secret = self._ask("mesh/secret", 0)
+        except BaseException:
+            self._listener.close()
+            raise
+        self.locations = tuple(location for location, _, _ in places)
+        self._addresses = [(host, int(port)) for _, host, port in places]
+        self.elsewhere = {peer for peer in range(len(labels)) if self.locations[peer] != self.locations[rank]}
+
+    def meet(self, watched: Collection[tuple[int, int]]) -> dict[int, RemoteConnection]:
+        """Connect with all ranks that run elsewhere: call those below, answer those above.
+
+        Args:
+            watched: ranks that were met already, and for each a descriptor that tells of its end.
+
+        Raises:
+            PeerFailed: when a peer ends meanwhile.
+            PoolError: when a peer does not come in time.
+        """
+        try:
+            for peer in sorted(self.elsewhere):
+                if peer < self._rank:
+                    for purpose in Purpose:
+                        self._sockets[peer, purpose] = self._call(peer, purpose)
+            self._answer({descriptor: peer for peer, descriptor in watched})
+            for connection in self._sockets.values():
+                _prepare(connection)
+            return {
+                peer: RemoteConnection(*(self._sockets[peer, purpose] for purpose in Purpose))
+                for peer in sorted(self.elsewhere)
+            }
+        except BaseException:
+            for connection in self._sockets.values():
+                connection.close()
+            raise
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Listen no more. A second call does nothing."""
+        self._listener.close()
+
+    def _ask(self, key: str, peer: int) -> str:
+        """What ``peer`` has left in the store."""
+        while not self._store.check([key]):
+            if time.monotonic() >= self._deadline:
+                raise PoolError(f"{self._who(peer)} did not start in time. Did it meet an error? See its output.")
+            time.sleep(_LOOK_SECONDS)
+        return self._store.get(key).decode()
+
+    def _call(self, peer: int, purpose: Purpose) -> socket.socket:
+        host, port = self._addresses[peer]
+        who = self._who(peer)
+        try:
+            connection = socket.create_connection((host, port), max(self._deadline - time.monotonic(), 0.001))
+        except ConnectionRefusedError as error:
+            raise PeerFailed(f"{who} ended during start-up. See its output.", peer) from error
+        except OSError as error:
+            raise PoolError(
+                f"{who} cannot be reached at {host}:{port} ({error}). Does a firewall stand between the hosts, or is "
+                "it the address of another network?"
+            ) from error
+        try:
+            place_call(connection, Call(self._rank, peer, len(self._labels), purpose), self._secret, self._deadline)
+        except Stranger as stranger:
+            connection.close()
+            raise PeerFailed(f"{who} did not answer at {host}:{port} during start-up: {stranger}.", peer) from stranger
+        return connection
+
+    def _answer(self, watched: dict[int, int]) -> None:
+        """Let in the ranks above that run elsewhere, and notice when a rank that has been met ends meanwhile."""
+        expected = {(peer, purpose) for peer in self.elsewhere if peer > self._rank for purpose in Purpose}
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        watched |= {connection.fileno(): peer for (peer, _), connection in self._sockets.items()}
+        for descriptor in watched:
+            poll.register(descriptor, select.POLLRDHUP)
+        calls: list[tuple[socket.socket, Future[Call]]] = []
+        with ThreadPoolExecutor(_CALLERS_AT_ONCE) as threads:
+            try:
+                while not expected <= self._sockets.keys():
+                    if time.monotonic() >= self._deadline:
+                        raise self._missing()
+                    for descriptor, _ in poll.poll(_LOOK_SECONDS * 1000):
+                        if descriptor in watched:
+                            peer = watched[descriptor]
+                            raise PeerFailed(f"{self._who(peer)} ended during start-up. See its output.", peer)
+                        connection, _ = self._listener.accept()
+                        until = min(self._deadline, time.monotonic() + _HANDSHAKE_SECONDS)
+                        calls.append((connection, threads.submit(answer_call, connection, self._secret, until)))
+                    calls = [call for call in calls if not self._take(*call, expected)]
+            finally:
+                for connection, _ in calls:
+                    with suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread that answers
+                    connection.close()
+
+    def _take(self, connection: socket.socket, answered: Future[Call], expected: set[tuple[int, Purpose]]) -> bool:
+        """Keep a connection whose caller has proved itself, close that of a stranger; False while neither is known."""
+        if not answered.done():
+            return False
+        try:
+            call = answered.result()
+        except Stranger:
+            connection.close()  # no business of ours, and no reason to end the job
+            return True
+        place = (call.caller, call.purpose)
+        if (call.answerer, call.ranks) != (
+            self._rank,
+            len(self._labels),
+        ) or place not in expected - self._sockets.keys():
+            connection.close()
+            raise PoolError(
+                f"A process introduced itself as rank {call.caller} of {call.ranks}; expected one of "
+                f"{len(self._labels)} ranks that has not come yet. Is another run using the same store?"
+            )
+        self._sockets[place] = connection
+        return True
+
+    def _missing(self) -> PoolError:
+        missing = sorted(peer for peer in self.elsewhere if peer > self._rank and (peer, 0) not in self._sockets)
+        return PoolError(
+            f"{self._who(self._rank)} waited in vain for these ranks of other hosts to start: "
+            f"{', '.join(map(self._who, missing))}. Did they meet an error? See their output."
+        )
+
+    def _who(self, rank: int) -> str:
+        return f"Rank {rank} ({self._labels[rank]})"
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Send at once, never wait, and notice when the other host is gone though nothing is sent."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 9)  # later than where pages come
+    _inheritable.add(connection)
