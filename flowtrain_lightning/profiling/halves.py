@@ -35,15 +35,19 @@ _OPTIMIZER_STEPS = 5
 
 
 class OptimizerClock(L.Callback):
-    """Knows how long the optimizer took.
+    """Knows how long the optimizer took. Learning rates stay: a scheduler may wait for a metric of the validation.
 
     Attributes:
-        seconds: of the last step's optimizer, its scheduler included.
+        seconds: of the last step's optimizer.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._start = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leaves the schedulers out."""
+        trainer.strategy.lr_scheduler_configs = []
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """All gradients are there."""

@@ -102,6 +102,16 @@ def test_a_module_may_ask_the_trainer_for_its_data_and_precision(data):
     assert profile.origin.settings["precision"] == "bf16-mixed"
 
 
+def test_a_scheduler_that_waits_for_a_validation_is_in_nobodys_way(data):
+    class OnPlateau(TinyVLM):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    assert profiled(OnPlateau(), data).roles["backbone"].optimizer_seconds > 0
+
+
 def test_what_two_ranks_take_to_sum_gradients_is_measured_too(data):
     reduction = profiled(TinyVLM(), data, reduction=True).reduction
     assert reduction.ranks == 2
