@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -58,6 +60,7 @@ class Job:
         self._mesh.page.enter("start up", -1)
         self._watchdog = Watchdog(self._mesh, rank, self.labels, hang_timeout, seconds, fault_folder)
         self._watchdog.start()
+        atexit.register(self._tell_at_exit)
         kin.watched, kin.needed = True, False
 
     @property
@@ -98,12 +101,17 @@ class Job:
         if self._mesh is None:
             return
         self._watchdog.stop()
+        atexit.unregister(self._tell_at_exit)
         status = self._mesh.page.read()
         # Where there was a fault, the watchdog has the last word.
         kin.watched = status.state is State.FAILED or status.blames is not None
         self._mesh.close()
         self._mesh = None
         self.groups.cross.page = None
+
+    def _tell_at_exit(self) -> None:
+        # For ways past `tell` and `leave`: an exception in a callback's `on_exception`, say, ends Lightning's clean-up.
+        self.tell(getattr(sys, "last_value", None) or RuntimeError("The process ended before the run did."))
 
 
 def patience(hang_timeout: float, timeout: timedelta) -> timedelta:

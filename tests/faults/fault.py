@@ -29,8 +29,9 @@ class Fault:
     """A fault that a rank inflicts upon itself.
 
     Attributes:
-        kind: ``"kill"`` and ``"stop"`` (signals), ``"raise"`` and ``"exit"`` (Python exceptions), ``"loop"`` and
-            ``"sleep"`` (no end), ``"kill worker"`` (a process that loads data for the rank).
+        kind: ``"kill"`` and ``"stop"`` (signals), ``"raise"`` and ``"exit"`` (Python exceptions), ``"raise
+            twice"`` (a callback that hears of the first exception raises another one), ``"loop"`` and ``"sleep"`` (no
+            end), ``"kill worker"`` (a process that loads data for the rank).
         rank: the global rank that breaks.
         place: one of ``PLACES``.
         step: ``trainer.global_step`` at that moment, where there is one.
@@ -51,7 +52,7 @@ class Fault:
         if self.kind in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
             time.sleep(600)  # the signal may come a moment later; and after a stop nobody continues this process
-        elif self.kind == "raise":
+        elif self.kind in ("raise", "raise twice"):
             raise ValueError("a fault of the test")
         elif self.kind == "exit":
             sys.exit(0)

@@ -66,7 +66,8 @@ class ForkedRank:
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
+        except BaseException as error:
+            sys.last_value = error  # as the interpreter does
             traceback.print_exc()
         finally:
             atexit._run_exitfuncs()

@@ -96,6 +96,10 @@ class Places(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.scene.pass_by("between", trainer.global_step)
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self.scene.fault is not None and self.scene.fault.kind == "raise twice":
+            raise RuntimeError("another fault of the test") from exception
+
     def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
         step, fsync = trainer.global_step, os.fsync
 
