@@ -60,23 +60,19 @@ def predict(
         machine: what the ranks compute on.
         kept_batches: encoder batches whose activations each encoder rank keeps.
     """
-    trains = profile.roles[ENCODER].trains
     ends = {role: _end_seconds(profile, role, len(allocation.ranks[role])) for role in ROLES}
-    works = [_work(plan, profile, kept_batches) for plan in plans]
+    works = [_work(plan, profile, kept_batches, ends) for plan in plans]
     lanes = Lanes(
         allocation.ranks[BACKBONE],
         allocation.ranks[ENCODER],
         meet=False,
         kept=kept_batches,
-        ahead=0 if trains else STEPS_AHEAD,
+        ahead=0 if profile.roles[ENCODER].trains else STEPS_AHEAD,
     )
-    if trains:  # every rank ends the step with all others before it reduces
-        played = run_time(works, lanes)[-1] / len(works) + max(
-            sum(ends[role] for role in ROLES if rank in allocation.ranks[role]) for rank in _everyone(allocation)
-        )
-    else:  # an encoder rank works on while the backbone reduces
-        played = run_time([_with_end(work, ends[BACKBONE]) for work in works], lanes)[-1] / len(works)
-    busy = _busy_seconds(works, allocation, ends)
+    # Round once more to the first step, for what a step takes from one backbone's end to the next.
+    backbone_ends = run_time([*works, works[0]], lanes)
+    played = (backbone_ends[-1] - backbone_ends[0]) / len(works)
+    busy = _busy_seconds(works, allocation)
     crowded = max(sum(sum(busy[rank].values()) for rank in ranks) / machine.capacity for ranks in machine.sharing)
     seconds = max(played, crowded)
     samples = float(np.mean([len(plan.samples) for plan in plans]))
@@ -100,7 +96,8 @@ def _end_seconds(profile: Profile, role: str, ranks: int) -> float:
     return reduction_seconds(profile.reduction, half.gradient_bytes, ranks) + half.optimizer_seconds
 
 
-def _work(plan: StepPlan, profile: Profile, kept_batches: int) -> StepWork:
+def _work(plan: StepPlan, profile: Profile, kept_batches: int, ends: dict[str, float]) -> StepWork:
+    """What the lanes compute; the end of a step is one more microbatch, and a part of the last encoder batch."""
     encoder = profile.roles[ENCODER]
 
     def encoder_batch(patches: IntArray) -> tuple[float, float]:
@@ -108,24 +105,25 @@ def _work(plan: StepPlan, profile: Profile, kept_batches: int) -> StepWork:
         forward = seconds * encoder.forward_share if encoder.trains else seconds
         return forward, seconds - forward
 
-    recomputed = recomputed_batches(plan, kept_batches) if encoder.trains else None
-    return plan_work(plan, profile.cost.of_set, encoder_batch, recomputed)
+    work = plan_work(
+        plan,
+        profile.cost.of_set,
+        encoder_batch,
+        recomputed_batches(plan, kept_batches) if encoder.trains else None,
+    )
+    encoding = [
+        [*batches[:-1], *(replace(last, backward=last.backward + ends[ENCODER]) for last in batches[-1:])]
+        for batches in work.encoder_batches
+    ]
+    return StepWork([[*of_rank, ends[BACKBONE]] for of_rank in work.microbatches], encoding)
 
 
-def _with_end(work: StepWork, seconds: float) -> StepWork:
-    """The same with the step's end as one more microbatch, which reads nothing."""
-    return StepWork([[*of_rank, seconds] for of_rank in work.microbatches], work.encoder_batches)
-
-
-def _busy_seconds(
-    works: Sequence[StepWork], allocation: Allocation, ends: dict[str, float]
-) -> dict[int, dict[str, float]]:
+def _busy_seconds(works: Sequence[StepWork], allocation: Allocation) -> dict[int, dict[str, float]]:
     """Rank -> role -> seconds that it computes for that role in a step, on average."""
-    busy: dict[int, dict[str, float]] = {rank: {} for rank in _everyone(allocation)}
+    busy: dict[int, dict[str, float]] = {rank: {} for rank in sorted(set().union(*allocation.ranks.values()))}
     for role in ROLES:
         for lane, rank in enumerate(allocation.ranks[role]):
-            of_steps = [_lane_seconds(work, role, lane) for work in works]
-            busy[rank][role] = float(np.mean(of_steps)) + ends[role]
+            busy[rank][role] = float(np.mean([_lane_seconds(work, role, lane) for work in works]))
     return busy
 
 
@@ -141,7 +139,3 @@ def _idle(busy: dict[int, dict[str, float]], allocation: Allocation, seconds: fl
         role: max(0.0, 1 - float(np.mean([sum(busy[rank].values()) for rank in allocation.ranks[role]])) / seconds)
         for role in ROLES
     }
-
-
-def _everyone(allocation: Allocation) -> list[int]:
-    return sorted(set().union(*allocation.ranks.values()))

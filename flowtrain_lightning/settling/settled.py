@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from flowtrain_lightning.allocator import Allocation, AllocationError
@@ -67,7 +68,13 @@ class Settled:
     def record(self, trainer: L.Trainer, folder: str) -> None:
         """Tell the loggers, and write ``allocation.yaml`` where the log goes. Rank 0 calls it."""
         for logger in trainer.loggers:
-            logger.log_hyperparams(self.hyperparameters())
+            if isinstance(
+                logger, TensorBoardLogger
+            ):  # which shows the first hyperparameters alone: those of the module
+                logger.log_hyperparams(self.hyperparameters(), metrics={})
+                logger.experiment.add_text("allocation", f"```\n{self.text}\n```")
+            else:
+                logger.log_hyperparams(self.hyperparameters())
         if "://" in folder:
             return
         try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from tests.lightning.stage import Stage
-from tests.lightning.wandb_file import read_history
+from tests.lightning.wandb_file import read_config, read_history
 from tests.tiny import TinyVLM
 
 pytestmark = pytest.mark.timeout(600)
@@ -61,6 +62,17 @@ def test_hyperparameters_reach_the_loggers(theatre):
     theatre.seen(log_to_everything, "1+1")
     written = (theatre.folder(log_to_everything, "1+1") / "csv" / "hparams.yaml").read_text()
     assert "weight_decay: 0.1" in written
+
+
+def test_loggers_keep_the_allocation_and_its_reason(theatre):
+    theatre.seen(log_to_everything, "1+1")
+    folder = theatre.folder(log_to_everything, "1+1")
+    config = read_config(folder)
+    assert config["allocation"].startswith("separate: encoder on rank 1")
+    assert config["allocation_reason"] == "it was asked for"
+    for name in ("csv", "tensorboard"):
+        kept = yaml.safe_load((folder / name / "hparams.yaml").read_text())
+        assert all(kept[key] == config[key] for key in ("allocation", "allocation_reason"))
 
 
 def test_only_rank_zero_writes(theatre):

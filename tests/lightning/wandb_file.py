@@ -1,9 +1,9 @@
-"""Reads the history of an offline Weights & Biases run from its file."""
+"""Reads history and hyperparameters of an offline Weights & Biases run from its file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,28 @@ _FILE_HEADER, _BLOCK, _CHUNK_HEADER = 7, 32 * 1024, 7
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
     """What was logged, one dictionary per call, of the only run under ``folder``."""
+    return [_values(record.history.item) for record in _read(folder) if record.HasField("history")]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The hyperparameters of the only run under ``folder``."""
+    config: dict[str, Any] = {}
+    for record in _read(folder):
+        for changed in (record.config, record.run.config):
+            config |= _values(changed.update)
+    return config
+
+
+def _read(folder: Path) -> Iterator[Record]:
     (file,) = folder.glob("**/offline-run-*/*.wandb")
-    rows = []
     for data in _records(file.read_bytes()):
         record = Record()
         record.ParseFromString(data)
-        if record.HasField("history"):
-            rows.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
-    return rows
+        yield record
+
+
+def _values(items: Iterable[Any]) -> dict[str, Any]:
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
 def _records(content: bytes) -> Iterator[bytes]:
