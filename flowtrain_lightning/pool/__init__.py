@@ -1,8 +1,8 @@
 """Pool: one address space for features and gradients, moved between processes.
 
-Read in this order: `pool.py` (what a user of it sees), `entry.py` and `address.py` (what lies where), `segment.py`
-and `arena.py` (room), `mesh.py`, `inbox.py` and `stream.py` (how processes talk), `liveness.py` and `faults.py` (who
-is alive), `transport.py` (how entries travel), `reservations.py` (room that a fixed order needs).
+Read in this order: `pool.py` (what a user of it sees), `entry.py` and `address.py` (what lies where), `segment.py`,
+`part.py`, `reservations.py` and `arena.py` (room), `mesh.py`, `inbox.py` and `stream.py` (how processes talk),
+`liveness.py` and `faults.py` (who is alive), `transport.py` (how entries travel).
 """
 
 from flowtrain_lightning.pool.address import Address, Tier
@@ -14,7 +14,7 @@ from flowtrain_lightning.pool.lease import Lease
 from flowtrain_lightning.pool.liveness import State, Status, StatusBoard, StatusPage
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.pool import Pool
-from flowtrain_lightning.pool.reservations import Reservation, Reserved, least_held, reserve
+from flowtrain_lightning.pool.reservations import Reservation, lay_out
 
 __all__ = [
     "WAIT_LIMITS",
@@ -28,7 +28,6 @@ __all__ = [
     "PoolCounters",
     "PoolError",
     "Reservation",
-    "Reserved",
     "State",
     "Status",
     "StatusBoard",
@@ -37,6 +36,5 @@ __all__ = [
     "entry_room",
     "fault_sentence",
     "first_fault",
-    "least_held",
-    "reserve",
+    "lay_out",
 ]

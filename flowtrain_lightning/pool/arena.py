@@ -18,13 +18,11 @@ class Arena:
     Attributes:
         capacity: bytes that can be given out in all.
         used: bytes given out now.
-        peak: the most bytes that were given out at one time.
     """
 
     def __init__(self, start: int, capacity: int) -> None:
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
         self.used = 0
-        self.peak = 0
         self._taken: dict[int, int] = {}  # offset -> bytes
         self._free: list[tuple[int, int]] = []  # (bytes, offset), sorted: the first that is large enough fits best
         self._free_at: dict[int, int] = {}  # offset -> bytes
@@ -53,11 +51,13 @@ class Arena:
             self._add_free(offset + nbytes, available - nbytes)
         self._taken[offset] = nbytes
         self.used += nbytes
-        self.peak = max(self.peak, self.used)
         return offset
 
-    def free(self, offset: int) -> None:
+    def free(self, offset: int) -> int:
         """Give back the room that begins at ``offset``.
+
+        Returns:
+            How many bytes that are.
 
         Raises:
             KeyError: when no room that was given out begins there.
@@ -74,12 +74,13 @@ class Arena:
             self._remove_free(before, offset - before)
             offset = before
         self._add_free(offset, end - offset)
+        return nbytes
 
     def fits(self, sizes: Sequence[int]) -> bool:
         """Whether room for all of ``sizes`` could be taken now, in that order."""
         if len(sizes) == 1:
             return aligned(max(sizes[0], 1)) <= self.largest_free
-        peak, taken = self.peak, []
+        taken = []
         for nbytes in sizes:
             offset = self.allocate(nbytes)
             if offset is None:
@@ -87,7 +88,6 @@ class Arena:
             taken.append(offset)
         for offset in taken:
             self.free(offset)
-        self.peak = peak
         return len(taken) == len(sizes)
 
     def _add_free(self, offset: int, nbytes: int) -> None:

@@ -10,7 +10,7 @@ WAIT_LIMITS = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3,
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Bytes of one arena, headers and alignment included: taken now, at most so far, and in all."""
+    """Bytes of one part of a segment, headers and alignment included: taken now, at most so far, and in all."""
 
     now: int
     peak: int
@@ -30,8 +30,8 @@ class PoolCounters:
         wait_seconds: how long it did so in all.
         wait_histogram: how many of these waits took less than each of `WAIT_LIMITS`, and not less than the one before;
             the last are those that took longer than all of them.
-        current: the arena of the step that runs.
-        ahead: the arena of later steps.
+        current: the room of the step that runs.
+        ahead: the room of later steps.
     """
 
     transport: str

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from flowtrain_lightning.pool.address import Address
-from flowtrain_lightning.pool.arena import Arena
-from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
+from flowtrain_lightning.pool.counters import WAIT_LIMITS, PoolCounters
 from flowtrain_lightning.pool.entry import Key, entry_bytes, erase_entry, read_entry, write_entry
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.lease import Lease
 from flowtrain_lightning.pool.link import Link
 from flowtrain_lightning.pool.mesh import Mesh
+from flowtrain_lightning.pool.part import Part
 from flowtrain_lightning.pool.record import Kind, Record
+from flowtrain_lightning.pool.reservations import Reservation
 from flowtrain_lightning.pool.segment import Segment
 from flowtrain_lightning.pool.transport import Publication, Transport
 from flowtrain_lightning.pool.ways import TransportName, choose_transport
@@ -76,6 +77,32 @@ class Pool:
             pool.poll(_OPEN_POLL_SECONDS)
         return pool
 
+    def reserve(self, order: Mapping[Key, Reservation], ahead: bool = False) -> bool:
+        """Promise room to entries that will be put in this order, which can then not block; see `Reservation`.
+
+        Each finds room as soon as those before it are released that are released without it, whatever else is put.
+        A promise ends when all its entries are put and released, or when another one takes its place.
+
+        Args:
+            order: the entries' keys and what is reserved for each.
+            ahead: promise the room of later steps.
+
+        Returns:
+            Whether there was room to promise now. If not, releases of what was put before make some; ask again.
+
+        Raises:
+            PoolError: when the part has less room than that order needs; the text says how much would do.
+        """
+        return self._segment.part(ahead).reserve(order)
+
+    def has_room(self, keys: Sequence[Key], ahead: bool = False) -> bool:
+        """Whether these reserved entries could all be put now.
+
+        Raises:
+            PoolError: when one of them was not reserved, or was put already.
+        """
+        return self._segment.part(ahead).has_room(keys)
+
     def put(self, key: Key, tensors: Sequence[Tensor], readers: Sequence[int], ahead: bool = False) -> Address | None:
         """Copy a tuple of tensors into the own segment and publish it.
 
@@ -89,15 +116,16 @@ class Pool:
             Its address, or None when there is no room now. Nothing has changed then; releases make room.
 
         Raises:
-            PoolError: when it could never fit, or key, tensors or readers are not as expected.
+            PoolError: when it could never fit, is larger than was reserved for it, or key, tensors or readers are not
+                as expected.
         """
         number = key.pack()
         waiting = self._check(key, readers)
         nbytes = entry_bytes(tensors)
-        arena = self._segment.arena(ahead)
-        if nbytes > arena.capacity:
-            raise PoolError(_never_fits(key, nbytes, arena, ahead))
-        address = self._segment.allocate(nbytes, ahead)
+        part = self._segment.part(ahead)
+        if nbytes > part.capacity:
+            raise PoolError(_never_fits(key, nbytes, part, ahead))
+        address = self._segment.allocate(key, nbytes, ahead)
         if address is None:
             self._refused += 1
             return None
@@ -118,9 +146,8 @@ class Pool:
         return address
 
     def fits(self, nbytes: int | Sequence[int], ahead: bool = False) -> bool:
-        """Whether there is room now for an entry of ``nbytes`` (see `entry_room`), or for several at once."""
-        sizes = [nbytes] if isinstance(nbytes, int) else nbytes
-        return self._segment.arena(ahead).fits(sizes)
+        """Whether there is room now for an entry of ``nbytes`` (see `entry_room`), or for several, not reserved."""
+        return self._segment.part(ahead).fits([nbytes] if isinstance(nbytes, int) else nbytes)
 
     def poll(self, timeout: float = 0.0) -> bool:
         """Take in what peers have sent; wait up to ``timeout`` seconds for something.
@@ -202,8 +229,8 @@ class Pool:
             waits=self._waits,
             wait_seconds=self._wait_seconds,
             wait_histogram=tuple(self._wait_histogram),
-            current=_occupancy(self._segment.current),
-            ahead=_occupancy(self._segment.ahead),
+            current=self._segment.current.occupancy,
+            ahead=self._segment.ahead.occupancy,
         )
 
     def _check(self, key: Key, readers: Sequence[int]) -> set[int]:
@@ -261,13 +288,9 @@ class Pool:
         self._segment.free(address)
 
 
-def _occupancy(arena: Arena) -> Occupancy:
-    return Occupancy(arena.used, arena.peak, arena.capacity)
-
-
-def _never_fits(key: Key, nbytes: int, arena: Arena, ahead: bool) -> str:
+def _never_fits(key: Key, nbytes: int, part: Part, ahead: bool) -> str:
     what = "entries of later steps" if ahead else "entries of the step that runs"
     return (
-        f"{key} needs {nbytes:,} bytes; this rank's part of the pool has {arena.capacity:,} bytes for {what} in all. "
+        f"{key} needs {nbytes:,} bytes; this rank's part of the pool has {part.capacity:,} bytes for {what} in all. "
         "Raise `pool_bytes`, or make the entries smaller."
     )

@@ -1,4 +1,4 @@
-"""The part of the pool that one rank owns and alone writes: shared memory, split into two arenas."""
+"""The segment of the pool that one rank owns and alone writes: shared memory, split into two parts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import mmap
 import os
 
 from flowtrain_lightning.pool.address import GENERATIONS, MAX_SEGMENT_BYTES, Address, Tier, aligned
-from flowtrain_lightning.pool.arena import Arena
+from flowtrain_lightning.pool.entry import Key
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.memory import create_memory, map_memory
+from flowtrain_lightning.pool.part import Part
 
 
 class Segment:
@@ -21,8 +22,8 @@ class Segment:
             the step which runs is waiting for.
 
     Attributes:
-        current: the arena of the step that runs.
-        ahead: the arena of later steps.
+        current: room for the step that runs.
+        ahead: room for later steps.
         nbytes: bytes of the whole segment.
         memory: the mapped bytes.
 
@@ -32,8 +33,8 @@ class Segment:
 
     def __init__(self, rank: int, current_bytes: int, ahead_bytes: int) -> None:
         self.rank = rank
-        self.current = Arena(0, current_bytes)
-        self.ahead = Arena(self.current.capacity, ahead_bytes)
+        self.current = Part(0, current_bytes)
+        self.ahead = Part(self.current.capacity, ahead_bytes)
         self.nbytes = max(-(-aligned(current_bytes + ahead_bytes) // mmap.PAGESIZE), 1) * mmap.PAGESIZE
         if self.nbytes > MAX_SEGMENT_BYTES:
             raise PoolError(
@@ -45,13 +46,13 @@ class Segment:
         self._generation = 0
         self._live: dict[int, int] = {}  # offset -> address
 
-    def arena(self, ahead: bool) -> Arena:
-        """The arena of later steps, or that of the step which runs."""
+    def part(self, ahead: bool) -> Part:
+        """The part of later steps, or that of the step which runs."""
         return self.ahead if ahead else self.current
 
-    def allocate(self, nbytes: int, ahead: bool) -> Address | None:
-        """Take room, under an address of its own; None when there is none now."""
-        offset = self.arena(ahead).allocate(nbytes)
+    def allocate(self, key: Key, nbytes: int, ahead: bool) -> Address | None:
+        """Take room for an entry, under an address of its own; None when there is none now."""
+        offset = self.part(ahead).allocate(key, nbytes)
         if offset is None:
             return None
         self._generation = (self._generation + 1) % GENERATIONS
@@ -69,7 +70,7 @@ class Segment:
         if self._live.get(offset) != address:
             raise PoolError(f"{address} is stale: this place was freed, or given to another entry, since.")
         del self._live[offset]
-        self.arena(ahead=offset >= self.current.capacity).free(offset)
+        self.part(ahead=offset >= self.current.capacity).free(offset)
 
     def close(self) -> None:
         """Drop the memory; the system takes it back when no process and no tensor uses it any more."""

@@ -15,6 +15,7 @@ from flowtrain_lightning.data import PackedBatch
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.runtime.compute import Features, as_features
 from flowtrain_lightning.runtime.lane import Desk, Turns
+from flowtrain_lightning.runtime.room import FeatureSpec, gradient_order
 from flowtrain_lightning.runtime.step import Step, feature_places
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE
 
@@ -31,8 +32,14 @@ class BackboneLane:
         self._desk = desk
         self._encoder_ranks = encoder_ranks
 
-    def run(self, step: Step, outputs: list[Any]) -> Turns:
-        """Works through the step's microbatches in the plan's order; predictions are appended to ``outputs``."""
+    def run(self, step: Step, spec: FeatureSpec | None, outputs: list[Any]) -> Turns:
+        """Works through the step's microbatches in the plan's order.
+
+        Args:
+            step: the step.
+            spec: what a row of features is; None only in a step without media.
+            outputs: to which predictions are appended.
+        """
         rank = step.batch.part.backbone_rank
         assert rank is not None
         # Made before the first features are here, when this lane has nothing else to do.
@@ -40,6 +47,8 @@ class BackboneLane:
             Mailbox(step, step.entries_of_microbatch.get((rank, number), []))
             for number in range(len(step.batch.microbatches))
         )
+        if step.trains and spec is not None:
+            yield from self._reserve(step, spec, [entry for mailbox in mailboxes for entry in mailbox.places])
         for number, packed in enumerate(step.batch.microbatches):
             mailbox = mailboxes[0]
             while not mailbox.is_full:
@@ -73,6 +82,12 @@ class BackboneLane:
         if step.trains:
             yield from self._return_gradients(step, mailbox, leaves)
         yield None
+
+    def _reserve(self, step: Step, spec: FeatureSpec, entries: list[int]) -> Turns:
+        order = gradient_order(step.plan, spec, entries)
+        keyed = {step.gradient_key(entry): room for entry, room in order.items()}
+        while not self._desk.pool.reserve(keyed, ahead=True):
+            yield "room for gradients in the pool"
 
     def _return_gradients(self, step: Step, mailbox: Mailbox, leaves: tuple[Tensor, ...]) -> Turns:
         for entry, places in mailbox.places.items():

@@ -11,7 +11,7 @@ from flowtrain_lightning.allocator.roles import ENCODER
 from flowtrain_lightning.data import PackedMedia
 from flowtrain_lightning.runtime.activations import recomputed_batches
 from flowtrain_lightning.runtime.lane import Desk, Turns
-from flowtrain_lightning.runtime.room import FeatureSpec
+from flowtrain_lightning.runtime.room import FeatureSpec, feature_order
 from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE
 
@@ -42,7 +42,8 @@ class EncoderLane:
             spec: what a row of features is; None only in a step without media.
         """
         if spec is not None:
-            yield from self._train(step, spec) if step.trains else self._publish_all(step, spec)
+            yield from self._reserve(step, spec)
+            yield from self._train(step) if step.trains else self._publish_all(step)
 
     def work_ahead(self, step: Step, spec: FeatureSpec, steps_left: int) -> bool:
         """Encodes one batch of a later step, if there is one and room for it; for encoders that do not train.
@@ -61,7 +62,8 @@ class EncoderLane:
                 return False
             later = Step(following, step.stage, step.index + distance, trains=False)
             for number in self._unpublished(later):
-                if not self._desk.pool.fits(spec.batch_room(self._rows(later, number)), ahead=True):
+                rooms = [spec.room(later.plan.entries[entry].rows) for entry in self._entries(later, number)]
+                if not self._desk.pool.fits(rooms, ahead=True):
                     return False
                 for entry, parts in self._split(later, number, self._forward(later, number, keep=False)):
                     placed = self._put(later, entry, parts, ahead=True)
@@ -72,9 +74,9 @@ class EncoderLane:
 
     # ---- an encoder that does not train -------------------------------------------------------------------------
 
-    def _publish_all(self, step: Step, spec: FeatureSpec) -> Turns:
+    def _publish_all(self, step: Step) -> Turns:
         for number in self._unpublished(step):
-            while not self._desk.pool.fits(spec.batch_room(self._rows(step, number))):
+            while not self._has_room(step, number):
                 yield "room for features in the pool"
             yield from self._publish(step, number, self._forward(step, number, keep=False))
             yield None
@@ -86,7 +88,7 @@ class EncoderLane:
 
     # ---- an encoder that trains ---------------------------------------------------------------------------------
 
-    def _train(self, step: Step, spec: FeatureSpec) -> Turns:
+    def _train(self, step: Step) -> Turns:
         assert step.batch.part.encoder_rank is not None
         recomputed = recomputed_batches(step.plan, self._kept_batches)[step.batch.part.encoder_rank]
         forwards = deque(self._unpublished(step))
@@ -95,7 +97,7 @@ class EncoderLane:
             collected = self._collect_gradients(step, backwards)
             kept = sum(batch.outputs is not None for batch in backwards)
             may_run = bool(forwards) and (forwards[0] in recomputed or kept < self._kept_batches)
-            if may_run and self._desk.pool.fits(spec.batch_room(self._rows(step, forwards[0]))):
+            if may_run and self._has_room(step, forwards[0]):
                 number = forwards.popleft()
                 features = self._forward(step, number, keep=number not in recomputed)
                 batch = AwaitingBackward(number, self._entries(step, number), features, number not in recomputed)
@@ -132,6 +134,15 @@ class EncoderLane:
 
     # ---- both ---------------------------------------------------------------------------------------------------
 
+    def _reserve(self, step: Step, spec: FeatureSpec) -> Turns:
+        batches = [self._entries(step, number) for number in self._unpublished(step)]
+        order = feature_order(step.plan, spec, batches)
+        while not self._desk.pool.reserve({step.feature_key(entry): room for entry, room in order.items()}):
+            yield "room for features in the pool"
+
+    def _has_room(self, step: Step, number: int) -> bool:
+        return self._desk.pool.has_room([step.feature_key(entry) for entry in self._entries(step, number)])
+
     def _forward(self, step: Step, number: int, *, keep: bool) -> tuple[Tensor, ...]:
         desk = self._desk
         rank = step.batch.part.encoder_rank
@@ -162,9 +173,6 @@ class EncoderLane:
         rank = step.batch.part.encoder_rank
         assert rank is not None
         return step.entries_of_encoder_batch[rank, number]
-
-    def _rows(self, step: Step, number: int) -> list[int]:
-        return [step.plan.entries[entry].rows for entry in self._entries(step, number)]
 
     def _media(self, step: Step, number: int) -> PackedMedia:
         media = step.batch.encoder_batches[number]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
@@ -181,10 +182,11 @@ class FlowEngine:
     def _run_lanes(self, step: Step, outputs: list[Any]) -> None:
         assert self._desk is not None
         lanes: list[tuple[str, Turns]] = []
+        spec = self._spec if step.plan.entries else None
         if BACKBONE in self._roles:
-            lanes.append((BACKBONE, self._backbone_lane.run(step, outputs)))
+            lanes.append((BACKBONE, self._backbone_lane.run(step, spec, outputs)))
         if ENCODER in self._roles:
-            lanes.append((ENCODER, self._encoder_lane.run(step, self._spec if step.plan.entries else None)))
+            lanes.append((ENCODER, self._encoder_lane.run(step, spec)))
         take_turns(self._desk, lanes, step)
 
     def _end(self, step: Step, steps_left: int) -> StepReport:
@@ -277,7 +279,13 @@ class FlowEngine:
                 "more, or a smaller token_budget."
             )
         wanted = step_room(step.plan, self._spec) if step.plan.entries and self._spec else 0
-        self._arena_bytes = limit // 2 if limit is not None else max(wanted, 2 * needed, LEAST_ARENA)
+        # What is reserved stands apart, so that beside it there is room for the whole step.
+        self._arena_bytes = limit // 2 if limit is not None else max(needed + wanted, LEAST_ARENA)
+        rank_zero_info(
+            f"flowtrain: pool of {2 * self._arena_bytes / 2**20:,.1f} MiB on each rank, half for the features of the "
+            f"running step, half for gradients or work ahead. This step has {wanted / 2**20:,.1f} MiB of features on "
+            f"the busiest encoder rank; pool_bytes={2 * needed:,} is the least with which it cannot block."
+        )
         self._open_pool(step)
 
     def _open_pool(self, step: Step) -> None:

@@ -33,11 +33,11 @@ def exchange(rank: int, ranks: int, rounds: int, seed: int, timeout: float = 60.
     Without end when ``rounds`` is 0, else as soon as the test says "go".
     """
     choose = random.Random(seed * ranks + rank)
-    folder = Path(os.environ["FOLDER"])
+    folder, inherited = Path(os.environ["FOLDER"]), _own_memory()
     try:
         mesh = join_job(rank, ranks, timeout)
         pool = Pool.open(mesh, 1 << 17, 0)
-        (folder / f"memory{rank}").write_text(" ".join(_MEMORY.findall(Path("/proc/self/maps").read_text())))
+        (folder / f"memory{rank}").write_text(" ".join(_own_memory() - inherited))
         (folder / f"ready{rank}").touch()
         while rounds and not (folder / "go").exists():
             pool.poll(0.01)
@@ -122,6 +122,11 @@ def assert_nothing_is_left(job: Ranks, ranks: int) -> None:
     assert not memory & _mapped_memory()
     expected = re.compile(r"store|go|(memory|ready)\d|rank\d\.(out|err)")
     assert not [file.name for file in job.folder.iterdir() if not expected.fullmatch(file.name)]
+
+
+def _own_memory() -> set[str]:
+    """The inodes of all pools' memory that this process has mapped, that of former tests in its parent among them."""
+    return set(_MEMORY.findall(Path("/proc/self/maps").read_text()))
 
 
 def _mapped_memory() -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch, StepPart, StepPlan
-from flowtrain_lightning.pool import Key
-from flowtrain_lightning.pool.arena import Arena
+from flowtrain_lightning.pool import Key, Reservation
 from flowtrain_lightning.pool.entry import entry_bytes
+from flowtrain_lightning.pool.part import Part
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
 from flowtrain_lightning.runtime.lane import Desk, take_turns
@@ -100,24 +100,27 @@ class StagePool:
 
     def __init__(self, stage: Stage, pools: list[StagePool], rank: int, nbytes: int) -> None:
         self._stage, self._pools, self._rank = stage, pools, rank
-        self._arenas = {False: Arena(0, nbytes), True: Arena(0, nbytes)}
+        self._parts = {False: Part(0, nbytes), True: Part(0, nbytes)}
         self._published: dict[Key, StageLease] = {}
 
     def poll(self, timeout: float = 0.0) -> bool:
         return self._stage.poll(self._rank, sleeps=timeout > 0)
 
-    def fits(self, nbytes: int, ahead: bool = False) -> bool:
-        return self._arenas[ahead].fits([nbytes])
+    def reserve(self, order: Mapping[Key, Reservation], ahead: bool = False) -> bool:
+        return self._parts[ahead].reserve(order)
+
+    def has_room(self, keys: Sequence[Key], ahead: bool = False) -> bool:
+        return self._parts[ahead].has_room(keys)
 
     def put(self, key: Key, tensors: Sequence[Tensor], readers: Sequence[int], ahead: bool = False) -> int | None:
         (reader,) = readers
-        arena = self._arenas[ahead]
-        offset = arena.allocate(entry_bytes(tensors))
+        part = self._parts[ahead]
+        offset = part.allocate(key, entry_bytes(tensors))
         if offset is None:
             return None
 
         def give_back() -> None:
-            self._pools[reader]._send(self._rank, lambda: arena.free(offset))
+            self._pools[reader]._send(self._rank, lambda: part.free(offset))
 
         lease = StageLease(tuple(tensor.detach().clone() for tensor in tensors), give_back)
         self._send(reader, lambda: self._pools[reader].publish(key, lease))
@@ -138,7 +141,7 @@ class StagePool:
 
     @property
     def is_empty(self) -> bool:
-        return not self._published and not any(arena.used for arena in self._arenas.values())
+        return not self._published and not any(part.occupancy.now for part in self._parts.values())
 
 
 @dataclass
@@ -234,10 +237,10 @@ class Rehearsal:
             step = Step(batch_of(plan, part), "train", 0, trains)
             desk = Desk(self.pools[rank], self.compute[rank], Page(), Timeline())  # type: ignore[arg-type]
             lanes = []
+            spec = SPEC if plan.entries else None
             if part.backbone_rank is not None:
-                lanes.append(("backbone", BackboneLane(desk, encoder_ranks).run(step, [])))
+                lanes.append(("backbone", BackboneLane(desk, encoder_ranks).run(step, spec, [])))
             if part.encoder_rank is not None:
-                spec = SPEC if plan.entries else None
                 lanes.append(("encoder", EncoderLane(desk, backbone_ranks, kept_batches).run(step, spec)))
             parts.append(lambda desk=desk, lanes=lanes, step=step: take_turns(desk, lanes, step))
         stage.play(parts)

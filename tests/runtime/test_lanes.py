@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import SampleSizes, StepPlan, plan_step
+from flowtrain_lightning.pool import PoolError
 from flowtrain_lightning.runtime.room import least_room
 from tests.packing.sizes import TOKEN_BUDGET, make_sizes, sizes_strategy
 from tests.runtime.rehearsal import SPEC, Rehearsal, direct_gradients
@@ -99,7 +100,7 @@ def test_gradients_are_the_same_bits_in_every_order_of_events():
     assert all(torch.equal(gradient, found[0]) for gradient in found)
 
 
-def test_a_byte_less_than_the_least_room_could_block():
+def test_a_byte_less_than_the_least_room_is_refused():
     plan = plan_of(make_sizes(*[(20, [10])] * 12), 1, 1)
-    with pytest.raises(AssertionError, match="all wait for one another"):
+    with pytest.raises(PoolError, match="can block each other"):
         rehearse(plan, colocated=False, kept=4, events=0, room=least_room(plan, SPEC) - 1)

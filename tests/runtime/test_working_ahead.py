@@ -123,8 +123,7 @@ def test_with_a_full_pool_the_encoder_waits_and_goes_on_as_room_is_given_back(ti
 
 
 def room(plans: list[StepPlan], forward: Span) -> int:
-    rows = [entry.rows for entry in plans[forward.step].entries if entry.encoder_batch == forward.number]
-    return SPEC.batch_room(rows)
+    return sum(SPEC.room(entry.rows) for entry in plans[forward.step].entries if entry.encoder_batch == forward.number)
 
 
 def test_nothing_is_sent_back_to_a_frozen_encoder(roomy):
