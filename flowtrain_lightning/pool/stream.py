@@ -57,7 +57,7 @@ class Stream:
         except BlockingIOError:
             return
         except OSError as error:
-            self.error = self.error or error
+            self.error = self.error or error.with_traceback(None)  # whose frames would keep all that they know
             queue.clear()  # it has ended; reading from it will say whether in good order
 
     def read(self) -> list[Numbered] | None:
@@ -71,7 +71,7 @@ class Stream:
         except BlockingIOError:
             return []
         except OSError as error:  # for example: it closed before it had read everything
-            self.error = self.error or error
+            self.error = self.error or error.with_traceback(None)  # whose frames would keep all that they know
             return None
         if not arrived:
             return None
