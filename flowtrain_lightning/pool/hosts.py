@@ -135,11 +135,19 @@ class HostMeeting:
 
     def _ask(self, key: str, peer: int) -> str:
         """What ``peer`` has left in the store."""
-        while not self._store.check([key]):
-            if time.monotonic() >= self._deadline:
-                raise PoolError(f"{self._who(peer)} did not start in time. Did it meet an error? See its output.")
-            time.sleep(_LOOK_SECONDS)
-        return self._store.get(key).decode()
+        try:
+            while not self._store.check([key]):
+                if time.monotonic() >= self._deadline:
+                    raise PoolError(f"{self._who(peer)} did not start in time. Did it meet an error? See its output.")
+                time.sleep(_LOOK_SECONDS)
+            return self._store.get(key).decode()
+        except PoolError:
+            raise
+        except RuntimeError as error:  # from the store itself
+            raise PoolError(
+                f"{self._who(self._rank)} lost the store through which the ranks meet. Did the rank that keeps it, "
+                "rank 0 as a rule, meet an error? See its output."
+            ) from error
 
     def _call(self, peer: int, purpose: Purpose) -> socket.socket:
         host, port = self._addresses[peer]

@@ -10,6 +10,7 @@ from pathlib import Path
 from flowtrain_lightning.pool.errors import PoolError
 
 _ANYWHERE = "192.0.2.1"  # an address that is nobody's: it stands for whatever the default route leads to
+_MOST_GROUPS = 5  # of ranks that a line names
 
 
 def own_location() -> str:
@@ -56,6 +57,8 @@ def describe_ways(locations: Sequence[str]) -> str:
     if len(hosts) == 1:
         return f"{_ranks(range(len(locations)))} by shared memory"
     groups = [_ranks(ranks) + (" by shared memory" if len(ranks) > 1 else "") for ranks in hosts.values()]
+    if len(groups) > _MOST_GROUPS:
+        groups[_MOST_GROUPS - 1 :] = [f"{len(groups) - _MOST_GROUPS + 1} more hosts alike"]
     return f"{'; '.join(groups)}; between these {len(hosts)} hosts by network"
 
 

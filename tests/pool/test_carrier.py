@@ -1,0 +1,140 @@
+"""The thread that carries entries between hosts."""
+
+import socket
+import time
+from collections import deque
+
+import pytest
+
+from flowtrain_lightning.pool.address import Address, Tier
+from flowtrain_lightning.pool.carrier import Carrier
+from flowtrain_lightning.pool.record import Kind, Record, encode_record
+
+SEGMENT = 8 << 20
+
+
+def wait_until(holds, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.005)
+
+
+def segment(sender=0, link=1):
+    return Record(Kind.SEGMENT, sender, link, size=SEGMENT)
+
+
+def entry(offset=0, size=64, sender=0, link=1, generation=1):
+    return Record(Kind.PUBLISH, sender, link, address=Address.of(sender, Tier.HOST, offset, generation), size=size)
+
+
+class Pair:
+    """Carriers of ranks 0 and 1."""
+
+    def __init__(self):
+        self.ends = socket.socketpair()
+        for end in self.ends:
+            end.setblocking(False)
+        self.arrived, self.failures = (deque(), deque()), ([], [])
+        self.carriers = [self.start(rank) for rank in (0, 1)]
+
+    def start(self, rank):
+        def fail(sentence, blamed):
+            self.failures[rank].append((sentence, blamed))
+
+        return Carrier({1 - rank: self.ends[rank]}, self.arrived[rank], lambda: None, fail)
+
+
+@pytest.fixture
+def pair():
+    made = Pair()
+    yield made
+    for carrier in made.carriers:
+        carrier.close()
+
+
+def test_entries_arrive_whole_and_in_order_both_ways(pair):
+    contents = [bytes([number]) * (1 + number * 40_000) for number in range(30)]
+    for rank in (0, 1):
+        pair.carriers[rank].send(1 - rank, segment(rank), memoryview(b""))
+        for number, content in enumerate(contents):
+            record = entry(64 * number, len(content), rank)
+            pair.carriers[rank].send(1 - rank, record, memoryview(content))
+    for rank in (0, 1):
+        wait_until(lambda rank=rank: len(pair.arrived[rank]) == 31)
+        assert pair.arrived[rank][0].kind is Kind.SEGMENT
+        assert [record.payload for record in list(pair.arrived[rank])[1:]] == contents
+    wait_until(lambda: not pair.carriers[0].busy and not pair.carriers[1].busy)
+    assert pair.failures == ([], [])
+
+
+def test_sending_returns_at_once_though_nobody_reads():
+    one, other = socket.socketpair()
+    one.setblocking(False)
+    carrier = Carrier({1: one}, deque(), lambda: None, lambda *_: None)
+    start = time.monotonic()
+    for number in range(50):
+        carrier.send(1, entry(64 * number, 1 << 20), memoryview(bytes(1 << 20)))
+    assert time.monotonic() - start < 2
+    assert carrier.busy
+    carrier.close()
+    other.close()
+
+
+def test_what_was_withdrawn_is_not_sent_and_what_was_begun_is_sent_as_it_was():
+    one, other = socket.socketpair()
+    for end in (one, other):
+        end.setblocking(False)
+    begun, waiting = bytearray(b"a" * (6 << 20)), bytearray(64)
+    first, second = entry(0, len(begun)), entry(7 << 20, len(waiting))
+    sender = Carrier({1: one}, deque(), lambda: None, lambda *_: None)
+    sender.send(1, segment(), memoryview(b""))
+    sender.send(1, first, memoryview(begun))
+    sender.send(1, second, memoryview(waiting))
+    wait_until(lambda: sender._ways[1].shipments[0].start > 0)
+    sender.withdraw(first.address)
+    sender.withdraw(second.address)
+    begun[:] = b"x" * len(begun)
+    arrived = deque()
+    reader = Carrier({0: other}, arrived, lambda: None, lambda *_: None)
+    wait_until(lambda: len(arrived) == 2 and not sender.busy)
+    assert arrived[1].payload == b"a" * (6 << 20)
+    sender.close()
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        entry(size=64, link=2),
+        entry(offset=SEGMENT, size=64),
+        entry(offset=0, size=SEGMENT + 64),
+        entry(size=0),
+        Record(Kind.RELEASE, 0, 1),
+        segment(),
+    ],
+    ids=["unknown segment", "behind its end", "larger than it", "nothing", "no entry", "announced twice"],
+)
+def test_what_no_rank_can_have_put_is_refused_before_there_is_memory_for_it(pair, record):
+    pair.carriers[0].send(1, segment(), memoryview(b""))
+    pair.carriers[0].send(1, record, memoryview(b""))
+    wait_until(lambda: pair.failures[1])
+    sentence, blamed = pair.failures[1][0]
+    assert "outside of its segment or is no entry" in sentence
+    assert blamed == 0
+
+
+def test_every_flipped_bit_of_a_record_is_noticed():
+    message = encode_record(segment())
+    for bit in range(0, 8 * len(message), 7):
+        one, other = socket.socketpair()
+        other.setblocking(False)
+        failures, arrived = [], deque()
+        carrier = Carrier({0: other}, arrived, lambda: None, lambda *said, failures=failures: failures.append(said))
+        damaged = bytearray(message)
+        damaged[bit // 8] ^= 1 << bit % 8
+        one.sendall(damaged)
+        wait_until(lambda failures=failures: failures)
+        assert not arrived
+        carrier.close()
+        one.close()
