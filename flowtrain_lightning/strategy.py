@@ -125,6 +125,12 @@ class FlowTrainStrategy(AcrossRoles):
         return part_of(self.allocation, self.global_rank)
 
     @property
+    def settled(self) -> Settled:
+        """Which allocation the run takes, and why; on rank 0 also what it was planned by."""
+        assert self._settled is not None, "the allocation is settled in setup_environment"
+        return self._settled
+
+    @property
     def engine(self) -> FlowEngine:
         """Runs the steps; its timeline tells what the lanes did when."""
         assert self._engine is not None, "the engine exists from setup to teardown"
@@ -171,14 +177,14 @@ class FlowTrainStrategy(AcrossRoles):
         self._settled = self._settle()
         self._job = Job(
             self.global_rank,
-            self._settled.allocation,
+            self.settled.allocation,
             backend=self._backend(),
             hang_timeout=self._hang_timeout,
             timeout=self._timeout,
             fault_folder=self._fault_folder,
         )
         self._module.live_on(self.job.roles)
-        rank_zero_info(f"flowtrain: {self._settled.text}")
+        rank_zero_info(f"flowtrain: {self.settled.text}")
 
     def _settle(self) -> Settled:
         given = self._request.answer(self.world_size)
@@ -221,8 +227,9 @@ class FlowTrainStrategy(AcrossRoles):
 
     def _record_allocation(self, trainer: L.Trainer) -> None:
         folder = str(trainer.log_dir or trainer.default_root_dir)  # every rank asks for it
-        if trainer.is_global_zero and self._settled is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._settled.record(trainer, folder)
+        leaves_files = trainer.loggers or trainer.checkpoint_callbacks  # type: ignore[attr-defined]
+        if trainer.is_global_zero and leaves_files and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self.settled.record(trainer, folder)
 
     def model_to_device(self) -> None:
         """Moves the halves that live on this rank; the others have no memory to move."""

@@ -1,7 +1,8 @@
-"""Callbacks: progress, timeline and costs that adapt."""
+"""Callbacks: progress, timeline, costs that adapt, and plans that are looked at again."""
 
 from flowtrain_lightning.callbacks.adaptive_cost import AdaptCosts
 from flowtrain_lightning.callbacks.progress import FlowProgressBar
+from flowtrain_lightning.callbacks.replan import FlowReplan
 from flowtrain_lightning.callbacks.timeline import TimelineRecorder
 
-__all__ = ["AdaptCosts", "FlowProgressBar", "TimelineRecorder"]
+__all__ = ["AdaptCosts", "FlowProgressBar", "FlowReplan", "TimelineRecorder"]

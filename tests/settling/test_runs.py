@@ -68,13 +68,18 @@ def test_the_log_says_in_one_block_what_was_chosen_and_why(runs):
 
 def test_the_allocation_is_written_beside_the_log_with_its_reason_and_can_be_passed_back(runs):
     folder, notes, printed = runs
-    for name in ("planned", "kept", "other", "by profile"):
+    for name in ("planned", "kept"):
         assert read_plan(folder / name / "allocation.yaml").state_dict() == notes[0][name]["allocation"]
     text = (folder / "planned" / "allocation.yaml").read_text()
     assert "#   because " in text
     assert "# > " in text
     assert notes[0]["asked"]["allocation"] == notes[0]["planned"]["allocation"]
     assert "because it was asked for." in printed
+
+
+def test_a_run_that_keeps_neither_log_nor_checkpoint_leaves_no_file(runs):
+    folder, _, _ = runs
+    assert not list(folder.glob("other/**/allocation.yaml"))
 
 
 def test_loggers_keep_the_choice_and_its_reason(runs):

@@ -1,0 +1,135 @@
+"""Warns when the halves have come to take other times than those by which the allocation was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from flowtrain_lightning.allocator import AllocationError
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.data import StepBatch
+from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.plan_file import write_plan
+from flowtrain_lightning.profiling import Profile
+from flowtrain_lightning.settling import TELLABLE, Choice, Plan
+
+if TYPE_CHECKING:
+    from flowtrain_lightning.runtime.engine import FlowEngine
+    from flowtrain_lightning.strategy import FlowTrainStrategy
+
+FILE = "better_allocation.yaml"
+
+
+class FlowReplan(L.Callback):
+    """Looks whether another allocation has become faster than the one that was planned, and says so once.
+
+    How long microbatches and encoder batches take is compared with the profile by which the allocation was planned.
+    Where a half has drifted from it by more than ``threshold`` in the median of ``steps`` steps, the run's first steps
+    are played again with the times as they are now. If another allocation wins, a warning shows it, and
+    ``better_allocation.yaml`` beside the log holds it. The run itself stays as it is: roles change with a new start.
+
+    Without a planned allocation (one was given, or is that of a checkpoint) there is nothing to compare with.
+
+    Args:
+        threshold: share by which a half's times may differ from the plan.
+        steps: how many steps are looked at together.
+
+    Raises:
+        ValueError: a threshold that is not positive, or fewer than 1 step.
+    """
+
+    def __init__(self, threshold: float = 0.2, steps: int = 50) -> None:
+        if threshold <= 0 or steps < 1:
+            raise ValueError(
+                f"threshold is {threshold} and steps is {steps}; the threshold must be above 0, and steps at least 1."
+            )
+        self.threshold = threshold
+        self.steps = steps
+        self._engine: FlowEngine | None = None
+        self._plan: Plan | None = None
+        self._folder = ""
+        self._ratios: dict[str, list[float]] = {BACKBONE: [], ENCODER: []}
+        self._seen = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Has the times told.
+
+        Raises:
+            ValueError: the ranks compute on GPUs.
+        """
+        strategy: FlowTrainStrategy = trainer.strategy  # type: ignore[assignment]
+        self._engine = getattr(strategy, "engine", None)
+        if self._engine is None:
+            return
+        if strategy.root_device.type != "cpu":
+            raise ValueError(
+                "FlowReplan measures how long a rank is busy, but a GPU computes after the rank has gone on. Leave it "
+                "out."
+            )
+        self._engine.tells_times = True  # on all ranks, though rank 0 alone compares
+        self._folder = str(trainer.log_dir or trainer.default_root_dir)
+        self._plan = strategy.settled.plan
+        if self._plan is None:
+            rank_zero_info(
+                f"flowtrain: FlowReplan has no plan to compare with: the allocation is what it is because "
+                f"{strategy.settled.reason}."
+            )
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
+    ) -> None:
+        """Takes in the step's times, and looks at them every ``steps`` steps."""
+        if self._engine is None or self._plan is None:
+            return
+        for role, times in self._engine.times.items():
+            planned = sum(_seconds(self._plan.profile.roles[role].cost, *sizes) for *sizes, _ in times)
+            if planned > 0:
+                self._ratios[role].append(sum(seconds for *_, seconds in times) / planned)
+        self._seen += 1
+        if self._seen % self.steps == 0:
+            drift = {role: float(np.median(ratios)) for role, ratios in self._ratios.items() if ratios}
+            self._ratios = {role: [] for role in self._ratios}
+            if any(abs(ratio - 1) > self.threshold for ratio in drift.values()):
+                self._play_again(self._plan, drift)
+
+    def _play_again(self, plan: Plan, drift: Mapping[str, float]) -> None:
+        choice = plan.planner.choose(_drifted(plan.profile, drift))
+        now = next(each for each in choice.predictions if each.allocation == plan.choice.chosen.allocation)
+        if now.seconds <= choice.chosen.seconds * (1 + TELLABLE):
+            return
+        self._plan = None  # once is enough
+        told = " and ".join(f"the {role} takes {ratio:.2f} times" for role, ratio in sorted(drift.items()))
+        rank_zero_warn(
+            f"The allocation no longer fits: {told} as long as it was planned with. With these times {choice.why}.\n"
+            f"{choice.table()}\n  {self._advice(choice)}"
+        )
+
+    def _advice(self, choice: Choice) -> str:
+        path = Path(self._folder) / FILE
+        try:
+            write_plan(choice.chosen.allocation, path, f"By measured times, {choice.why}.", {})
+        except AllocationError as error:
+            return (
+                f"To switch, start again from a checkpoint with another allocation. It is not kept as a file: {error}"
+            )
+        return f"To switch, start again from a checkpoint with FlowTrainStrategy(allocation={str(path)!r})."
+
+
+def _drifted(profile: Profile, drift: Mapping[str, float]) -> Profile:
+    """The profile with costs of each half as many times as large."""
+    roles = dict(profile.roles)
+    for role, ratio in drift.items():
+        cost = roles[role].cost
+        scaled = CostModel(ratio * cost.linear, ratio * cost.quadratic, ratio * cost.constant)
+        roles[role] = replace(roles[role], cost=scaled)
+    return replace(profile, roles=roles)
+
+
+def _seconds(cost: CostModel, tokens: float, squares: float) -> float:
+    return cost.linear * tokens + cost.quadratic * squares + cost.constant
