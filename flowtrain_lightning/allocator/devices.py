@@ -125,8 +125,9 @@ DEVICES: Mapping[str, Device] = {
             source="peak and memory as FlowTrain (arXiv 2606.23087) reports; HCCS 7 x 28 GB/s; shares assumed",
         ),
         Device(
-            "cpu", 494e9, 110e9, 8 * GIB, 20e9, 5e9, 1.25e9, 64, 1, 0.90, 0.30, overhead=0.4 * GIB,
-            source="one thread of a server CPU with AMX, by torch's matrix products; memory and links assumed",
+            "cpu", 494e9, 110e9, 8 * GIB, 20e9, 5e9, 1.25e9, 64, 1, 0.90, 0.30, overhead=0.63 * GIB,
+            source="one thread of a server CPU with AMX, by torch's matrix products; memory and links assumed; "
+            "overhead: a rank of the quickstart before it holds weights",
         ),
     )
 }  # fmt: skip
