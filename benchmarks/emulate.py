@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import schedules
-from benchmarks.emulation import WIDTH, emulated_data, write_records
+from benchmarks.emulation import WIDTH, EmulatedCost, emulated_data, write_records
 from benchmarks.ideal import step_ends
 from benchmarks.launch import launch, machine
 from benchmarks.measure import read_ranks
@@ -61,15 +61,23 @@ def emulate(ranks: int, out: Path, rounds: int, steps: int, quick: bool) -> None
                     f"{told['ideal_seconds'] * 1e3:.1f} ms"
                 )
     text = f"{describe(job)}\n{machine_line(where)}\n\n{schedule_table(runs)}"
-    settings = {name: value for name, value in vars(job).items() if name not in ("schedule", "data", "folder")}
+    settings = {name: value for name, value in asdict(job).items() if name not in ("schedule", "data", "folder")}
     write_results(out, f"emulate-{ranks}", {"machine": where, "job": settings, "runs": runs}, text)
     draw_schedules(out / f"emulate-{ranks}.png", timelines, job.warmup + job.steps // 2)
     print(f"\n{text}\nWritten to {out}.")
 
 
-def plan_job(ranks: int, temporary: Path, steps: int, quick: bool) -> EmulatedJob:
-    """Data, and costs by which microbatches take ``MICROBATCH_SECONDS`` and both sides have about the same to do."""
-    encoder_ranks = max(1, ranks // (_BACKBONE_RANKS_PER_ENCODER + 1))
+def plan_job(ranks: int, temporary: Path, steps: int, quick: bool, encoder_ranks: int | None = None) -> EmulatedJob:
+    """Data, and costs by which microbatches take ``MICROBATCH_SECONDS`` and both sides have about the same to do.
+
+    Args:
+        ranks: processes.
+        temporary: where the data are written, and what a run writes.
+        steps: that are measured.
+        quick: a tiny size.
+        encoder_ranks: between which and the other ranks the work is balanced; by default a quarter.
+    """
+    encoder_ranks = encoder_ranks or max(1, ranks // (_BACKBONE_RANKS_PER_ENCODER + 1))
     backbone_ranks = ranks - encoder_ranks
     data = temporary / "data"
     write_records(data, 200 if quick else 3000)
@@ -88,8 +96,7 @@ def plan_job(ranks: int, temporary: Path, steps: int, quick: bool) -> EmulatedJo
         schedule="flowtrain",
         ranks=ranks,
         encoder_ranks=encoder_ranks,
-        per_patch=float(per_patch),
-        per_token=per_token,
+        cost=EmulatedCost(float(per_patch), per_token),
         data=data,
         folder=temporary,
         global_batch_size=samples,

@@ -29,8 +29,9 @@ IMAGES = ImageProcessor(
 )
 WIDTH = 2048
 """Numbers in a row of features, in bfloat16."""
+FORWARD_SHARE = 1 / 3
+"""Of forward and backward together."""
 
-_FORWARD_SHARE = 1 / 3
 _WORD = torch.int64  # compares four numbers at a time
 _PATTERNS = 251  # all of 0..250 are exact in bfloat16
 _SET_TIMER_SLACK = 29  # of prctl(2)
@@ -44,20 +45,22 @@ class EmulatedCost:
     Attributes:
         per_patch: of an encoder batch.
         per_token: of a microbatch.
+        optimizer: of the optimizer's step, for each half that a rank holds.
     """
 
     per_patch: float
     per_token: float
+    optimizer: float = 0.0
 
     def encoder(self, patches: int) -> tuple[float, float]:
         """Seconds of forward and of backward of an encoder batch."""
         whole = self.per_patch * patches
-        return whole * _FORWARD_SHARE, whole * (1 - _FORWARD_SHARE)
+        return whole * FORWARD_SHARE, whole * (1 - FORWARD_SHARE)
 
     def backbone(self, tokens: int) -> tuple[float, float]:
         """Seconds of forward and of backward of a microbatch."""
         whole = self.per_token * tokens
-        return whole * _FORWARD_SHARE, whole * (1 - _FORWARD_SHARE)
+        return whole * FORWARD_SHARE, whole * (1 - FORWARD_SHARE)
 
 
 class Clock:
@@ -129,14 +132,13 @@ class EmulatedVLM(FlowModule):
     """A vision-language model that sleeps.
 
     Args:
-        per_patch: see `EmulatedCost`.
-        per_token: see `EmulatedCost`.
+        cost: what computing costs.
         pictures: the file of `write_records` that says which pictures each record has.
     """
 
-    def __init__(self, per_patch: float, per_token: float, pictures: str) -> None:
+    def __init__(self, cost: EmulatedCost, pictures: str) -> None:
         super().__init__()
-        self.cost = EmulatedCost(per_patch, per_token)
+        self.cost = cost
         self.clock = Clock()
         self.pictures: list[list[list[int]]] = json.loads(Path(pictures).read_text())
 
@@ -168,6 +170,11 @@ class EmulatedVLM(FlowModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """An optimizer that costs little."""
         return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Spend the time of the optimizer."""
+        halves = sum(not weight.is_meta for weight in self.parameters())  # one weight each
+        self.clock.spend(time.monotonic(), halves * self.cost.optimizer)
 
 
 def numbers_of(media: PackedMedia) -> Tensor:

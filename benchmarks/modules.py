@@ -1,4 +1,4 @@
-"""The module and the data of `train.py`: three balances of encoder and backbone, and pictures with text."""
+"""The modules and the data of the benchmarks that train: balances of encoder and backbone, and pictures with text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,20 @@ SEED = 1
 
 MODULES: dict[str, dict[str, int]] = {
     "1:4": {"encoder_width": 128, "encoder_depth": 3, "backbone_width": 256, "backbone_depth": 4},
+    "1:2": {"encoder_width": 160, "encoder_depth": 4, "backbone_width": 224, "backbone_depth": 4},
     "1:1": {"encoder_width": 192, "encoder_depth": 5, "backbone_width": 192, "backbone_depth": 4},
     "3:1": {"encoder_width": 256, "encoder_depth": 5, "backbone_width": 144, "backbone_depth": 3},
+    "frozen": {
+        "encoder_width": 256,
+        "encoder_depth": 9,
+        "backbone_width": 384,
+        "backbone_depth": 4,
+        "vocabulary": 8192,
+        "freeze_encoder": True,
+    },
     "tiny": {"encoder_width": 32, "encoder_depth": 1, "backbone_width": 32, "backbone_depth": 1},
 }
-"""Work of the encoder to work of the backbone, about -> sizes of the quickstart's model."""
+"""Work of the encoder to work of the backbone, about, or what is special -> sizes of the quickstart's model."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ SAMPLES = {4 * KIB: 300, 64 * KIB: 200, MIB: 100, 16 * MIB: 30, 64 * MIB: 12}
 READERS = (1, 2, 4)
 BUSY_PROCESSES = 2
 STREAMED = 4 * KIB
+WAITING_SECONDS = 2.0
 FORK: Any = multiprocessing.get_context("fork")
 
 
@@ -211,9 +212,8 @@ def measure_stream(way: Way, end: Any, rounds: int) -> list[dict[str, Any]]:
 
 def measure_waiting(end: Any) -> dict[str, Any]:
     """The share of a core that a reader takes while it waits for nothing."""
-    seconds = 2.0
-    end.send(("pool", (), seconds, False))
-    return {"way": "waiting", "share": end.recv()[1] / seconds}
+    end.send(("pool", (), WAITING_SECONDS, False))
+    return {"way": "waiting", "share": end.recv()[1] / WAITING_SECONDS}
 
 
 def measure_wakeups(samples: int) -> list[dict[str, Any]]:

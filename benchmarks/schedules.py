@@ -41,8 +41,7 @@ class EmulatedJob:
         schedule: one of ``SCHEDULES``.
         ranks: processes.
         encoder_ranks: how many of them encode, where roles are separate.
-        per_patch: see `EmulatedCost`.
-        per_token: see `EmulatedCost`.
+        cost: what computing costs.
         data: the folder of `write_records`.
         folder: where the ranks write what they measured.
         global_batch_size: samples of a step.
@@ -56,8 +55,7 @@ class EmulatedJob:
     schedule: str
     ranks: int
     encoder_ranks: int
-    per_patch: float
-    per_token: float
+    cost: EmulatedCost
     data: Path
     folder: Path
     global_batch_size: int
@@ -76,7 +74,7 @@ class EmulatedJob:
             else default_allocation(self.ranks, "separate", self.encoder_ranks)
         )
         first = self.schedule == "batch-synchronous"
-        return Rules(allocation, EmulatedCost(self.per_patch, self.per_token), self.kept_batches, first)
+        return Rules(allocation, self.cost, self.kept_batches, first)
 
     @property
     def kept_batches(self) -> int:
@@ -143,7 +141,7 @@ def train(job: EmulatedJob) -> None:
     """Train, as one of the job's ranks."""
     take_precedence()
     folder, data = job.folder, job.data
-    arguments = (job.per_patch, job.per_token, str(data / "pictures.json"))
+    arguments = (job.cost, str(data / "pictures.json"))
     module: EmulatedVLM
     if job.schedule == "batch-synchronous":
         module = EncoderFirst(*arguments, counts=folder / "forwards", encoder_ranks=job.encoder_ranks)

@@ -7,7 +7,17 @@ import time
 import pytest
 import torch
 
-from benchmarks.emulation import Clock, EmulatedVLM, bear, check, emulated_data, numbers_of, pattern, write_records
+from benchmarks.emulation import (
+    Clock,
+    EmulatedCost,
+    EmulatedVLM,
+    bear,
+    check,
+    emulated_data,
+    numbers_of,
+    pattern,
+    write_records,
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +36,7 @@ def batch(folder):
 
 @pytest.fixture
 def module(folder):
-    module = EmulatedVLM(1e-9, 1e-9, str(folder / "pictures.json"))
+    module = EmulatedVLM(EmulatedCost(1e-9, 1e-9), str(folder / "pictures.json"))
     module.configure_model()
     return module
 

@@ -1,0 +1,155 @@
+"""Is the allocation that flowtrain takes by itself the fastest one? Predictions beside measurements.
+
+python benchmarks/allocate.py                 five modules on two processes, really trained: about ten minutes
+python benchmarks/allocate.py --emulate 8     every split of 8 ranks whose computing is sleep: about ten minutes
+python benchmarks/allocate.py --quick         any of the two at a tiny size, to see that it runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ["OMP_NUM_THREADS"] = "1"  # of every process, since two of them share two cores
+
+import torch
+
+from benchmarks import variants
+from benchmarks.launch import launch, machine
+from benchmarks.measure import read_ranks, throughput
+from benchmarks.modules import ROOT, Work, packed_module, training_records
+from benchmarks.report import machine_line, table, write_results
+from benchmarks.splits import compare_splits
+from benchmarks.variants import Job
+from flowtrain_lightning.profiling import Profile, profile_module, read_profile, write_profile
+from flowtrain_lightning.settling.choice import Choice
+from flowtrain_lightning.settling.planning import Planner, machine_of
+from flowtrain_lightning.settling.steps import training_steps
+
+MODULES = {"1:4": 32, "1:2": 32, "1:1": 32, "3:1": 32, "frozen": 8}
+"""Modules of `benchmarks.modules`, and the samples of a step.
+
+The last one has an encoder that does not train and many weights for few tokens. Ranks that all hold the backbone then
+spend much of a step on summing its gradients, which a single backbone rank need not do.
+"""
+
+PLACEMENTS = {"separate": "1 + 1", "colocated": "colocated x2"}
+"""Variants of `benchmarks.variants`, and what they are in tables."""
+
+TIE = 0.05
+"""Measurements that differ by less are a tie."""
+
+KEPT_BATCHES = 4  # the strategy's default
+PROFILE_SECONDS = 8.0  # as at a run's start
+DEADLINE = 900.0
+
+
+def main() -> None:
+    """Predict, measure, print, and write the results."""
+    options = parse()
+    if options.emulate:
+        compare_splits(options.emulate, options.out, options.steps, options.quick)
+    else:
+        compare_placements(options.out, options.rounds, options.steps, options.quick)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--emulate", type=int, metavar="N", help="every split of N emulated ranks, from 2")
+    parser.add_argument("--rounds", type=int, default=3, help="how often the placements take turns")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each run")
+    parser.add_argument("--quick", action="store_true", help="one round of a tiny size; the figures mean nothing")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
+    return parser.parse_args()
+
+
+def compare_placements(out: Path, rounds: int, steps: int, quick: bool) -> None:
+    """Both placements of every module in turns, and what was predicted of them."""
+    where, results = machine(), {}
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
+        work = Work(training_records(), Path(temporary) / "index")
+        work.data().setup("fit")  # writes the index, once for all runs
+        for module, samples in {"tiny": 8}.items() if quick else MODULES.items():
+            sized = replace(work, global_batch_size=samples)
+            results[module] = {
+                "predicted": _predicted(module, sized, Path(temporary) / f"{module}-profile".replace(":", "-")),
+                "measured": _measured(module, sized, Path(temporary), 1 if quick else rounds, 2 if quick else steps),
+            }
+            print(f"{module}: {results[module]}")
+    text = f"{machine_line(where)}\n\n{placement_table(results)}"
+    write_results(out, "allocate", {"machine": where, "rounds": rounds, "steps": steps, "modules": results}, text)
+    print(f"\n{text}\nWritten to {out}.")
+
+
+def _predicted(module: str, work: Work, folder: Path) -> dict[str, float]:
+    """Placement -> seconds of a step, and the one that a run would take."""
+    launch(_profile, (module, work, folder), 1, folder, DEADLINE)
+    choice = choose(work, read_profile(folder / "profile.json"))
+    found: dict[str, float] = {each.allocation.placement: each.seconds for each in choice.predictions}
+    return {**found, "chosen": list(PLACEMENTS).index(choice.chosen.allocation.placement)}
+
+
+def _profile(job: tuple[str, Work, Path]) -> None:
+    module, work, folder = job
+    torch.set_num_threads(1)
+    profile = profile_module(
+        packed_module(module), work.data(), accelerator="cpu", seconds=PROFILE_SECONDS, progress=False
+    )
+    write_profile(profile, folder / "profile.json")
+
+
+def choose(work: Work, profile: Profile) -> Choice:
+    """What a run on two ranks of one thread each would choose."""
+    cores = replace(machine_of(torch.device("cpu"), 2, 1), capacity=float(len(os.sched_getaffinity(0))))
+    return Planner(training_steps(work.data()), 2, cores, KEPT_BATCHES).choose(profile)
+
+
+def _measured(module: str, work: Work, temporary: Path, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Placement -> seconds of a step in every round."""
+    seconds: dict[str, list[float]] = {placement: [] for placement in PLACEMENTS}
+    for number in range(rounds):
+        for placement in PLACEMENTS:
+            folder = temporary / f"{module}-{placement}-{number}".replace(":", "-")
+            job = Job(
+                variant=placement,
+                module=module,
+                records=work.records,
+                folder=folder,
+                cache=work.cache,
+                warmup=2,
+                steps=steps,
+                global_batch_size=work.global_batch_size,
+            )
+            launch(variants.train, job, 2, folder, DEADLINE)
+            seconds[placement].append(work.global_batch_size / throughput(read_ranks(folder))["samples_per_second"])
+    return seconds
+
+
+def placement_table(results: dict[str, dict[str, Any]]) -> str:
+    """A row per module: what was predicted, what was measured, and whether the choice was right."""
+    rows = []
+    for module, found in results.items():
+        cells = [module]
+        medians = {placement: median(found["measured"][placement]) for placement in PLACEMENTS}
+        for placement, seconds in medians.items():
+            predicted = found["predicted"][placement]
+            cells += [f"{1e3 * predicted:.0f}", f"{1e3 * seconds:.0f}", f"{predicted / seconds - 1:+.0%}"]
+        chosen = list(PLACEMENTS)[found["predicted"]["chosen"]]
+        fastest = min(medians, key=lambda placement: medians[placement])
+        lead = max(medians.values()) / medians[fastest] - 1
+        verdict = "tie" if lead < TIE else "right" if chosen == fastest else "wrong"
+        rows.append([*cells, PLACEMENTS[chosen], f"{PLACEMENTS[fastest]} (by {lead:.0%})", verdict])
+    heads = [f"{name}: {what}" for name in PLACEMENTS.values() for what in ("predicted ms", "measured ms", "error")]
+    return table(["encoder : backbone", *heads, "chosen", "fastest", "the choice was"], rows)
+
+
+if __name__ == "__main__":
+    main()
