@@ -47,6 +47,25 @@ def find_fault(board: StatusBoard, rank: int) -> tuple[int, str] | None:
     return blamed, fault_sentence(board[blamed], cause)
 
 
+def blame_fault(board: StatusBoard, rank: int, peer: int, wait: float) -> tuple[int, str]:
+    """The rank that is to blame now that ``peer`` is gone, and the sentence about it; the own page then blames it.
+
+    Args:
+        board: the pages of all ranks.
+        rank: the calling rank.
+        peer: whose connection has closed.
+        wait: seconds until that process is seen to be gone or says why, and whoever it blames is seen to have ended.
+    """
+    deadline = time.monotonic() + wait
+    found = find_fault(board, rank)
+    while (found is None or not _has_ended(board, found[0])) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS / 2)
+        found = find_fault(board, rank)
+    blamed, sentence = found or (peer, fault_sentence(board[peer], "closed its connection without a goodbye"))
+    board.pages[rank].blame(blamed)
+    return blamed, sentence
+
+
 def first_fault(board: StatusBoard, rank: int, wait: float = 1.0) -> str | None:
     """What to say when a collective fails because a peer has gone: the sentence about the first fault.
 
@@ -70,6 +89,10 @@ def first_fault(board: StatusBoard, rank: int, wait: float = 1.0) -> str | None:
         if time.monotonic() >= deadline:
             return None
         time.sleep(_LOOK_SECONDS)
+
+
+def _has_ended(board: StatusBoard, rank: int) -> bool:
+    return board.died(rank) or board.pages[rank].state is State.FAILED
 
 
 def _when(status: Status) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.record import Record
 
@@ -43,7 +44,9 @@ class Link:
         Raises:
             PoolError: when the peer has left in good order.
         """
-        self._mesh.carry(peer, record, entry)
+        if self._mesh.has_left(peer):
+            raise PoolError(f"Rank {peer} ({self._mesh.labels[peer]}) has left; nothing can be sent to it any more.")
+        self._mesh.elsewhere.carry(peer, record, entry)
 
     def withdraw(self, address: int) -> None:
         """The bytes of the entry at ``address`` are about to change; see `Carrier.withdraw`."""

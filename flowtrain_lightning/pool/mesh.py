@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import select
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from flowtrain_lightning.pool.alarm import Alarm
 from flowtrain_lightning.pool.elsewhere import Elsewhere
-from flowtrain_lightning.pool.errors import PeerFailed, PoolError
-from flowtrain_lightning.pool.faults import fault_sentence, find_fault
+from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.faults import blame_fault
 from flowtrain_lightning.pool.inbox import ORDERED_STORES, Inbox, Slot, inbox_bytes
 from flowtrain_lightning.pool.liveness import PAGE_BYTES, State, StatusBoard, StatusPage
 from flowtrain_lightning.pool.meeting import Met, meet
@@ -43,7 +43,7 @@ class Mesh:
         page: the calling rank's status page.
         board: the pages of all ranks.
         elsewhere: the ranks of other hosts, whose pages are copies.
-        locations: where each rank runs; empty where all run on one machine.
+        locations: where each rank runs, equal on ranks that share memory.
         links: how many links were made on it.
         early: records of links that are still to be made here.
     """
@@ -53,18 +53,15 @@ class Mesh:
         self.ranks = len(labels)
         self.labels = tuple(labels)
         self.page = page
-        self.locations = met.locations
+        self.locations = met.locations or ("here",) * self.ranks
         self._inbox = Inbox(page.memory, PAGE_BYTES, self.ranks)
         self._turns = Turns(self.ranks)
         self._sent = [0] * self.ranks
-        self._blocked: set[int] = set()  # peers whose socket was full
-        self._fault: tuple[str, int | None] | None = None
         self._next_look = 0.0
         self.links = 0
         self.early: list[Record] = []
-        self._bell = bell
-        self._bell_lock = threading.Lock()
-        self.elsewhere = Elsewhere(page, labels, met.elsewhere, self._wake, self.abort)
+        self._alarm = Alarm(bell)
+        self.elsewhere = Elsewhere(page, labels, met.elsewhere, self._alarm.ring, self._alarm.abort)
         pages: dict[int, StatusPage] = {rank: page, **self.elsewhere.copies}
         processes: dict[int, int] = {peer: copy.ended for peer, copy in self.elsewhere.copies.items()}
         sockets = {peer: connection.records for peer, connection in met.elsewhere.items()}
@@ -134,25 +131,14 @@ class Mesh:
         """
         stream = self._streams.get(peer)
         if stream is None:
-            raise self._gone(peer)
+            raise PoolError(f"Rank {peer} ({self.labels[peer]}) has left; nothing can be sent to it any more.")
         self._sent[peer] += 1
         message = encode_record(record, self._sent[peer])
         small = ORDERED_STORES and not record.payload and not record.descriptors
         if small and not stream.queued and peer in self._slots and self._slots[peer].put(message):
             return
         stream.send(message, record.descriptors)
-        if stream.queued:
-            self._watch(stream)
-
-    def carry(self, peer: int, record: Record, entry: memoryview) -> None:
-        """Let the service thread send a record and an entry to a rank of another host; see `Carrier.send`.
-
-        Raises:
-            PoolError: when the peer has left in good order.
-        """
-        if peer not in self._streams:
-            raise self._gone(peer)
-        self.elsewhere.carry(peer, record, entry)
+        stream.watch(self._epoll)
 
     def receive(self, timeout: float = 0.0) -> list[Record]:
         """What has arrived; waits up to ``timeout`` seconds for something.
@@ -161,8 +147,7 @@ class Mesh:
             PeerFailed: when a peer died or failed, or `abort` was called. From then on at every call.
             PoolError: when a peer sent what is no valid record.
         """
-        if self._fault is not None:
-            self._raise_fault()
+        self._alarm.check()
         now = time.monotonic()
         if now < self._next_look:
             records = self._take()
@@ -191,10 +176,7 @@ class Mesh:
             sentence: the error's text.
             rank: who is to blame.
         """
-        with self._bell_lock:
-            if self._fault is None:
-                self._fault = (sentence, rank)
-        self._wake()
+        self._alarm.abort(sentence, rank)
 
     def close(self, goodbye: bool = True) -> None:
         """Leave. A second call does nothing.
@@ -205,7 +187,7 @@ class Mesh:
         """
         if self._epoll.closed:
             return
-        in_order = goodbye and self._fault is None and self.page.state is not State.FAILED
+        in_order = goodbye and not self._alarm.raised and self.page.state is not State.FAILED
         if in_order:
             self._say_goodbye()
         self.elsewhere.close(_GOODBYE_SECONDS if in_order else _LAST_WORD_SECONDS)
@@ -214,9 +196,7 @@ class Mesh:
             stream.close()
             if peer in self._slots:
                 self._slots[peer].close()
-        with self._bell_lock:
-            os.close(self._bell)
-            self._bell = -1
+        self._alarm.close()
         for record in self.early:
             for descriptor in record.descriptors:
                 os.close(descriptor)
@@ -228,18 +208,11 @@ class Mesh:
         for peer, stream in self._streams.items():
             self._sent[peer] += 1
             stream.send(encode_record(Record(Kind.GOODBYE, self.rank), self._sent[peer]))
-            if stream.queued:
-                self._watch(stream)
+            stream.watch(self._epoll)
         deadline = time.monotonic() + _GOODBYE_SECONDS
         with suppress(PoolError):  # whoever fails now is no concern of a rank that has done its work
             while any(stream.queued for stream in self._streams.values()) and time.monotonic() < deadline:
                 self._read(0.05)
-
-    def _wake(self) -> None:
-        """Make `receive` look around. Safe to call from any thread."""
-        with self._bell_lock:
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
 
     def _take(self) -> list[Record]:
         """What has arrived without a socket of this thread."""
@@ -263,12 +236,12 @@ class Mesh:
             if stream is not None:
                 if event & select.EPOLLOUT:
                     stream.flush()
-                    self._watch(stream)
+                    stream.watch(self._epoll)
                 if event & _READABLE:
                     self._read_stream(stream, records)
-            elif descriptor == self._bell:
+            elif descriptor == self._alarm.bell:
                 os.eventfd_read(descriptor)
-                self._raise_fault()
+                self._alarm.check()
             elif descriptor in self._process_of:  # else its peer has left earlier in this round
                 self._ended(descriptor)
         return records + self._take()
@@ -290,13 +263,6 @@ class Mesh:
             self._forget(self._turns.goodbyes.pop())
         return records
 
-    def _watch(self, stream: Stream) -> None:
-        """Be told when a peer whose socket was full takes more."""
-        if stream.queued == (stream.peer in self._blocked):
-            return
-        self._blocked ^= {stream.peer}
-        self._epoll.modify(stream.descriptor, select.EPOLLIN | (select.EPOLLOUT if stream.queued else 0))
-
     def _look(self) -> None:
         """Read the others' pages: a peer that failed may not have closed its connection yet."""
         for peer in self._streams:
@@ -311,34 +277,17 @@ class Mesh:
             self._blame(peer)  # else what it sent before it left is still to be read
 
     def _blame(self, peer: int) -> None:
-        deadline = time.monotonic() + (_FAR_PAGE_SECONDS if self.elsewhere.copies else _PAGE_SECONDS)
-        found = find_fault(self.board, self.rank)
-        while (found is None or not self._has_ended(found[0])) and time.monotonic() < deadline:
-            time.sleep(0.01)
-            found = find_fault(self.board, self.rank)
-        blamed, sentence = found or (peer, fault_sentence(self.board[peer], "closed its connection without a goodbye"))
-        self.page.blame(blamed)
+        patience = _FAR_PAGE_SECONDS if self.elsewhere.copies else _PAGE_SECONDS
+        blamed, sentence = blame_fault(self.board, self.rank, peer, patience)
         self.elsewhere.tell()  # before this process ends and its own end is taken for the fault
-        self.abort(sentence, blamed)
-        self._raise_fault()
-
-    def _has_ended(self, peer: int) -> bool:
-        """Whether ``peer`` is seen to have ended; else it is known from another rank only that it has, or hangs."""
-        return self.board.died(peer) or self.board.pages[peer].state is State.FAILED
-
-    def _raise_fault(self) -> None:
-        if self._fault is not None:
-            raise PeerFailed(*self._fault)
-
-    def _gone(self, peer: int) -> PoolError:
-        return PoolError(f"Rank {peer} ({self.labels[peer]}) has left; nothing can be sent to it any more.")
+        self._alarm.abort(sentence, blamed)
+        self._alarm.check()
 
     def _forget(self, peer: int) -> None:
         """``peer`` has left in good order."""
         stream = self._streams.pop(peer)
         del self._stream_of[stream.descriptor]
         self._epoll.unregister(stream.descriptor)
-        self._blocked.discard(peer)
         self._turns.forget(peer)
         stream.close()
         slot = self._slots.pop(peer, None)

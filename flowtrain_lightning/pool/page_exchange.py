@@ -104,7 +104,8 @@ class PageExchange:
                 if descriptor == self._bell:
                     os.eventfd_read(self._bell)
                 elif event & select.EPOLLOUT:
-                    self._flush(self._peers[descriptor])
+                    self._peers[descriptor].stream.flush()
+                    self._peers[descriptor].stream.watch(self._epoll)
                 else:
                     self._hear(self._peers[descriptor])
 
@@ -120,16 +121,8 @@ class PageExchange:
             if not peer.stream.queued and peer.unheard < _UNHEARD_BYTES:
                 peer.unheard += len(record)
                 peer.stream.send(record)
-                self._watch(peer)
+                peer.stream.watch(self._epoll)
         self._answered = asked
-
-    def _flush(self, peer: _Peer) -> None:
-        peer.stream.flush()
-        self._watch(peer)
-
-    def _watch(self, peer: _Peer) -> None:
-        events = select.EPOLLIN | (select.EPOLLOUT if peer.stream.queued else 0)
-        self._epoll.modify(peer.stream.descriptor, events)
 
     def _hear(self, peer: _Peer) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections import deque
 
@@ -31,6 +32,7 @@ class Stream:
         self._queue: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._cut = b""  # the begin of a record whose end is to come
         self._descriptors: tuple[int, ...] = ()  # what came with that
+        self._watched = False
 
     @property
     def queued(self) -> bool:
@@ -59,6 +61,12 @@ class Stream:
         except OSError as error:
             self.error = self.error or error.with_traceback(None)  # whose frames would keep all that they know
             queue.clear()  # it has ended; reading from it will say whether in good order
+
+    def watch(self, epoll: select.epoll) -> None:
+        """Be told by ``epoll``, which knows the connection, when the peer takes more of what is queued."""
+        if self.queued != self._watched:
+            self._watched = self.queued
+            epoll.modify(self.descriptor, select.EPOLLIN | (select.EPOLLOUT if self.queued else 0))
 
     def read(self) -> list[Numbered] | None:
         """What has arrived: all of it unless it is much, then the rest has its turn later. None: the peer has closed.

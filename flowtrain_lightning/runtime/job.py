@@ -12,9 +12,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from datetime import timedelta
 from pathlib import Path
 
+from lightning.pytorch.utilities import rank_zero_info
+
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.pool import Mesh, State, first_fault
+from flowtrain_lightning.pool.location import describe_ways
 from flowtrain_lightning.runtime.groups import connect_groups
 from flowtrain_lightning.runtime.launcher import kin
 from flowtrain_lightning.runtime.watchdog import Watchdog
@@ -56,6 +59,8 @@ class Job:
         seconds = timeout.total_seconds()
         self.groups = connect_groups(rank, worlds, backend, patience(hang_timeout, timeout))
         self._mesh: Mesh | None = Mesh.connect(self.groups.new_store(), rank, ranks, self.labels, seconds)
+        if ranks > 1:
+            rank_zero_info(f"flowtrain: pool: {describe_ways(self._mesh.locations)}.")
         self.groups.cross.page = self._mesh.page
         self._mesh.page.enter("start up", -1)
         self._watchdog = Watchdog(self._mesh, rank, self.labels, hang_timeout, seconds, fault_folder)

@@ -297,6 +297,7 @@ def test_counters_tell_what_happened(pools, transport):
     assert (counters.entries, counters.bytes) == (2, 2 * FLOATS)
     assert counters.transport == ("shared_memory and network" if transport == "both" else transport)
     assert (counters.current.now, counters.current.peak, counters.current.capacity) == (0, 2 * FLOATS, ROOM)
+    assert (counters.leased_bytes, reader.counters.leased_bytes) == (0, 2 * FLOATS)
     waited = reader.counters
     reader.poll(0.05)
     assert reader.counters.waits == waited.waits + 1

@@ -11,7 +11,7 @@ from flowtrain_lightning.pool.self_test import self_test
 def test_entries_pass_between_two_processes_and_all_is_given_back():
     before = len(os.listdir("/proc/self/fd"))
     found = self_test()
-    assert found.put_bytes_per_second > 0
+    assert found.put_bytes_per_second > found.passed_bytes_per_second > 0
     assert 0 < found.round_trip_seconds < 1
     assert found.counters.entries == 208
     assert found.counters.current.now == 0
@@ -26,10 +26,11 @@ def test_the_doctor_prints_address_layout_limits_ways_and_figures():
     assert {"memory", "shared_memory", "inboxes", "waits"} <= lines.keys()
     assert "GB/s" in lines["put"]
     assert "us from put to release" in lines["round trip"]
+    assert "GB/s in entries of 16 MiB" in lines["between hosts"]
 
 
 def test_the_doctor_says_why_the_self_test_failed(monkeypatch):
-    def fails():
+    def fails(**_):
         raise OSError("no memory of that kind")
 
     monkeypatch.setattr("flowtrain_lightning.doctor.self_test", fails)
