@@ -40,14 +40,18 @@ class TimelineRecorder(L.Callback):
             return
         folder = Path(strategy.broadcast(str(self.folder or trainer.log_dir or trainer.default_root_dir)))
         rank = trainer.global_rank
-        strategy.engine.timeline.save(folder / "timeline" / f"rank{rank}.json", rank, strategy.job.labels[rank])
+        engine, path = strategy.engine, folder / "timeline" / f"rank{rank}.json"
+        engine.timeline.save(path, rank, strategy.job.labels[rank], engine.pool_counters)
         strategy.barrier()
         if trainer.is_global_zero:
             draw_step(read_timelines(folder / "timeline"), folder / "timeline.png")
 
 
 def read_timelines(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks saved, in rank order: ``rank``, ``label``, ``totals`` (role -> kind -> seconds), ``spans``."""
+    """What ranks saved, in rank order: ``rank``, ``label``, ``totals`` (role -> kind -> seconds), ``spans``, ``pool``.
+
+    The last one holds the fields of `PoolCounters`, or is None where the rank never opened a pool.
+    """
     timelines = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
     return sorted(timelines, key=lambda timeline: int(timeline["rank"]))
 

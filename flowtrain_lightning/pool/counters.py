@@ -25,6 +25,7 @@ class PoolCounters:
         transport: how entries reach their readers.
         entries: how many were put.
         bytes: room that they took.
+        leased_bytes: room of the entries that this rank has leased, own ones among them.
         refused: how often an entry found no room at that moment.
         waits: how often `Pool.poll` was allowed to wait.
         wait_seconds: how long it did so in all.
@@ -37,6 +38,7 @@ class PoolCounters:
     transport: str
     entries: int
     bytes: int
+    leased_bytes: int
     refused: int
     waits: int
     wait_seconds: float

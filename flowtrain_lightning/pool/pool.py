@@ -40,7 +40,7 @@ class Pool:
         self._published: dict[Key, Publication] = {}  # to this rank, and not leased yet
         self._leased: dict[Key, Publication] = {}
         self._discarded: dict[int, int] = {}  # channel -> indices below it are gone
-        self._entries = self._bytes = self._refused = self._waits = 0
+        self._entries = self._bytes = self._leased_bytes = self._refused = self._waits = 0
         self._wait_seconds = 0.0
         self._wait_histogram = [0] * (len(WAIT_LIMITS) + 1)
         self._closed = False
@@ -189,6 +189,7 @@ class Pool:
         memory, start = (self._segment.memory, address.offset) if own else self._transport.locate(publication)
         tensors = read_entry(memory, start, publication.nbytes, address, key)
         self._leased[key] = self._published.pop(key)
+        self._leased_bytes += publication.nbytes
         return Lease(key, owner, tensors, self._give_back)
 
     def discard(self, channel: int, before_index: int) -> None:
@@ -225,6 +226,7 @@ class Pool:
             transport=self._transport.name,
             entries=self._entries,
             bytes=self._bytes,
+            leased_bytes=self._leased_bytes,
             refused=self._refused,
             waits=self._waits,
             wait_seconds=self._wait_seconds,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.data import PackedMedia, StepBatch
 from flowtrain_lightning.parallel import reduce_gradients
-from flowtrain_lightning.pool import Pool, PoolError
+from flowtrain_lightning.pool import Pool, PoolCounters, PoolError
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
@@ -84,6 +84,7 @@ class FlowEngine:
         self._spec: FeatureSpec | None = None
         self._arena_bytes = 0
         self._desk: Desk | None = None
+        self._last_counters: PoolCounters | None = None
         self._indices = dict.fromkeys(STAGES, 0)
         self._ahead: dict[str, tuple[int, int] | None] = {}
 
@@ -153,9 +154,15 @@ class FlowEngine:
             )
         return float(first_value)
 
+    @property
+    def pool_counters(self) -> PoolCounters | None:
+        """What this rank's part of the pool has done since it was opened last; None before the first step."""
+        return self._last_counters if self._desk is None else self._desk.pool.counters
+
     def close(self) -> None:
         """Gives the pool's memory back."""
         if self._desk is not None:
+            self._last_counters = self._desk.pool.counters
             self._desk.pool.close()
             self._desk = None
 

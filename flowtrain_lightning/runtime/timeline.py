@@ -7,8 +7,11 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
+
+from flowtrain_lightning.pool import PoolCounters
 
 COMPUTE = "compute"
 STALL = "stall"
@@ -67,10 +70,12 @@ class Timeline:
         whole = sum(seconds for (name, _), seconds in self.totals.items() if name == lane)
         return self.totals[lane, kind] / whole if whole else 0.0
 
-    def save(self, path: Path, rank: int, label: str) -> None:
-        """Writes spans and totals as JSON."""
+    def save(self, path: Path, rank: int, label: str, pool: PoolCounters | None = None) -> None:
+        """Writes spans, totals and what the rank's part of the pool has done as JSON."""
         totals: dict[str, dict[str, float]] = defaultdict(dict)
         for (lane, kind), seconds in self.totals.items():
             totals[lane][kind] = seconds
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"rank": rank, "label": label, "totals": totals, "spans": list(self.spans)}))
+        counters = None if pool is None else asdict(pool)
+        told = {"rank": rank, "label": label, "totals": totals, "pool": counters, "spans": list(self.spans)}
+        path.write_text(json.dumps(told))

@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from PIL import Image
 
 from flowtrain_lightning import FlowModule, FlowTrainStrategy
+from flowtrain_lightning.callbacks.timeline import read_timelines
 from flowtrain_lightning.data import FlowDataModule
 from recipes.quickstart.module import QuickstartVLM
 from recipes.quickstart.pictures import Answer, draw_answers, draw_loss
@@ -114,6 +115,8 @@ def test_four_steps_on_an_encoder_rank_and_a_backbone_rank_leave_log_checkpoint_
     assert [step for step, _ in training] == [0, 1, 2, 3]
     assert len(validation) == 1
     assert (folder / "timeline.png").is_file()
+    pools = [timeline["pool"] for timeline in read_timelines(folder / "timeline")]
+    assert sum(pool["bytes"] for pool in pools) == sum(pool["leased_bytes"] for pool in pools) > 0
     loaded = QuickstartVLM.load_from_checkpoint(folder / "checkpoints" / "last.ckpt")
     assert all(torch.isfinite(parameter).all() for parameter in loaded.parameters())
 

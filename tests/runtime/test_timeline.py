@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
+from flowtrain_lightning.pool import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.runtime import timeline as timeline_module
 from flowtrain_lightning.runtime.timeline import COMPUTE, STALL, Span, Timeline
 
@@ -49,11 +51,14 @@ def test_totals_know_all_spans_while_only_the_latest_are_kept(monkeypatch):
 def test_a_saved_timeline_reads_as_json(tmp_path):
     timeline = Timeline()
     timeline.add(Span("encoder", COMPUTE, "forward", "train", 0, 2, 10.0, 13.0))
-    timeline.save(tmp_path / "new" / "timeline-rank1.json", rank=1, label="encoder 0")
+    room = Occupancy(now=0, peak=64, capacity=128)
+    counters = PoolCounters("shared_memory", 1, 64, 0, 0, 0, 0.0, (0,) * (len(WAIT_LIMITS) + 1), room, room)
+    timeline.save(tmp_path / "new" / "timeline-rank1.json", rank=1, label="encoder 0", pool=counters)
     saved = json.loads((tmp_path / "new" / "timeline-rank1.json").read_text())
     assert saved == {
         "rank": 1,
         "label": "encoder 0",
         "totals": {"encoder": {"compute": 3.0}},
+        "pool": json.loads(json.dumps(asdict(counters))),
         "spans": [["encoder", "compute", "forward", "train", 0, 2, 10.0, 13.0]],
     }
