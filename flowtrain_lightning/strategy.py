@@ -35,7 +35,15 @@ from flowtrain_lightning.runtime.job import Job, patience
 from flowtrain_lightning.runtime.launcher import RankLauncher, kin
 from flowtrain_lightning.runtime.optimizers import NamedOptimizer
 from flowtrain_lightning.runtime.watchdog import die_with_parent
-from flowtrain_lightning.settling import Settled, Starting, answer_if_wanted, make_request, part_of, settle
+from flowtrain_lightning.settling import (
+    Settled,
+    Starting,
+    answer_if_wanted,
+    make_request,
+    part_of,
+    remember,
+    settle,
+)
 
 
 class FlowTrainStrategy(AcrossRoles):
@@ -175,6 +183,7 @@ class FlowTrainStrategy(AcrossRoles):
         reset_seed()
         self.set_world_ranks()
         self._settled = self._settle()
+        remember(self._module, self.settled.allocation)
         self._job = Job(
             self.global_rank,
             self.settled.allocation,

@@ -72,8 +72,12 @@ def settle(starting: Starting, store: Store, timeout: timedelta) -> Settled:
         own.set("settled", json.dumps(found.allocation.state_dict()))
     else:
         found = Settled(_learn(own, timeout), "rank 0 says so")
-    _lived_on[starting.module] = found.allocation
     return found
+
+
+def remember(module: FlowModule, allocation: Allocation) -> None:
+    """The module is about to be built on these ranks: later runs of this process that leave it open stay there."""
+    _lived_on[module] = allocation
 
 
 def _find_out(starting: Starting) -> Settled:

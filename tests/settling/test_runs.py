@@ -108,5 +108,5 @@ def test_a_profile_that_is_given_plans_anew_even_on_a_resume(runs):
 
 def test_a_module_stays_where_it_was_built(runs):
     _, notes, printed = runs
-    assert notes[0]["again"]["allocation"] == notes[0]["by profile"]["allocation"]
+    assert notes[0]["again"]["allocation"] == notes[0]["other"]["allocation"]
     assert "because this module has lived on it before, in this process." in printed

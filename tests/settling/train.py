@@ -71,11 +71,11 @@ def main() -> None:
     train("asked", flow.FlowTrainStrategy(allocation=FOLDER / "planned" / "allocation.yaml"))
     other = default_allocation(2, "colocated" if planned.placement == "separate" else "separate")
     saved = FOLDER / "saved.ckpt"
-    train("other", flow.FlowTrainStrategy(allocation=other)).save_checkpoint(saved)
-    train("resumed", "flowtrain", resume=saved)
     module = TinyVLM()
-    train("by profile", flow.FlowTrainStrategy(profile=slow_encoder()), resume=saved, module=module)
-    train("again", flow.FlowTrainStrategy(profile="off"), module=module)
+    train("other", flow.FlowTrainStrategy(allocation=other), module=module).save_checkpoint(saved)
+    train("again", "flowtrain", module=module)
+    train("resumed", "flowtrain", resume=saved)
+    train("by profile", flow.FlowTrainStrategy(profile=slow_encoder()), resume=saved)
     (FOLDER / f"notes-{RANK}.json").write_text(json.dumps(NOTES))
 
 
