@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
-from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
+from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.data.batch import IGNORED_LABEL
 from flowtrain_lightning.parallel import reduce_gradients
+from flowtrain_lightning.profiling.probes import Probe
 from flowtrain_lightning.runtime.compute import as_features
 from flowtrain_lightning.runtime.halves import half_parameters, half_trains
 from flowtrain_lightning.runtime.plain import PlainEngine
@@ -35,7 +36,7 @@ _OPTIMIZER_STEPS = 5
 
 
 class OptimizerClock(L.Callback):
-    """Knows how long the optimizer took. Learning rates stay: a scheduler may wait for a metric of the validation.
+    """Knows how long the optimizer took, and keeps out what may wait for a metric of the validation.
 
     Attributes:
         seconds: of the last step's optimizer.
@@ -46,8 +47,9 @@ class OptimizerClock(L.Callback):
         self._start = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves the schedulers out."""
+        """Leaves out schedulers, and callbacks that the module brings."""
         trainer.strategy.lr_scheduler_configs = []
+        trainer.callbacks = [self]  # type: ignore[attr-defined]
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """All gradients are there."""
@@ -69,7 +71,7 @@ class HalvesEngine(PlainEngine):
     Args:
         module: which the Trainer will build; its weights will change.
         trainer: decides device and precision.
-        probes: steps of one microbatch each.
+        probes: what is measured.
         clock: one of the Trainer's callbacks.
         seconds: after which no further round begins, once every probe has been measured.
         progress: show a bar.
@@ -84,7 +86,7 @@ class HalvesEngine(PlainEngine):
         self,
         module: FlowModule,
         trainer: L.Trainer,
-        probes: Sequence[StepBatch],
+        probes: Sequence[Probe],
         clock: OptimizerClock,
         *,
         seconds: float,
@@ -145,22 +147,17 @@ class HalvesEngine(PlainEngine):
 
     def _run(self, probe: int, counts: bool) -> None:
         self._module.zero_grad(set_to_none=False)
-        batch = self._probes[probe]
-        packed, media = batch.microbatches[0], batch.encoder_batches[0]
-        assert packed is not None
-        found = self._run_halves(packed, media, (batch.epoch, batch.step))
-        if counts:
-            for role, seconds in found.items():
+        for role, seconds in self._run_halves(self._probes[probe]).items():
+            if counts:
                 self.times[role][probe].append(seconds)
-        targets = int((packed.labels != IGNORED_LABEL).sum())
+        targets = int((self._probes[probe].packed.labels != IGNORED_LABEL).sum())
         for role in ROLES:
             reduce_gradients(half_parameters(self._module, role), 1 / max(targets, 1))
 
-    def _run_halves(
-        self, packed: PackedBatch, media: PackedMedia | None, step: tuple[int, int]
-    ) -> dict[str, tuple[float, float]]:
+    def _run_halves(self, probe: Probe) -> dict[str, tuple[float, float]]:
         """Role -> seconds of forward and of backward. The halves share no graph, as if they lived on two ranks."""
         compute, found = self._compute, {}
+        packed, media, step = probe.packed, probe.media, (probe.batch.epoch, probe.batch.step)
         trains = half_trains(self._module, ENCODER)
         outputs: tuple[Tensor, ...] = ()
         encoding = 0.0

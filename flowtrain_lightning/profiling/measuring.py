@@ -14,14 +14,14 @@ import lightning as L
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
-from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
+from flowtrain_lightning.allocator.roles import ROLES
 from flowtrain_lightning.data import FlowDataModule, StepBatch
-from flowtrain_lightning.packing import CostModel, IntArray
+from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.fit import Observation, fit_cost
 from flowtrain_lightning.profiling.errors import ProfileError
 from flowtrain_lightning.profiling.halves import HalvesEngine, OptimizerClock
 from flowtrain_lightning.profiling.origin import detached_copy, origin_of
-from flowtrain_lightning.profiling.probes import load_probes
+from flowtrain_lightning.profiling.probes import Probe, load_probes
 from flowtrain_lightning.profiling.profile import Profile, Reduction, RoleProfile
 from flowtrain_lightning.profiling.reduction import measure_reduction
 from flowtrain_lightning.runtime.halves import half_parameters
@@ -84,7 +84,7 @@ def profile_module(
     engine = HalvesEngine(module, trainer, probes, clock, seconds=seconds, progress=progress)
     module.run_on(engine)
     with _quiet():
-        trainer.fit(module, datamodule=_StandIn(data, _Repeated(probes[0], engine.most_steps)))
+        trainer.fit(module, datamodule=_StandIn(data, _Repeated(probes[0].batch, engine.most_steps)))
     return Profile(
         origin_of(module, data, device, trainer.precision),
         {role: _role_profile(module, engine, probes, role) for role in ROLES},
@@ -131,12 +131,12 @@ class _StandIn(L.LightningDataModule):
         return getattr(self._data, name)
 
 
-def _role_profile(module: FlowModule, engine: HalvesEngine, probes: Sequence[StepBatch], role: str) -> RoleProfile:
+def _role_profile(module: FlowModule, engine: HalvesEngine, probes: Sequence[Probe], role: str) -> RoleProfile:
     weights = half_parameters(module, role)
     trained = [weight for weight in weights if weight.requires_grad]
     typical = {probe: np.quantile(times, _QUARTILE, axis=0) for probe, times in engine.times[role].items()}
     measured = tuple(
-        Observation.of(_lengths(probes[probe], role), float(times.sum())) for probe, times in typical.items()
+        Observation.of(probes[probe].lengths(role), float(times.sum())) for probe, times in typical.items()
     )
     whole = float(np.sum(list(typical.values())))
     return RoleProfile(
@@ -148,10 +148,6 @@ def _role_profile(module: FlowModule, engine: HalvesEngine, probes: Sequence[Ste
         forward_share=float(sum(forward for forward, _ in typical.values())) / whole if measured else 1.0,
         measured=measured,
     )
-
-
-def _lengths(probe: StepBatch, role: str) -> IntArray:
-    return probe.plan.sizes.tokens if role == BACKBONE else probe.plan.sizes.media_patches
 
 
 @contextmanager

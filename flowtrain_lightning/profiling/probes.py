@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flowtrain_lightning.data import FlowDataModule, StepBatch, StepPart
+from flowtrain_lightning.allocator.roles import BACKBONE
+from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedMedia, StepBatch, StepPart
 from flowtrain_lightning.data.sampling import Sampling
 from flowtrain_lightning.packing import IntArray, SampleSizes
 from flowtrain_lightning.packing.plan import BoolArray
@@ -33,8 +34,40 @@ class ChosenSamples(Sampling):
         return self.sets[step]
 
 
-def load_probes(data: FlowDataModule) -> list[StepBatch]:
-    """Steps of one microbatch each, and one encoder batch where its samples have media.
+@dataclass(frozen=True)
+class Probe:
+    """One microbatch, and the encoder batch that it reads.
+
+    Attributes:
+        batch: a step, packed as for one rank that does everything.
+        number: which microbatch of it.
+    """
+
+    batch: StepBatch
+    number: int
+
+    @property
+    def packed(self) -> PackedBatch:
+        """The microbatch."""
+        found = self.batch.microbatches[self.number]
+        assert found is not None
+        return found
+
+    @property
+    def media(self) -> PackedMedia | None:
+        """The encoder batch; None where no sample has media."""
+        return self.batch.encoder_batches[self.number]
+
+    def lengths(self, role: str) -> IntArray:
+        """Tokens of every sequence for the backbone, patches of every media for the encoder."""
+        plan = self.batch.plan
+        if role == BACKBONE:
+            return plan.sizes.tokens[plan.microbatches[0][self.number]]
+        return plan.sizes.media_patches[plan.encoder_batches[0][self.number]]
+
+
+def load_probes(data: FlowDataModule) -> list[Probe]:
+    """One microbatch of each chosen set; of a few samples that fill the budget the packer may make two.
 
     Raises:
         DataError: there are no training data, or they cannot be read.
@@ -45,7 +78,13 @@ def load_probes(data: FlowDataModule) -> list[StepBatch]:
     pool = np.sort(draw.permutation(len(source))[:_POOL])
     sets = tuple(pool[chosen] for chosen in choose_sets(source.sizes(pool), data.token_budget, draw))
     steps = replace(loader.steps, sampling=ChosenSamples((len(source),), 1, sets=sets), part=StepPart.plain(0, 1))
-    return [steps.load(0, number, loader.steps.planning) for number in range(len(sets))]
+    batches = [steps.load(0, number, loader.steps.planning) for number in range(len(sets))]
+    return [
+        Probe(batch, number)
+        for batch in batches
+        for number, packed in enumerate(batch.microbatches)
+        if packed is not None
+    ]
 
 
 def choose_sets(sizes: SampleSizes, token_budget: int, draw: np.random.Generator) -> Iterator[IntArray]:

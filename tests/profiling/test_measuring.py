@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 
 from flowtrain_lightning.data import DataError
 from flowtrain_lightning.profiling import ProfileError, halves, measuring, profile_module
@@ -102,8 +103,11 @@ def test_a_module_may_ask_the_trainer_for_its_data_and_precision(data):
     assert profile.origin.settings["precision"] == "bf16-mixed"
 
 
-def test_a_scheduler_that_waits_for_a_validation_is_in_nobodys_way(data):
+def test_what_waits_for_a_validation_is_in_nobodys_way(data):
     class OnPlateau(TinyVLM):
+        def configure_callbacks(self):
+            return [EarlyStopping("val_loss")]
+
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)

@@ -44,20 +44,27 @@ def test_a_sample_that_alone_is_more_than_the_smallest_share_is_taken_alone(draw
     assert all(len(chosen) == 1 for chosen in choose_sets(sizes_of([90, 70, 80]), 100, draw))
 
 
-def test_probes_are_steps_of_one_microbatch_and_its_media(tmp_path):
+def test_probes_are_microbatches_and_what_they_read(tmp_path):
     write_records(tmp_path, 48)
     probes = load_probes(tiny_data(tmp_path))
+    assert len(probes) == 16
     for probe in probes:
-        assert len(probe.microbatches) == len(probe.plan.microbatches[0]) == 1
-        assert len(probe.encoder_batches) == 1
-        assert (probe.encoder_batches[0] is None) == (len(probe.plan.sizes.media_rows) == 0)
-        assert probe.microbatches[0].tokens.numel() == probe.plan.sizes.tokens.sum()
+        assert probe.packed.tokens.numel() == probe.lengths("backbone").sum()
+        assert (probe.media is None) == (len(probe.lengths("encoder")) == 0)
+        assert probe.media is None or probe.media.patches.shape[0] == probe.lengths("encoder").sum()
+
+
+def test_samples_as_long_as_the_budget_are_probes_too(tmp_path):
+    write_records(tmp_path, 48)
+    probes = load_probes(tiny_data(tmp_path, token_budget=40, too_long="truncate"))
+    assert {int(probe.lengths("backbone").sum()) for probe in probes} >= {40}
 
 
 def test_probes_are_the_same_for_the_same_seed(tmp_path):
     write_records(tmp_path, 48)
     first, again, other = (
-        [probe.plan.samples.tolist() for probe in load_probes(tiny_data(tmp_path, seed=seed))] for seed in (1, 1, 2)
+        [probe.batch.plan.samples.tolist() for probe in load_probes(tiny_data(tmp_path, seed=seed))]
+        for seed in (1, 1, 2)
     )
     assert first == again != other
 
