@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from flowtrain_lightning.pool import Key, Pool, PoolError, Reservation, entry_room, lay_out
-from tests.pool.ranks import join_job, lease_of
+from tests.pool.ranks import join_job, lease_of, place, way
 from tests.processes import assert_all_good, run_ranks
 
 STEPS, ENTRIES = 4, 30
+TRANSPORTS = ["shared_memory", "remote", "network"]
 
 
 def random_order(seed):
@@ -27,10 +28,10 @@ def elements(reservation):
 
 def pass_reserved(rank, ranks, transport, seed):
     """Rank 0 puts a step's entries in their order; the others hold each as long as they may."""
-    mesh = join_job(rank, ranks)
+    mesh = join_job(rank, ranks, **place(transport, rank))
     order, choose = random_order(seed), random.Random(seed * ranks + rank)
     readers = range(1, ranks)
-    pool = Pool.open(mesh, 0 if rank else lay_out(order).capacity, 0, transport)
+    pool = Pool.open(mesh, 0 if rank else lay_out(order).capacity, 0, way(transport))
     for step in range(STEPS):
         keys = [Key(0, step, item) for item in range(ENTRIES)]
         if rank == 0:
@@ -56,7 +57,7 @@ def pass_reserved(rank, ranks, transport, seed):
     mesh.close()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "remote"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_at_exactly_the_capacity_that_was_named_no_reader_can_block_the_owner(transport):
     assert_all_good(run_ranks(pass_reserved, 3, arguments=[transport, 1]))
 
@@ -64,7 +65,7 @@ def test_at_exactly_the_capacity_that_was_named_no_reader_can_block_the_owner(tr
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(2, 22))
 def test_so_it_is_for_many_orders(seed):
-    assert_all_good(run_ranks(pass_reserved, 2 + seed % 3, arguments=[["shared_memory", "remote"][seed % 2], seed]))
+    assert_all_good(run_ranks(pass_reserved, 2 + seed % 3, arguments=[TRANSPORTS[seed % 3], seed]))
 
 
 def refused_below(rank, ranks):

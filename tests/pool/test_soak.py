@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowtrain_lightning.pool import Key, Pool
-from tests.pool.ranks import join_job
+from tests.pool.ranks import join_job, place, way
 from tests.processes import assert_all_good, run_ranks
 
 ROOM = 1 << 19
@@ -138,8 +138,8 @@ class Soak:
 
 
 def soak(rank, ranks, transport, seconds, seed):
-    mesh = join_job(rank, ranks)
-    pool = Pool.open(mesh, ROOM, ROOM, transport)
+    mesh = join_job(rank, ranks, **place(transport, rank))
+    pool = Pool.open(mesh, ROOM, ROOM, way(transport))
     opened = set(os.listdir("/proc/self/fd"))
     one = Soak(pool, rank, ranks, seed)
     one.run(seconds)
@@ -152,12 +152,12 @@ def soak(rank, ranks, transport, seconds, seed):
     mesh.close()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "remote"])
+@pytest.mark.parametrize("transport", ["shared_memory", "remote", "both"])
 def test_in_two_seconds_of_random_use_no_byte_is_wrong_and_all_room_comes_back(transport):
     assert_all_good(run_ranks(soak, 3, arguments=[transport, 2.0, 1]))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("transport", "ranks"), [("shared_memory", 4), ("remote", 3)])
+@pytest.mark.parametrize(("transport", "ranks"), [("shared_memory", 4), ("remote", 3), ("both", 4)])
 def test_in_a_minute_of_random_use_no_byte_is_wrong_and_all_room_comes_back(transport, ranks):
     assert_all_good(run_ranks(soak, ranks, deadline=150, arguments=[transport, 60.0, 2]))

@@ -14,10 +14,10 @@ LIVING = Key(0, 0, 1)
 """An entry that rank 0 has put for rank 1, which has leased it."""
 
 
-@pytest.fixture(params=["shared_memory", "remote"])
+@pytest.fixture(params=["shared_memory", "remote", "network"])
 def job(request):
     """Two ranks, the first of which tells lies; what it really put; and an address where nothing lies any more."""
-    with meshes(2) as made:
+    with meshes(2, request.param) as made:
         pools = open_pools(made, ROOM, 0, request.param)
         stale = pools[0].put(Key(0, 0, 0), [torch.zeros(10)], [1])
         lease_of(pools[1], Key(0, 0, 0)).release()
@@ -50,7 +50,7 @@ def lies(living, stale):
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data())
 def tell(job, data):
     (liar, _), (_, reader), living, stale = job
