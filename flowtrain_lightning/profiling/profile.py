@@ -153,16 +153,27 @@ def read_profile(path: Path) -> Profile:
 
 
 def _profile(content: Mapping[str, Any]) -> Profile:
-    reduction = content["reduction"]
+    origin, reduction = content["origin"], content["reduction"]
     return Profile(
-        origin=Origin(**content["origin"]),
+        origin=Origin(str(origin["module"]), str(origin["device"]), dict(origin["versions"]), dict(origin["settings"])),
         roles={role: _role(content["roles"][role]) for role in ROLES},
         feature_bytes=int(content["feature_bytes"]),
-        reduction=None if reduction is None else Reduction(**reduction),
+        reduction=None
+        if reduction is None
+        else Reduction(int(reduction["ranks"]), float(reduction["constant"]), float(reduction["seconds_per_byte"])),
     )
 
 
 def _role(values: Mapping[str, Any]) -> RoleProfile:
-    cost = CostModel(**values["cost"])
-    measured = tuple(Observation(**item) for item in values["measured"])
-    return RoleProfile(**{**values, "cost": cost, "measured": measured})
+    return RoleProfile(
+        cost=CostModel(**values["cost"]),
+        trains=bool(values["trains"]),
+        parameters=int(values["parameters"]),
+        gradient_bytes=int(values["gradient_bytes"]),
+        optimizer_seconds=float(values["optimizer_seconds"]),
+        forward_share=float(values["forward_share"]),
+        measured=tuple(
+            Observation(float(item["tokens"]), float(item["squares"]), float(item["seconds"]))
+            for item in values["measured"]
+        ),
+    )

@@ -75,6 +75,9 @@ def _set(value, *path):
         (_set(-1.0, "roles", "encoder", "cost", "linear"), "must be a finite number >= 0"),
         (_set("flowtrain profile 99", "format"), "its format is 'flowtrain profile 99'"),
         (_set({}, "roles"), "it lacks 'encoder'"),
+        (_set("fast", "roles", "encoder", "optimizer_seconds"), "could not convert string to float: 'fast'"),
+        (_set(None, "feature_bytes"), "NoneType"),
+        (_set([1], "reduction"), "damaged profile"),
     ],
 )
 def test_a_changed_file_is_refused_with_what_is_wrong(change, said, tmp_path):
