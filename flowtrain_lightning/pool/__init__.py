@@ -2,16 +2,17 @@
 
 Read in this order: `pool.py` (what a user of it sees), `entry.py` and `address.py` (what lies where), `segment.py`,
 `part.py`, `reservations.py` and `arena.py` (room), `mesh.py`, `inbox.py` and `stream.py` (how processes talk),
-`liveness.py` and `faults.py` (who is alive), `transport.py` (how entries travel).
+`liveness.py`, `board.py` and `faults.py` (who is alive), `transport.py` (how entries travel).
 """
 
 from flowtrain_lightning.pool.address import Address, Tier
+from flowtrain_lightning.pool.board import StatusBoard
 from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.pool.entry import Key, entry_room
 from flowtrain_lightning.pool.errors import PeerFailed, PoolError
 from flowtrain_lightning.pool.faults import fault_sentence, first_fault
 from flowtrain_lightning.pool.lease import Lease
-from flowtrain_lightning.pool.liveness import State, Status, StatusBoard, StatusPage
+from flowtrain_lightning.pool.liveness import State, Status, StatusPage
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.pool import Pool
 from flowtrain_lightning.pool.reservations import Reservation, lay_out

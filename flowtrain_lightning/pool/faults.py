@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from flowtrain_lightning.pool.liveness import State, Status, StatusBoard
+from flowtrain_lightning.pool.board import StatusBoard
+from flowtrain_lightning.pool.liveness import State, Status
 
 _LOOK_SECONDS = 0.02
 

@@ -1,13 +1,11 @@
-"""Who is alive and what it does: one page of shared memory per rank, which every rank of the machine can read."""
+"""What a rank says of itself: a page of shared memory that every rank of the machine can read."""
 
 from __future__ import annotations
 
 import os
-import select
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from mmap import mmap
@@ -254,53 +252,6 @@ class StatusPage:
         if len(self._phases) >= 1024:
             self._phases.clear()  # phases that carry a number would fill it for ever
         return self._phases.setdefault(phase, _encoded(phase))
-
-
-class StatusBoard:
-    """The pages of all ranks, and whether their processes live. Safe to use from several threads.
-
-    Args:
-        pages: one per rank, the own one among them.
-        processes: for each rank a ``pidfd``, or what can be read like one when a rank of another host is lost; None for
-            the own process.
-    """
-
-    def __init__(self, pages: list[StatusPage], processes: list[int | None]) -> None:
-        self.pages = pages
-        self.processes = processes
-
-    def __len__(self) -> int:
-        return len(self.pages)
-
-    def __getitem__(self, rank: int) -> Status:
-        return self.pages[rank].read()
-
-    def died(self, rank: int) -> bool:
-        """Whether the process of ``rank`` is gone. It cannot be taken for a later process of the same number."""
-        process = self.processes[rank]
-        if process is None:
-            return False
-        poll = select.poll()
-        poll.register(process, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def stopped(self, rank: int) -> bool:
-        """Whether the process of ``rank`` lives but is stopped; on another host: lives but is silent."""
-        return self.pages[rank].stopped() and not self.died(rank)
-
-    def kill(self, rank: int) -> None:
-        """End the process of a peer at once; nothing happens when it is gone already, or runs on another host."""
-        process = self.processes[rank]
-        if process is not None and not self.died(rank):
-            with suppress(OSError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Let go of the processes; the pages can still be read."""
-        for rank, process in enumerate(self.processes):
-            if process is not None:
-                self.processes[rank] = None
-                os.close(process)
 
 
 def _encoded(text: str) -> bytes:

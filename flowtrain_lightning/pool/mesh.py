@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from flowtrain_lightning.pool.alarm import Alarm
+from flowtrain_lightning.pool.board import StatusBoard
 from flowtrain_lightning.pool.elsewhere import Elsewhere
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.faults import blame_fault
 from flowtrain_lightning.pool.inbox import ORDERED_STORES, Inbox, Slot, inbox_bytes
-from flowtrain_lightning.pool.liveness import PAGE_BYTES, State, StatusBoard, StatusPage
+from flowtrain_lightning.pool.liveness import PAGE_BYTES, State, StatusPage
 from flowtrain_lightning.pool.meeting import Met, meet
 from flowtrain_lightning.pool.record import Kind, Numbered, Record, encode_record
 from flowtrain_lightning.pool.sockets import Store
