@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
-from torch.optim import Optimizer
 
-from flowtrain_lightning.across_roles import AcrossRoles
 from flowtrain_lightning.allocator import Allocation, Placement
 from flowtrain_lightning.allocator.roles import BACKBONE
-from flowtrain_lightning.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
 from flowtrain_lightning.compatibility import refuse_foreign_module, refuse_optimizers, refuse_unsupported
 from flowtrain_lightning.data import StepPart
-from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import broadcast_half
 from flowtrain_lightning.preemption import PreemptionCheckpoint
 from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
 from flowtrain_lightning.runtime.groups import root_store
-from flowtrain_lightning.runtime.halves import half_tensors, role_of, without_absent_halves
+from flowtrain_lightning.runtime.halves import half_tensors, without_absent_halves
 from flowtrain_lightning.runtime.invariance import not_layout_invariant
 from flowtrain_lightning.runtime.job import Job, patience
 from flowtrain_lightning.runtime.launcher import RankLauncher, kin
 from flowtrain_lightning.runtime.optimizers import NamedOptimizer
 from flowtrain_lightning.runtime.watchdog import die_with_parent
+from flowtrain_lightning.saving import SavingHalves
 from flowtrain_lightning.settling import (
     Settled,
     Starting,
@@ -46,7 +41,7 @@ from flowtrain_lightning.settling import (
 )
 
 
-class FlowTrainStrategy(AcrossRoles):
+class FlowTrainStrategy(SavingHalves):
     """Encoder ranks and backbone ranks, bridged by one pool. ``Trainer(strategy="flowtrain")``.
 
     Where nothing is said about who does what, the halves are measured in a process of their own before roles are
@@ -100,7 +95,6 @@ class FlowTrainStrategy(AcrossRoles):
         self._ranks: RankLauncher | None = None
         self._settled: Settled | None = None
         self._engine: FlowEngine | None = None
-        self._named_optimizers: list[NamedOptimizer] = []
 
     # ---- who and where ------------------------------------------------------------------------------------------
 
@@ -178,12 +172,12 @@ class FlowTrainStrategy(AcrossRoles):
     def setup_environment(self) -> None:
         """Settles roles, connects the groups and starts to watch over the other ranks."""
         super().setup_environment()
-        refuse_unsupported(self._module.trainer)  # once more, with the callbacks that the module brings
-        answer_if_wanted(self._module.trainer, self._module)
+        refuse_unsupported(self.flow_module.trainer)  # once more, with the callbacks that the module brings
+        answer_if_wanted(self.flow_module.trainer, self.flow_module)
         reset_seed()
         self.set_world_ranks()
         self._settled = self._settle()
-        remember(self._module, self.settled.allocation)
+        remember(self.flow_module, self.settled.allocation)
         self._job = Job(
             self.global_rank,
             self.settled.allocation,
@@ -192,7 +186,7 @@ class FlowTrainStrategy(AcrossRoles):
             timeout=self._timeout,
             fault_folder=self._fault_folder,
         )
-        self._module.live_on(self.job.roles)
+        self.flow_module.live_on(self.job.roles)
         rank_zero_info(f"flowtrain: {self.settled.text}")
 
     def _settle(self) -> Settled:
@@ -202,8 +196,8 @@ class FlowTrainStrategy(AcrossRoles):
         assert self._ranks is not None
         kin.folder, kin.needed = self._fault_folder, True
         starting = Starting(
-            self._module.trainer,
-            self._module,
+            self.flow_module.trainer,
+            self.flow_module,
             self._request,
             self.global_rank,
             self.world_size,
@@ -218,7 +212,7 @@ class FlowTrainStrategy(AcrossRoles):
         """Places this rank's halves, and sets up optimizers and engine."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self._module
+        module = self.flow_module
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         for role in self.job.roles:
@@ -242,14 +236,14 @@ class FlowTrainStrategy(AcrossRoles):
 
     def model_to_device(self) -> None:
         """Moves the halves that live on this rank; the others have no memory to move."""
-        with without_absent_halves(self._module, self.job.roles):
-            self._module.to(self.root_device)
+        with without_absent_halves(self.flow_module, self.job.roles):
+            self.flow_module.to(self.root_device)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """The user's optimizers, less the parameters of absent halves."""
         super().setup_optimizers(trainer)
         refuse_optimizers(self.optimizers)
-        self._named_optimizers = [NamedOptimizer(optimizer, self._module) for optimizer in self.optimizers]
+        self._named_optimizers = [NamedOptimizer(optimizer, self.flow_module) for optimizer in self.optimizers]
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why this one fails, unless it only does so because one of them failed."""
@@ -264,9 +258,9 @@ class FlowTrainStrategy(AcrossRoles):
             self._job.leave()
         kin.needed = False
         if self._lightning_module is not None and self._job is not None:
-            self._module.run_on(None)
-            with without_absent_halves(self._module, self.job.roles):
-                self._module.cpu()
+            self.flow_module.run_on(None)
+            with without_absent_halves(self.flow_module, self.job.roles):
+                self.flow_module.cpu()
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
@@ -275,81 +269,9 @@ class FlowTrainStrategy(AcrossRoles):
 
     @property
     def _fault_folder(self) -> Path:
-        root = str(self._module.trainer.default_root_dir)
+        root = str(self.flow_module.trainer.default_root_dir)
         return Path() if "://" in root else Path(root)
 
     def _backend(self) -> str:
         # NCCL refuses two ranks of one group on the same device.
         return "nccl" if self.root_device.type == "cuda" and self._ranks_per_device == 1 else "gloo"
-
-    @property
-    def _module(self) -> FlowModule:
-        assert isinstance(self._lightning_module, FlowModule)
-        return self._lightning_module
-
-    # ---- checkpoints --------------------------------------------------------------------------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Halves and optimizers must be in place first."""
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights that live on this rank, by name."""
-        return {name: value for name, value in self._module.state_dict().items() if not _is_absent(value)}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """This rank's optimizer state, by parameter name."""
-        numbers = [id(own) for own in self.optimizers]
-        return self._named_optimizers[numbers.index(id(getattr(optimizer, "optimizer", optimizer)))].state()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint directory; every rank calls it."""
-        with self.job.during("save a checkpoint"):
-            save_checkpoint(checkpoint, filepath, self._module.halves, self.allocation, self.job.groups)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint directory, this rank's halves only, or a plain Lightning checkpoint."""
-        module = self._module
-        return load_checkpoint(
-            checkpoint_path,
-            module.halves,
-            self.allocation,
-            self.job.groups,
-            self.checkpoint_io,
-            weights_only,
-            resumes=module.trainer.training,
-        )
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the weights that live on this rank."""
-        saved: Mapping[str, Tensor] = checkpoint["state_dict"]
-        known = self._module.state_dict().keys()
-        own = {name for name in known if role_of(name, self._module.halves) in (None, *self.job.roles)}
-        missing, unknown = sorted(own - saved.keys()), sorted(saved.keys() - known)
-        if strict and (missing or unknown):
-            raise RuntimeError(
-                f"The checkpoint does not fit {type(self._module).__name__}: missing {missing or 'nothing'}, "
-                f"unknown {unknown or 'nothing'}. Build the module as it was saved, or set strict_loading=False."
-            )
-        self._module.load_state_dict({name: saved[name] for name in own & saved.keys()}, strict=False)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads this rank's part of the optimizers' state."""
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self._named_optimizers):
-            raise ValueError(
-                f"The checkpoint holds the state of {len(states)} optimizers, but configure_optimizers returns "
-                f"{len(self._named_optimizers)}. Use the same configure_optimizers as when it was saved."
-            )
-        for named, saved in zip(self._named_optimizers, states, strict=True):
-            named.load(saved)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint directory."""
-        if self.is_global_zero:
-            remove_checkpoint(filepath)
-
-
-def _is_absent(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta

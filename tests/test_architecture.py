@@ -39,7 +39,17 @@ SHARED = {"attention"}
 """Modules beside the rooms that import nothing of the package and serve everyone."""
 
 STOREYS = [
-    {"strategy", "across_roles", "module", "checkpoint", "compatibility", "preemption", "plan_file", "settling"},
+    {
+        "strategy",
+        "across_roles",
+        "module",
+        "checkpoint",
+        "saving",
+        "compatibility",
+        "preemption",
+        "plan_file",
+        "settling",
+    },
     {"metrics", "callbacks", "doctor"},
     {"models"},
     {"cli"},

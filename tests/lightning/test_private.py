@@ -34,6 +34,8 @@ IMPORTS = {
 
 INHERITED = {
     "strategy.py": {"_lightning_module"},
+    "saving.py": {"_lightning_module"},
+    "across_roles.py": set(),
     "runtime/launcher.py": {"_call_children_scripts"},
     "module.py": set(),
 }
@@ -143,6 +145,8 @@ def _foreign_attributes(file: Path) -> set[str]:
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     read = set()
     for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            defined.add(node.target.id)
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" and node.attr.startswith("_"):
             if isinstance(node.ctx, ast.Store):
                 defined.add(node.attr)
