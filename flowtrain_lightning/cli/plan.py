@@ -27,6 +27,7 @@ from flowtrain_lightning.allocator.precision import PRECISIONS
 from flowtrain_lightning.cli.plan_input import read_device, read_module, read_workload
 from flowtrain_lightning.cli.plan_text import as_text, as_values, columns
 from flowtrain_lightning.plan_file import write_plan
+from flowtrain_lightning.profiling import measured_efficiencies, read_profile
 
 PLAN_DESCRIPTION = "say how to split a module over devices, what a step takes, and whether splitting pays"
 
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=int, help="in how many nodes (default: as many devices a node as usual)")
     add("--data", type=Path, metavar="LENGTHS.parquet", help="columns tokens, image_tokens … (default: typical ones)")
     add("--freeze", action="append", default=[], help="encoder, tower (all but projectors) or backbone; repeatable")
+    add("--profile", type=Path, metavar="PROFILE.json", help="how fast this module was measured to be on the device")
     add("--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
     add("--token-budget", type=int, default=8192, help="the most tokens of a microbatch (default: %(default)s)")
     add("--encoder-budget", type=int, default=16384, help="of an encoder batch (default: %(default)s)")
@@ -92,7 +94,10 @@ def _devices_per_node(options: argparse.Namespace, device: Device) -> int:
 def _compare(
     options: argparse.Namespace, module: ModuleDescription, cluster: Cluster, workload: Workload
 ) -> Comparison:
-    problems = role_problems(module, workload, cluster, options.precision)
+    efficiencies = None
+    if options.profile is not None:
+        efficiencies = measured_efficiencies(read_profile(options.profile), module, cluster.device, options.precision)
+    problems = role_problems(module, workload, cluster, options.precision, efficiencies)
     return compare(problems, WHOLE_COPIES if options.whole_copies else None)
 
 

@@ -1,6 +1,7 @@
 """What a module and its data are measured to ask of a device: cost models, and lengths."""
 
 from flowtrain_lightning.profiling.data_profile import DataProfile, profile_data
+from flowtrain_lightning.profiling.efficiency import measured_efficiencies
 from flowtrain_lightning.profiling.errors import ProfileError
 from flowtrain_lightning.profiling.measuring import profile_module
 from flowtrain_lightning.profiling.origin import origin_of
@@ -13,6 +14,7 @@ __all__ = [
     "ProfileError",
     "Reduction",
     "RoleProfile",
+    "measured_efficiencies",
     "origin_of",
     "profile_data",
     "profile_module",

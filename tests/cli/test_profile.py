@@ -7,7 +7,9 @@ import sys
 
 import pyarrow.parquet
 import pytest
+import yaml
 
+from flowtrain_lightning.allocator import describe_dimensions
 from flowtrain_lightning.cli import main
 from flowtrain_lightning.profiling import measuring, read_profile
 from tests.tiny import write_records
@@ -89,3 +91,30 @@ def test_a_mistake_ends_with_a_sentence(arguments, words, profile):
         profile(*arguments)
     assert str(end.value.code).startswith("flowtrain profile: ")
     assert words in str(end.value.code)
+
+
+DIMENSIONS = """
+encoders:
+  image: {layers: 1, hidden: 16, feed_forward: 32, heads: 2, patch: 4, merge: 2}
+backbone: {layers: 1, hidden: 16, feed_forward: 32, heads: 2, vocabulary: 134, gated: false}
+"""
+
+
+@pytest.mark.usefixtures("without_ranks")
+def test_plan_takes_how_fast_the_module_was_measured_to_be(profile, tmp_path, monkeypatch, capsys):
+    profile("--seconds", "0", "--lengths", "lengths.parquet")
+    content = json.loads((tmp_path / "profile.json").read_text())
+    module = describe_dimensions({"name": "tiny", **yaml.safe_load(DIMENSIONS)})
+    for role, half in module.roles.items():
+        content["roles"][role]["parameters"] = half.parameters  # the tiny decoder has positions that dimensions lack
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    (tmp_path / "tiny.yaml").write_text(DIMENSIONS)
+    steps = []
+    for options in ([], ["--profile", "profile.json"]):
+        arguments = ["--model", "tiny.yaml", "--device", "cpu", "--devices", "2", "--precision", "32-true", "--json"]
+        arguments += ["--data", "lengths.parquet", "--token-budget", "160", *options]
+        monkeypatch.setattr(sys, "argv", ["flowtrain", "plan", *arguments])
+        main()
+        plans = json.loads(capsys.readouterr().out)["plans"]
+        steps.append(plans["colocated"]["step_seconds"])
+    assert steps[1] > 2 * steps[0]  # a tiny module takes far longer than its products
