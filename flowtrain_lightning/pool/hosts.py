@@ -74,25 +74,26 @@ class HostMeeting:
         labels: one per rank, for messages.
         address: IP address at which ranks of other hosts reach this one.
         location: equal on ranks that share memory; None finds out.
-        deadline: for all of it, in seconds of ``time.monotonic()``.
+        timeout: seconds for all of it.
     """
 
     def __init__(
-        self, store: Store, rank: int, labels: Sequence[str], address: str, location: str | None, deadline: float
+        self, store: Store, rank: int, labels: Sequence[str], address: str, location: str | None, timeout: float
     ) -> None:
         self._store = store
         self._rank = rank
         self._labels = labels
-        self._deadline = deadline
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
         self._sockets: dict[tuple[int, int], socket.socket] = {}
         self._listener = socket.create_server((address, 0), backlog=3 * len(labels))
         try:
             _, port = self._listener.getsockname()
             if rank == 0:
                 store.set("mesh/secret", make_secret())
-            store.set(f"mesh/place/{rank}", "\n".join((location or own_location(), address, str(port))))
-            places = [self._ask(f"mesh/place/{peer}", peer).split("\n") for peer in range(len(labels))]
-            self._secret = self._ask("mesh/secret", 0)
+            store.set(_place_of(rank), "\n".join((location or own_location(), address, str(port))))
+            places = [self._ask(_place_of(peer)).split("\n") for peer in range(len(labels))]
+            self._secret = self._ask("mesh/secret")
         except BaseException:
             self._listener.close()
             raise
@@ -133,12 +134,13 @@ class HostMeeting:
         """Listen no more. A second call does nothing."""
         self._listener.close()
 
-    def _ask(self, key: str, peer: int) -> str:
-        """What ``peer`` has left in the store."""
+    def _ask(self, key: str) -> str:
+        """What another rank has left in the store, or will."""
         try:
             while not self._store.check([key]):
                 if time.monotonic() >= self._deadline:
-                    raise PoolError(f"{self._who(peer)} did not start in time. Did it meet an error? See its output.")
+                    ranks = range(len(self._labels))
+                    raise self._missing([rank for rank in ranks if not self._store.check([_place_of(rank)])])
                 time.sleep(_LOOK_SECONDS)
             return self._store.get(key).decode()
         except PoolError:
@@ -181,7 +183,7 @@ class HostMeeting:
             try:
                 while not expected <= self._sockets.keys():
                     if time.monotonic() >= self._deadline:
-                        raise self._missing()
+                        raise self._missing(sorted({peer for peer, _ in expected - self._sockets.keys()}))
                     for descriptor, _ in poll.poll(_LOOK_SECONDS * 1000):
                         if descriptor in watched:
                             peer = watched[descriptor]
@@ -218,15 +220,19 @@ class HostMeeting:
         self._sockets[place] = connection
         return True
 
-    def _missing(self) -> PoolError:
-        missing = sorted(peer for peer in self.elsewhere if peer > self._rank and (peer, 0) not in self._sockets)
+    def _missing(self, ranks: Sequence[int]) -> PoolError:
+        missing = ", ".join(f"{rank} ({self._labels[rank]})" for rank in ranks)
         return PoolError(
-            f"{self._who(self._rank)} waited in vain for these ranks of other hosts to start: "
-            f"{', '.join(map(self._who, missing))}. Did they meet an error? See their output."
+            f"{self._who(self._rank)} waited {self._timeout:g} s for these ranks to start, in vain: {missing}. "
+            "Did they meet an error? See their output."
         )
 
     def _who(self, rank: int) -> str:
         return f"Rank {rank} ({self._labels[rank]})"
+
+
+def _place_of(rank: int) -> str:
+    return f"mesh/place/{rank}"
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -52,7 +52,7 @@ def meet(
     if address is None:
         return Met(Rendezvous(store, rank, labels, others, page, bell, timeout).meet() if others else {})
     deadline = time.monotonic() + timeout
-    hosts = HostMeeting(store, rank, labels, address, location, deadline)
+    hosts = HostMeeting(store, rank, labels, address, location, timeout)
     try:
         near = others - hosts.elsewhere
         remaining = max(deadline - time.monotonic(), 0.001)

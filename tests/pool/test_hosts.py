@@ -11,7 +11,9 @@ from torch.distributed import HashStore
 
 from flowtrain_lightning.pool import Mesh, PeerFailed, PoolError, State
 from flowtrain_lightning.pool.record import MAX_PAYLOAD, Kind, Record
-from tests.pool.ranks import labels, meshes, on_all_ranks, place
+from tests.pool import faults
+from tests.pool.ranks import join_job, labels, meshes, on_all_ranks, place
+from tests.pool.test_random_faults import hit_all, kill_while_they_start
 
 
 def receive_all(mesh, count, seconds=10.0):
@@ -122,8 +124,10 @@ def test_waiting_costs_little_time_of_the_processor():
 
 
 def test_ranks_that_do_not_come_are_named():
-    with pytest.raises(PoolError, match=r"Rank 1 \(encoder 0\) did not start in time"):
-        Mesh.connect(HashStore(), 0, 2, labels(2), timeout=0.3, **place("network", 0))
+    with pytest.raises(
+        PoolError, match=r"waited 0\.3 s for these ranks to start, in vain: 1 \(encoder 0\), 2 \(encoder 1\)"
+    ):
+        Mesh.connect(HashStore(), 0, 3, labels(3), timeout=0.3, **place("network", 0))
 
 
 def test_strangers_who_speak_or_are_silent_neither_get_in_nor_stop_the_ranks():
@@ -160,10 +164,22 @@ def test_two_runs_with_one_store_are_told_so():
 
     def connect(rank):
         ranks = 2 + rank
-        with pytest.raises(PoolError, match=r"same store|during start-up|in vain|in time"):
+        with pytest.raises(PoolError, match=r"same store|during start-up|in vain"):
             Mesh.connect(store, rank, ranks, labels(ranks), timeout=2, **place("network", rank))
 
     on_all_ranks(connect, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["network", "both"])
+@pytest.mark.parametrize("first", range(0, 40, 8))
+def test_whoever_is_hit_is_named_by_all_others_in_time_also_on_other_hosts(monkeypatch, transport, first):
+    def join(rank, ranks, timeout=60.0):
+        return join_job(rank, ranks, timeout, **place(transport, rank))
+
+    monkeypatch.setattr(faults, "join_job", join)
+    hit_all(range(first, first + 8))
+    kill_while_they_start(range(first, first + 8))
 
 
 def test_nothing_stays_open():
