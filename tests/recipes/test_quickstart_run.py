@@ -108,8 +108,9 @@ def test_ten_steps_under_plain_lightning_lower_the_loss(tmp_path: Path) -> None:
 
 
 def test_four_steps_on_an_encoder_rank_and_a_backbone_rank_leave_log_checkpoint_and_timeline(tmp_path: Path) -> None:
+    roles = ("--trainer.strategy=flowtrain_lightning.FlowTrainStrategy", "--trainer.strategy.encoder_ranks=1")
     options = ("--trainer.max_steps=4", "--trainer.val_check_interval=4", "--trainer.limit_val_batches=1")
-    flowtrain_fit(tmp_path, *options, deadline=150)
+    flowtrain_fit(tmp_path, *roles, *options, deadline=150)
     folder = tmp_path / "quickstart"
     training, validation = read_log(folder / "metrics.csv")
     assert [step for step, _ in training] == [0, 1, 2, 3]
@@ -143,6 +144,7 @@ def test_the_report_s_pictures_are_png_files(tmp_path: Path) -> None:
 def test_pictures_matter_and_a_frozen_encoder_ends_higher(tmp_path: Path) -> None:
     flowtrain_fit(tmp_path / "trained", deadline=1500)
     flowtrain_fit(tmp_path / "frozen", "--model.init_args.freeze_encoder=true", deadline=1500)
+    assert "is predicted to be" in (tmp_path / "trained" / "quickstart" / "allocation.yaml").read_text()
     trained, frozen = last_losses(tmp_path / "trained"), last_losses(tmp_path / "frozen")
     print(f"training and validation loss: {trained} trained, {frozen} with the encoder frozen")
     assert trained[0] < frozen[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from jsonargparse import ArgumentParser
 
+from flowtrain_lightning import FlowTrainStrategy
 from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, default_allocation
 from flowtrain_lightning.plan_file import write_plan
 from flowtrain_lightning.profiling import ProfileError, write_profile
@@ -42,6 +44,18 @@ def test_an_allocation_is_taken_as_an_object_or_from_a_file(tmp_path):
     write_plan(PLAN, tmp_path / "plan.yaml", "by hand", {})
     for given in (PLAN, tmp_path / "plan.yaml", str(tmp_path / "plan.yaml")):
         assert make_request(given, None, None, "auto").answer(3) == PLAN
+
+
+def test_the_command_line_takes_an_allocation_and_a_profile_by_path(tmp_path):
+    write_plan(PLAN, tmp_path / "plan.yaml", "by hand", {})
+    write_profile(make_profile(1, 1), tmp_path / "profile.json")
+    parser = ArgumentParser()
+    parser.add_class_arguments(FlowTrainStrategy, "strategy")
+    for option in (f"allocation={tmp_path / 'plan.yaml'}", f"profile={tmp_path / 'profile.json'}", "profile=off"):
+        given = parser.instantiate_classes(parser.parse_args([f"--strategy.{option}"])).strategy
+        assert isinstance(given, FlowTrainStrategy)
+    parsed = parser.parse_args([f"--strategy.allocation={tmp_path / 'plan.yaml'}"]).strategy.allocation
+    assert make_request(parsed, None, None, "auto").answer(3) == PLAN
 
 
 def test_a_profile_is_read_at_once(tmp_path):
