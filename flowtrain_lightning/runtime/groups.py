@@ -13,7 +13,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -137,6 +137,9 @@ class Groups:
         return gathered
 
 
+_PRESENT = "flowtrain/present/{}"
+"""In the job's store: the rank of that number has come."""
+
 _connected: tuple[Any, Groups] | None = None
 _connections = 0
 _root_stores: dict[int, Store] = {}  # by process: a fork must not speak through its parent's connection
@@ -150,6 +153,9 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
         worlds: the global ranks of every default group; together they hold each rank once.
         backend: of the default groups, for example ``"nccl"`` or ``"gloo"``.
         timeout: after which a blocked collective raises.
+
+    Raises:
+        RuntimeError: the others do not come in time, or torch.distributed is in use already.
     """
     global _connected, _connections
     key = (rank, worlds, backend)
@@ -163,7 +169,14 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
         )
     ranks = sum(map(len, worlds))
     _connections += 1
-    store = PrefixStore(f"flowtrain/{_connections}", root_store(rank, ranks, timeout))
+    root = root_store(rank, ranks, timeout)
+    with _told_in_words(rank, ranks, timeout, root):
+        groups = _connect(rank, worlds, backend, timeout, PrefixStore(f"flowtrain/{_connections}", root))
+    _connected = (key, groups)
+    return groups
+
+
+def _connect(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta, store: Store) -> Groups:
     number, world = next((n, world) for n, world in enumerate(worlds) if rank in world)
     role_rank = world.index(rank)
     dist.init_process_group(
@@ -173,15 +186,13 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
         world_size=len(world),
         timeout=timeout,
     )
-    groups = Groups(
-        cross=CrossGroup(PrefixStore("cross", store), rank, ranks, timeout),
+    return Groups(
+        cross=CrossGroup(PrefixStore("cross", store), rank, sum(map(len, worlds)), timeout),
         role_rank=role_rank,
         role_ranks=len(world),
         role_cpu=None if backend == "gloo" else dist.new_group(backend="gloo"),
         _stores=(PrefixStore(f"store/{number}", store) for number in itertools.count()),
     )
-    _connected = (key, groups)
-    return groups
 
 
 def root_store(rank: int, ranks: int, timeout: timedelta) -> Store:
@@ -191,10 +202,42 @@ def root_store(rank: int, ranks: int, timeout: timedelta) -> Store:
         rank: global rank.
         ranks: of the job.
         timeout: after which a rank gives up to wait for the others, or for what they are to put there.
+
+    Raises:
+        RuntimeError: the others do not come in time, or rank 0, which keeps the store, has ended.
     """
     if os.getpid() not in _root_stores:
-        _root_stores[os.getpid()], _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
+        with _told_in_words(rank, ranks, timeout):
+            store, _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
+            store.set(_PRESENT.format(rank), "")
+        _root_stores[os.getpid()] = store
     return _root_stores[os.getpid()]
+
+
+@contextmanager
+def _told_in_words(rank: int, ranks: int, timeout: timedelta, store: Store | None = None) -> Iterator[None]:
+    """Inside, errors of connections and stores become a sentence that says who is missing."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Rank {rank} could not connect to the other ranks: {_missing(rank, ranks, timeout, store)}. Did a rank "
+            "meet an error while it started? See the output of all of them."
+        ) from error
+
+
+def _missing(rank: int, ranks: int, timeout: timedelta, store: Store | None) -> str:
+    within = f"within {timeout.total_seconds():g} s"
+    if store is None:
+        return f"not all {ranks} have come {within}" if rank == 0 else f"rank 0 was not there {within}, or has ended"
+    try:
+        # Rank 0 keeps the store, as a rule, and says that it has come when the others have.
+        absent = [other for other in range(1, ranks) if not store.check([_PRESENT.format(other)])]
+    except RuntimeError:
+        return "rank 0, which keeps what they tell each other at the start, has ended"
+    if not absent:
+        return f"one of them has ended, or did not answer {within}"
+    return f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(map(str, absent))} did not come {within}"
 
 
 @atexit.register

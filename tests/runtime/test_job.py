@@ -1,0 +1,88 @@
+"""Ranks that nobody watches yet: when one is killed while all start, the others end in time and say so."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.runtime.job import Job
+from tests.pool.faults import TOLD, slowness
+from tests.processes import Ranks
+
+RANKS = 3
+ALLOCATION = Allocation(
+    "separate", {"encoder": Layout(), "backbone": Layout(data=2)}, {"encoder": (2,), "backbone": (0, 1)}
+)
+SECONDS = 2.0
+"""How long ranks wait for others; collectives give up after twice as long."""
+
+SENTENCES = re.compile(
+    r"Rank \d could not connect to the other ranks: .*(rank|ranks|them|all) .*(come|has ended|was not there)"
+    r"|Rank \d \(.*\) (died|ended during start-up|waited 2 s for these ranks to start|lost the store)"
+    r"|A rank ended during start-up"
+)
+
+
+def start(rank: int, ranks: int, victim: int, calls: int) -> None:
+    """Joins the job and waits for the others; the victim is killed when it has called, or left, so many functions."""
+    if rank == victim:
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls -= 1
+            if not calls:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.setprofile(count)
+    try:
+        job = Job(
+            rank,
+            ALLOCATION,
+            backend="gloo",
+            hang_timeout=SECONDS,
+            timeout=timedelta(seconds=SECONDS),
+            fault_folder=Path(os.environ["FOLDER"]),
+        )
+        while True:
+            job.mesh.receive(1.0)
+    except RuntimeError as error:
+        print(error, flush=True)
+        os._exit(TOLD)
+
+
+def kill_while_they_start(moments: list[tuple[int, int]]) -> None:
+    with ExitStack() as jobs:
+        started = []
+        for victim, calls in moments:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = server.getsockname()[1]
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            started.append((victim, jobs.enter_context(Ranks(start, RANKS, [victim, calls], place))))
+        since = time.monotonic()
+        for victim, ranks in started:
+            for result in ranks.wait(100):
+                assert result.code == (-signal.SIGKILL if result.rank == victim else TOLD), str(result)
+                assert result.rank == victim or SENTENCES.match(result.out), str(result)
+        assert time.monotonic() - since < (6 * SECONDS + 5) * slowness()
+
+
+def test_the_others_end_in_time_with_a_sentence():
+    kill_while_they_start([(0, 116), (1, 276), (0, 488), (2, 664), (1, 900), (2, 1400)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
+def test_so_they_do_wherever_one_is_killed(seed):
+    choose = random.Random(seed)
+    kill_while_they_start([(choose.randrange(RANKS), choose.randint(1, 1800)) for _ in range(8)])
