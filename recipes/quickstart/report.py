@@ -2,8 +2,8 @@
 
     python -m recipes.quickstart.report [folder of the run]
 
-Everything is computed as it was trained, on two processes under ``strategy="flowtrain"``: one encodes, the other
-reads features from the pool.
+Everything is computed on two processes under ``strategy="flowtrain"``: there are no training data to plan by, so by the
+rule of thumb one encodes, and the other reads features from the pool.
 """
 
 from __future__ import annotations
