@@ -12,10 +12,11 @@ from flowtrain_lightning.packing.drawing import Supply, draw
 from flowtrain_lightning.packing.evening import even_out
 from flowtrain_lightning.packing.fitting import best_fit
 from flowtrain_lightning.packing.grouping import fitting_count, group_rows
-from flowtrain_lightning.packing.holding import Shape, held_back, steps_to_meet
+from flowtrain_lightning.packing.holding import Shape, held_back, most_held, steps_to_meet
 from flowtrain_lightning.packing.microbatches import group_alike, positive_costs
-from flowtrain_lightning.packing.plan import BoolArray, IntArray
+from flowtrain_lightning.packing.plan import BoolArray, FloatArray, IntArray
 from flowtrain_lightning.packing.rows import fill_rows
+from flowtrain_lightning.packing.trading import trade
 
 _FEW = 8
 """Samples per microbatch below which the best fit is grouped into rows; above, rows are filled one by one."""
@@ -25,6 +26,11 @@ _FREE = 0.01
 """Share of the microbatches that are left free at first where few samples share one: room to match costs."""
 _DEFERRED = 0.05
 """Share of a block's samples that deferring long ones may make up for."""
+
+_EXAMINED = 3
+"""Times that samples to hold back are looked for."""
+_SWEEPS = 3
+"""Times that rows trade samples and are evened out."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,8 @@ def plan_block(
         # Of the last steps only those wait that have no place in them anyway.
         longest = np.argsort(-supply.tokens, kind="stable")
         may_wait[longest[np.cumsum(supply.tokens[longest]) > available - steps * capacity]] = False
-    if supply.tokens.mean() * _FEW > budget:
+    few = bool(supply.tokens.mean() * _FEW > budget)
+    if few:
         order, bin_of, held, taken = _match(supply, may_wait, steps, cost, shape)
     else:
         order, bin_of, held, taken = _fill(supply, may_wait, steps, capacity, max_delay, ended, cost, shape)
@@ -109,6 +116,8 @@ def plan_block(
     _make_room(bin_of, tokens, waited, bins, budget)
     even_out(bin_of, np.arange(bins) // width, steps * rows, tokens, costs, bins, budget)
     deadline = supply.drawn[order] + max_delay - next_step
+    if few:
+        _trade_and_even(bin_of, deadline >= steps - 1, width, tokens, costs, bins, budget)
     step_of, place = _deal(bin_of, deadline, steps, rows, width)
     everything = np.concatenate([order, held])
     nothing = np.full(len(held), -1, dtype=np.int64)
@@ -133,12 +142,17 @@ def _match(
         bins -= int(_FREE * bins)
     in_turn = np.append(np.argsort(may_wait[: supply.old], kind="stable"), np.arange(supply.old, len(may_wait)))
     order = held = in_turn[:0]
-    for last in (False, True):
+    for examined in range(_EXAMINED + 1):
         chosen = in_turn[~np.isin(in_turn, held)]
         chosen = chosen[: fitting_count(supply.tokens[chosen], bins, budget)]
         order = chosen[np.argsort(-supply.tokens[chosen], kind="stable")]
-        if not last:
-            held = order[held_back(supply.tokens[order], may_wait[order], cost, shape)]
+        if examined == _EXAMINED:
+            break
+        # Those that are drawn in place of the ones held back may be such themselves.
+        more = order[held_back(supply.tokens[order], may_wait[order], cost, shape)]
+        if len(more) == 0:
+            break
+        held = np.concatenate([held, more])[: most_held(shape)]
     costs = positive_costs(supply.tokens[order], cost)
     bin_of = group_rows(supply.tokens[order], costs, rows, width, budget)
     left = order[bin_of < 0]
@@ -224,6 +238,16 @@ def _defer(order: IntArray, held: IntArray, supply: Supply, wanted: float, pace:
     later = later[later >= supply.old]
     gain = np.cumsum(supply.tokens[later] * pace - 1)
     return later[: int(np.searchsorted(gain, min(missing, _DEFERRED * pace * wanted)))]
+
+
+def _trade_and_even(
+    bin_of: IntArray, free: BoolArray, width: int, tokens: IntArray, costs: FloatArray, bins: int, budget: int
+) -> None:
+    """Rows trade samples, and even out what they have got, as long as that helps."""
+    for _ in range(_SWEEPS):
+        if not trade(bin_of, free, width, tokens, costs, bins, budget):
+            return
+        even_out(bin_of, np.arange(bins) // width, bins // width, tokens, costs, bins, budget)
 
 
 def _make_room(bin_of: IntArray, tokens: IntArray, waited: BoolArray, bins: int, budget: int) -> None:

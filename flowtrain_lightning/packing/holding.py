@@ -31,6 +31,11 @@ class Shape:
     budget: int
 
 
+def most_held(shape: Shape) -> int:
+    """Samples that may be held back of a block: as many as one step can take once they must go."""
+    return min(2 * shape.width, shape.rows * shape.width // 2)
+
+
 def held_back(lengths: IntArray, may_wait: BoolArray, cost: CostModel, shape: Shape) -> IntArray:
     """The samples to hold back.
 
@@ -47,7 +52,7 @@ def held_back(lengths: IntArray, may_wait: BoolArray, cost: CostModel, shape: Sh
     Returns:
         Positions in ``lengths``, rising.
     """
-    width, most = shape.width, min(2 * shape.width, shape.rows * shape.width // 2)
+    width, most = shape.width, most_held(shape)
     idle = _idle_shares(lengths, cost, shape)
     waste = idle * positive_costs(lengths[: len(idle)], cost)
     held: list[int] = []
