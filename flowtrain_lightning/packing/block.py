@@ -14,9 +14,9 @@ from flowtrain_lightning.packing.fitting import best_fit
 from flowtrain_lightning.packing.grouping import fitting_count, group_rows
 from flowtrain_lightning.packing.holding import Shape, held_back, most_held, steps_to_meet
 from flowtrain_lightning.packing.microbatches import group_alike, positive_costs
-from flowtrain_lightning.packing.plan import BoolArray, FloatArray, IntArray
+from flowtrain_lightning.packing.plan import BoolArray, IntArray
 from flowtrain_lightning.packing.rows import fill_rows
-from flowtrain_lightning.packing.trading import trade
+from flowtrain_lightning.packing.trading import trade_and_even
 
 _FEW = 8
 """Samples per microbatch below which the best fit is grouped into rows; above, rows are filled one by one."""
@@ -26,11 +26,8 @@ _FREE = 0.01
 """Share of the microbatches that are left free at first where few samples share one: room to match costs."""
 _DEFERRED = 0.05
 """Share of a block's samples that deferring long ones may make up for."""
-
 _EXAMINED = 3
 """Times that samples to hold back are looked for."""
-_SWEEPS = 3
-"""Times that rows trade samples and are evened out."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ def plan_block(
     even_out(bin_of, np.arange(bins) // width, steps * rows, tokens, costs, bins, budget)
     deadline = supply.drawn[order] + max_delay - next_step
     if few:
-        _trade_and_even(bin_of, deadline >= steps - 1, width, tokens, costs, bins, budget)
+        trade_and_even(bin_of, deadline >= steps - 1, width, tokens, costs, bins, budget)
     step_of, place = _deal(bin_of, deadline, steps, rows, width)
     everything = np.concatenate([order, held])
     nothing = np.full(len(held), -1, dtype=np.int64)
@@ -238,16 +235,6 @@ def _defer(order: IntArray, held: IntArray, supply: Supply, wanted: float, pace:
     later = later[later >= supply.old]
     gain = np.cumsum(supply.tokens[later] * pace - 1)
     return later[: int(np.searchsorted(gain, min(missing, _DEFERRED * pace * wanted)))]
-
-
-def _trade_and_even(
-    bin_of: IntArray, free: BoolArray, width: int, tokens: IntArray, costs: FloatArray, bins: int, budget: int
-) -> None:
-    """Rows trade samples, and even out what they have got, as long as that helps."""
-    for _ in range(_SWEEPS):
-        if not trade(bin_of, free, width, tokens, costs, bins, budget):
-            return
-        even_out(bin_of, np.arange(bins) // width, bins // width, tokens, costs, bins, budget)
 
 
 def _make_room(bin_of: IntArray, tokens: IntArray, waited: BoolArray, bins: int, budget: int) -> None:

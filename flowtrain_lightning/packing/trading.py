@@ -5,10 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from flowtrain_lightning.packing.compiled import compiled
+from flowtrain_lightning.packing.evening import even_out
 from flowtrain_lightning.packing.plan import BoolArray, FloatArray, IntArray
 
 _TRADES = 24
 """Trades per row, at most."""
+_SWEEPS = 3
+"""Times that rows trade and are evened out."""
+
+
+def trade_and_even(
+    bin_of: IntArray, free: BoolArray, width: int, tokens: IntArray, costs: FloatArray, bins: int, budget: int
+) -> None:
+    """Let rows trade samples, and even out what they have got, as long as that helps; see :func:`trade`."""
+    for _ in range(_SWEEPS):
+        if not trade(bin_of, free, width, tokens, costs, bins, budget):
+            return
+        even_out(bin_of, np.arange(bins) // width, bins // width, tokens, costs, bins, budget)
 
 
 @compiled
