@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.pool import Mesh, State, first_fault
-from flowtrain_lightning.pool.location import describe_ways
+from flowtrain_lightning.pool.location import address_towards, describe_ways
 from flowtrain_lightning.runtime.groups import connect_groups
 from flowtrain_lightning.runtime.launcher import kin
 from flowtrain_lightning.runtime.watchdog import Watchdog
@@ -33,6 +34,7 @@ class Job:
         hang_timeout: seconds without progress of any rank after which all end.
         timeout: the same until every rank has begun its first step.
         fault_folder: where ``fault-rank<r>.txt`` is written.
+        nodes: hosts on which the ranks run; with several, rank 0 runs on that named by ``MASTER_ADDR``.
 
     Attributes:
         labels: what each rank is, for messages and pictures: ``"backbone 0"``, ``"encoder 1"`` or both.
@@ -48,6 +50,7 @@ class Job:
         hang_timeout: float,
         timeout: timedelta,
         fault_folder: Path,
+        nodes: int = 1,
     ) -> None:
         self.rank = rank
         self.allocation = allocation
@@ -58,7 +61,8 @@ class Job:
         worlds = tuple(allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
         seconds = timeout.total_seconds()
         self.groups = connect_groups(rank, worlds, backend, patience(hang_timeout, timeout))
-        self._mesh: Mesh | None = Mesh.connect(self.groups.new_store(), rank, ranks, self.labels, seconds)
+        address = address_towards(os.environ["MASTER_ADDR"]) if nodes > 1 else None
+        self._mesh: Mesh | None = Mesh.connect(self.groups.new_store(), rank, ranks, self.labels, seconds, address)
         if ranks > 1:
             rank_zero_info(f"flowtrain: pool: {describe_ways(self._mesh.locations)}.")
         self.groups.cross.page = self._mesh.page
