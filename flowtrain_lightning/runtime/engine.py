@@ -289,9 +289,9 @@ class FlowEngine:
         # What is reserved stands apart, so that beside it there is room for the whole step.
         self._arena_bytes = limit // 2 if limit is not None else max(needed + wanted, LEAST_ARENA)
         rank_zero_info(
-            f"flowtrain: pool of {2 * self._arena_bytes / 2**20:,.1f} MiB on each rank, half for the features of the "
-            f"running step, half for gradients or work ahead. This step has {wanted / 2**20:,.1f} MiB of features on "
-            f"the busiest encoder rank; pool_bytes={2 * needed:,} is the least with which it cannot block."
+            f"flowtrain: a pool of {2 * self._arena_bytes:,} bytes on each rank, half for the features of the running "
+            f"step, half for gradients or work ahead. This step has {wanted:,} bytes of features on the busiest "
+            f"encoder rank; pool_bytes={2 * needed:,} is the least with which it cannot block."
         )
         self._open_pool(step)
 

@@ -72,7 +72,10 @@ def test_an_encoder_that_recomputes_its_forwards_gives_the_same_gradients(folder
 
 @pytest.mark.parametrize("layout", ["1+1", "colocated 2", pytest.param("2+3", marks=pytest.mark.full)])
 def test_the_least_room_in_the_pool_gives_the_same_gradients(folder, reference, layout):
-    check_exact(train(folder, layout, pool_bytes=least_pool(folder, layout), encoder_activations=1), reference)
+    least = least_pool(folder, layout)
+    done = train(folder, layout, pool_bytes=least, encoder_activations=1)
+    check_exact(done, reference)
+    assert f"flowtrain: a pool of {least:,} bytes on each rank" in done.log
 
 
 @pytest.mark.parametrize("layout", ["1+1", pytest.param("colocated 2", marks=pytest.mark.full)])

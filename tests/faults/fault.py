@@ -21,6 +21,7 @@ PLACES = (
     "between",  # in a callback after a step
     "validation",  # as "train", in a validation step
     "save",  # while the rank flushes a file of a checkpoint to the disk
+    "anywhere",  # so many calls of functions after the first step has begun
 )
 
 
@@ -35,12 +36,14 @@ class Fault:
         rank: the global rank that breaks.
         place: one of ``PLACES``.
         step: ``trainer.global_step`` at that moment, where there is one.
+        calls: how many functions the rank has called or left by then, where it may happen anywhere.
     """
 
     kind: str
     rank: int
     place: str
     step: int = 0
+    calls: int = 0
 
     def is_due(self, rank: int, place: str, step: int) -> bool:
         """Whether it is to happen here and now. A fault happens at the first chance from its step on."""

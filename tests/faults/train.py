@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -38,6 +39,21 @@ class Scene:
         """The fault happens here, if it is due."""
         if self.fault is not None and self.fault.is_due(self.rank, place, step):
             self.fault.happen(self.folder)
+
+    def begin_counting(self) -> None:
+        """From now on functions are counted until the fault happens, if it is one that may happen anywhere."""
+        fault = self.fault
+        if fault is None or not fault.is_due(self.rank, "anywhere", 0):
+            return
+        left = fault.calls
+
+        def count(*_: Any) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                fault.happen(self.folder)
+
+        sys.setprofile(count)
 
     def waits(self, step: int) -> bool:
         """Whether this rank shall wait for the others in this step until its fault comes."""
@@ -90,6 +106,8 @@ class Places(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.scene.note("steps", trainer.global_step)
+        if trainer.global_step == 0:
+            self.scene.begin_counting()
         if self.scene.waits(trainer.global_step):
             threading.Timer(0.5, self.scene.pass_by, ("wait", trainer.global_step)).start()
 

@@ -134,6 +134,6 @@ def test_no_wake_up_is_lost_and_no_room_is_freed_twice_or_never():
 
 @pytest.mark.full
 @pytest.mark.skipif(not ORDERED_STORES, reason="where records go through sockets, not all come with one poll")
-def test_no_wake_up_is_lost_and_no_room_is_freed_twice_or_never_in_a_thousand_orders():
+def test_no_wake_up_is_lost_and_no_room_is_freed_twice_or_never_in_many_orders():
     with meshes(RANKS) as made:
-        run_state_machine_as_test(lambda: PoolUse(made), settings=settings(max_examples=1000, stateful_step_count=60))
+        run_state_machine_as_test(lambda: PoolUse(made), settings=settings(max_examples=400, stateful_step_count=60))
