@@ -2,7 +2,8 @@
 
 Read in this order: `pool.py` (what a user of it sees), `entry.py` and `address.py` (what lies where), `segment.py`,
 `part.py`, `reservations.py` and `arena.py` (room), `mesh.py`, `inbox.py` and `stream.py` (how processes talk),
-`liveness.py`, `board.py` and `faults.py` (who is alive), `transport.py` (how entries travel).
+`liveness.py`, `board.py` and `faults.py` (who is alive), `transport.py` and `ways.py` (how entries travel), `hosts.py`,
+`handshake.py`, `page_exchange.py` and `carrier.py` (what differs between hosts).
 """
 
 from flowtrain_lightning.pool.address import Address, Tier

@@ -86,7 +86,12 @@ class HostMeeting:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._sockets: dict[tuple[int, int], socket.socket] = {}
-        self._listener = socket.create_server((address, 0), backlog=3 * len(labels))
+        try:
+            self._listener = socket.create_server((address, 0), backlog=len(Purpose) * len(labels))
+        except OSError as error:
+            raise PoolError(
+                f"{self._who(rank)} cannot be reached at {address} ({error}); expected an IPv4 address of this host."
+            ) from error
         try:
             _, port = self._listener.getsockname()
             if rank == 0:

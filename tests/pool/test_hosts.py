@@ -130,6 +130,11 @@ def test_ranks_that_do_not_come_are_named():
         Mesh.connect(HashStore(), 0, 3, labels(3), timeout=0.3, **place("network", 0))
 
 
+def test_an_address_of_another_host_is_refused():
+    with pytest.raises(PoolError, match=r"cannot be reached at 192\.0\.2\.7 .* expected an IPv4 address of this host"):
+        Mesh.connect(HashStore(), 0, 2, labels(2), address="192.0.2.7")
+
+
 def test_strangers_who_speak_or_are_silent_neither_get_in_nor_stop_the_ranks():
     store, strangers = HashStore(), []
 
