@@ -45,17 +45,17 @@ class Part:
         Raises:
             PoolError: when there never will be.
         """
-        layout = lay_out(list(order.values()), self.capacity)
+        places = lay_out(list(order.values()), self.capacity)
         self._promised.clear()
         if self._block is not None:
             self._settle(self._block)
         if not order:
             return True
-        base = self._arena.allocate(layout.capacity)
+        base = self._arena.allocate(places.capacity)
         if base is None:
             return False
         block = self._block = _Block(base)
-        for (key, reservation), offset in zip(order.items(), layout.offsets, strict=True):
+        for (key, reservation), offset in zip(order.items(), places.offsets, strict=True):
             self._promised[key] = _Place(block, base + offset, aligned(reservation.nbytes))
         return True
 

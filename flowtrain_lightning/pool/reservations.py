@@ -34,7 +34,7 @@ class Reservation:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Places:
     """Where reserved entries lie.
 
     Attributes:
@@ -46,10 +46,10 @@ class Layout:
     capacity: int
 
 
-def lay_out(order: Sequence[Reservation], capacity: int | None = None) -> Layout:
+def lay_out(order: Sequence[Reservation], capacity: int | None = None) -> Places:
     """Settle the places of all entries: for each the first gap that those leave which it must not touch.
 
-    Where entries are of equal size, or are held in runs as encoder batches are, no layout needs less; to find the
+    Where entries are of equal size, or are held in runs as encoder batches are, no other way needs less; to find the
     best one for any order is NP-hard.
 
     Args:
@@ -77,4 +77,4 @@ def lay_out(order: Sequence[Reservation], capacity: int | None = None) -> Layout
             f"{len(order)} entries can block each other with {capacity:,} bytes of room; with {least:,} they cannot. "
             "Raise `pool_bytes` by twice what is missing, or make the entries smaller."
         )
-    return Layout(tuple(offsets), least)
+    return Places(tuple(offsets), least)

@@ -24,17 +24,17 @@ def held_with(order, place):
 
 
 def least_held(order):
-    """Bytes that must be held at one moment under the worst timing: no layout needs less."""
+    """Bytes that must be held at one moment under the worst timing: nothing needs less."""
     rooms = [aligned(reservation.nbytes) for reservation in order]
     return max((sum(rooms[held] for held in held_with(order, place)) for place in range(len(order))), default=0)
 
 
 @given(orders())
 def test_whatever_is_held_together_lies_apart(order):
-    layout = lay_out(order)
-    ranges = [range(offset, offset + one.nbytes) for offset, one in zip(layout.offsets, order, strict=True)]
-    assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
-    assert all(lies.stop <= layout.capacity for lies in ranges)
+    places = lay_out(order)
+    ranges = [range(offset, offset + one.nbytes) for offset, one in zip(places.offsets, order, strict=True)]
+    assert all(offset % ALIGNMENT == 0 for offset in places.offsets)
+    assert all(lies.stop <= places.capacity for lies in ranges)
     for place in range(len(order)):
         for other in held_with(order, place)[:-1]:
             assert ranges[place].stop <= ranges[other].start or ranges[other].stop <= ranges[place].start
@@ -42,14 +42,14 @@ def test_whatever_is_held_together_lies_apart(order):
 
 @given(orders().filter(bool))
 def test_one_byte_below_is_refused_with_the_number_that_would_do(order):
-    layout = lay_out(order)
-    assert lay_out(order, layout.capacity) == layout
-    with pytest.raises(PoolError, match=f"with {layout.capacity:,} they cannot"):
-        lay_out(order, layout.capacity - 1)
+    places = lay_out(order)
+    assert lay_out(order, places.capacity) == places
+    with pytest.raises(PoolError, match=f"with {places.capacity:,} they cannot"):
+        lay_out(order, places.capacity - 1)
 
 
 @given(orders())
-def test_no_layout_needs_less_than_what_is_held_at_one_moment_nor_more_than_all(order):
+def test_no_places_need_less_than_what_is_held_at_one_moment_nor_more_than_all(order):
     assert least_held(order) <= lay_out(order).capacity <= sum(aligned(reservation.nbytes) for reservation in order)
 
 
