@@ -113,8 +113,9 @@ class FlowReplan(L.Callback):
     def _advice(self, choice: Choice) -> str:
         path = Path(self._folder) / FILE
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_plan(choice.chosen.allocation, path, f"By measured times, {choice.why}.", {})
-        except AllocationError as error:
+        except (AllocationError, OSError) as error:
             return (
                 f"To switch, start again from a checkpoint with another allocation. It is not kept as a file: {error}"
             )

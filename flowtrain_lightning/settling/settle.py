@@ -117,7 +117,7 @@ def _as_saved(checkpoint: str, ranks: int) -> Settled | None:
         refuse_other_ranks(saved, ranks, source)
         refuse_what_cannot_run(saved, source)
     except AllocationError as error:
-        rank_zero_info(f"flowtrain: {error} Until then it is settled anew.")
+        rank_zero_info(f"flowtrain: {error} It is settled anew now.")
         return None
     except (OSError, ValueError) as error:
         rank_zero_info(f"flowtrain: {source} cannot be read, so it is settled anew: {error}")

@@ -51,7 +51,8 @@ def test_the_module_is_measured_once_and_the_next_run_finds_it(runs):
 
 def test_measuring_leaves_no_trace_in_the_run(runs):
     _, notes, _ = runs
-    assert notes[0]["planned"] == notes[0]["kept"] == notes[0]["asked"]
+    for what in ("allocation", "losses", "lengths"):
+        assert notes[0]["planned"][what] == notes[0]["kept"][what] == notes[0]["asked"][what]
     assert len(notes[0]["planned"]["losses"]) == 4
 
 
@@ -101,9 +102,18 @@ def test_a_resumed_run_keeps_the_allocation_on_which_it_was_saved(runs):
 
 
 def test_a_profile_that_is_given_plans_anew_even_on_a_resume(runs):
-    _, notes, printed = runs
-    assert notes[0]["by profile"]["allocation"] == default_allocation(2, "separate").state_dict()
-    assert re.search(r"because separate 1 \+ 1 is predicted to be [\d.]+ % faster than colocated x2\.", printed)
+    _, notes, _ = runs
+    assert notes[0]["by profile"]["allocation"] == default_allocation(2, "colocated").state_dict()
+    assert notes[0]["by profile"]["reason"].startswith("colocated x2 is predicted to be ")
+    assert len(notes[0]["by profile"]["losses"]) == 2
+
+
+def test_measured_times_that_are_far_from_the_plan_lead_to_a_better_one(runs):
+    folder, _, printed = runs
+    assert "The allocation no longer fits: the backbone takes 0.00 times" in printed
+    assert re.search(r"With these times separate 1 \+ 1 is predicted to be [\d.]+ % faster than colocated x2", printed)
+    better = read_plan(folder / "by profile" / "better_allocation.yaml")
+    assert better == default_allocation(2, "separate")
 
 
 def test_a_module_stays_where_it_was_built(runs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.allocator import default_allocation
+from flowtrain_lightning.callbacks import FlowReplan
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.profiling import read_profile, write_profile
 from tests.lightning.stage import Recorder, half_lengths
@@ -24,7 +26,14 @@ RANK = os.environ.get("LOCAL_RANK", "0")
 NOTES: dict[str, Any] = {}
 
 
-def train(name: str, strategy: Any, logger: Any = False, resume: Path | None = None, module: Any = None) -> L.Trainer:
+def train(
+    name: str,
+    strategy: Any,
+    logger: Any = False,
+    resume: Path | None = None,
+    module: Any = None,
+    callbacks: Sequence[L.Callback] = (),
+) -> L.Trainer:
     """Train from the same seed, and note what came out."""
     L.seed_everything(7, verbose=False)
     module = module or TinyVLM()
@@ -35,7 +44,7 @@ def train(name: str, strategy: Any, logger: Any = False, resume: Path | None = N
         strategy=strategy,
         max_steps=6 if resume else 4,
         logger=logger,
-        callbacks=[recorder],
+        callbacks=[recorder, *callbacks],
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
@@ -45,20 +54,19 @@ def train(name: str, strategy: Any, logger: Any = False, resume: Path | None = N
     losses = [event[2] for event in recorder.events if event[0] == "train"]
     NOTES[name] = {
         "allocation": trainer.strategy.allocation.state_dict(),
+        "reason": trainer.strategy.settled.reason,
         "losses": losses,
         "lengths": half_lengths(module),
     }
     return trainer
 
 
-def slow_encoder() -> Path:
-    """The profile that was kept, of an encoder that takes as long as the backbone."""
+def far_too_slow() -> Path:
+    """The profile that was kept, of a backbone that takes minutes for a step, and of optimizers that take a second."""
     (kept,) = FOLDER.glob(".flowtrain/profile.*.json")
     profile = read_profile(kept)
-    roles = {
-        role: replace(half, cost=CostModel(1.0, 0.0, 0.0), optimizer_seconds=1000.0)
-        for role, half in profile.roles.items()
-    }
+    costs = {"encoder": CostModel(0.01, 0.0, 0.0), "backbone": CostModel(1.0, 0.0, 0.0)}
+    roles = {role: replace(half, cost=costs[role], optimizer_seconds=1.0) for role, half in profile.roles.items()}
     path = FOLDER / f"slow-{RANK}.json"
     write_profile(replace(profile, roles=roles), path)
     return path
@@ -75,7 +83,7 @@ def main() -> None:
     train("other", flow.FlowTrainStrategy(allocation=other), module=module).save_checkpoint(saved)
     train("again", "flowtrain", module=module)
     train("resumed", "flowtrain", resume=saved)
-    train("by profile", flow.FlowTrainStrategy(profile=slow_encoder()), resume=saved)
+    train("by profile", flow.FlowTrainStrategy(profile=far_too_slow()), resume=saved, callbacks=[FlowReplan(steps=2)])
     (FOLDER / f"notes-{RANK}.json").write_text(json.dumps(NOTES))
 
 
