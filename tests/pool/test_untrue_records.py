@@ -50,7 +50,7 @@ def lies(living, stale):
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(data=st.data())
 def tell(job, data):
     (liar, _), (_, reader), living, stale = job
