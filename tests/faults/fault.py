@@ -21,7 +21,7 @@ PLACES = (
     "between",  # in a callback after a step
     "validation",  # as "train", in a validation step
     "save",  # while the rank flushes a file of a checkpoint to the disk
-    "anywhere",  # so many calls of functions after the first step has begun
+    "anywhere",  # so many calls of functions after the first step
 )
 
 

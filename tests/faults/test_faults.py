@@ -210,7 +210,7 @@ def test_so_they_do_after_any_fault_on_any_rank_at_any_place(fault, forks, job):
 
 
 def random_fault(seed: int) -> Fault:
-    """On any rank at any moment of the first four steps, validations and checkpoints among them."""
+    """On any rank at any moment of the second to fourth step, validations and checkpoints among them."""
     choose = random.Random(seed)
     kind, rank = choose.choice(["kill", "kill", "stop"]), choose.choice(list(LABELS))
     return Fault(kind, rank, "anywhere", calls=int(10 ** choose.uniform(1, 5.3)))

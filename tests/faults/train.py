@@ -106,7 +106,7 @@ class Places(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.scene.note("steps", trainer.global_step)
-        if trainer.global_step == 0:
+        if trainer.global_step == 1:  # in the first step a hang would count after the longer limit of the start
             self.scene.begin_counting()
         if self.scene.waits(trainer.global_step):
             threading.Timer(0.5, self.scene.pass_by, ("wait", trainer.global_step)).start()
