@@ -90,7 +90,7 @@ def pack_sorted(
     """
     fitted, opened = best_fit(tokens, budget, len(tokens))
     rows = max(1, -(-opened // ranks))
-    if len(tokens) == 0:
+    if len(tokens) == 0 or (ranks == 1 and opened == 1):
         return fitted, rows
     if objective == "accumulate":
         return _by_rank(tokens, costs, fitted, rows, ranks, budget, constant)

@@ -25,6 +25,7 @@ class PoolCounters:
         transport: how entries reach their readers.
         entries: how many were put.
         bytes: room that they took.
+        moved_bytes: room of those that other ranks read, counted for each such reader.
         leased_bytes: room of the entries that this rank has leased, own ones among them.
         refused: how often an entry found no room at that moment.
         waits: how often `Pool.poll` was allowed to wait.
@@ -38,6 +39,7 @@ class PoolCounters:
     transport: str
     entries: int
     bytes: int
+    moved_bytes: int
     leased_bytes: int
     refused: int
     waits: int

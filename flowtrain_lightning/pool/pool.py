@@ -40,7 +40,7 @@ class Pool:
         self._published: dict[Key, Publication] = {}  # to this rank, and not leased yet
         self._leased: dict[Key, Publication] = {}
         self._discarded: dict[int, int] = {}  # channel -> indices below it are gone
-        self._entries = self._bytes = self._leased_bytes = self._refused = self._waits = 0
+        self._entries = self._bytes = self._moved_bytes = self._leased_bytes = self._refused = self._waits = 0
         self._wait_seconds = 0.0
         self._wait_histogram = [0] * (len(WAIT_LIMITS) + 1)
         self._closed = False
@@ -142,6 +142,7 @@ class Pool:
             if reader == self._link.rank:
                 self._published[key] = publication
             else:
+                self._moved_bytes += nbytes
                 self._transport.publish(reader, publication)
         return address
 
@@ -226,6 +227,7 @@ class Pool:
             transport=self._transport.name,
             entries=self._entries,
             bytes=self._bytes,
+            moved_bytes=self._moved_bytes,
             leased_bytes=self._leased_bytes,
             refused=self._refused,
             waits=self._waits,

@@ -54,6 +54,14 @@ def test_ranks_total_alike_because_positions_are_dealt_like_a_snake():
     assert totals == [170, 170]
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("lengths", [[BUDGET], [60, 30, 10]])
+def test_what_fills_one_microbatch_is_one_microbatch(lengths, objective):
+    tokens = np.array(lengths, dtype=np.int64)
+    ((only,),) = pack_microbatches(tokens, ranks=1, token_budget=BUDGET, cost=DEFAULT_COST, objective=objective)
+    assert sorted(only.tolist()) == list(range(len(lengths)))
+
+
 def test_more_ranks_than_samples_leaves_empty_microbatches():
     microbatches = pack([10, 20], ranks=4)
     assert [len(of_rank) for of_rank in microbatches] == [1, 1, 1, 1]

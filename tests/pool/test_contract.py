@@ -290,15 +290,16 @@ def test_views_outlive_the_pool(three, transport):
 def test_counters_tell_what_happened(pools, transport):
     owner, reader, _ = pools
     owner.put(Key(0, 0, 0), [floats()], [1])
-    owner.put(Key(0, 0, 1), [floats()], [1])
+    owner.put(Key(0, 0, 1), [floats()], [0, 1])
     for item in range(2):
         lease_of(reader, Key(0, 0, item)).release()
+    lease_of(owner, Key(0, 0, 1)).release()
     wait_for(owner, lambda: now(owner) == 0)
     counters = owner.counters
-    assert (counters.entries, counters.bytes) == (2, 2 * FLOATS)
+    assert (counters.entries, counters.bytes, counters.moved_bytes) == (2, 2 * FLOATS, 2 * FLOATS)
     assert counters.transport == ("shared_memory and network" if transport == "both" else transport)
     assert (counters.current.now, counters.current.peak, counters.current.capacity) == (0, 2 * FLOATS, ROOM)
-    assert (counters.leased_bytes, reader.counters.leased_bytes) == (0, 2 * FLOATS)
+    assert (counters.leased_bytes, reader.counters.leased_bytes) == (FLOATS, 2 * FLOATS)
     waited = reader.counters
     reader.poll(0.05)
     assert reader.counters.waits == waited.waits + 1

@@ -52,7 +52,7 @@ def test_a_saved_timeline_reads_as_json(tmp_path):
     timeline = Timeline()
     timeline.add(Span("encoder", COMPUTE, "forward", "train", 0, 2, 10.0, 13.0))
     room = Occupancy(now=0, peak=64, capacity=128)
-    counters = PoolCounters("shared_memory", 1, 64, 0, 0, 0, 0.0, (0,) * (len(WAIT_LIMITS) + 1), room, room)
+    counters = PoolCounters("shared_memory", 1, 64, 0, 0, 0, 0, 0.0, (0,) * (len(WAIT_LIMITS) + 1), room, room)
     timeline.save(tmp_path / "new" / "timeline-rank1.json", rank=1, label="encoder 0", pool=counters)
     saved = json.loads((tmp_path / "new" / "timeline-rank1.json").read_text())
     assert saved == {
