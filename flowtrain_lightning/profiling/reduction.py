@@ -1,4 +1,4 @@
-"""How long ranks of this machine take to sum their gradients: two forks of this process do it."""
+"""How long ranks of this machine take to sum their gradients: two processes do it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 import time
 import warnings
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,8 @@ _ROUNDS = 7
 def measure_reduction(deadline: float = 30.0) -> Reduction:
     """Let two ranks on CPUs, with one thread each, sum gradients of several sizes.
 
-    The ranks are forks, which are there at once. Best called before this process has computed anything.
+    The ranks are forks, which are there at once, unless this process is in a process group. Best called before it has
+    computed anything.
 
     Args:
         deadline: seconds after which they are ended.
@@ -39,10 +41,15 @@ def measure_reduction(deadline: float = 30.0) -> Reduction:
     Raises:
         ProfileError: they failed, or not all was done in time.
     """
-    context = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds to import what a rank needs
+    # A fresh interpreter takes seconds to import what a rank needs; but a fork of a process that is in a process group
+    # is in it, too.
+    grouped = dist.is_initialized()
+    context = multiprocessing.get_context("spawn") if grouped else multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="flowtrain-") as name:
         folder = Path(name)
-        ranks = [context.Process(target=_rank, args=(rank, folder, deadline), daemon=True) for rank in range(_RANKS)]
+        ranks: list[BaseProcess] = [
+            context.Process(target=_rank, args=(rank, folder, deadline), daemon=True) for rank in range(_RANKS)
+        ]
         end = time.monotonic() + deadline
         try:
             with warnings.catch_warnings():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -64,8 +66,8 @@ class Job:
 
     @property
     def temporary(self) -> Path:
-        """What the job takes for the system's folder of temporary files."""
-        return self.folder / "tmp"
+        """What the job takes for the system's folder of temporary files. Workers bind sockets there: it is short."""
+        return Path(tempfile.gettempdir()) / f"job-{self.mark[:8]}"
 
     def environment(self) -> dict[str, str]:
         """The environment of all its processes."""
@@ -153,6 +155,8 @@ def observe(job: Job, pid: int) -> Ended:
             left = processes.wait()
         finally:
             processes.kill()
+    left += _new_files(files) + _listeners(job.port)
+    shutil.rmtree(job.temporary)
     came = float(_text(job.folder / INJECTED) or "inf")
     ranks = processes.ranks()
     return Ended(
@@ -162,7 +166,7 @@ def observe(job: Job, pid: int) -> Ended:
         seconds={rank: processes.ended[pid] - came for rank, pid in ranks.items() if pid in processes.ended},
         said=_text(job.folder / "said"),
         files={_rank(path): path.read_text() for path in job.folder.glob("fault-rank*.txt")},
-        left=left + _new_files(files) + _listeners(job.port),
+        left=left,
     )
 
 

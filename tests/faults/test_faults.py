@@ -38,10 +38,10 @@ CAUSES = {
 SECONDS = 10.0
 """Within which every rank ends after another one's death."""
 
-HANG_TIMEOUT, START_TIMEOUT = 3.0, 10.0
+HANG_TIMEOUT, START_TIMEOUT = 5.0, 10.0
 """After which a rank that is stopped or hangs counts as lost: in training, and before its first step."""
 
-FRESH_HANG_TIMEOUT, SLOW_START = 6.0, 60.0
+FRESH_HANG_TIMEOUT, SLOW_START = 8.0, 60.0
 """The same for ranks that are healthy but slow, since three interpreters have just started on two busy cores."""
 
 HANGS = ("stop", "loop", "sleep")

@@ -2,6 +2,7 @@ import multiprocessing
 import time
 
 import pytest
+import torch.distributed as dist
 
 from flowtrain_lightning.profiling import ProfileError
 from flowtrain_lightning.profiling.reduction import measure_reduction
@@ -12,6 +13,17 @@ def test_summing_more_takes_longer_and_leaves_no_process():
     assert reduction.ranks == 2
     assert 0 < reduction.seconds(1 << 20) < reduction.seconds(1 << 28)
     assert not multiprocessing.active_children()
+
+
+def test_a_process_that_is_in_a_process_group_can_measure_too(tmp_path):
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        assert measure_reduction().ranks == 2
+    finally:
+        if alone:
+            dist.destroy_process_group()
 
 
 def test_ranks_that_take_too_long_are_ended_with_a_sentence():
