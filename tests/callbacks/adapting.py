@@ -23,7 +23,7 @@ SLOWER_FROM = 8
 
 
 class DearAttention(TinyVLM):
-    """Takes four microseconds for each pair of tokens of a sequence, later twice that: more than a busy machine adds."""
+    """Takes four microseconds for each pair of tokens of a sequence, later twice that."""
 
     def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> Any:
         pairs = float((torch.diff(batch.cu_seqlens).double() ** 2).sum())
