@@ -100,9 +100,7 @@ def draw_step(timelines: Sequence[dict[str, Any]], path: Path, step: int | None 
             color=COLOURS[span.name if span.name in COLOURS else span.kind],
             linewidth=0,
         )
-    axes.set_yticks(
-        range(len(lanes)), [label if label.startswith(lane) else f"{label}, {lane}" for label, lane in lanes]
-    )
+    axes.set_yticks(range(len(lanes)), [f"{label}: {lane}" if " and " in label else label for label, lane in lanes])
     axes.set_xlabel("milliseconds since the step began")
     axes.set_title(f"Step {chosen}: what each lane did when", loc="left")
     axes.spines[["top", "right", "left"]].set_visible(False)
