@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flowtrain_lightning.pool.hosts import HostMeeting, RemoteConnection
+from flowtrain_lightning.pool.between_hosts.hosts import HostMeeting, RemoteConnection
 from flowtrain_lightning.pool.sockets import Connection, Rendezvous, Store
 
 

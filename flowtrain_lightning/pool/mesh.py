@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from flowtrain_lightning.pool.alarm import Alarm
+from flowtrain_lightning.pool.between_hosts.elsewhere import Elsewhere
 from flowtrain_lightning.pool.board import StatusBoard
-from flowtrain_lightning.pool.elsewhere import Elsewhere
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.faults import blame_fault
 from flowtrain_lightning.pool.inbox import ORDERED_STORES, Inbox, Slot, inbox_bytes

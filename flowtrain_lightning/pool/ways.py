@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from flowtrain_lightning.pool.between_hosts.network import NetworkTransport
 from flowtrain_lightning.pool.entry import Memory
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.link import Link
-from flowtrain_lightning.pool.network import NetworkTransport
 from flowtrain_lightning.pool.record import Record
 from flowtrain_lightning.pool.remote import RemoteTransport
 from flowtrain_lightning.pool.segment import Segment

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.pool import Mesh, State, first_fault
-from flowtrain_lightning.pool.location import address_towards, describe_ways
+from flowtrain_lightning.pool.between_hosts.location import address_towards, describe_ways
 from flowtrain_lightning.runtime.groups import connect_groups
 from flowtrain_lightning.runtime.launcher import kin
 from flowtrain_lightning.runtime.watchdog import Watchdog

@@ -3,7 +3,7 @@
 import pytest
 
 from flowtrain_lightning.pool import PoolError
-from flowtrain_lightning.pool.location import address_towards, describe_ways, own_location
+from flowtrain_lightning.pool.between_hosts.location import address_towards, describe_ways, own_location
 
 
 def test_a_process_is_where_it_is_and_says_so_in_one_word():

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from flowtrain_lightning.pool.address import Address
+from flowtrain_lightning.pool.between_hosts.page_exchange import unacknowledged
 from flowtrain_lightning.pool.errors import PoolError
-from flowtrain_lightning.pool.page_exchange import unacknowledged
 from flowtrain_lightning.pool.record import RECORD_BYTES, Kind, Record, decode_record, encode_record
 
 _AT_ONCE_BYTES = 1 << 20  # sent or received by one call, so that every peer has its turn

@@ -18,11 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from flowtrain_lightning.pool.between_hosts.hosts import UNREACHABLE_SECONDS
+from flowtrain_lightning.pool.between_hosts.status_copy import StatusCopy, decode_status, encode_status
 from flowtrain_lightning.pool.errors import PoolError
-from flowtrain_lightning.pool.hosts import UNREACHABLE_SECONDS
 from flowtrain_lightning.pool.liveness import Status, StatusPage
 from flowtrain_lightning.pool.record import Kind, Record, encode_record
-from flowtrain_lightning.pool.status_copy import StatusCopy, decode_status, encode_status
 from flowtrain_lightning.pool.stream import Stream
 
 _LOOK_SECONDS = 0.1  # how often the own page is looked at

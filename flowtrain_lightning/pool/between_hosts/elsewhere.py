@@ -7,12 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from flowtrain_lightning.pool.carrier import Carrier
-from flowtrain_lightning.pool.hosts import RemoteConnection
+from flowtrain_lightning.pool.between_hosts.carrier import Carrier
+from flowtrain_lightning.pool.between_hosts.hosts import RemoteConnection
+from flowtrain_lightning.pool.between_hosts.page_exchange import PageExchange, unacknowledged
+from flowtrain_lightning.pool.between_hosts.status_copy import StatusCopy
 from flowtrain_lightning.pool.liveness import StatusPage
-from flowtrain_lightning.pool.page_exchange import PageExchange, unacknowledged
 from flowtrain_lightning.pool.record import Record
-from flowtrain_lightning.pool.status_copy import StatusCopy
 
 
 class Elsewhere:

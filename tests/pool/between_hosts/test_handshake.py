@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from flowtrain_lightning.pool.handshake import Call, Stranger, answer_call, make_secret, place_call
+from flowtrain_lightning.pool.between_hosts.handshake import Call, Stranger, answer_call, make_secret, place_call
 
 CALL = Call(caller=3, answerer=1, ranks=4, purpose=2)
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from weakref import WeakSet
 
+from flowtrain_lightning.pool.between_hosts.handshake import Call, Stranger, answer_call, make_secret, place_call
+from flowtrain_lightning.pool.between_hosts.location import own_location
 from flowtrain_lightning.pool.errors import PeerFailed, PoolError
-from flowtrain_lightning.pool.handshake import Call, Stranger, answer_call, make_secret, place_call
-from flowtrain_lightning.pool.location import own_location
 from flowtrain_lightning.pool.sockets import Store
 
 UNREACHABLE_SECONDS = 10.0

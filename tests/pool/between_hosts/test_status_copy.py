@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from flowtrain_lightning.pool import PoolError, State, StatusPage
-from flowtrain_lightning.pool.status_copy import StatusCopy, decode_status, encode_status
+from flowtrain_lightning.pool.between_hosts.status_copy import StatusCopy, decode_status, encode_status
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from flowtrain_lightning.pool.address import Address, Tier
-from flowtrain_lightning.pool.carrier import Carrier
+from flowtrain_lightning.pool.between_hosts.carrier import Carrier
 from flowtrain_lightning.pool.record import Kind, Record, encode_record
 
 SEGMENT = 8 << 20

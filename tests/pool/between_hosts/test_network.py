@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flowtrain_lightning.pool import Key, PeerFailed, Pool
-from flowtrain_lightning.pool.hosts import UNREACHABLE_SECONDS
-from flowtrain_lightning.pool.location import address_towards, describe_ways, own_location
+from flowtrain_lightning.pool.between_hosts.hosts import UNREACHABLE_SECONDS
+from flowtrain_lightning.pool.between_hosts.location import address_towards, describe_ways, own_location
 from flowtrain_lightning.runtime.watchdog import Watchdog
 from tests.hosts import ADDRESSES, Hosts, enter, why_not
 from tests.pool.faults import slowness
