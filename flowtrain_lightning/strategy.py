@@ -17,7 +17,12 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from flowtrain_lightning.allocator import Allocation, Placement
 from flowtrain_lightning.allocator.roles import BACKBONE
-from flowtrain_lightning.compatibility import refuse_foreign_module, refuse_optimizers, refuse_unsupported
+from flowtrain_lightning.compatibility import (
+    refuse_foreign_module,
+    refuse_optimizers,
+    refuse_unmet_nodes,
+    refuse_unsupported,
+)
 from flowtrain_lightning.data import StepPart
 from flowtrain_lightning.parallel import broadcast_half
 from flowtrain_lightning.preemption import PreemptionCheckpoint
@@ -148,7 +153,8 @@ class FlowTrainStrategy(SavingHalves):
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()  # torchrun's agent
         else:
-            kin.know_launcher()
+            kin.rank = self.global_rank
+            kin.know_launcher(first=self.global_rank - self.local_rank)
 
     def set_world_ranks(self) -> None:
         """Called by Lightning when the cluster environment is known."""
@@ -167,7 +173,8 @@ class FlowTrainStrategy(SavingHalves):
     def _check_before_start(self, trainer: L.Trainer) -> None:
         refuse_foreign_module(trainer.lightning_module)
         refuse_unsupported(trainer)
-        self._request.answer(self.num_processes)
+        refuse_unmet_nodes(trainer)
+        self._request.answer(self.num_nodes * self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Settles roles, connects the groups and starts to watch over the other ranks."""
@@ -185,12 +192,13 @@ class FlowTrainStrategy(SavingHalves):
             hang_timeout=self._hang_timeout,
             timeout=self._timeout,
             fault_folder=self._fault_folder,
+            nodes=self.num_nodes,
         )
         self.flow_module.live_on(self.job.roles)
         rank_zero_info(f"flowtrain: {self.settled.text}")
 
     def _settle(self) -> Settled:
-        given = self._request.answer(self.world_size)
+        given = self._request.answer(self.world_size, self.num_nodes)
         if given is not None:
             return Settled(given, "there is one rank" if self.world_size == 1 else "it was asked for")
         assert self._ranks is not None
@@ -201,6 +209,7 @@ class FlowTrainStrategy(SavingHalves):
             self._request,
             self.global_rank,
             self.world_size,
+            self.num_nodes,
             self._ranks_per_device,
             self._settings.encoder_activations,
             self._ranks,

@@ -10,8 +10,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the scr
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 from lightning_utilities.core.rank_zero import rank_zero_only
+
+from flowtrain_lightning.runtime.groups import disconnect_groups
 
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, derandomize=True, database=None)
@@ -20,9 +23,15 @@ settings.load_profile("tests")
 
 @pytest.fixture(autouse=True)
 def _no_trace_of_a_trainer() -> Iterator[None]:
-    """Puts back what a Trainer in this process leaves behind: the global rank and environment variables."""
+    """Puts back what a Trainer in this process leaves behind: process groups, the global rank, environment variables.
+
+    Threads of process groups do not outlive a fork, and `Ranks` forks.
+    """
     rank, environment = getattr(rank_zero_only, "rank", 0), dict(os.environ)
     yield
+    disconnect_groups()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     rank_zero_only.rank = rank
     os.environ.clear()
     os.environ.update(environment)

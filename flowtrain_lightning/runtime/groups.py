@@ -11,6 +11,7 @@ import atexit
 import itertools
 import os
 import pickle
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -138,9 +139,10 @@ class Groups:
 
 
 _PRESENT = "flowtrain/present/{}"
-"""In the job's store: the rank of that number has come."""
+"""In the job's store: the rank of that number has come, and the name of its host."""
 
 _connected: tuple[Any, Groups] | None = None
+_connected_process = 0  # the process that `_connected` is of: the threads behind its groups do not outlive a fork
 _connections = 0
 _root_stores: dict[int, Store] = {}  # by process: a fork must not speak through its parent's connection
 
@@ -155,9 +157,16 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
         timeout: after which a blocked collective raises.
 
     Raises:
-        RuntimeError: the others do not come in time, or torch.distributed is in use already.
+        RuntimeError: the others do not come in time, torch.distributed is in use already, or was so when this process
+            was forked.
     """
-    global _connected, _connections
+    global _connected, _connected_process, _connections
+    if _connected is not None and _connected_process != os.getpid():
+        raise RuntimeError(
+            f"This process was forked from process {_connected_process} while that was in a flowtrain run, and the "
+            "threads of its process groups did not come along. Start it as a process of its own (multiprocessing's "
+            '"spawn"), or fork before `fit`.'
+        )
     key = (rank, worlds, backend)
     if _connected is not None and _connected[0] == key:
         return _connected[1]
@@ -172,7 +181,7 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
     root = root_store(rank, ranks, timeout)
     with _told_in_words(rank, ranks, timeout, root):
         groups = _connect(rank, worlds, backend, timeout, PrefixStore(f"flowtrain/{_connections}", root))
-    _connected = (key, groups)
+    _connected, _connected_process = (key, groups), os.getpid()
     return groups
 
 
@@ -209,9 +218,15 @@ def root_store(rank: int, ranks: int, timeout: timedelta) -> Store:
     if os.getpid() not in _root_stores:
         with _told_in_words(rank, ranks, timeout):
             store, _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
-            store.set(_PRESENT.format(rank), "")
+            store.set(_PRESENT.format(rank), socket.gethostname())
         _root_stores[os.getpid()] = store
     return _root_stores[os.getpid()]
+
+
+def host_names(ranks: int) -> list[str]:
+    """The name of each rank's host; all ranks are connected."""
+    root = _root_stores[os.getpid()]
+    return [root.get(_PRESENT.format(rank)).decode() for rank in range(ranks)]
 
 
 @contextmanager
@@ -242,9 +257,9 @@ def _missing(rank: int, ranks: int, timeout: timedelta, store: Store | None) -> 
 
 @atexit.register
 def disconnect_groups() -> None:
-    """Leaves all groups; also at exit."""
+    """Leaves all groups; also at exit. A fork leaves those of its parent alone."""
     global _connected
-    if _connected is None:
+    if _connected is None or _connected_process != os.getpid():
         return
     _connected = None
     if dist.is_initialized():

@@ -18,8 +18,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.pool import Mesh, State, first_fault
-from flowtrain_lightning.pool.between_hosts.location import address_towards, describe_ways
-from flowtrain_lightning.runtime.groups import connect_groups
+from flowtrain_lightning.pool.between_hosts.location import address_towards, describe_ways, interface_of
+from flowtrain_lightning.runtime.groups import connect_groups, host_names
 from flowtrain_lightning.runtime.launcher import kin
 from flowtrain_lightning.runtime.watchdog import Watchdog
 
@@ -37,7 +37,8 @@ class Job:
         nodes: hosts on which the ranks run; with several, rank 0 runs on that named by ``MASTER_ADDR``.
 
     Attributes:
-        labels: what each rank is, for messages and pictures: ``"backbone 0"``, ``"encoder 1"`` or both.
+        labels: what each rank is, for messages and pictures: ``"backbone 0"``, ``"encoder 1"`` or both; with several
+            nodes followed by the name of its host.
         groups: the process groups; they stay after ``leave``, for what the user does after ``fit``.
     """
 
@@ -57,11 +58,14 @@ class Job:
         ranks = len({*allocation.ranks[ENCODER], *allocation.ranks[BACKBONE]})
         self.labels = [_label(allocation, number) for number in range(ranks)]
         kin.labels, kin.folder, kin.needed = self.labels, fault_folder, True
+        address = _reachable_address() if nodes > 1 else None
         separate = allocation.placement == "separate"
         worlds = tuple(allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
         seconds = timeout.total_seconds()
         self.groups = connect_groups(rank, worlds, backend, patience(hang_timeout, timeout))
-        address = address_towards(os.environ["MASTER_ADDR"]) if nodes > 1 else None
+        if nodes > 1:
+            names = host_names(ranks)
+            kin.labels = self.labels = [f"{label} on {name}" for label, name in zip(self.labels, names, strict=True)]
         self._mesh: Mesh | None = Mesh.connect(self.groups.new_store(), rank, ranks, self.labels, seconds, address)
         if ranks > 1:
             rank_zero_info(f"flowtrain: pool: {describe_ways(self._mesh.locations)}.")
@@ -142,6 +146,18 @@ def _deaf_to_children() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, former or signal.SIG_DFL)
+
+
+def _reachable_address() -> str:
+    """This rank's address for ranks of other nodes. gloo is told to use the same network, unless the user has told it.
+
+    By itself gloo takes the address that the host's own name stands for, which often is one that no other host reaches.
+    """
+    address = address_towards(os.environ["MASTER_ADDR"])
+    interface = interface_of(address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return address
 
 
 def _label(allocation: Allocation, rank: int) -> str:

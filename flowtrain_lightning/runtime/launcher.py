@@ -16,7 +16,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from flowtrain_lightning.runtime.watchdog import end_children, say_fault
 
-_LAUNCHER = "FLOWTRAIN_LAUNCHER"  # for the ranks that rank 0 started: its process id
+_LAUNCHER = "FLOWTRAIN_LAUNCHER"  # for the ranks that the first one of a machine started: its process id
 _LOOK_SECONDS = 0.2
 
 
@@ -49,7 +49,8 @@ class RankLauncher(_SubprocessScriptLauncher):
             self._check(trainer)
             os.environ[_LAUNCHER] = str(os.getpid())
             self._call_children_scripts()
-            kin.know({rank: process.poll for rank, process in enumerate(self.procs, start=1)})
+            kin.rank = self.cluster_environment.global_rank()
+            kin.know({rank: process.poll for rank, process in enumerate(self.procs, start=kin.rank + 1)})
         return function(*args, **kwargs)
 
     def checkpoint(self, trainer: Any) -> str | None:
@@ -66,12 +67,13 @@ class RankLauncher(_SubprocessScriptLauncher):
 
 
 class Kin:
-    """The ranks that this process started, or rank 0 that started it: whether they live, where no watchdog can tell.
+    """The ranks that this process started, or the one that started it: whether they live, where no watchdog can tell.
 
-    A thread ends this process, with a sentence, when one of them is gone that it waits for, or a child of rank 0 that
-    ended with an error.
+    The first rank of a machine starts the others there. A thread ends this process, with a sentence, when one of them is
+    gone that it waits for, or a child ended with an error.
 
     Attributes:
+        rank: of this process.
         needed: this rank waits for the others.
         watched: a watchdog runs, or has found a fault.
         folder: where ``fault-rank<rank>.txt`` is written.
@@ -79,6 +81,7 @@ class Kin:
     """
 
     def __init__(self) -> None:
+        self.rank = 0
         self.needed = False
         self.watched = False
         self.folder = Path()
@@ -92,11 +95,11 @@ class Kin:
         """
         threading.Thread(target=self._watch, args=(dict(ended),), name="flowtrain-kin", daemon=True).start()
 
-    def know_launcher(self) -> None:
-        """Look after rank 0, if it started this process."""
+    def know_launcher(self, first: int) -> None:
+        """Look after ``first``, the first rank of this machine, if it started this process."""
         launcher = int(os.environ.get(_LAUNCHER, os.getpid()))
         if launcher != os.getpid():
-            self.know({0: lambda: None if os.getppid() == launcher else 0})
+            self.know({first: lambda: None if os.getppid() == launcher else 0})
 
     def _watch(self, ended: dict[int, Callable[[], int | None]]) -> None:
         while True:
@@ -107,9 +110,9 @@ class Kin:
 
     def _end(self, rank: int, code: int) -> None:
         who = f"Rank {rank} ({self.labels[rank]})" if self.labels else f"Rank {rank}"
-        how = f"ended with exit code {code}" if rank else "ended"
+        how = f"ended with exit code {code}" if rank > self.rank else "ended"  # of its launcher nobody tells the code
         when = "during start-up, before it had joined the other ranks" if self.needed else "outside of fit and its like"
-        say_fault(f"{who} {how} {when}. Its own output says why.", self.folder, int(os.environ["LOCAL_RANK"]))
+        say_fault(f"{who} {how} {when}. Its own output says why.", self.folder, self.rank)
         end_children()
         os._exit(1)
 

@@ -69,18 +69,19 @@ class Choice:
         }
 
 
-def choose(ranks: int, predict: Callable[[Allocation], Prediction | None]) -> Choice:
-    """Compare all allocations of replicated roles on one node.
+def choose(ranks: int, predict: Callable[[Allocation], Prediction | None], nodes: int = 1) -> Choice:
+    """Compare all allocations of replicated roles, encoder ranks spread evenly over the nodes.
 
     Args:
         ranks: at least 2.
         predict: gives what an allocation takes, or None where the steps cannot be dealt to it.
+        nodes: on which the ranks run, as many on each.
 
     Raises:
         ValueError: the steps cannot be dealt to any of them.
     """
     candidates = [default_allocation(ranks, "colocated")]
-    candidates += [default_allocation(ranks, "separate", encoders) for encoders in range(1, ranks)]
+    candidates += [default_allocation(ranks, "separate", encoders, ranks // nodes) for encoders in range(1, ranks)]
     predictions = tuple(found for each in candidates if (found := predict(each)) is not None)
     if not predictions:
         raise ValueError(f"the steps cannot be dealt to {ranks} ranks in any way")

@@ -28,12 +28,14 @@ class Planner:
         ranks: of the run, at least 2.
         machine: what they compute on.
         kept_batches: encoder batches whose activations each encoder rank keeps.
+        nodes: on which the ranks run, as many on each.
     """
 
     steps: StepDataset
     ranks: int
     machine: Machine
     kept_batches: int
+    nodes: int = 1
 
     def choose(self, profile: Profile) -> Choice:
         """Compare all allocations by playing the first steps with these costs.
@@ -49,11 +51,12 @@ class Planner:
                 return None  # microbatches=... cannot be shared out evenly among these backbone ranks
             return predict(plans, allocation, profile, self.machine, self.kept_batches)
 
-        return choose(self.ranks, predicted)
+        return choose(self.ranks, predicted, self.nodes)
 
 
-def machine_of(device: torch.device, ranks: int, ranks_per_device: int) -> Machine:
-    """What the ranks of one node compute on."""
-    if device.type == "cpu":
-        return Machine((tuple(range(ranks)),), len(os.sched_getaffinity(0)) / torch.get_num_threads())
-    return Machine(tuple(tuple(range(r, r + ranks_per_device)) for r in range(0, ranks, ranks_per_device)), 1.0)
+def machine_of(device: torch.device, ranks: int, ranks_per_device: int, nodes: int = 1) -> Machine:
+    """What the ranks compute on: those of a node share its CPU, or those of a device share that; all nodes are alike."""
+    on_cpu = device.type == "cpu"
+    together = ranks // nodes if on_cpu else ranks_per_device
+    capacity = len(os.sched_getaffinity(0)) / torch.get_num_threads() if on_cpu else 1.0
+    return Machine(tuple(tuple(range(first, first + together)) for first in range(0, ranks, together)), capacity)

@@ -32,8 +32,12 @@ class Request:
     encoder_ranks: int | None
     profile: Profile | str
 
-    def answer(self, ranks: int) -> Allocation | None:
+    def answer(self, ranks: int, nodes: int = 1) -> Allocation | None:
         """The allocation that follows from the request alone, or None where there is something to find out.
+
+        Args:
+            ranks: of the run.
+            nodes: on which they run, as many on each.
 
         Raises:
             AllocationError: with what was asked for and what there is.
@@ -43,7 +47,7 @@ class Request:
             refuse_what_cannot_run(self.allocation, self.source)
             return self.allocation
         if ranks == 1 or self.placement is not None or self.encoder_ranks is not None:
-            return default_allocation(ranks, self.placement, self.encoder_ranks)
+            return default_allocation(ranks, self.placement, self.encoder_ranks, ranks // nodes)
         return None
 
 
@@ -85,7 +89,7 @@ def refuse_other_ranks(allocation: Allocation, ranks: int, source: str) -> None:
     if planned != ranks:
         raise AllocationError(
             f"{source} is for {_ranks(planned)}, but the Trainer starts {_ranks(ranks)}. Set Trainer(devices={planned})"
-            f", or take a plan for {ranks}."
+            f", on several nodes as many on each, or take a plan for {ranks}."
         )
 
 

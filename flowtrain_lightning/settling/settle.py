@@ -40,6 +40,7 @@ class Starting:
         request: what the user says about the allocation.
         rank: global rank.
         ranks: of the run.
+        nodes: on which they run, as many on each.
         ranks_per_device: processes that share one device.
         kept_batches: encoder batches whose activations each encoder rank keeps.
         launcher: knows which checkpoint the run goes on from, if it does.
@@ -50,6 +51,7 @@ class Starting:
     request: Request
     rank: int
     ranks: int
+    nodes: int
     ranks_per_device: int
     kept_batches: int
     launcher: RankLauncher
@@ -91,7 +93,7 @@ def _find_out(starting: Starting) -> Settled:
         resumed = _as_saved(checkpoint, starting.ranks)
         if resumed is not None:
             return resumed
-    rule = default_allocation(starting.ranks)
+    rule = default_allocation(starting.ranks, devices_per_node=starting.ranks // starting.nodes)
     data = starting.trainer.datamodule  # type: ignore[attr-defined]
     if profile == OFF:
         return Settled(rule, "it is the rule of thumb, as profile='off' leaves planning out")
@@ -129,8 +131,8 @@ def _planned(starting: Starting, data: FlowDataModule) -> Settled:
     trainer, profile = starting.trainer, starting.request.profile
     if not isinstance(profile, Profile):
         profile = measured_profile(trainer, starting.module, data)
-    machine = machine_of(trainer.strategy.root_device, starting.ranks, starting.ranks_per_device)
-    planner = Planner(training_steps(data), starting.ranks, machine, starting.kept_batches)
+    machine = machine_of(trainer.strategy.root_device, starting.ranks, starting.ranks_per_device, starting.nodes)
+    planner = Planner(training_steps(data), starting.ranks, machine, starting.kept_batches, starting.nodes)
     choice = planner.choose(profile)
     return Settled(choice.chosen.allocation, choice.why, Plan(planner, profile, choice))
 

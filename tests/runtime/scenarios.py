@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -144,6 +145,27 @@ def fork_after_a_run(folder: Path) -> None:
         fork.start()
     for fork in forks:
         fork.join()
+
+
+def fork_during_a_run(folder: Path) -> None:
+    """A process that is connected forks; the fork tries to connect and ends, and the first goes on."""
+
+    from datetime import timedelta
+
+    from flowtrain_lightning.runtime.groups import connect_groups
+
+    patience = timedelta(seconds=30)
+    groups = connect_groups(0, ((0,),), "gloo", patience)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            connect_groups(1, ((0,), (1,)), "gloo", patience)
+        except RuntimeError as error:
+            (folder / "refusal.txt").write_text(str(error))
+        sys.exit(5)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    write_down(folder, {"fork ended with": code, "gathered afterwards": groups.gather_over_role("here")})
+    disconnect_groups()
 
 
 # ---- an encoder that does not train ----------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.exactness.data import write_steps
@@ -82,3 +84,10 @@ def test_collectives_of_the_group_over_all_ranks_are_counted(tmp_path):
 def test_forks_of_a_process_that_was_connected_connect_anew(tmp_path):
     job = Job("forks", "tests.runtime.scenarios:fork_after_a_run", 1)
     assert read_down(run_jobs(tmp_path, [job])["forks"].check().folder) == [[0, 1], [0, 1]]
+
+
+def test_a_fork_of_a_connected_process_is_refused_and_leaves_its_groups_alone(tmp_path):
+    job = Job("fork during", "tests.runtime.scenarios:fork_during_a_run", 1)
+    folder = run_jobs(tmp_path, [job])["fork during"].check().folder
+    assert read_down(folder) == [{"fork ended with": 5, "gathered afterwards": ["here"]}]
+    assert re.match(r"This process was forked from process \d+ while", (folder / "refusal.txt").read_text())

@@ -24,12 +24,12 @@ RANKS = 3
 ALLOCATION = Allocation(
     "separate", {"encoder": Layout(), "backbone": Layout(data=2)}, {"encoder": (2,), "backbone": (0, 1)}
 )
-SECONDS = 2.0
+SECONDS = 4.0
 """How long ranks wait for others; collectives give up after twice as long."""
 
 SENTENCES = re.compile(
     r"Rank \d could not connect to the other ranks: .*(rank|ranks|them|all) .*(come|has ended|was not there)"
-    r"|Rank \d \(.*\) (died|ended during start-up|waited 2 s for these ranks to start|lost the store)"
+    r"|Rank \d \(.*\) (died|ended during start-up|waited 4 s for these ranks to start|lost the store)"
     r"|A rank ended during start-up"
 )
 

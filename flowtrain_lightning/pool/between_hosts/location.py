@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from flowtrain_lightning.pool.errors import PoolError
 
 _ANYWHERE = "192.0.2.1"  # an address that is nobody's: it stands for whatever the default route leads to
 _MOST_GROUPS = 5  # of ranks that a line names
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 def own_location() -> str:
@@ -47,6 +51,17 @@ def address_towards(host: str) -> str:
         return _source_address(_ANYWHERE)
     except OSError:
         return address
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this host whose IPv4 address that is, or None where it is nobody's first address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without address
+                found = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
 
 
 def describe_ways(locations: Sequence[str]) -> str:
