@@ -17,6 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from flowtrain_lightning.allocator import Allocation, Placement
 from flowtrain_lightning.allocator.roles import BACKBONE
+from flowtrain_lightning.checkpoint.shared import refuse_unshared_folder
 from flowtrain_lightning.compatibility import (
     refuse_foreign_module,
     refuse_optimizers,
@@ -181,6 +182,7 @@ class FlowTrainStrategy(SavingHalves):
         super().setup_environment()
         refuse_unsupported(self.flow_module.trainer)  # once more, with the callbacks that the module brings
         answer_if_wanted(self.flow_module.trainer, self.flow_module)
+        self._name_main_address()
         reset_seed()
         self.set_world_ranks()
         self._settled = self._settle()
@@ -196,6 +198,12 @@ class FlowTrainStrategy(SavingHalves):
         )
         self.flow_module.live_on(self.job.roles)
         rank_zero_info(f"flowtrain: {self.settled.text}")
+
+    def _name_main_address(self) -> None:
+        """Tells torch.distributed where rank 0 is; SLURM, for one, has a way of its own to say so."""
+        assert self.cluster_environment is not None
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
 
     def _settle(self) -> Settled:
         given = self._request.answer(self.world_size, self.num_nodes)
@@ -231,11 +239,20 @@ class FlowTrainStrategy(SavingHalves):
         for sentence in not_layout_invariant(module):
             rank_zero_info(f"flowtrain: {sentence}")
         if trainer.state.fn == TrainerFn.FITTING:
+            self._refuse_unshared_folders(trainer)
             self.setup_optimizers(trainer)
             self._record_allocation(trainer)
         if not any(isinstance(callback, PreemptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.append(PreemptionCheckpoint())  # type: ignore[attr-defined]
         self.setup_precision_plugin()
+
+    def _refuse_unshared_folders(self, trainer: L.Trainer) -> None:
+        """Better now than at the first checkpoint."""
+        if self.num_nodes > 1:
+            callbacks = trainer.checkpoint_callbacks  # type: ignore[attr-defined]
+            folders = {str(getattr(callback, "dirpath", None) or "") for callback in callbacks}
+            for folder in sorted(folder for folder in folders if folder and "://" not in folder):
+                refuse_unshared_folder(Path(folder), self.job.groups.cross)
 
     def _record_allocation(self, trainer: L.Trainer) -> None:
         folder = str(trainer.log_dir or trainer.default_root_dir)  # every rank asks for it

@@ -1,6 +1,8 @@
 """Two hosts made of network namespaces, joined by a link with limited bandwidth, delay and loss that can be cut.
 
 Where the kernel has ``netem`` it spoils the link; where it has not, a process does that forwards the packets.
+
+As a script, ``hosts.py HOST JOB COMMAND...`` runs a command on a host.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ import random
 import select
 import shutil
 import signal
+import socket
 import struct
 import subprocess
+import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-
-from flowtrain_lightning.runtime.watchdog import die_with_parent
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 MEGABITS, DELAY_SECONDS, LOSS = 100.0, 0.002, 0.01
@@ -28,7 +31,8 @@ MEGABITS, DELAY_SECONDS, LOSS = 100.0, 0.002, 0.01
 _NAMESPACES = Path("/run/netns")
 _TUN = Path("/dev/net/tun")
 _SET_INTERFACE, _PACKETS_ONLY = 0x400454CA, 0x0001 | 0x1000  # TUNSETIFF; IFF_TUN and IFF_NO_PI
-_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+_NEW_NETWORK, _NEW_NAME, _NEW_MOUNTS = 0x40000000, 0x04000000, 0x00020000  # CLONE_NEWNET, CLONE_NEWUTS, CLONE_NEWNS
+_PRIVATE = 0x4000 | 1 << 18  # MS_REC and MS_PRIVATE
 _MOST_QUEUED_BYTES = 256 * 1024
 
 
@@ -48,12 +52,24 @@ def why_not() -> str | None:
 
 
 def enter(host: int, job: int) -> None:
-    """Move the calling thread, and those that it starts, to a host that process ``job`` has made."""
+    """Move the calling thread, and those that it starts, to a host that process ``job`` has made: ``host-0`` or -1."""
     descriptor = os.open(_NAMESPACES / _name(host, job), os.O_RDONLY)
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.setns(descriptor, _NEW_NETWORK) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
+    _call("setns", descriptor, _NEW_NETWORK)
     os.close(descriptor)
+    _call("unshare", _NEW_NAME)
+    socket.sethostname(f"host-{host}")
+
+
+def own_disk(folder: Path) -> None:
+    """Put an empty file system over a folder, which the calling thread, and those that it starts, alone see."""
+    _call("unshare", _NEW_MOUNTS)
+    _call("mount", None, b"/", None, ctypes.c_ulong(_PRIVATE), None)
+    _call("mount", b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), None)
+
+
+def on_host(host: int, command: Sequence[str]) -> list[str]:
+    """The command that runs a command on a host that this process has made."""
+    return [sys.executable, "-S", __file__, str(host), str(os.getpid()), *command]
 
 
 class Hosts:
@@ -113,6 +129,8 @@ class Hosts:
             interface = f"flow{host}-{os.getpid()}"[:15]
             fcntl.ioctl(end, _SET_INTERFACE, struct.pack("16sH22x", interface.encode(), _PACKETS_ONLY))
             _ip("link", "set", interface, "netns", _name(host), "name", f"flow{host}")
+        from flowtrain_lightning.runtime.watchdog import die_with_parent  # it takes torch, for which no host shall wait
+
         parent = os.getpid()
         self._relay = os.fork()
         if self._relay == 0:
@@ -174,9 +192,20 @@ def _relay(ends: list[int]) -> None:
                     directions[end][0].enter(os.read(end, 65536), choose)
 
 
+def _call(name: str, *arguments: object) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if library[name](*arguments) != 0:
+        raise OSError(ctypes.get_errno(), name)
+
+
 def _name(host: int, job: int | None = None) -> str:
     return f"flowtrain-{job or os.getpid()}-{host}"
 
 
 def _ip(*arguments: str, check: bool = True) -> None:
     subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
+
+
+if __name__ == "__main__":
+    enter(int(sys.argv[1]), int(sys.argv[2]))
+    os.execvp(sys.argv[3], sys.argv[3:])

@@ -16,8 +16,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import ROLES
-from flowtrain_lightning.checkpoint.names import take_name, temporary_name, write_file
+from flowtrain_lightning.checkpoint.names import take_name, write_file
 from flowtrain_lightning.checkpoint.random_states import random_states, restore_random_states
+from flowtrain_lightning.checkpoint.shared import make_temporary, refuse_unseen
 from flowtrain_lightning.checkpoint.tensors import load_tensors, save_tensors
 from flowtrain_lightning.runtime.groups import Groups
 from flowtrain_lightning.runtime.halves import role_of
@@ -52,6 +53,7 @@ def save_checkpoint(
         groups: of this rank.
 
     Raises:
+        FileNotFoundError: a rank does not see the directory: its host has another file system there.
         ValueError: ``filepath`` is a URL.
     """
     if "://" in str(filepath):
@@ -61,7 +63,8 @@ def save_checkpoint(
         )
     cross = groups.cross
     path = Path(filepath).absolute()
-    temporary: Path = cross.broadcast_object(_begin(path) if cross.rank == 0 else None, 0)
+    temporary: Path = cross.broadcast_object(make_temporary(path) if cross.rank == 0 else None, 0)
+    refuse_unseen(temporary, cross)
     weights: dict[str, Any] = checkpoint.pop("state_dict")
     optimizers: list[NamedState] | None = checkpoint.pop("optimizer_states", None)
     for role in ROLES:
@@ -83,12 +86,6 @@ def save_checkpoint(
     cross.barrier()
     if cross.rank == 0:
         take_name(temporary, path)
-
-
-def _begin(path: Path) -> Path:
-    temporary = temporary_name(path)
-    temporary.mkdir()
-    return temporary
 
 
 def _save_role(folder: Path, own: Mapping[str, Any], is_first: bool) -> None:

@@ -1,14 +1,17 @@
 """How a finished directory takes its name, and loses it, in one step: a kill leaves all of it or nothing.
 
-What is being written or removed lies beside its name as ``.NAME.partial-HOST-PROCESS``. Where a kill leaves such a
-thing behind, the next save into that folder removes it.
+What is being written or removed lies beside its name as ``.NAME.partial-HOST-PROCESS-NUMBER``. Where a kill leaves such
+a thing behind, the next save into that folder removes it. The number makes each name a new one: a network file system
+may still know, on another host, what a former one stood for.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -18,7 +21,9 @@ import torch
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _HERE = -100  # AT_FDCWD
+_PARTIAL = re.compile(r"\.(.+)\.partial-(.+)-(\d+)-\d+")
 _CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_numbers = itertools.count()
 
 
 def temporary_name(path: Path) -> Path:
@@ -72,16 +77,16 @@ def write_file(value: Any, path: Path) -> None:
 
 
 def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial-{socket.gethostname()}-{os.getpid()}")
+    return path.with_name(f".{path.name}.partial-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}")
 
 
 def _is_leftover(found: str, saved: str) -> bool:
     """Whether nobody works on ``found``: it has the name that is being saved, or its process is no more."""
-    name, mark, owner = found.rpartition(".partial-")
-    host, _, process = owner.rpartition("-")
-    if not (mark and name.startswith(".") and process.isdigit()):
+    parts = _PARTIAL.fullmatch(found)
+    if parts is None:
         return False
-    if name == f".{saved}":
+    name, host, process = parts.groups()
+    if name == saved:
         return True
     return host == socket.gethostname() and (int(process) == os.getpid() or not _is_alive(int(process)))
 

@@ -69,8 +69,8 @@ class RankLauncher(_SubprocessScriptLauncher):
 class Kin:
     """The ranks that this process started, or the one that started it: whether they live, where no watchdog can tell.
 
-    The first rank of a machine starts the others there. A thread ends this process, with a sentence, when one of them is
-    gone that it waits for, or a child ended with an error.
+    The first rank of a machine starts the others there. A thread ends this process, with a sentence, when one of them
+    is gone that it waits for, or a child ended with an error.
 
     Attributes:
         rank: of this process.

@@ -55,7 +55,7 @@ class Planner:
 
 
 def machine_of(device: torch.device, ranks: int, ranks_per_device: int, nodes: int = 1) -> Machine:
-    """What the ranks compute on: those of a node share its CPU, or those of a device share that; all nodes are alike."""
+    """What the ranks compute on: all those of a node share its CPU, or those of a device share that."""
     on_cpu = device.type == "cpu"
     together = ranks // nodes if on_cpu else ranks_per_device
     capacity = len(os.sched_getaffinity(0)) / torch.get_num_threads() if on_cpu else 1.0

@@ -63,9 +63,9 @@ def test_a_link_that_leads_nowhere_is_replaced(tmp_path):
 
 
 def test_leftovers_of_the_same_name_and_of_dead_processes_are_removed_and_nothing_else(tmp_path, dead):
-    gone = [f".last.ckpt.partial-elsewhere-{os.getppid()}", f".other.ckpt.partial-{HOST}-{dead}"]
-    kept = [f".other.ckpt.partial-{HOST}-{os.getppid()}", f".other.ckpt.partial-elsewhere-{dead}", "last.ckpt"]
-    kept += [".hidden", ".last.ckpt.partial", "x.partial-host-1", "[0].ckpt", ".last.ckpt.partial-host-12x"]
+    gone = [f".last.ckpt.partial-elsewhere-{os.getppid()}-0", f".other.ckpt.partial-{HOST}-{dead}-3"]
+    kept = [f".other.ckpt.partial-{HOST}-{os.getppid()}-0", f".other.ckpt.partial-elsewhere-{dead}-3", "last.ckpt"]
+    kept += [".hidden", ".last.ckpt.partial", "x.partial-host-1-0", "[0].ckpt", ".last.ckpt.partial-host-12-x"]
     for name in (*gone, *kept):
         make(tmp_path / name, name)
     temporary_name(tmp_path / "last.ckpt")

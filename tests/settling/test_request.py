@@ -40,6 +40,10 @@ def test_placement_or_encoder_ranks_answer_by_the_rule():
     assert make_request(None, None, 2, "auto").answer(4) == default_allocation(4, encoder_ranks=2)
 
 
+def test_on_several_nodes_each_has_encoder_ranks():
+    assert make_request(None, None, 2, "auto").answer(4, nodes=2).ranks == {"encoder": (1, 3), "backbone": (0, 2)}
+
+
 def test_an_allocation_is_taken_as_an_object_or_from_a_file(tmp_path):
     write_plan(PLAN, tmp_path / "plan.yaml", "by hand", {})
     for given in (PLAN, tmp_path / "plan.yaml", str(tmp_path / "plan.yaml")):

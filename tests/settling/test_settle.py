@@ -16,7 +16,7 @@ from tests.tiny import TinyVLM, tiny_data, write_records
 SHORT = timedelta(seconds=0.2)
 
 
-def starting(profile="auto", checkpoint=None, data=None, rank=0, ranks=2, module=None):
+def starting(profile="auto", checkpoint=None, data=None, rank=0, ranks=2, nodes=1, module=None):
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     return Starting(
         trainer=SimpleNamespace(datamodule=data, strategy=strategy, precision="32-true"),
@@ -24,6 +24,7 @@ def starting(profile="auto", checkpoint=None, data=None, rank=0, ranks=2, module
         request=make_request(None, None, None, profile),
         rank=rank,
         ranks=ranks,
+        nodes=nodes,
         ranks_per_device=1,
         kept_batches=4,
         launcher=SimpleNamespace(checkpoint=lambda trainer: checkpoint),
@@ -45,6 +46,10 @@ def test_without_a_profile_the_rule_decides():
     found = settled(profile="off", ranks=8)
     assert found.allocation == default_allocation(8)
     assert "rule of thumb, as profile='off'" in found.reason
+
+
+def test_on_several_nodes_the_rule_puts_encoder_ranks_on_each():
+    assert settled(profile="off", ranks=8, nodes=2).allocation.ranks["encoder"] == (3, 7)
 
 
 def test_without_training_data_the_rule_decides(tmp_path):

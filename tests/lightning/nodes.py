@@ -1,0 +1,120 @@
+"""What ranks do on two hosts, or on one: a short run of the tiny module under a real Trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import flowtrain_lightning as flow
+from flowtrain_lightning.runtime.groups import disconnect_groups
+from tests.exactness.data import STEPS, steps_data
+from tests.exactness.layouts import SEED
+from tests.exactness.train import Recorder
+from tests.hosts import ADDRESSES, enter, own_disk
+from tests.tiny import TinyVLM
+
+RANKS = 4
+PORT = "29519"
+
+
+class Save(L.Callback):
+    """Saves ``saved.ckpt`` after some step."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+class Die(L.Callback):
+    """One rank is killed after some step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank = rank
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            (Path(str(trainer.default_root_dir)) / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def settle_on(nodes: int, tester: int | None) -> None:
+    """Goes to the host of this rank, as if a script had been started there by hand for each rank."""
+    if tester is None:
+        return
+    node, local = divmod(int(os.environ["RANK"]), RANKS // nodes)
+    enter(node, tester)
+    os.environ |= {"LOCAL_RANK": str(local), "NODE_RANK": str(node), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
+
+
+def trainer_for(nodes: int, strategy: Any, **settings: Any) -> L.Trainer:
+    """A quiet Trainer of four ranks on so many nodes."""
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    bounds = {"max_steps": STEPS, "limit_val_batches": 0, "num_sanity_val_steps": 0, "enable_checkpointing": False}
+    L.seed_everything(SEED, verbose=False)
+    return L.Trainer(
+        accelerator="cpu",
+        devices=RANKS // nodes,
+        num_nodes=nodes,
+        strategy=strategy,
+        **{**quiet, **bounds, "precision": "64-true", **settings},
+    )
+
+
+def train(
+    folder: Path,
+    *,
+    data: str,
+    strategy: dict[str, Any],
+    nodes: int = 1,
+    tester: int | None = None,
+    save_at: int | None = None,
+    resume: str | None = None,
+    dies: tuple[int, int] | None = None,
+) -> None:
+    """Trains and writes ``rank<r>.pt``, on the hosts of process ``tester``."""
+    settle_on(nodes, tester)
+    recorder = Recorder()
+    callbacks: list[L.Callback] = [recorder]
+    if save_at is not None:
+        callbacks.append(Save(folder / "saved.ckpt", save_at))
+    if dies is not None:
+        callbacks.append(Die(*dies))
+    trainer = trainer_for(
+        nodes, flow.FlowTrainStrategy(**strategy, hang_timeout=60), callbacks=callbacks, default_root_dir=folder
+    )
+    trainer.fit(TinyVLM(), steps_data(Path(data)), ckpt_path=resume)
+    recorder.save(folder)
+    disconnect_groups()
+
+
+def train_without_a_shared_folder(folder: Path, *, data: str, tester: int, checks_at_start: bool) -> None:
+    """Saves into a folder in whose place the second host has a disk of its own."""
+    settle_on(2, tester)
+    kept = folder / "kept"
+    kept.mkdir(exist_ok=True)
+    if os.environ["NODE_RANK"] == "1":
+        own_disk(kept)
+    callback = ModelCheckpoint(kept, every_n_train_steps=2) if checks_at_start else Save(kept / "a.ckpt", 2)
+    trainer = trainer_for(
+        2,
+        flow.FlowTrainStrategy(encoder_ranks=2, hang_timeout=60),
+        callbacks=[callback],
+        default_root_dir=folder,
+        enable_checkpointing=checks_at_start,
+    )
+    try:
+        trainer.fit(TinyVLM(), steps_data(Path(data)))
+    finally:
+        found = {"step": trainer.global_step, "left": sorted(path.name for path in kept.iterdir())}
+        torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
