@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -120,8 +121,7 @@ def _serve() -> None:
 
 def _run(job: Job, folder: Path, parent: int) -> list[int]:
     importlib.import_module(job.target.partition(":")[0])
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     children = [_fork(job, folder, rank, port) for rank in range(job.ranks)]
     codes: dict[int, int] = {}
     end = time.monotonic() + job.deadline

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,16 +21,12 @@ from typing import Any
 import psutil
 
 from tests.faults.fault import INJECTED, Fault
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("train.py")
 _LEFT_SECONDS = 5.0
 _ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class Job:
     ckpt_path: str | None = None
     interrupt: bool = False
     deadline: float = 150.0
-    port: int = field(default_factory=_free_port)
+    port: int = field(default_factory=free_port)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property

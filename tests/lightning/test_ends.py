@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import pytest
 
 from tests.lightning.stage import Stage
 from tests.lightning.theatre import launch
+from tests.ports import free_port
 from tests.tiny import TinyVLM
 
 pytestmark = pytest.mark.timeout(400)
@@ -85,9 +85,7 @@ def test_a_spike_of_the_loss_ends_all_ranks_and_the_batches_are_written_down(tmp
 
 def _fail(folder: Path, data_folder: Path, place: str) -> list[str]:
     """What each of two ranks printed when something went wrong in one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     command = [sys.executable, str(SCRIPT), str(folder), str(data_folder), place]
     logs = [folder / f"log-{rank}" for rank in range(2)]
     with ExitStack() as stack:

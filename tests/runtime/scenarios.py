@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 import weakref
@@ -24,6 +23,7 @@ from flowtrain_lightning.runtime.groups import CrossGroup, disconnect_groups
 from flowtrain_lightning.runtime.timeline import Span
 from tests.exactness.data import steps_data
 from tests.exactness.layouts import trainer_for
+from tests.ports import free_port
 from tests.tiny import TinyVLM, tiny_data
 
 
@@ -130,9 +130,7 @@ def fork_after_a_run(folder: Path) -> None:
     patience = timedelta(seconds=30)
     connect_groups(0, ((0,),), "gloo", patience)
     disconnect_groups()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def connect(rank: int) -> None:
         os.environ |= {"RANK": str(rank), "MASTER_PORT": str(port)}

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import time
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ import pytest
 from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.runtime.job import Job
 from tests.pool.faults import TOLD, slowness
+from tests.ports import free_port
 from tests.processes import Ranks
 
 RANKS = 3
@@ -65,9 +65,7 @@ def kill_while_they_start(moments: list[tuple[int, int]]) -> None:
     with ExitStack() as jobs:
         started = []
         for victim, calls in moments:
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                port = server.getsockname()[1]
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             started.append((victim, jobs.enter_context(Ranks(start, RANKS, [victim, calls], place))))
         since = time.monotonic()
         for victim, ranks in started:
