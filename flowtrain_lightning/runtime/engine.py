@@ -8,22 +8,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
-from flowtrain_lightning.data import PackedMedia, StepBatch
+from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.parallel import reduce_gradients
-from flowtrain_lightning.pool import Pool, PoolCounters, PoolError
+from flowtrain_lightning.pool import PoolCounters
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
 from flowtrain_lightning.runtime.halves import half_parameters, half_trains
 from flowtrain_lightning.runtime.job import Job
-from flowtrain_lightning.runtime.lane import Desk, Turns, take_turns
+from flowtrain_lightning.runtime.lane import Turns, take_turns
 from flowtrain_lightning.runtime.logbook import StepReport
 from flowtrain_lightning.runtime.random import own_streams
-from flowtrain_lightning.runtime.room import LEAST_ARENA, FeatureSpec, least_room, step_room
+from flowtrain_lightning.runtime.room_keeper import RoomKeeper
 from flowtrain_lightning.runtime.step import STAGES, Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, Span, Timeline
 from flowtrain_lightning.runtime.times import Times, TimesExchange
@@ -81,10 +80,7 @@ class FlowEngine:
         self._listeners = [r for r in job.allocation.ranks[ENCODER] if r not in job.allocation.ranks[BACKBONE]]
         self._times = TimesExchange(self.timeline, job.groups, self._listeners, job.allocation.ranks[BACKBONE][0])
         self._compute = Compute(module, trainer, trainer.strategy.root_device)
-        self._spec: FeatureSpec | None = None
-        self._arena_bytes = 0
-        self._desk: Desk | None = None
-        self._last_counters: PoolCounters | None = None
+        self._room = RoomKeeper(module, job, self._compute, self.timeline, settings.pool_bytes)
         self._indices = dict.fromkeys(STAGES, 0)
         self._ahead: dict[str, tuple[int, int] | None] = {}
 
@@ -157,14 +153,11 @@ class FlowEngine:
     @property
     def pool_counters(self) -> PoolCounters | None:
         """What this rank's part of the pool has done since it was opened last; None before the first step."""
-        return self._last_counters if self._desk is None else self._desk.pool.counters
+        return self._room.counters
 
     def close(self) -> None:
         """Gives the pool's memory back."""
-        if self._desk is not None:
-            self._last_counters = self._desk.pool.counters
-            self._desk.pool.close()
-            self._desk = None
+        self._room.close()
 
     # ---- the course of a step -----------------------------------------------------------------------------------
 
@@ -173,9 +166,10 @@ class FlowEngine:
         step = Step(batch, stage, self._indices[stage], trains)
         self._indices[stage] += 1
         self._enter("begin the step", step)
-        if self._changes_course(step):
-            self._open_pool(step)
-        self._make_room(step)
+        if self._room.make_room(step, anew=self._changes_course(step)):
+            desk, ranks = self._room.desk, self._allocation.ranks
+            self._backbone_lane = BackboneLane(desk, ranks[ENCODER])
+            self._encoder_lane = EncoderLane(desk, ranks[BACKBONE], self._settings.encoder_activations)
         return step
 
     def _changes_course(self, step: Step) -> bool:
@@ -187,24 +181,22 @@ class FlowEngine:
         return ahead is not None and (step.trains or step.name != ahead)
 
     def _run_lanes(self, step: Step, outputs: list[Any]) -> None:
-        assert self._desk is not None
         lanes: list[tuple[str, Turns]] = []
-        spec = self._spec if step.plan.entries else None
+        spec = self._room.spec if step.plan.entries else None
         if BACKBONE in self._roles:
             lanes.append((BACKBONE, self._backbone_lane.run(step, spec, outputs)))
         if ENCODER in self._roles:
             lanes.append((ENCODER, self._encoder_lane.run(step, spec)))
-        take_turns(self._desk, lanes, step)
+        take_turns(self._room.desk, lanes, step)
 
     def _end(self, step: Step, steps_left: int) -> StepReport:
         epoch, number = step.name
         may_work_ahead = self._listeners and not step.trains and steps_left > 0
         self._ahead[step.stage] = (epoch, number + 1) if may_work_ahead else None
         tells_times = self.tells_times and step.stage == "train"
-        assert self._desk is not None
         if BACKBONE not in self._roles:
             if tells_times:
-                self._times.send(step, self._desk.pool)
+                self._times.send(step, self._room.desk.pool)
             return self._await_report(step, steps_left)
         start = time.monotonic()
         self._enter("wait for the other backbone ranks", step)
@@ -212,7 +204,7 @@ class FlowEngine:
             self._asked_to_stop(), self._groups.sum_over_role, self._groups.gather_over_role
         )
         if tells_times:
-            report = replace(report, times=self._times.gather(step, self._desk.pool))
+            report = replace(report, times=self._times.gather(step, self._room.desk.pool))
         self.timeline.add(Span(BACKBONE, STALL, "other backbone ranks", *step.place, -1, start, time.monotonic()))
         if self._listeners and self._groups.cross.rank == self._allocation.ranks[BACKBONE][0]:
             self._publish_report(step, report)
@@ -221,18 +213,17 @@ class FlowEngine:
     def _publish_report(self, step: Step, report: StepReport) -> None:
         # A report goes one way through the pool and not through a collective: so the backbone goes on at once, also
         # when an encoder rank is in the middle of a later step's batch.
-        assert self._desk is not None
         text = torch.frombuffer(bytearray(json.dumps(asdict(report)).encode()), dtype=torch.uint8)
-        while self._desk.pool.put(step.report_key, [text], self._listeners) is None:
-            self._desk.pool.poll(_POLL_SECONDS)
+        pool = self._room.desk.pool
+        while pool.put(step.report_key, [text], self._listeners) is None:
+            pool.poll(_POLL_SECONDS)
 
     def _await_report(self, step: Step, steps_left: int) -> StepReport:
-        assert self._desk is not None
-        pool = self._desk.pool
+        pool = self._room.desk.pool
         start = time.monotonic()
         waits = False
         while (lease := pool.get(step.report_key)) is None:
-            spec = None if step.trains else self._spec
+            spec = None if step.trains else self._room.spec
             if spec is not None and self._encoder_lane.work_ahead(step, spec, steps_left):
                 pool.poll()
                 start = time.monotonic()
@@ -268,64 +259,3 @@ class FlowEngine:
 
     def _enter(self, phase: str, step: Step) -> None:
         self._mesh.page.enter(step.phase(phase), step.index)
-
-    # ---- room in the pool ---------------------------------------------------------------------------------------
-
-    def _make_room(self, step: Step) -> None:
-        """Opens the pool, or a larger one when this step needs more. All ranks decide alike, from the plan."""
-        if step.plan.entries and self._spec is None:
-            self._spec = self._agree_on_spec(step)
-        needed = least_room(step.plan, self._spec) if step.plan.entries and self._spec else 0
-        if self._desk is not None and needed <= self._arena_bytes:
-            return
-        limit = self._settings.pool_bytes
-        if limit is not None and needed > limit // 2:
-            raise PoolError(
-                f"The largest encoder batch of this step takes {needed:,} bytes of features, but pool_bytes={limit:,} "
-                f"leaves {limit // 2:,} for the running step. Set FlowTrainStrategy(pool_bytes={2 * needed:,}) or "
-                "more, or a smaller token_budget."
-            )
-        wanted = step_room(step.plan, self._spec) if step.plan.entries and self._spec else 0
-        # What is reserved stands apart, so that beside it there is room for the whole step.
-        self._arena_bytes = limit // 2 if limit is not None else max(needed + wanted, LEAST_ARENA)
-        rank_zero_info(
-            f"flowtrain: a pool of {2 * self._arena_bytes:,} bytes on each rank, half for the features of the running "
-            f"step, half for gradients or work ahead. This step has {wanted:,} bytes of features on the busiest "
-            f"encoder rank; pool_bytes={2 * needed:,} is the least with which it cannot block."
-        )
-        self._open_pool(step)
-
-    def _open_pool(self, step: Step) -> None:
-        former = self._desk
-        self._enter("wait for all ranks to open the pool", step)
-        pool = Pool.open(self._mesh, self._arena_bytes, self._arena_bytes)
-        self._desk = Desk(pool, self._compute, self._mesh.page, self.timeline)
-        self._backbone_lane = BackboneLane(self._desk, self._allocation.ranks[ENCODER])
-        self._encoder_lane = EncoderLane(
-            self._desk, self._allocation.ranks[BACKBONE], self._settings.encoder_activations
-        )
-        if former is not None:
-            former.pool.close()
-
-    def _agree_on_spec(self, step: Step) -> FeatureSpec:
-        """What a row of features is, found by encoding the first batch of the first rank that has one."""
-        encoder_rank = min(entry.encoder_rank for entry in step.plan.entries)
-        source = self._allocation.ranks[ENCODER][encoder_rank]
-        spec = None
-        if self._groups.cross.rank == source:
-            media = next(media for media in step.batch.encoder_batches if media is not None)
-            self._enter("first forward of the encoder", step)
-            spec = self._probe(media)
-        agreed: FeatureSpec = self._groups.cross.broadcast_object(spec, source)
-        return agreed
-
-    def _probe(self, media: PackedMedia) -> FeatureSpec:
-        training = [module for module in self._module.modules() if module.training]
-        try:
-            for module in training:
-                module.training = False  # so that running statistics and the like stay as they are
-            with own_streams(), torch.no_grad():
-                return FeatureSpec.of(self._compute.encode(media, step=(-1, -1), number=0))
-        finally:
-            for module in training:
-                module.training = True
