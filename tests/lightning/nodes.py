@@ -1,9 +1,14 @@
-"""What ranks do on two hosts, or on one: a short run of the tiny module under a real Trainer."""
+"""What ranks do on two hosts, or on one: a short run of the tiny module under a real Trainer.
+
+As a script, ``nodes.py FOLDER DATA [ENCODER_RANKS]``: for whatever launches it on both hosts.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +53,27 @@ class Die(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def settle_on(nodes: int, tester: int | None) -> None:
-    """Goes to the host of this rank, as if a script had been started there by hand for each rank."""
-    if tester is None:
-        return
-    node, local = divmod(int(os.environ["RANK"]), RANKS // nodes)
+def go_to_host(tester: int, started_by: str = "hand") -> int:
+    """Moves this rank to its one of the two hosts of a process, which is returned, with a launcher's variables.
+
+    Args:
+        tester: the process that has made the hosts.
+        started_by: ``"hand"``, a script for each rank; or ``"srun"``, SLURM's command.
+    """
+    rank = os.environ["RANK"]
+    node, local = divmod(int(rank), RANKS // 2)
     enter(node, tester)
-    os.environ |= {"LOCAL_RANK": str(local), "NODE_RANK": str(node), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
+    if started_by == "hand":
+        place = {"LOCAL_RANK": str(local), "NODE_RANK": str(node), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
+    else:
+        for name in ("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+            del os.environ[name]
+        job = {"JOB_ID": "4711", "JOB_NAME": "train", "NODELIST": ",".join(ADDRESSES)}
+        size = {"NTASKS": str(RANKS), "NNODES": "2", "NTASKS_PER_NODE": str(RANKS // 2)}
+        own = {"PROCID": rank, "LOCALID": str(local), "NODEID": str(node)}
+        place = {f"SLURM_{name}": value for name, value in {**job, **size, **own}.items()}
+    os.environ |= place
+    return node
 
 
 def trainer_for(nodes: int, strategy: Any, **settings: Any) -> L.Trainer:
@@ -78,12 +97,14 @@ def train(
     strategy: dict[str, Any],
     nodes: int = 1,
     tester: int | None = None,
+    started_by: str = "hand",
     save_at: int | None = None,
     resume: str | None = None,
     dies: tuple[int, int] | None = None,
 ) -> None:
-    """Trains and writes ``rank<r>.pt``, on the hosts of process ``tester``."""
-    settle_on(nodes, tester)
+    """Trains and writes ``rank<r>.pt``, on the hosts of process ``tester`` or, without one, here."""
+    if tester is not None:
+        go_to_host(tester, started_by)
     recorder = Recorder()
     callbacks: list[L.Callback] = [recorder]
     if save_at is not None:
@@ -100,10 +121,9 @@ def train(
 
 def train_without_a_shared_folder(folder: Path, *, data: str, tester: int, checks_at_start: bool) -> None:
     """Saves into a folder in whose place the second host has a disk of its own."""
-    settle_on(2, tester)
     kept = folder / "kept"
     kept.mkdir(exist_ok=True)
-    if os.environ["NODE_RANK"] == "1":
+    if go_to_host(tester) == 1:
         own_disk(kept)
     callback = ModelCheckpoint(kept, every_n_train_steps=2) if checks_at_start else Save(kept / "a.ckpt", 2)
     trainer = trainer_for(
@@ -118,3 +138,21 @@ def train_without_a_shared_folder(folder: Path, *, data: str, tester: int, check
     finally:
         found = {"step": trainer.global_step, "left": sorted(path.name for path in kept.iterdir())}
         torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
+
+
+def main() -> None:
+    """Trains on two nodes and writes ``rank<r>.pt``, and what was settled into ``settled<r>.json``."""
+    folder, data, *encoder_ranks = sys.argv[1:]
+    strategy = flow.FlowTrainStrategy(encoder_ranks=int(encoder_ranks[0])) if encoder_ranks else "flowtrain"
+    recorder = Recorder()
+    trainer = trainer_for(2, strategy, callbacks=[recorder], default_root_dir=folder)
+    trainer.fit(TinyVLM(), steps_data(Path(data)))
+    os.environ["RANK"] = str(trainer.global_rank)  # by which `Recorder` names its file
+    recorder.save(Path(folder))
+    settled = {"ranks": trainer.strategy.allocation.state_dict()["ranks"], "reason": trainer.strategy.settled.reason}
+    Path(folder, f"settled{trainer.global_rank}.json").write_text(json.dumps(settled))
+    disconnect_groups()
+
+
+if __name__ == "__main__":
+    main()
