@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -147,6 +148,18 @@ def named_device(name: str) -> Device:
             f"There is no device {name!r}.{hint} Known are {', '.join(DEVICES)}; others come from a YAML file."
         )
     return DEVICES[name]
+
+
+_OTHER_PEAKS = {"pcie", "nvl", "mig"}
+"""Words in makers' names of cards and of slices of them, which have other peaks than the modules of `DEVICES`."""
+
+
+def maker_device(name: str) -> Device | None:
+    """The known device of which a maker's name speaks, as ``h100`` of ``NVIDIA H100 80GB HBM3``; None where none is."""
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    if words & _OTHER_PEAKS:
+        return None
+    return next((device for known, device in DEVICES.items() if known != "cpu" and known in words), None)
 
 
 def device_from(values: Mapping[str, Any]) -> Device:

@@ -48,7 +48,12 @@ def profile() -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // trainer.num_devices))
     device = trainer.strategy.root_device
     found = profile_module(
-        cli.model, cli.datamodule, accelerator=device.type, precision=trainer.precision, seconds=options.seconds
+        cli.model,
+        cli.datamodule,
+        accelerator=device.type,
+        precision=trainer.precision,
+        seconds=options.seconds,
+        flops=True,
     )
     write_profile(found, options.out)
     devices = max(_LEAST_DEVICES, trainer.num_devices * trainer.num_nodes)

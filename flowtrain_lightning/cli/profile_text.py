@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from flowtrain_lightning.allocator.devices import maker_device
+from flowtrain_lightning.allocator.efficiency import peak
+from flowtrain_lightning.allocator.precision import PRECISIONS
 from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
 from flowtrain_lightning.cli.plan_text import columns
 from flowtrain_lightning.packing.fit import predict
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
-from flowtrain_lightning.profiling import DataProfile, Profile, RoleProfile
+from flowtrain_lightning.profiling import DataProfile, Origin, Profile, RoleProfile
 
 _SHOWN = 5
 """Sizes of each half in the table."""
@@ -24,7 +27,7 @@ def profile_as_text(profile: Profile) -> str:
         f"{origin.module.split()[0]} on {origin.device}, {threads} thread{'s' if threads != 1 else ''}, "
         f"{origin.settings['precision']}"
     )
-    parts = [heading, _times(profile), *(_half(role, profile.roles[role]) for role in ROLES)]
+    parts = [heading, _times(profile), *(_half(role, profile) for role in ROLES)]
     if (summed := profile.reduction) is not None:
         speed = f"{1e3 * summed.constant:.2f} ms and {1e9 * summed.seconds_per_byte:.2f} ms a megabyte"
         parts.append(f"{summed.ranks} ranks sum their gradients in {speed}.")
@@ -46,12 +49,14 @@ def _times(profile: Profile) -> str:
                     f"{1e3 * item.seconds:.2f}",
                     f"{1e3 * fitted:.2f}",
                     f"{100 * (fitted / item.seconds - 1):+.1f} %",
+                    "unknown" if half.flops is None else _speed(half.flops.of(item) / item.seconds),
                 )
             )
-    return columns(("", "tokens", "measured ms", "fitted ms", "error"), rows)
+    return columns(("", "tokens", "measured ms", "fitted ms", "error", "speed"), rows)
 
 
-def _half(role: str, half: RoleProfile) -> str:
+def _half(role: str, profile: Profile) -> str:
+    half = profile.roles[role]
     size = f"{half.parameters / 1e6:,.2f}M parameters"
     if not half.measured:
         return f"{role}: {size}; not measured, as no sample needs it."
@@ -67,9 +72,28 @@ def _half(role: str, half: RoleProfile) -> str:
     ]
     if half.forward_share < 1:
         lines.append(f"of this the forward is {100 * half.forward_share:.0f} %")
+    lines += _utilisation(half, profile.origin)
     if half.trains:
         lines.append(f"optimizer step: {1e3 * half.optimizer_seconds:.2f} ms")
     return "\n  ".join(lines)
+
+
+def _utilisation(half: RoleProfile, origin: Origin) -> list[str]:
+    """FLOP/s of all sizes together, and the share of the peak where the device is known."""
+    achieved = half.flops_per_second
+    if achieved is None:
+        return []
+    line = f"computes at {_speed(achieved)}"
+    device, precision = maker_device(origin.device), PRECISIONS.get(str(origin.settings["precision"]))
+    if device is not None and precision is not None:
+        most = peak(device, precision.computing)
+        line += f", {100 * achieved / most:.1f} % of an {device.name}'s {_speed(most)}"
+    return [line]
+
+
+def _speed(flops_per_second: float) -> str:
+    unit, size = ("T", 1e12) if flops_per_second >= 1e12 else ("G", 1e9)
+    return f"{flops_per_second / size:,.1f} {unit}FLOP/s"
 
 
 def data_as_text(data: DataProfile) -> str:

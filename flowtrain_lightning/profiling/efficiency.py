@@ -8,6 +8,7 @@ import numpy as np
 
 from flowtrain_lightning.allocator import Cluster, Device, Efficiency, ModuleDescription, RoleProblem
 from flowtrain_lightning.allocator.description import Half
+from flowtrain_lightning.allocator.devices import maker_device
 from flowtrain_lightning.allocator.efficiency import assumed_efficiency
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.precision import PRECISIONS
@@ -26,12 +27,13 @@ def measured_efficiencies(
 ) -> dict[str, Efficiency]:
     """Role -> the device's shares, all lowered or raised alike, so that predicted passes take as long as measured ones.
 
-    What was measured covers everything that takes time, so there is no slack. Collectives were not measured.
+    What was measured covers everything that takes time, so there is no slack. Collectives were not measured. Where the
+    profile was made on another known device, its shares are lowered or raised by what was found there.
 
     Args:
-        profile: of this module, on such a device.
+        profile: of this module. If its device is not known by its maker's name, it is taken for ``device``.
         module: its description.
-        device: what the profile was made on.
+        device: for which is planned.
         precision: for which is planned.
 
     Raises:
@@ -65,19 +67,22 @@ def _refuse_another(profile: Profile, role: str, half: Half, name: str) -> None:
 def _efficiency(profile: Profile, role: str, half: Half, device: Device, precision: str) -> Efficiency:
     measured = profile.roles[role].measured
     receives_gradient = role == BACKBONE and profile.roles[ENCODER].trains
-    assumed = replace(assumed_efficiency(device), slack=1.0)
-    cluster, numbers = Cluster(device, 1, 1), PRECISIONS[precision]
+    profiled = maker_device(profile.origin.device) or device
+    there = replace(assumed_efficiency(profiled), slack=1.0)
+    cluster, numbers = Cluster(profiled, 1, 1), PRECISIONS[precision]
     most = max(item.tokens for item in measured)
     ratios = []
     for item in measured:
         if item.tokens < most / 2:  # plans are for full microbatches
             continue
         load = RoleLoad(np.array([max(1, round(item.squares / item.tokens))]), 1.0, int(most), 1)
-        problem = RoleProblem(role, half, load, receives_gradient, cluster, numbers, assumed)
+        problem = RoleProblem(role, half, load, receives_gradient, cluster, numbers, there)
         ratios.append(item.seconds / float(pass_time(problem, Family(np.ones(1)), np.array([item.tokens])).total[0]))
     slower = float(np.median(ratios))
+    assumed = assumed_efficiency(device)
     return replace(
         assumed,
+        slack=1.0,
         dense=assumed.dense / slower,
         attention=assumed.attention / slower,
         memory=assumed.memory / slower,

@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,12 @@ from flowtrain_lightning.allocator.roles import ROLES
 from flowtrain_lightning.data import FlowDataModule, StepBatch
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.fit import Observation, fit_cost
+from flowtrain_lightning.profiling.counting import count_flops
 from flowtrain_lightning.profiling.errors import ProfileError
 from flowtrain_lightning.profiling.halves import HalvesEngine, OptimizerClock
 from flowtrain_lightning.profiling.origin import detached_copy, origin_of
 from flowtrain_lightning.profiling.probes import Probe, load_probes
-from flowtrain_lightning.profiling.profile import Profile, Reduction, RoleProfile
+from flowtrain_lightning.profiling.profile import Flops, Profile, Reduction, RoleProfile
 from flowtrain_lightning.profiling.reduction import measure_reduction
 from flowtrain_lightning.runtime.halves import half_parameters
 
@@ -42,6 +43,7 @@ def profile_module(
     precision: Any = "32-true",
     seconds: float = 20.0,
     reduction: bool = True,
+    flops: bool = False,
     progress: bool = True,
 ) -> Profile:
     """Measure the two halves of a module on one device of this machine, with real samples of several sizes.
@@ -56,6 +58,7 @@ def profile_module(
         precision: as for the Trainer.
         seconds: about how long to measure; every size is measured at least once.
         reduction: also measure how long two ranks take to sum gradients; on CPUs only.
+        flops: also count the FLOPs of both halves, which takes some seconds more.
         progress: show a bar.
 
     Raises:
@@ -85,9 +88,11 @@ def profile_module(
     module.run_on(engine)
     with _quiet():
         trainer.fit(module, datamodule=_StandIn(data, _Repeated(probes[0].batch, engine.most_steps)))
+    module.run_on(None)
+    counted = _flops(trainer, module, probes) if flops else {}
     return Profile(
         origin_of(module, data, device, trainer.precision),
-        {role: _role_profile(module, engine, probes, role) for role in ROLES},
+        {role: replace(_role_profile(module, engine, probes, role), flops=counted.get(role)) for role in ROLES},
         engine.feature_bytes,
         reduced,
     )
@@ -99,6 +104,15 @@ def _reduction() -> Reduction | None:
     except ProfileError as error:
         rank_zero_warn(f"{error} The profile says nothing about that.")
         return None
+
+
+def _flops(trainer: L.Trainer, module: FlowModule, probes: Sequence[Probe]) -> dict[str, Flops]:
+    try:
+        with trainer.precision_plugin.forward_context():
+            return count_flops(module, probes)
+    except ProfileError as error:
+        rank_zero_warn(f"{error} The profile says nothing about FLOPs.")
+        return {}
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import platform
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from torch import nn
 
 import flowtrain_lightning
 from flowtrain_lightning.data import FlowDataModule
@@ -52,13 +55,17 @@ def device_name(device: torch.device) -> str:
     return next(models, platform.processor() or platform.machine())
 
 
-def detached_copy(module: FlowModule) -> FlowModule:
-    """A copy of the module that belongs to no Trainer."""
-    try:
-        attached = {id(module.trainer): None}  # what is found here is not copied, but becomes None
-    except RuntimeError:
-        attached = {}
-    return copy.deepcopy(module, attached)
+def detached_copy(module: FlowModule, weights: Mapping[int, nn.Parameter] | None = None) -> FlowModule:
+    """A copy of the module that belongs to no Trainer.
+
+    Args:
+        module: built or not.
+        weights: ``id`` of a parameter -> what the copy has in its place.
+    """
+    instead: dict[int, Any] = dict(weights or {})  # what is found here is not copied
+    with suppress(RuntimeError):
+        instead[id(module.trainer)] = None
+    return copy.deepcopy(module, instead)
 
 
 def _module_name(module: FlowModule) -> str:

@@ -42,6 +42,23 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Flops:
+    """FLOPs of one half by the lengths of what it computes, as cost models whose unit is a FLOP.
+
+    Attributes:
+        forward: of a forward.
+        backward: of a backward, without what is computed again; all zero where no gradient is wanted.
+    """
+
+    forward: CostModel
+    backward: CostModel
+
+    def of(self, item: Observation) -> float:
+        """FLOPs of what was measured, forward and backward."""
+        return predict(self.forward, item) + predict(self.backward, item)
+
+
+@dataclass(frozen=True)
 class RoleProfile:
     """One half of the module on one device.
 
@@ -54,6 +71,7 @@ class RoleProfile:
         optimizer_seconds: of one optimizer step over the half's parameters.
         forward_share: the part of ``cost`` that is the forward, from 0 to 1.
         measured: what ``cost`` was fitted to.
+        flops: what there was to compute; None where that could not be counted.
     """
 
     cost: CostModel
@@ -63,6 +81,14 @@ class RoleProfile:
     optimizer_seconds: float
     forward_share: float
     measured: tuple[Observation, ...]
+    flops: Flops | None = None
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """FLOP/s over everything that was measured; None where nothing was, or FLOPs could not be counted."""
+        if self.flops is None or not self.measured:
+            return None
+        return sum(map(self.flops.of, self.measured)) / sum(item.seconds for item in self.measured)
 
     @property
     def error(self) -> float:
@@ -176,4 +202,7 @@ def _role(values: Mapping[str, Any]) -> RoleProfile:
             Observation(float(item["tokens"]), float(item["squares"]), float(item["seconds"]))
             for item in values["measured"]
         ),
+        flops=None
+        if (flops := values.get("flops")) is None
+        else Flops(CostModel(**flops["forward"]), CostModel(**flops["backward"])),
     )

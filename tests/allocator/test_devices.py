@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowtrain_lightning.allocator.devices import DEVICES, Cluster, DeviceError, device_from, named_device
+from flowtrain_lightning.allocator.devices import DEVICES, Cluster, DeviceError, device_from, maker_device, named_device
 
 
 def test_every_known_device_says_where_its_numbers_are_from():
@@ -16,6 +16,27 @@ def test_a_device_of_ones_own_may_start_from_a_known_one():
     own = device_from({"name": "mine", "like": "h100", "memory": "96e9", "per_node": 4})
     assert (own.memory, own.per_node, own.peak) == (96e9, 4, DEVICES["h100"].peak)
     assert own.source == "given by the user"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_a_maker_s_name_speaks_of_a_known_device(name, known):
+    assert maker_device(name) is DEVICES[known]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GH200 480GB", "AMD EPYC"],
+)
+def test_a_device_with_other_peaks_is_not_taken_for_a_known_one(name):
+    assert maker_device(name) is None
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ def test_the_configuration_of_a_training_is_profiled(profile, tmp_path):
     assert "tests.tiny.TinyVLM on " in text
     for role, half in found.roles.items():
         assert f"{role}: {half.parameters / 1e6:.2f}M parameters, trained" in text
+        assert half.flops.forward.linear > 0
+    assert text.count("computes at ") == 2
     assert "2 ranks sum their gradients in " in text
     assert "Data: in 48 of 48 samples the encoder has " in text
     assert "Wrote profile.json." in text
@@ -62,8 +64,9 @@ def test_the_configuration_of_a_training_is_profiled(profile, tmp_path):
 
 @pytest.fixture
 def without_ranks(monkeypatch):
-    """Saves the seconds that two ranks take to sum gradients."""
+    """Saves the seconds that two ranks take to sum gradients, and those of counting."""
     monkeypatch.setattr(measuring, "measure_reduction", lambda: None)
+    monkeypatch.setattr(measuring, "count_flops", lambda module, probes: {})
 
 
 @pytest.mark.usefixtures("without_ranks")

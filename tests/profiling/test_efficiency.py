@@ -53,6 +53,17 @@ def test_a_frozen_encoder_is_predicted_as_measured_too():
     assert found == pytest.approx({"encoder": 0.02, "backbone": 0.05})
 
 
+def test_a_profile_of_a_known_device_serves_for_another_one():
+    profile = profile_of(precision="bf16-mixed")
+    profile = replace(profile, origin=replace(profile.origin, device="NVIDIA H100 80GB HBM3"))
+    there, here = named_device("h100"), named_device("b200")
+    measured = measured_efficiencies(profile, MODULE, there, "bf16-mixed")
+    translated = measured_efficiencies(profile, MODULE, here, "bf16-mixed")
+    for role, shares in translated.items():
+        assert shares.dense / measured[role].dense == pytest.approx(here.dense / there.dense)
+        assert shares.launch == pytest.approx(measured[role].launch)
+
+
 def test_a_half_that_was_not_measured_is_left_to_assumptions():
     profile = profile_of()
     unmeasured = replace(profile.roles["encoder"], measured=())

@@ -131,6 +131,29 @@ def test_a_profile_is_made_also_where_no_ranks_can_be_started(data, monkeypatch)
         assert profiled(TinyVLM(), data, reduction=True).reduction is None
 
 
+def test_flops_are_counted_with_the_trainer_at_hand(data):
+    class Asking(TinyVLM):
+        def merge(self, batch, features):
+            assert self.trainer.datamodule.token_budget == 160
+            return super().merge(batch, features)
+
+    profile = profiled(Asking(), data, flops=True, precision="bf16-true")
+    assert all(role.flops.forward.linear > 0 for role in profile.roles.values())
+    assert profile.roles["backbone"].flops_per_second > 0
+
+
+def test_a_profile_is_made_also_of_a_module_whose_flops_cannot_be_counted(data):
+    class Reading(TinyVLM):
+        def merge(self, batch, features):
+            inputs = super().merge(batch, features)
+            assert inputs["x"].isfinite().all()
+            return inputs
+
+    with pytest.warns(UserWarning, match=r"FLOPs of Reading cannot be counted.*The profile says nothing about FLOPs."):
+        profile = profiled(Reading(), data, flops=True)
+    assert profile.roles["backbone"].flops is None
+
+
 def test_without_training_data_there_is_nothing_to_measure(tmp_path):
     write_records(tmp_path, 4, name="val.jsonl")
     with pytest.raises(DataError, match="no train data"):

@@ -7,6 +7,7 @@ import torch
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.fit import Observation
 from flowtrain_lightning.profiling import (
+    Flops,
     Origin,
     Profile,
     ProfileError,
@@ -25,7 +26,13 @@ ENCODER = RoleProfile(CostModel(1.0, 0.0, 0.0), False, 50, 0, 0.0, 1.0, (Observa
 PROFILE = Profile(ORIGIN, {"encoder": ENCODER, "backbone": BACKBONE}, 64, Reduction(2, 0.5, 0.25))
 
 
-@pytest.mark.parametrize("profile", [PROFILE, replace(PROFILE, reduction=None)])
+COUNTED = replace(BACKBONE, flops=Flops(CostModel(10.0, 1.0, 0.0), CostModel(20.0, 2.0, 4.0)))
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [PROFILE, replace(PROFILE, reduction=None), replace(PROFILE, roles={"encoder": ENCODER, "backbone": COUNTED})],
+)
 def test_a_profile_is_read_as_it_was_written(profile, tmp_path):
     write_profile(profile, tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == profile
@@ -44,6 +51,22 @@ def test_there_is_no_cost_of_encoding_where_no_sample_had_media():
 
 def test_the_error_of_a_cost_model_is_the_median_of_its_relative_errors():
     assert BACKBONE.error == pytest.approx((0 + 0.5) / 2)
+
+
+def test_a_speed_is_the_flops_of_all_that_was_measured_over_its_time():
+    assert COUNTED.flops_per_second == pytest.approx((30 * 6 + 3 * 20 + 2 * 4) / (7 + 34))
+    assert BACKBONE.flops_per_second is None
+    assert replace(COUNTED, measured=()).flops_per_second is None
+
+
+def test_a_file_from_before_flops_were_counted_is_read(tmp_path):
+    path = tmp_path / "profile.json"
+    write_profile(PROFILE, path)
+    content = json.loads(path.read_text())
+    for role in content["roles"].values():
+        del role["flops"]
+    path.write_text(json.dumps(content))
+    assert read_profile(path) == PROFILE
 
 
 def test_a_reduction_of_nothing_takes_no_time():
@@ -78,6 +101,7 @@ def _set(value, *path):
         (_set("fast", "roles", "encoder", "optimizer_seconds"), "could not convert string to float: 'fast'"),
         (_set(None, "feature_bytes"), "NoneType"),
         (_set([1], "reduction"), "damaged profile"),
+        (_set({"forward": {}}, "roles", "encoder", "flops"), "damaged profile"),
     ],
 )
 def test_a_changed_file_is_refused_with_what_is_wrong(change, said, tmp_path):

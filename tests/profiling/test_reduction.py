@@ -7,9 +7,12 @@ import torch.distributed as dist
 from flowtrain_lightning.profiling import ProfileError
 from flowtrain_lightning.profiling.reduction import measure_reduction
 
+DEADLINE = 150.0
+"""Seconds in which a busy machine, too, starts two interpreters that import torch."""
+
 
 def test_summing_more_takes_longer_and_leaves_no_process():
-    reduction = measure_reduction()
+    reduction = measure_reduction(DEADLINE)
     assert reduction.ranks == 2
     assert 0 < reduction.seconds(1 << 20) < reduction.seconds(1 << 28)
     assert not multiprocessing.active_children()
@@ -20,7 +23,7 @@ def test_a_process_that_is_in_a_process_group_can_measure_too(tmp_path):
     if alone:
         dist.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
-        assert measure_reduction().ranks == 2
+        assert measure_reduction(DEADLINE).ranks == 2
     finally:
         if alone:
             dist.destroy_process_group()

@@ -1,0 +1,131 @@
+"""FLOPs of a live module's halves, counted without computing: weights and pixels are on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.flop_counter import FlopCounterMode
+
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing.fit import Observation, fit_cost
+from flowtrain_lightning.profiling.errors import ProfileError
+from flowtrain_lightning.profiling.origin import detached_copy
+from flowtrain_lightning.profiling.probes import Probe
+from flowtrain_lightning.profiling.profile import Flops
+from flowtrain_lightning.profiling.steering import SteeredOnMeta
+from flowtrain_lightning.runtime.compute import as_features
+from flowtrain_lightning.runtime.halves import build_halves, half_parameters, half_trains
+from flowtrain_lightning.runtime.logbook import Logbook
+from flowtrain_lightning.runtime.random import own_streams
+
+if TYPE_CHECKING:
+    from flowtrain_lightning.module import FlowModule
+
+Passes = dict[str, tuple[float, float]]
+"""Role -> FLOPs of forward and of backward."""
+
+
+def count_flops(module: FlowModule, probes: Sequence[Probe]) -> dict[str, Flops]:
+    """Role -> FLOPs of its half by the lengths of what it computes; a role without work in any probe is absent.
+
+    Everything is counted that the module's own methods ask torch to multiply, with what is frozen left out as torch
+    leaves it out. Attention counts the pairs that its mask leaves (half of them where it is causal), and twice that in
+    the backward; see `flowtrain_lightning.allocator.flops.model_flops`.
+
+    Args:
+        module: built or not. It is left as it is.
+        probes: microbatches and encoder batches; their lengths must differ.
+
+    Raises:
+        ProfileError: the module reads numbers that are not there without computing.
+    """
+    copy = _copy_on_meta(module)
+    try:
+        with own_streams():
+            counted = [_count(copy, probe) for probe in probes]
+    except (RuntimeError, TypeError, ValueError) as error:  # of the user's methods, or of torch on their behalf
+        raise ProfileError(
+            f"The FLOPs of {type(module).__name__} cannot be counted, since its methods do not run without weights "
+            f"and pixels: {error}."
+        ) from error
+    return {role: _fitted(role, probes, counted) for role in ROLES if any(role in passes for passes in counted)}
+
+
+def _copy_on_meta(module: FlowModule) -> FlowModule:
+    """A copy whose weights take no memory; buffers are copied as they are, since models read them."""
+    built = any(True for _ in module.parameters())
+    weights = {
+        id(weight): nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+        for weight in module.parameters()
+    }
+    copy = detached_copy(module, weights)
+    with suppress(RuntimeError):
+        copy.trainer = module.trainer
+    if not built:
+        build_halves(copy, ())
+    return copy
+
+
+class _Counter:
+    """Runs parts of a pass on the meta device, and says how many FLOPs each has."""
+
+    def __init__(self) -> None:
+        self._steered = SteeredOnMeta()
+
+    def run(self, part: Callable[[], Any]) -> tuple[Any, float]:
+        """What the part returns, and its FLOPs."""
+        before = self._steered.attention_flops
+        with self._steered, FlopCounterMode(display=False) as counter:
+            result = part()
+        return result, counter.get_total_flops() + self._steered.attention_flops - before
+
+    def backward(self, outputs: tuple[Tensor, ...]) -> float:
+        """FLOPs of the backward of all outputs that want one."""
+        wanted = [out for out in outputs if out.requires_grad]
+        if not wanted:
+            return 0.0
+        # Given tensors, `backward` is a function that a mode sees, and does not see what is computed again inside.
+        edges = [get_gradient_edge(out) for out in wanted]
+        gradients = [torch.empty_like(out) for out in wanted]
+        return self.run(lambda: torch.autograd.backward(edges, gradients))[1]
+
+
+def _count(module: FlowModule, probe: Probe) -> Passes:
+    """The halves share no graph, as if they lived on two ranks."""
+    counter, found = _Counter(), {}
+    packed, media, trains = probe.packed, probe.media, half_trains(module, ENCODER)
+    features = {}
+    if media is not None:
+        dtypes = (weight.dtype for weight in half_parameters(module, ENCODER) if weight.is_floating_point())
+        pixels = media.with_patches(media.patches.to("meta", next(dtypes, torch.float32)))
+        with torch.set_grad_enabled(trains):
+            output, encoding = counter.run(lambda: module.encode(pixels))
+        outputs = output if isinstance(output, tuple) else (output,)
+        leaves = tuple(out.detach().requires_grad_(trains and out.is_floating_point()) for out in outputs)
+        features = as_features(media.modality, leaves)
+        found[ENCODER] = encoding, counter.backward(outputs)
+    with module.logging_into(Logbook()):
+        (loss, _), forward = counter.run(lambda: module.backbone_step(packed, features, "train"))
+    found[BACKBONE] = forward, counter.backward((loss,))
+    return found
+
+
+def _fitted(role: str, probes: Sequence[Probe], counted: Sequence[Passes]) -> Flops:
+    pairs = [
+        (probe.lengths(role), passes[role]) for probe, passes in zip(probes, counted, strict=True) if role in passes
+    ]
+    forward, backward = (
+        [Observation.of(lengths, passes[direction]) for lengths, passes in pairs] for direction in range(2)
+    )
+    return Flops(_cost(forward), _cost(backward))
+
+
+def _cost(observations: Sequence[Observation]) -> CostModel:
+    worked = [item for item in observations if item.seconds]
+    return fit_cost(worked) if worked else CostModel(0.0, 0.0, 0.0)
