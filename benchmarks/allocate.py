@@ -1,6 +1,6 @@
 """Is the allocation that flowtrain takes by itself the fastest one? Predictions beside measurements.
 
-python benchmarks/allocate.py                 five modules on two processes, really trained: about ten minutes
+python benchmarks/allocate.py                 six modules on two processes, really trained: about twelve minutes
 python benchmarks/allocate.py --emulate 8     every split of 8 ranks whose computing is sleep: about ten minutes
 python benchmarks/allocate.py --quick         any of the two at a tiny size, to see that it runs
 """
@@ -33,11 +33,14 @@ from flowtrain_lightning.settling.choice import Choice
 from flowtrain_lightning.settling.planning import Planner, machine_of
 from flowtrain_lightning.settling.steps import training_steps
 
-MODULES = {"1:4": 32, "1:2": 32, "1:1": 32, "3:1": 32, "frozen": 8}
+MODULES = {"1:4": 32, "1:2": 32, "1:1": 32, "3:1": 32, "frozen": 8, "vocabulary": 8}
 """Modules of `benchmarks.modules`, and the samples of a step.
 
-The last one has an encoder that does not train and many weights for few tokens. Ranks that all hold the backbone then
-spend much of a step on summing its gradients, which a single backbone rank need not do.
+The last two have an encoder that does not train, and many weights for few tokens. Where both ranks hold the backbone,
+both update all of its weights, and they sum all of its gradients; a single backbone rank updates them once and sums
+nothing. What decides is whether the encoder keeps its own rank busy meanwhile: that of *frozen* does not, while that of
+*vocabulary*, a vision transformer of 24 million weights beside a small language model with a large table of tokens, has
+as much to do as the backbone.
 """
 
 PLACEMENTS = {"separate": "1 + 1", "colocated": "colocated x2"}

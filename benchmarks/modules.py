@@ -28,6 +28,15 @@ MODULES: dict[str, dict[str, int]] = {
         "vocabulary": 8192,
         "freeze_encoder": True,
     },
+    "vocabulary": {
+        "encoder_width": 384,
+        "encoder_depth": 12,
+        "encoder_heads": 6,
+        "backbone_width": 192,
+        "backbone_depth": 3,
+        "vocabulary": 24_576,
+        "freeze_encoder": True,
+    },
     "tiny": {"encoder_width": 32, "encoder_depth": 1, "backbone_width": 32, "backbone_depth": 1},
 }
 """Work of the encoder to work of the backbone, about, or what is special -> sizes of the quickstart's model."""
