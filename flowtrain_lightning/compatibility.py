@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import lightning as L
@@ -78,21 +77,6 @@ def refuse_unsupported(trainer: L.Trainer) -> None:
     _refuse_settings(trainer)
     _refuse_uploads(trainer)
     _refuse_callbacks(trainer)
-
-
-def refuse_unmet_nodes(trainer: L.Trainer) -> None:
-    """Raises where a script that was started by hand on each node does not know how to find the other nodes.
-
-    Raises:
-        ValueError: names the variables that are missing, and what to do.
-    """
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
-    if trainer.num_nodes > 1 and missing:
-        raise ValueError(
-            f"Trainer(num_nodes={trainer.num_nodes}) was given, but the environment has no {' and no '.join(missing)}, "
-            "so this process cannot find those of the other nodes. Start the script on every node with the address "
-            "and a free port of node 0, and with the node's number from 0, or by torchrun or SLURM's srun."
-        )
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:

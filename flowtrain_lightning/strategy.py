@@ -17,14 +17,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from flowtrain_lightning.allocator import Allocation, Placement
 from flowtrain_lightning.allocator.roles import BACKBONE
-from flowtrain_lightning.checkpoint.shared import refuse_unshared_folder
-from flowtrain_lightning.compatibility import (
-    refuse_foreign_module,
-    refuse_optimizers,
-    refuse_unmet_nodes,
-    refuse_unsupported,
-)
+from flowtrain_lightning.compatibility import refuse_foreign_module, refuse_optimizers, refuse_unsupported
 from flowtrain_lightning.data import StepPart
+from flowtrain_lightning.nodes import refuse_unlike_nodes, refuse_unmet_nodes
 from flowtrain_lightning.parallel import broadcast_half
 from flowtrain_lightning.preemption import PreemptionCheckpoint
 from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
@@ -229,6 +224,8 @@ class FlowTrainStrategy(SavingHalves):
         """Places this rank's halves, and sets up optimizers and engine."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        if self.num_nodes > 1:
+            refuse_unlike_nodes(trainer, self.job.groups.cross)
         module = self.flow_module
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -239,20 +236,11 @@ class FlowTrainStrategy(SavingHalves):
         for sentence in not_layout_invariant(module):
             rank_zero_info(f"flowtrain: {sentence}")
         if trainer.state.fn == TrainerFn.FITTING:
-            self._refuse_unshared_folders(trainer)
             self.setup_optimizers(trainer)
             self._record_allocation(trainer)
         if not any(isinstance(callback, PreemptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.append(PreemptionCheckpoint())  # type: ignore[attr-defined]
         self.setup_precision_plugin()
-
-    def _refuse_unshared_folders(self, trainer: L.Trainer) -> None:
-        """Better now than at the first checkpoint."""
-        if self.num_nodes > 1:
-            callbacks = trainer.checkpoint_callbacks  # type: ignore[attr-defined]
-            folders = {str(getattr(callback, "dirpath", None) or "") for callback in callbacks}
-            for folder in sorted(folder for folder in folders if folder and "://" not in folder):
-                refuse_unshared_folder(Path(folder), self.job.groups.cross)
 
     def _record_allocation(self, trainer: L.Trainer) -> None:
         folder = str(trainer.log_dir or trainer.default_root_dir)  # every rank asks for it

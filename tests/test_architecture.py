@@ -46,6 +46,7 @@ STOREYS = [
         "checkpoint",
         "saving",
         "compatibility",
+        "nodes",
         "preemption",
         "plan_file",
         "settling",

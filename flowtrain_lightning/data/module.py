@@ -19,6 +19,7 @@ from flowtrain_lightning.data.arguments import Files, paths_of, refuse_mixed_sem
 from flowtrain_lightning.data.batch import StepPart
 from flowtrain_lightning.data.conversation import ChatTemplate
 from flowtrain_lightning.data.costs import chosen_costs
+from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.images import ImageProcessor
 from flowtrain_lightning.data.index import Measure, Unreadable
 from flowtrain_lightning.data.loader import StepLoader
@@ -226,6 +227,10 @@ class FlowDataModule(L.LightningDataModule):
             self._resume = state_dict["train"]
         else:
             loader.load_state_dict(state_dict["train"])
+
+    def fingerprint(self, stage: str) -> str:
+        """Changes with the content of the files of a stage: ranks that plan the same steps have the same."""
+        return fingerprint([self._source(name).fingerprint for name in self._wanted(stage)])
 
     def record(self, stage: str, sample: int) -> Record:
         """The record that a sample of ``"train"``, ``"val"``, ``"test"`` or ``"predict"`` is."""

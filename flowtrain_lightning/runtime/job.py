@@ -18,10 +18,17 @@ from lightning.pytorch.utilities import rank_zero_info
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.pool import Mesh, State, first_fault
-from flowtrain_lightning.pool.between_hosts.location import address_towards, describe_ways, interface_of
+from flowtrain_lightning.pool.between_hosts.location import (
+    address_of,
+    address_towards,
+    describe_ways,
+    interface_of,
+)
 from flowtrain_lightning.runtime.groups import connect_groups, host_names
 from flowtrain_lightning.runtime.launcher import kin
 from flowtrain_lightning.runtime.watchdog import Watchdog
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class Job:
@@ -149,14 +156,15 @@ def _deaf_to_children() -> Iterator[None]:
 
 
 def _reachable_address() -> str:
-    """This rank's address for ranks of other nodes. gloo is told to use the same network, unless the user has told it.
+    """This rank's address for ranks of other nodes: that of gloo's interface, which is named here if nobody has.
 
     By itself gloo takes the address that the host's own name stands for, which often is one that no other host reaches.
     """
-    address = address_towards(os.environ["MASTER_ADDR"])
+    named = os.environ.get(_INTERFACE, "").split(",")[0]
+    address = address_of(named) or address_towards(os.environ["MASTER_ADDR"])
     interface = interface_of(address)
     if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault(_INTERFACE, interface)
     return address
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -117,6 +118,19 @@ def train(
     trainer.fit(TinyVLM(), steps_data(Path(data)), ckpt_path=resume)
     recorder.save(folder)
     disconnect_groups()
+
+
+def train_on_other_data(folder: Path, *, data: str, tester: int) -> None:
+    """The second host has a word of its own in one answer."""
+    own = Path(data)
+    if go_to_host(tester) == 1:
+        own = folder / f"data{os.environ['RANK']}"
+        shutil.copytree(data, own)
+        text = (own / "train.jsonl").read_text()
+        (own / "train.jsonl").write_text(text.replace("small", "large"))
+    trainer_for(2, flow.FlowTrainStrategy(encoder_ranks=2, hang_timeout=60), default_root_dir=folder).fit(
+        TinyVLM(), steps_data(own)
+    )
 
 
 def train_without_a_shared_folder(folder: Path, *, data: str, tester: int, checks_at_start: bool) -> None:

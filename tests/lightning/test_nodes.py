@@ -106,6 +106,14 @@ def test_a_folder_that_the_nodes_do_not_share_is_told(hosts, data, tmp_path, che
         assert torch.load(done.folder / f"rank{rank}.pt", weights_only=True) == {"step": steps, "left": []}
 
 
+@pytest.mark.full
+def test_data_that_differ_between_the_nodes_are_told(hosts, data, tmp_path):
+    done = play(tmp_path, "other data", "train_on_other_data", data=data, tester=os.getpid())
+    assert done.codes == [1, 1, 1, 1], done.log
+    for rank in range(RANKS):
+        assert "Ranks 2, 3 would read other data than rank 0" in (done.folder / f"rank{rank}.log").read_text()
+
+
 def start_on_both(folder, data, command, *encoder_ranks, **variables):
     """Runs the script on both hosts, by a command that gets the node's number."""
     script = ["-m", "tests.lightning.nodes", str(folder), data, *encoder_ranks]

@@ -92,5 +92,5 @@ def test_a_rank_that_dies_ends_the_run_on_both_hosts_with_its_name(hosts):
         texts = [(ranks.folder / f"fault-rank{rank}.txt").read_text() for rank in range(3)]
     assert [result.code for result in results] == [1, 1, 1, -signal.SIGKILL]
     for text in texts:
-        assert text.startswith("Rank 3 (encoder 1) died")
+        assert text.startswith("Rank 3 (encoder 1 on host-1) died")
         assert "in phase 'forward' of step 5" in text

@@ -53,15 +53,17 @@ def address_towards(host: str) -> str:
         return address
 
 
-def interface_of(address: str) -> str | None:
-    """The network interface of this host whose IPv4 address that is, or None where it is nobody's first address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without address
-                found = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
+def address_of(interface: str) -> str | None:
+    """The first IPv4 address of a network interface of this host, or None where it has none or is not there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        found = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", interface.encode()))
+        return socket.inet_ntoa(found[20:24])
     return None
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this host whose first IPv4 address that is, or None where there is none."""
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
 
 
 def describe_ways(locations: Sequence[str]) -> str:

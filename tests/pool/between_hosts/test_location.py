@@ -3,7 +3,13 @@
 import pytest
 
 from flowtrain_lightning.pool import PoolError
-from flowtrain_lightning.pool.between_hosts.location import address_towards, describe_ways, own_location
+from flowtrain_lightning.pool.between_hosts.location import (
+    address_of,
+    address_towards,
+    describe_ways,
+    interface_of,
+    own_location,
+)
 
 
 def test_a_process_is_where_it_is_and_says_so_in_one_word():
@@ -18,6 +24,16 @@ def test_the_own_address_is_one_of_this_machine():
 def test_a_host_that_does_not_exist_is_named():
     with pytest.raises(PoolError, match=r"no way from here to 'no-such-host\.invalid'"):
         address_towards("no-such-host.invalid")
+
+
+def test_an_interface_and_its_address_lead_to_each_other():
+    assert address_of("lo") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+
+
+def test_what_is_no_interface_or_nobodys_address_leads_nowhere():
+    assert address_of("no-such-one") is None
+    assert interface_of("192.0.2.1") is None
 
 
 @pytest.mark.parametrize(
