@@ -16,10 +16,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from flowtrain_lightning.allocator.roles import ROLES
 from flowtrain_lightning.data import FlowDataModule, StepBatch
-from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.fit import Observation, fit_cost
+from flowtrain_lightning.packing.fit import Observation
 from flowtrain_lightning.profiling.counting import count_flops
 from flowtrain_lightning.profiling.errors import ProfileError
+from flowtrain_lightning.profiling.fitting import plainest_cost
 from flowtrain_lightning.profiling.halves import HalvesEngine, OptimizerClock
 from flowtrain_lightning.profiling.origin import detached_copy, origin_of
 from flowtrain_lightning.profiling.probes import Probe, load_probes
@@ -154,7 +154,7 @@ def _role_profile(module: FlowModule, engine: HalvesEngine, probes: Sequence[Pro
     )
     whole = float(np.sum(list(typical.values())))
     return RoleProfile(
-        cost=fit_cost(measured) if measured else CostModel(0.0, 0.0, 0.0),
+        cost=plainest_cost(measured),
         trains=bool(trained),
         parameters=sum(weight.numel() for weight in weights),
         gradient_bytes=sum(weight.numel() * weight.element_size() for weight in trained),
