@@ -34,6 +34,7 @@ class PoolCounters:
             the last are those that took longer than all of them.
         current: the room of the step that runs.
         ahead: the room of later steps.
+        device: room in device memory, of entries whose readers have not all given them back.
     """
 
     transport: str
@@ -47,3 +48,4 @@ class PoolCounters:
     wait_histogram: tuple[int, ...]
     current: Occupancy
     ahead: Occupancy
+    device: Occupancy = Occupancy(0, 0, 0)

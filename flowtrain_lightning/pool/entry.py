@@ -5,8 +5,11 @@
     0    magic, checksum of the header
     8    address, key, bytes of the whole entry
     32   channel, number of tensors
+    40   where in device memory it lies, if it does
     64   per tensor 80 bytes: dtype, dimensions, offset, shape
     ...  the tensors, each at a multiple of the alignment
+
+In device memory an entry lies in the same way, but that its header stays in host memory.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import ctypes
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from mmap import mmap
 from typing import NamedTuple
 
@@ -33,8 +36,8 @@ MAX_DIMENSIONS = 8
 
 _MAGIC = 0x464C4F57
 _UNCHECKED = struct.Struct("<II")
-_CHECKED = struct.Struct("<QQQII24x")  # with the descriptions of the tensors, which follow
-_HEAD = struct.Struct("<IIQQQII24x")
+_CHECKED = struct.Struct("<QQQIIQI12x")  # with the descriptions of the tensors, which follow
+_HEAD = struct.Struct("<IIQQQIIQI12x")
 _TENSOR = struct.Struct("<BB6xQ8Q")
 _CHECKED_FROM = _UNCHECKED.size
 _LONGEST_HEADER = _HEAD.size + MAX_TENSORS * _TENSOR.size
@@ -95,6 +98,29 @@ class Key(NamedTuple):
         return cls(channel, number >> 24, number & 0xFFFFFF)
 
 
+class Body(NamedTuple):
+    """Where the tensors of an entry lie when they are in device memory.
+
+    Attributes:
+        offset: of the entry in its owner's block, in bytes.
+        slot: its place among those that live in that block.
+    """
+
+    offset: int
+    slot: int
+
+
+_IN_HOST_MEMORY = Body(0, 0)
+
+DeviceView = Callable[[int, torch.dtype, Sequence[int]], Tensor]
+"""Looks at a tensor of an entry in device memory: where it begins, from the entry's start on, its dtype and shape."""
+
+
+def header_bytes(tensors: int) -> int:
+    """Bytes from the start of an entry of so many tensors to the first of them."""
+    return _HEADER_BYTES[tensors]
+
+
 def entry_room(nbytes: Sequence[int]) -> int:
     """Room that an entry takes, header and alignment included, given the bytes of each tensor of the tuple."""
     return aligned(_HEAD.size + len(nbytes) * _TENSOR.size) + sum(map(aligned, nbytes))
@@ -119,8 +145,13 @@ def entry_bytes(tensors: Sequence[Tensor]) -> int:
     return total
 
 
-def write_entry(memory: Memory, address: Address, key: Key, tensors: Sequence[Tensor]) -> None:
-    """Copy ``tensors`` to ``address``; the header comes last, so that a half-written entry is never a valid one."""
+def write_entry(
+    memory: Memory, address: Address, key: Key, tensors: Sequence[Tensor], body: Body | None = None
+) -> None:
+    """Copy ``tensors`` to ``address``; the header comes last, so that a half-written entry is never a valid one.
+
+    With a ``body`` only the header is written: the tensors are there, or will be for all who read them.
+    """
     base = address.offset
     position = _HEADER_BYTES[len(tensors)]
     descriptions = b""
@@ -128,11 +159,12 @@ def write_entry(memory: Memory, address: Address, key: Key, tensors: Sequence[Te
         shape = tensor.shape
         descriptions += _TENSOR.pack(_CODES[tensor.dtype], len(shape), position, *shape, *_PADDING[len(shape)])
         nbytes = tensor.nbytes
-        if not _copy_plainly(memory, base + position, tensor, nbytes):
+        if body is None and not _copy_plainly(memory, base + position, tensor, nbytes):
             view = _view(memory, base + position, tensor.dtype, shape, tensor.numel())
             view.copy_(tensor.detach() if tensor.requires_grad else tensor)
         position += aligned(nbytes)
-    head = _CHECKED.pack(address, key.pack(), position, key.channel, len(tensors)) + descriptions
+    offset, slot = body or _IN_HOST_MEMORY
+    head = _CHECKED.pack(address, key.pack(), position, key.channel, len(tensors), offset, slot) + descriptions
     memory[base : base + _CHECKED_FROM + len(head)] = _UNCHECKED.pack(_MAGIC, zlib.crc32(head)) + head
 
 
@@ -141,7 +173,14 @@ def erase_entry(memory: Memory, offset: int) -> None:
     memory[offset : offset + _CHECKED_FROM] = _ERASED
 
 
-def read_entry(memory: Memory, start: int, nbytes: int, address: Address, key: Key) -> tuple[Tensor, ...]:
+def read_entry(
+    memory: Memory,
+    start: int,
+    nbytes: int,
+    address: Address,
+    key: Key,
+    look: Callable[[Body], DeviceView] | None = None,
+) -> tuple[Tensor, ...]:
     """The tensors of an entry, as views of its bytes.
 
     Args:
@@ -150,6 +189,7 @@ def read_entry(memory: Memory, start: int, nbytes: int, address: Address, key: K
         nbytes: its size, as published.
         address: the address that was published.
         key: the key that was published.
+        look: what looks at the tensors when they lie in device memory; told where as soon as that is known.
 
     Raises:
         PoolError: when the entry is gone, or its header damaged. Nothing of it is read then.
@@ -157,7 +197,7 @@ def read_entry(memory: Memory, start: int, nbytes: int, address: Address, key: K
     header = memory[start : start + min(nbytes, _LONGEST_HEADER)]  # a copy: what is checked is what is believed
     if len(header) < _HEAD.size:
         raise PoolError(f"{key} was published with {nbytes} bytes; an entry has {_HEAD.size} at least.")
-    magic, checksum, owned, number, total, channel, count = _HEAD.unpack_from(header)
+    magic, checksum, owned, number, total, channel, count, body_offset, slot = _HEAD.unpack_from(header)
     if magic != _MAGIC or owned != address or channel != key.channel or number != key.pack():
         raise PoolError(f"{address} of {key} is stale: the entry was freed by its owner since it was published.")
     described = _HEAD.size + count * _TENSOR.size
@@ -168,6 +208,7 @@ def read_entry(memory: Memory, start: int, nbytes: int, address: Address, key: K
         or zlib.crc32(header[_CHECKED_FROM:described]) != checksum
     ):
         raise PoolError(f"The header of {key} at {address} is damaged: its checksum does not match.")
+    in_device_memory = look(Body(body_offset, slot)) if look is not None else None
     tensors = []
     for place in range(_HEAD.size, described, _TENSOR.size):
         code, dimensions, position, *padded = _TENSOR.unpack_from(header, place)
@@ -177,7 +218,10 @@ def read_entry(memory: Memory, start: int, nbytes: int, address: Address, key: K
         elements = math.prod(shape)
         if position + elements * dtype.itemsize > nbytes:
             raise PoolError(_OUTSIDE)
-        tensors.append(_view(memory, start + position, dtype, shape, elements))
+        if in_device_memory is None:
+            tensors.append(_view(memory, start + position, dtype, shape, elements))
+        else:
+            tensors.append(in_device_memory(position, dtype, shape))
     return tuple(tensors)
 
 

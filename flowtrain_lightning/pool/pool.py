@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from flowtrain_lightning.pool.address import Address
-from flowtrain_lightning.pool.counters import WAIT_LIMITS, PoolCounters
+from flowtrain_lightning.pool.address import Address, Tier
+from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
+from flowtrain_lightning.pool.device.entries import DeviceEntries
+from flowtrain_lightning.pool.device.tier import DeviceTier
 from flowtrain_lightning.pool.entry import Key, entry_bytes, erase_entry, read_entry, write_entry
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.lease import Lease
@@ -31,11 +33,12 @@ class Pool:
     Build it with `Pool.open`.
     """
 
-    def __init__(self, link: Link, segment: Segment, transport: Transport) -> None:
+    def __init__(self, link: Link, segment: Segment, transport: Transport, device: DeviceEntries | None) -> None:
         self._link = link
         self._ranks = {link.rank, *link.peers}
         self._segment = segment
         self._transport = transport
+        self._device = device
         self._own: dict[Key, tuple[Publication, set[int]]] = {}  # with the readers who have not released it yet
         self._published: dict[Key, Publication] = {}  # to this rank, and not leased yet
         self._leased: dict[Key, Publication] = {}
@@ -52,6 +55,7 @@ class Pool:
         current_bytes: int,
         ahead_bytes: int,
         transport: TransportName = "auto",
+        device: DeviceTier | None = None,
     ) -> Pool:
         """Make this rank's segment and get to know those of the others. Every rank of the mesh calls it.
 
@@ -63,15 +67,19 @@ class Pool:
             current_bytes: room for entries of the step that runs; 0 where the rank puts none.
             ahead_bytes: room for entries of later steps.
             transport: how entries travel, equal on all ranks; ``"auto"``: to each peer by the fastest that reaches it.
+            device: device memory in which entries of tensors on this device lie while it has room; given by all ranks
+                of a machine or by none. Room, order and reservations are those of host memory all the same.
 
         Raises:
             PeerFailed: when a peer ends meanwhile.
             PoolError: when memory is lacking.
         """
+        if device is not None and transport == "remote":
+            raise PoolError("Headers of entries in device memory need shared memory. Use transport='auto'.")
         segment = Segment(mesh.rank, current_bytes, ahead_bytes)
         link = Link(mesh)
         way = choose_transport(transport, link, segment)
-        pool = cls(link, segment, way)
+        pool = cls(link, segment, way, DeviceEntries(device) if device is not None else None)
         way.announce()
         while not way.ready():
             pool.poll(_OPEN_POLL_SECONDS)
@@ -108,7 +116,8 @@ class Pool:
 
         Args:
             key: the entry's name, which no entry had before.
-            tensors: up to 16 of any dtype, of up to 8 dimensions, contiguous or not, on any device.
+            tensors: up to 16 of any dtype, of up to 8 dimensions, contiguous or not, on any device. On a device with a
+                tier they are copied after this returns: drop them, but write nothing into them until all have read.
             readers: ranks that will each get and release it; the own rank may be one.
             ahead: take the room of later steps.
 
@@ -130,7 +139,12 @@ class Pool:
             self._refused += 1
             return None
         try:
-            write_entry(self._segment.memory, address, key, tensors)
+            placed = self._device.place(tensors, nbytes, waiting) if self._device is not None else None
+            if self._device is None or placed is None:
+                write_entry(self._segment.memory, address, key, tensors)
+            else:
+                address = self._segment.in_device_memory(address)
+                self._device.write(placed, self._segment.memory, address, key, tensors)
         except BaseException:
             self._segment.free(address)
             raise
@@ -188,7 +202,9 @@ class Pool:
         owner = address.owner
         own = owner == self._link.rank
         memory, start = (self._segment.memory, address.offset) if own else self._transport.locate(publication)
-        tensors = read_entry(memory, start, publication.nbytes, address, key)
+        in_device = self._device is not None and address.tier is Tier.DEVICE
+        read = self._device.read if self._device is not None and in_device else read_entry
+        tensors = read(memory, start, publication.nbytes, address, key)
         self._leased[key] = self._published.pop(key)
         self._leased_bytes += publication.nbytes
         return Lease(key, owner, tensors, self._give_back)
@@ -207,7 +223,7 @@ class Pool:
             raise PoolError(f"{held[0]} cannot be discarded while this rank holds a lease of it; release it first.")
         self._discarded[channel] = max(before_index, self._discarded.get(channel, 0))
         for key in [key for key in self._published if self._is_discarded(key)]:
-            self._transport.forget(self._published.pop(key))
+            self._forget(self._published.pop(key))
         for key in [key for key in self._own if self._is_discarded(key)]:
             self._transport.withdraw(self._own[key][0])
             self._free(key)
@@ -217,6 +233,8 @@ class Pool:
         self._closed = True
         for books in (self._own, self._published, self._leased):
             books.clear()
+        if self._device is not None:
+            self._device.close()
         self._transport.close()
         self._segment.close()
 
@@ -224,7 +242,7 @@ class Pool:
     def counters(self) -> PoolCounters:
         """A snapshot of what this rank's part has done."""
         return PoolCounters(
-            transport=self._transport.name,
+            transport=self._transport.name if self._device is None else f"{self._transport.name} and device",
             entries=self._entries,
             bytes=self._bytes,
             moved_bytes=self._moved_bytes,
@@ -235,6 +253,7 @@ class Pool:
             wait_histogram=tuple(self._wait_histogram),
             current=self._segment.current.occupancy,
             ahead=self._segment.ahead.occupancy,
+            device=Occupancy(0, 0, 0) if self._device is None else self._device.occupancy,
         )
 
     def _check(self, key: Key, readers: Sequence[int]) -> set[int]:
@@ -251,12 +270,17 @@ class Pool:
         if record.kind is Kind.RELEASE:
             self._released(Key.unpack(record.channel, record.number), record.address, record.sender)
             return
+        if record.kind is Kind.UNREAD and self._device is not None:
+            self._device.given_back(Address(record.address), record.sender, read=False)
+            return
         publication = self._transport.receive(record)
         if publication is None:
             return
-        key = publication.key
+        key, address = publication.key, publication.address
+        if address.tier is Tier.DEVICE and (self._device is None or not self._device.reads_from(address.owner)):
+            raise PoolError(f"Rank {record.sender} published {key} in device memory, which this rank cannot read.")
         if self._is_discarded(key):
-            self._transport.forget(publication)
+            self._forget(publication)
         elif key in self._published or key in self._leased:
             raise PoolError(f"Rank {record.sender} published {key} twice.")
         else:
@@ -267,12 +291,27 @@ class Pool:
             return
         publication = self._leased.pop(key)
         owner = publication.address.owner
+        if self._device is not None:
+            self._device.done(publication.address)
         if owner == self._link.rank:
             self._released(key, publication.address, owner)
         elif not self._link.has_left(owner):
             self._transport.release(publication)
 
+    def _forget(self, publication: Publication) -> None:
+        """This rank will never read an entry; its owner has freed it in host memory by itself, or will."""
+        self._transport.forget(publication)
+        address = publication.address
+        if self._device is None or address.tier is not Tier.DEVICE:
+            return
+        if address.owner == self._link.rank:
+            self._device.given_back(address, address.owner, read=False)
+        elif not self._link.has_left(address.owner):
+            publication.send(self._link, address.owner, Kind.UNREAD)
+
     def _released(self, key: Key, address: int, reader: int) -> None:
+        if self._device is not None:
+            self._device.given_back(Address(address), reader, read=True)
         if self._is_discarded(key):
             return  # it was on its way when the entry was discarded
         own = self._own.get(key)

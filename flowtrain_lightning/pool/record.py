@@ -30,6 +30,14 @@ class Kind(IntEnum):
     """I have done with the entry ``channel, number`` at ``address``."""
     STATUS = 7
     """The payload is what my status page says; for ranks that cannot see it."""
+    BLOCK = 8
+    """My block of device memory has ``size`` bytes; the payload names it and ``number`` events. 0: I have none."""
+    BLOCK_READ = 9
+    """I can read your block; the payload names ``number`` events of mine. 0: I cannot, for that reason."""
+    BLOCK_CLOSED = 10
+    """I read your block no more."""
+    UNREAD = 11
+    """I shall never read the entry ``channel, number`` at ``address``."""
 
 
 class Record(NamedTuple):

@@ -60,6 +60,15 @@ class Segment:
         self._live[offset] = address
         return address
 
+    def in_device_memory(self, address: Address) -> Address:
+        """The address of the same room when only the header of its entry lies there, its tensors in device memory.
+
+        The rest is kept free for it, so that an order which is safe in host memory is safe wherever its entries lie.
+        """
+        moved = Address.of(self.rank, Tier.DEVICE, address.offset, address.generation)
+        self._live[address.offset] = moved
+        return moved
+
     def free(self, address: Address) -> None:
         """Give room back.
 

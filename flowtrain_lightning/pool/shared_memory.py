@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from mmap import mmap
 
-from flowtrain_lightning.pool.address import Tier
 from flowtrain_lightning.pool.entry import Memory
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.link import Link
@@ -17,7 +16,7 @@ from flowtrain_lightning.pool.transport import Publication
 
 
 class SharedMemoryTransport:
-    """Host memory, shared. Tensors on a GPU are copied into it and read from it."""
+    """Host memory, shared. Tensors on a GPU are copied into it and read from it, unless the device tier takes them."""
 
     name = "shared_memory"
 
@@ -49,7 +48,7 @@ class SharedMemoryTransport:
         if record.kind is Kind.PUBLISH:
             publication = Publication.from_record(record)
             address, memory = publication.address, self._memories.get(record.sender)
-            if memory is None or address.tier is not Tier.HOST or address.offset + record.size > len(memory):
+            if memory is None or address.offset + record.size > len(memory):
                 raise PoolError(f"Rank {record.sender} published {publication}, which lies outside of its segment.")
             return publication
         if record.kind is not Kind.SEGMENT or len(record.descriptors) != 1 or record.sender in self._memories:

@@ -12,6 +12,9 @@ from typing import TypeVar
 from torch.distributed import FileStore, HashStore
 
 from flowtrain_lightning.pool import Lease, Mesh, Pool
+from flowtrain_lightning.pool.device.opening import open_device_tier
+from flowtrain_lightning.pool.device.tier import DeviceTier
+from tests.pool.device.simulated import SimulatedRuntime, simulated
 
 Made = TypeVar("Made")
 
@@ -35,8 +38,21 @@ def place(transport: str, rank: int) -> dict[str, str]:
 
 
 def way(transport: str) -> str:
-    """The transport to ask for: the network is never asked for, but chosen between hosts."""
-    return "auto" if transport in ("network", "both") else transport
+    """The transport to ask for: the network is chosen between hosts, and a device comes on top of shared memory."""
+    return "auto" if transport in ("network", "both", "device") else transport
+
+
+_devices: dict[Mesh, tuple[SimulatedRuntime, DeviceTier]] = {}
+
+
+def open_pool(mesh: Mesh, current_bytes: int, ahead_bytes: int, transport: str) -> Pool:
+    """The pool of one rank; with ``"device"`` over a simulated one, whose memory holds half of what the pool does."""
+    if transport != "device":
+        return Pool.open(mesh, current_bytes, ahead_bytes, way(transport))
+    if mesh not in _devices:
+        runtime = simulated(mesh.rank)
+        _devices[mesh] = runtime, open_device_tier(mesh, runtime, (current_bytes + ahead_bytes) // 2)
+    return Pool.open(mesh, current_bytes, ahead_bytes, device=_devices[mesh][1])
 
 
 @contextmanager
@@ -52,11 +68,14 @@ def meshes(ranks: int, transport: str = "shared_memory") -> Iterator[list[Mesh]]
         yield made
     finally:
         on_all_ranks(lambda rank: made[rank].close(), ranks)
+        for mesh in made:
+            if mesh in _devices:
+                _devices.pop(mesh)[0].close()
 
 
 def open_pools(made: list[Mesh], current_bytes: int, ahead_bytes: int, transport: str) -> list[Pool]:
     """A pool on every rank of these meshes."""
-    return on_all_ranks(lambda rank: Pool.open(made[rank], current_bytes, ahead_bytes, way(transport)), len(made))
+    return on_all_ranks(lambda rank: open_pool(made[rank], current_bytes, ahead_bytes, transport), len(made))
 
 
 def join_job(rank: int, ranks: int, timeout: float = 60.0, **where: str) -> Mesh:

@@ -1,4 +1,4 @@
-"""What every transport promises: the same tests over shared memory, the network, both, and one that shares nothing."""
+"""What every transport promises: shared memory, with a device or the network or alone, and one that shares nothing."""
 
 import gc
 import os
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowtrain_lightning.pool import WAIT_LIMITS, Key, PeerFailed, Pool, PoolError, entry_room
+from flowtrain_lightning.pool import WAIT_LIMITS, Key, PeerFailed, PoolError, entry_room
 from flowtrain_lightning.pool.record import Kind, Record
 from tests.pool.faults import slowness
-from tests.pool.ranks import join_job, labels, lease_of, meshes, open_pools, place, wait_for, way
+from tests.pool.ranks import join_job, labels, lease_of, meshes, open_pool, open_pools, place, wait_for
 from tests.processes import Ranks, assert_all_good, run_ranks
 
-TRANSPORTS = ["shared_memory", "remote", "network", "both"]
+TRANSPORTS = ["shared_memory", "device", "remote", "network", "both"]
 ROOM = 1 << 20
 FLOATS = entry_room([1000 * 4])
 
@@ -197,7 +197,7 @@ def test_a_stale_address_is_never_another_entrys_bytes(pools, transport):
             reader.poll(1)
         return
     reader.poll(1)
-    if transport == "shared_memory":
+    if transport in ("shared_memory", "device"):
         with pytest.raises(PoolError, match="is stale"):
             reader.get(Key(0, 0, 0))
     else:
@@ -297,7 +297,8 @@ def test_counters_tell_what_happened(pools, transport):
     wait_for(owner, lambda: now(owner) == 0)
     counters = owner.counters
     assert (counters.entries, counters.bytes, counters.moved_bytes) == (2, 2 * FLOATS, 2 * FLOATS)
-    assert counters.transport == ("shared_memory and network" if transport == "both" else transport)
+    both = {"both": "shared_memory and network", "device": "shared_memory and device"}
+    assert counters.transport == both.get(transport, transport)
     assert (counters.current.now, counters.current.peak, counters.current.capacity) == (0, 2 * FLOATS, ROOM)
     assert (counters.leased_bytes, reader.counters.leased_bytes) == (FLOATS, 2 * FLOATS)
     waited = reader.counters
@@ -312,7 +313,7 @@ def test_counters_tell_what_happened(pools, transport):
 
 def test_one_rank_alone_is_its_own_reader(transport):
     with meshes(1, transport) as (mesh,):
-        pool = Pool.open(mesh, ROOM, 0, way(transport))
+        pool = open_pool(mesh, ROOM, 0, transport)
         pool.put(Key(0, 0, 0), [floats(2)], [0])
         lease = pool.get(Key(0, 0, 0))
         assert torch.equal(lease.tensors[0], floats(2))
@@ -323,7 +324,7 @@ def test_one_rank_alone_is_its_own_reader(transport):
 def exchange(rank, ranks, transport, seed):
     """Every rank puts entries for random readers through a small pool, and checks what it reads."""
     mesh = join_job(rank, ranks, **place(transport, rank))
-    pool = Pool.open(mesh, 1 << 18, 0, way(transport))
+    pool = open_pool(mesh, 1 << 18, 0, transport)
     choose = [torch.Generator().manual_seed(1000 * seed + owner) for owner in range(ranks)]
 
     def entry(owner):
@@ -368,7 +369,7 @@ def test_processes_exchange_entries_of_many_sizes_and_orders(transport, seed):
 
 def wait_for_nothing(rank, ranks, transport):
     mesh = join_job(rank, ranks, **place(transport, rank))
-    pool = Pool.open(mesh, 1 << 16, 0, way(transport))
+    pool = open_pool(mesh, 1 << 16, 0, transport)
     mesh.page.enter("wait for features" if rank != 1 else "forward of encoder batch 5", 3)
     if rank == 1 and os.fork() == 0:
         time.sleep(4)  # a child that inherits all connections and outlives its parent

@@ -1,0 +1,86 @@
+"""What the device tier needs of a device: memory and events that other processes can open, and two streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+HANDLE_BYTES = 64
+"""Size of what names a block or an event to another process."""
+
+CARD_BYTES = 16
+"""Size of what names a device, equal in all processes."""
+
+
+class DeviceEvent(Protocol):
+    """A mark in a stream, as ``torch.cuda.Event``. A wait is for the latest mark that was set when it was issued."""
+
+    def record(self, stream: Any) -> None:
+        """Set the mark behind all that ``stream`` was given so far."""
+
+    def wait(self, stream: Any) -> None:
+        """Let all that ``stream`` is given from now on come after the mark. The calling thread goes on at once."""
+
+    def ipc_handle(self) -> bytes:
+        """Its name for other processes, of ``HANDLE_BYTES``."""
+
+
+@dataclass(frozen=True)
+class DeviceBlock:
+    """One allocation in device memory, of this process or opened from another one.
+
+    Attributes:
+        memory: all of it, ``(bytes,)``, uint8.
+        handle: its name for other processes.
+        close: frees it, or ends its mapping. Nobody may use it any more then.
+    """
+
+    memory: Tensor
+    handle: bytes
+    close: Callable[[], None]
+
+
+class DeviceRuntime(Protocol):
+    """One rank's device. Every method may raise ``RuntimeError`` with the device's own reason."""
+
+    name: str
+    """For messages."""
+
+    card: bytes
+    """Which device it is, of ``CARD_BYTES``."""
+
+    side: Any
+    """The stream of the pool's own copies."""
+
+    def current(self) -> Any:
+        """The stream to which the calling thread gives its work now."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in this device's memory, in a form that can be copied as it is."""
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A copy of a CPU tensor in device memory."""
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor in device memory, once the current stream has come to it. Waits for that."""
+
+    def allocate(self, nbytes: int) -> DeviceBlock:
+        """Make a block that others can open."""
+
+    def open_block(self, card: bytes, handle: bytes, nbytes: int) -> DeviceBlock:
+        """Map the block of another process that lies on ``card``."""
+
+    def make_event(self) -> DeviceEvent:
+        """An event that others can open. The process that makes it records it; others wait for it."""
+
+    def open_event(self, card: bytes, handle: bytes) -> DeviceEvent:
+        """The event that another process has made on ``card``."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy on the side stream; the source's memory is kept for as long. The calling thread goes on at once."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that this process gave it."""
