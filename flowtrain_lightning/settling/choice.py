@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from flowtrain_lightning.allocator import Allocation, default_allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
@@ -14,6 +17,7 @@ TELLABLE = 0.03
 """Predictions that differ by less than this share cannot be told apart; then the simpler placement is taken."""
 
 _SHOWN = 4
+_TRIED_AT_ONCE = 12
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,10 @@ class Choice:
 
 
 def choose(ranks: int, predict: Callable[[Allocation], Prediction | None], nodes: int = 1) -> Choice:
-    """Compare all allocations of replicated roles, encoder ranks spread evenly over the nodes.
+    """Compare allocations of replicated roles, encoder ranks spread evenly over the nodes.
+
+    On a few ranks these are all. On more, some numbers of encoder ranks are tried, then more of them about the
+    best one, and so on: a thousand ranks take some forty predictions.
 
     Args:
         ranks: at least 2.
@@ -80,15 +87,39 @@ def choose(ranks: int, predict: Callable[[Allocation], Prediction | None], nodes
     Raises:
         ValueError: the steps cannot be dealt to any of them.
     """
-    candidates = [default_allocation(ranks, "colocated")]
-    candidates += [default_allocation(ranks, "separate", encoders, ranks // nodes) for encoders in range(1, ranks)]
-    predictions = tuple(found for each in candidates if (found := predict(each)) is not None)
+
+    def separate(encoders: int) -> Prediction | None:
+        return predict(default_allocation(ranks, "separate", encoders, ranks // nodes))
+
+    together = predict(default_allocation(ranks, "colocated"))
+    predictions = (*([together] if together is not None else []), *_search(ranks - 1, separate))
     if not predictions:
         raise ValueError(f"the steps cannot be dealt to {ranks} ranks in any way")
     fastest = min(predictions, key=lambda each: each.seconds)
     near = [each for each in predictions if each.seconds <= fastest.seconds * (1 + TELLABLE)]
     simplest = next((each for each in near if each.allocation.placement == "colocated"), fastest)
     return Choice(predictions, simplest)
+
+
+def _search(most: int, predict: Callable[[int], Prediction | None]) -> list[Prediction]:
+    """Predictions for numbers from 1 to ``most``, the closer together the closer to the best."""
+    found: dict[int, Prediction] = {}
+    low, high = 1, most
+    while True:
+        tried = sorted({round(float(number)) for number in np.geomspace(low, high, _TRIED_AT_ONCE)})
+        if high - low < _TRIED_AT_ONCE:
+            tried = list(range(low, high + 1))
+        for first, following in pairwise([*tried, high + 1]):
+            for number in range(first, following):  # where the steps cannot be dealt to it, the next one stands for it
+                if number not in found and (prediction := predict(number)) is not None:
+                    found[number] = prediction
+                if number in found:
+                    break
+        if not found or len(tried) > high - low:
+            return [found[number] for number in sorted(found)]
+        best = min(found, key=lambda number: found[number].seconds)
+        low = max((number for number in tried if number < best), default=low)
+        high = min((number for number in tried if number > best), default=high)
 
 
 def split(prediction: Prediction) -> str:

@@ -1,4 +1,4 @@
-"""Planning an allocation from measured costs: every candidate is played, and the best is chosen."""
+"""Planning an allocation from measured costs: candidates are played, and the best is chosen."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Planner:
     nodes: int = 1
 
     def choose(self, profile: Profile) -> Choice:
-        """Compare all allocations by playing the first steps with these costs.
+        """Compare allocations by playing the first steps with these costs.
 
         Raises:
             ValueError: the steps cannot be dealt to so many ranks.

@@ -60,15 +60,7 @@ def predict(
         machine: what the ranks compute on.
         kept_batches: encoder batches whose activations each encoder rank keeps.
     """
-    ends = {role: _end_seconds(profile, role, len(allocation.ranks[role])) for role in ROLES}
-    works = [_work(plan, profile, kept_batches, ends) for plan in plans]
-    lanes = Lanes(
-        allocation.ranks[BACKBONE],
-        allocation.ranks[ENCODER],
-        meet=False,
-        kept=kept_batches,
-        ahead=0 if profile.roles[ENCODER].trains else STEPS_AHEAD,
-    )
+    works, lanes = to_play(plans, allocation, profile, kept_batches)
     # Round once more to the first step, for what a step takes from one backbone's end to the next.
     backbone_ends = run_time([*works, works[0]], lanes)
     played = (backbone_ends[-1] - backbone_ends[0]) / len(works)
@@ -77,6 +69,25 @@ def predict(
     seconds = max(played, crowded)
     samples = float(np.mean([len(plan.samples) for plan in plans]))
     return Prediction(allocation, seconds, samples / seconds, _idle(busy, allocation, seconds))
+
+
+def to_play(
+    plans: Sequence[StepPlan], allocation: Allocation, profile: Profile, kept_batches: int
+) -> tuple[list[StepWork], Lanes]:
+    """What the lanes compute in every step, and by which rules they do.
+
+    The end of a step is one more microbatch of every backbone lane, and a part of the backward of every encoder lane's
+    last batch.
+    """
+    ends = {role: sum(end_seconds(profile, role, len(allocation.ranks[role]))) for role in ROLES}
+    lanes = Lanes(
+        allocation.ranks[BACKBONE],
+        allocation.ranks[ENCODER],
+        meet=False,
+        kept=kept_batches,
+        ahead=0 if profile.roles[ENCODER].trains else STEPS_AHEAD,
+    )
+    return [_work(plan, profile, kept_batches, ends) for plan in plans], lanes
 
 
 def reduction_seconds(reduction: Reduction | None, size: int, ranks: int) -> float:
@@ -90,14 +101,13 @@ def reduction_seconds(reduction: Reduction | None, size: int, ranks: int) -> flo
     ).seconds(size)
 
 
-def _end_seconds(profile: Profile, role: str, ranks: int) -> float:
-    """What a rank does for a role at the end of a step: the reduction and the optimizer."""
+def end_seconds(profile: Profile, role: str, ranks: int) -> tuple[float, float]:
+    """What a rank does for a role at the end of a step: seconds of the reduction, and of the optimizer."""
     half = profile.roles[role]
-    return reduction_seconds(profile.reduction, half.gradient_bytes, ranks) + half.optimizer_seconds
+    return reduction_seconds(profile.reduction, half.gradient_bytes, ranks), half.optimizer_seconds
 
 
 def _work(plan: StepPlan, profile: Profile, kept_batches: int, ends: dict[str, float]) -> StepWork:
-    """What the lanes compute; the end of a step is one more microbatch, and a part of the last encoder batch."""
     encoder = profile.roles[ENCODER]
 
     def encoder_batch(patches: IntArray) -> tuple[float, float]:

@@ -52,6 +52,27 @@ def test_what_the_steps_cannot_be_dealt_to_is_left_out():
         chosen(3)
 
 
+@pytest.mark.parametrize("best", [1, 2, 137, 200, 512, 1022, 1023])
+def test_of_a_thousand_ranks_the_best_split_is_found_by_trying_a_few(best):
+    tried = []
+
+    def predict(allocation):
+        tried.append(allocation)
+        encoders = len(allocation.ranks["encoder"])
+        seconds = 9999.0 if allocation.placement == "colocated" else 100.0 + abs(encoders - best)
+        return Prediction(allocation, seconds, 1.0, {"encoder": 0.0, "backbone": 0.0})
+
+    choice = choose(1024, predict, nodes=128)
+    assert split(choice.chosen) == f"separate {best} + {1024 - best}"
+    assert len(tried) < 80
+
+
+def test_few_splits_of_many_ranks_to_which_the_steps_can_be_dealt_are_all_found():
+    found = chosen(256, s131=3.0, s192=2.0, s254=4.0)
+    assert split(found.chosen) == "separate 192 + 64"
+    assert len(found.predictions) == 3
+
+
 def test_the_table_shows_the_best_and_marks_the_chosen_one():
     lines = chosen(8, colocated=1.0, **{f"s{n}": 2.0 + n for n in range(1, 8)}).table().splitlines()
     assert [line[:16].rstrip() for line in lines[1:]] == [
