@@ -277,7 +277,10 @@ class Rendezvous:
 
     def _missing(self) -> PoolError:
         unmet = [rank for rank in self._peers if rank not in self._passed]
-        absent = [rank for rank in unmet if not self._store.check([f"mesh/{rank}"])]
+        try:
+            absent = [rank for rank in unmet if not self._store.check([f"mesh/{rank}"])]
+        except RuntimeError:
+            return self._without_store()
         missing = [f"{rank} ({self._labels[rank]})" for rank in absent or unmet]
         return PoolError(
             f"Rank {self._rank} ({self._labels[self._rank]}) waited {self._timeout:g} s for these ranks to start, in "

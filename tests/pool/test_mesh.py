@@ -174,6 +174,18 @@ def test_a_rank_that_loses_the_store_says_so():
         Mesh.connect(LostStore(), 1, 2, labels(2))
 
 
+def test_a_rank_that_finds_the_store_lost_when_it_asks_who_is_missing_says_so():
+    class LostStore:
+        def set(self, key, value):
+            pass
+
+        def check(self, keys):
+            raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(PoolError, match=r"Rank 0 \(backbone 0\) lost the store through which the ranks meet"):
+        Mesh.connect(LostStore(), 0, 2, labels(2), timeout=0.1)
+
+
 def test_a_rank_that_ends_while_others_start_is_named_at_once():
     store = HashStore()
 
