@@ -17,15 +17,17 @@ from flowtrain_lightning.pool import PoolCounters
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
+from flowtrain_lightning.runtime.figures import Figures, FiguresTaker
 from flowtrain_lightning.runtime.halves import half_parameters, half_trains
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.lane import Turns, take_turns
 from flowtrain_lightning.runtime.logbook import StepReport
+from flowtrain_lightning.runtime.news import News
 from flowtrain_lightning.runtime.random import own_streams
 from flowtrain_lightning.runtime.room_keeper import RoomKeeper
-from flowtrain_lightning.runtime.step import STAGES, Step
+from flowtrain_lightning.runtime.step import STAGES, Step, figures_key, times_key
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, Span, Timeline
-from flowtrain_lightning.runtime.times import Times, TimesExchange
+from flowtrain_lightning.runtime.times import Times, measured, of_all_ranks
 
 if TYPE_CHECKING:
     import lightning as L
@@ -78,7 +80,12 @@ class FlowEngine:
         self._settings = settings
         self._roles = tuple(role for role in (BACKBONE, ENCODER) if role in job.roles)
         self._listeners = [r for r in job.allocation.ranks[ENCODER] if r not in job.allocation.ranks[BACKBONE]]
-        self._times = TimesExchange(self.timeline, job.groups, self._listeners, job.allocation.ranks[BACKBONE][0])
+        first = job.allocation.ranks[BACKBONE][0]
+        self._times_news = News(job.groups, self._listeners, first, times_key)
+        self._figures_news = News(job.groups, self._listeners, first, figures_key)
+        self._figures_told = 0
+        lanes = {role: f"{role} {job.allocation.ranks[role].index(job.rank)}" for role in self._roles}
+        self._figures = FiguresTaker(lanes, job.labels[job.rank], self.timeline)
         self._compute = Compute(module, trainer, trainer.strategy.root_device)
         self._room = RoomKeeper(module, job, self._compute, self.timeline, settings.pool_bytes)
         self._indices = dict.fromkeys(STAGES, 0)
@@ -150,6 +157,26 @@ class FlowEngine:
             )
         return float(first_value)
 
+    def tell_figures(self, batch: StepBatch) -> Figures:
+        """Tells what this rank did since it told last. Every rank calls it after the same steps.
+
+        Args:
+            batch: of the step that has ended.
+
+        Returns:
+            On backbone ranks the latest figures of all ranks that have arrived; elsewhere nothing.
+        """
+        own, number, pool = self._figures.take(self.pool_counters), self._figures_told, self._room.desk.pool
+        self._figures_told += 1
+        if BACKBONE in self._roles:
+            figures: Figures = {}
+            for told in self._figures_news.gather(number, own, pool):
+                figures |= told  # later ones of a rank take the place of earlier ones
+            return figures
+        assert batch.part.encoder_rank is not None
+        self._figures_news.send(number, batch.part.encoder_rank, own, pool)
+        return {}
+
     @property
     def pool_counters(self) -> PoolCounters | None:
         """What this rank's part of the pool has done since it was opened last; None before the first step."""
@@ -196,7 +223,7 @@ class FlowEngine:
         tells_times = self.tells_times and step.stage == "train"
         if BACKBONE not in self._roles:
             if tells_times:
-                self._times.send(step, self._room.desk.pool)
+                self._send_times(step)
             return self._await_report(step, steps_left)
         start = time.monotonic()
         self._enter("wait for the other backbone ranks", step)
@@ -204,11 +231,17 @@ class FlowEngine:
             self._asked_to_stop(), self._groups.sum_over_role, self._groups.gather_over_role
         )
         if tells_times:
-            report = replace(report, times=self._times.gather(step, self._room.desk.pool))
+            everyone = self._times_news.gather(step.index, measured(step, self.timeline), self._room.desk.pool)
+            report = replace(report, times=of_all_ranks(everyone))
         self.timeline.add(Span(BACKBONE, STALL, "other backbone ranks", *step.place, -1, start, time.monotonic()))
         if self._listeners and self._groups.cross.rank == self._allocation.ranks[BACKBONE][0]:
             self._publish_report(step, report)
         return report
+
+    def _send_times(self, step: Step) -> None:
+        times, encoder_rank = measured(step, self.timeline), step.batch.part.encoder_rank
+        if times[ENCODER] and encoder_rank is not None:
+            self._times_news.send(step.index, encoder_rank, times, self._room.desk.pool)
 
     def _publish_report(self, step: Step, report: StepReport) -> None:
         # A report goes one way through the pool and not through a collective: so the backbone goes on at once, also

@@ -14,7 +14,7 @@ from flowtrain_lightning.pool import Key
 
 STAGES = ("train", "val", "test", "predict")
 
-_FEATURES, _GRADIENTS, _REPORT, _TIMES, _KINDS = 0, 1, 2, 3, 4
+_FEATURES, _GRADIENTS, _REPORT, _TIMES, _FIGURES, _KINDS = range(6)
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,6 @@ class Step:
         """Where encoder ranks find the step's report."""
         return Key(self._channel(_REPORT), self.index, 0)
 
-    def times_key(self, encoder_rank: int) -> Key:
-        """Where the first backbone rank finds how long this encoder rank's batches took."""
-        return Key(self._channel(_TIMES), self.index, encoder_rank)
-
     @cached_property
     def entries_of_encoder_batch(self) -> dict[tuple[int, int], list[int]]:
         """(encoder rank, encoder batch) -> its entries' numbers, in the order of its rows."""
@@ -94,7 +90,17 @@ class Step:
         return position * len(self.plan.microbatches) + backbone_rank
 
     def _channel(self, kind: int) -> int:
-        return STAGES.index(self.stage) * _KINDS + kind
+        return _channel(self.stage, kind)
+
+
+def times_key(index: int, encoder_rank: int) -> Key:
+    """Where the first backbone rank finds how long an encoder rank's batches took in training step ``index``."""
+    return Key(_channel("train", _TIMES), index, encoder_rank)
+
+
+def figures_key(number: int, encoder_rank: int) -> Key:
+    """Where the first backbone rank finds the figures that an encoder rank tells for the ``number``-th time."""
+    return Key(_channel("train", _FIGURES), number, encoder_rank)
 
 
 def feature_places(plan: StepPlan, entries: list[Entry]) -> tuple[int, list[IntArray]]:
@@ -119,3 +125,7 @@ def feature_places(plan: StepPlan, entries: list[Entry]) -> tuple[int, list[IntA
         before = np.array([start[m] for m in entry.media.tolist()]) - (np.cumsum(counts) - counts)
         places.append(np.repeat(before, counts) + np.arange(entry.rows))
     return int(rows.sum()), places
+
+
+def _channel(stage: str, kind: int) -> int:
+    return STAGES.index(stage) * _KINDS + kind

@@ -37,9 +37,12 @@ def reference(folder: Path) -> Run:
     return read_run(run_jobs(folder, [job])["plain"].check().folder)
 
 
-def train(folder: Path, layout: str, module: dict[str, Any] | None = None, **strategy: Any) -> Done:
+def train(
+    folder: Path, layout: str, module: dict[str, Any] | None = None, replan: bool = False, **strategy: Any
+) -> Done:
     arguments = {"data": str(folder / "data"), "layout": layout, "module": module, "strategy": strategy}
-    job = Job(f"{layout} {module or ''} {strategy}", "tests.exactness.train:train", ranks_of(layout), arguments)
+    arguments["replan"] = replan
+    job = Job(f"{layout} {module or ''} {strategy} {replan}", "tests.exactness.train:train", ranks_of(layout), arguments)
     return run_jobs(folder, [job])[job.name]
 
 
@@ -76,6 +79,10 @@ def test_the_least_room_in_the_pool_gives_the_same_gradients(folder, reference, 
     done = train(folder, layout, pool_bytes=least, encoder_activations=1)
     check_exact(done, reference)
     assert f"flowtrain: a pool of {least:,} bytes on each rank" in done.log
+
+
+def test_what_encoder_ranks_tell_of_their_times_takes_no_room_from_features(folder, reference):
+    check_exact(train(folder, "1+1", replan=True, pool_bytes=least_pool(folder, "1+1")), reference)
 
 
 @pytest.mark.parametrize("layout", ["1+1", pytest.param("colocated 2", marks=pytest.mark.full)])

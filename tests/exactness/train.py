@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from flowtrain_lightning.callbacks import FlowReplan
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.runtime.groups import disconnect_groups
@@ -77,6 +78,7 @@ def train(
     module: dict[str, Any] | None = None,
     strategy: dict[str, Any] | None = None,
     packing: dict[str, Any] | None = None,
+    replan: bool = False,
 ) -> None:
     """Trains ``STEPS`` steps and writes ``rank<r>.pt`` into ``folder``."""
     recorder = Recorder()
@@ -89,7 +91,7 @@ def train(
         max_steps=STEPS,
         gradient_clip_val=clip,
         limit_val_batches=0,
-        callbacks=[recorder],
+        callbacks=[recorder, *([FlowReplan()] if replan else [])],
         default_root_dir=folder,
     )
     trainer.fit(KINDS[kind](**(module or {})), datamodule=steps_data(Path(data), **settings))

@@ -1,0 +1,46 @@
+"""Logs what every rank spends its time on and what its part of the pool does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+
+from flowtrain_lightning.data import StepBatch
+
+if TYPE_CHECKING:
+    from flowtrain_lightning.runtime.engine import FlowEngine
+
+
+class FlowMonitor(L.Callback):
+    """Sends figures of all ranks to the Trainer's loggers, as ``flowtrain/encoder 0/stall``.
+
+    For every lane: the shares of ``compute``, ``stall`` and ``communication`` in its time. For every rank:
+    ``pool_put`` and ``pool_read`` in bytes per second, ``pool_waiting`` and ``pool_peak`` as shares, and how often an
+    entry was refused since there was no room. No rank waits for another one to tell its figures: those of encoder
+    ranks may be of some steps before.
+
+    Args:
+        every_n_steps: steps between two reports; None takes the Trainer's ``log_every_n_steps``.
+
+    Raises:
+        ValueError: fewer than 1 step.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps is {every_n_steps}; it must be at least 1.")
+        self.every_n_steps = every_n_steps
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
+    ) -> None:
+        """Every so many steps: all ranks tell, rank 0 logs."""
+        engine: FlowEngine | None = getattr(trainer.strategy, "engine", None)
+        every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if engine is None or not every or trainer.global_step % every:
+            return
+        figures = {f"flowtrain/{name}": figure for name, figure in engine.tell_figures(batch).items()}
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=trainer.global_step)

@@ -1,0 +1,83 @@
+"""The monitor logs the figures of every lane and of every rank's part of the pool, whatever the layout."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from flowtrain_lightning.callbacks import FlowMonitor
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, run_jobs
+from tests.tiny import write_records
+
+KINDS = ("compute", "stall", "communication")
+POOL = ("pool_put", "pool_read", "pool_waiting", "pool_refused", "pool_peak")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("records")
+    write_records(folder, 40)
+    return folder
+
+
+def logged(folder: Path, data: Path, layout: str, **arguments: object) -> list[dict[str, float]]:
+    """The monitor's figures, in the order in which they were logged."""
+    job = Job(
+        "train",
+        "tests.callbacks.monitoring:train",
+        ranks_of(layout),
+        {"data": str(data), "layout": layout, **arguments},
+    )
+    log = run_jobs(folder, [job])["train"].check().folder / "log/metrics.csv"
+    with log.open(newline="") as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    prefix = "flowtrain/"
+    told = [{name.removeprefix(prefix): row[name] for name in row if name.startswith(prefix)} for row in rows]
+    return [figures for figures in told if figures]
+
+
+@pytest.mark.parametrize(
+    ("layout", "lanes", "ranks"),
+    [
+        ("1+1", {"backbone 0", "encoder 0"}, {"backbone 0", "encoder 0"}),
+        pytest.param(
+            "1+2",
+            {"backbone 0", "backbone 1", "encoder 0"},
+            {"backbone 0", "backbone 1", "encoder 0"},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "colocated 2",
+            {"backbone 0", "backbone 1", "encoder 0", "encoder 1"},
+            {"encoder 0 and backbone 0", "encoder 1 and backbone 1"},
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_every_lane_and_every_rank_is_logged(tmp_path, data, layout, lanes, ranks):
+    told = logged(tmp_path, data, layout)
+    everything = {name for figures in told for name in figures}
+    assert everything == {f"{lane}/{kind}" for lane in lanes for kind in KINDS} | {
+        f"{rank}/{name}" for rank in ranks for name in POOL
+    }
+    last = {name: figure for figures in told for name, figure in figures.items()}
+    for lane in lanes:
+        assert sum(last[f"{lane}/{kind}"] for kind in KINDS) == pytest.approx(1)
+    for rank in ranks:
+        assert last[f"{rank}/pool_put"] > 0
+        assert 0 < last[f"{rank}/pool_peak"] <= 1
+        assert 0 <= last[f"{rank}/pool_waiting"] <= 1
+
+
+@pytest.mark.full
+def test_an_encoder_that_works_ahead_is_not_made_to_wait(tmp_path, data):
+    told = logged(tmp_path, data, "1+1", freeze_encoder=True, every_n_steps=1)
+    assert any("encoder 0/compute" in figures for figures in told)
+
+
+def test_fewer_steps_than_one_are_refused():
+    with pytest.raises(ValueError, match="every_n_steps is 0; it must be at least 1"):
+        FlowMonitor(0)
