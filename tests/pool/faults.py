@@ -8,16 +8,17 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from flowtrain_lightning.pool import Key, Pool, PoolError
-from tests.pool.ranks import join_job, labels
+from flowtrain_lightning.pool import Key, PoolError, Tier
+from tests.pool.ranks import device_of, join_job, labels, open_pool
 from tests.processes import RankResult, Ranks
 
 TOLD = 7
@@ -27,7 +28,9 @@ _MEMORY = re.compile(r" (\d+) +/memfd:flowtrain ")
 _SOCKET = re.compile(rb"flowtrain-[0-9a-f]{32}")
 
 
-def exchange(rank: int, ranks: int, rounds: int, seed: int, timeout: float = 60.0) -> None:
+def exchange(
+    rank: int, ranks: int, rounds: int, seed: int, timeout: float = 60.0, transport: str = "shared_memory"
+) -> None:
     """Every rank puts entries for all others, reads theirs and checks each.
 
     Without end when ``rounds`` is 0, else as soon as the test says "go".
@@ -36,7 +39,7 @@ def exchange(rank: int, ranks: int, rounds: int, seed: int, timeout: float = 60.
     folder, inherited = Path(os.environ["FOLDER"]), _own_memory()
     try:
         mesh = join_job(rank, ranks, timeout)
-        pool = Pool.open(mesh, 1 << 17, 0)
+        pool = open_pool(mesh, 1 << 17, 0, transport, late=True)
         (folder / f"memory{rank}").write_text(" ".join(_own_memory() - inherited))
         (folder / f"ready{rank}").touch()
         while rounds and not (folder / "go").exists():
@@ -51,16 +54,29 @@ def exchange(rank: int, ranks: int, rounds: int, seed: int, timeout: float = 60.
             for peer in peers:
                 while (lease := pool.get(Key(peer, turn, 0))) is None:
                     pool.poll(1.0)
-                assert lease.tensors[0].eq(1000 * peer + turn % 1000).all(), "another entry's bytes"
+                look = _look_for(1000 * peer + turn % 1000, lease.tensors[0])
+                if pool._leased[lease.key].address.tier is Tier.DEVICE:
+                    device_of(mesh).current().put(look)  # the host never waits for a device whose peers may be gone
+                else:
+                    look()
                 lease.release()
             turn += 1
         while pool.counters.current.now:
             pool.poll(1.0)
+        if transport == "device":
+            device_of(mesh).synchronize()
     except PoolError as error:
         print(time.monotonic(), error, flush=True)
         os._exit(TOLD)
     pool.close()
     mesh.close()
+
+
+def _look_for(value: int, tensor: Tensor) -> Callable[[], None]:
+    def look() -> None:
+        assert tensor.eq(value).all(), "another entry's bytes"
+
+    return look
 
 
 def exchange_until_killed(rank: int, ranks: int, victim: int, calls: int, timeout: float) -> None:

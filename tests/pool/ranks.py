@@ -45,12 +45,15 @@ def way(transport: str) -> str:
 _devices: dict[Mesh, tuple[SimulatedRuntime, DeviceTier]] = {}
 
 
-def open_pool(mesh: Mesh, current_bytes: int, ahead_bytes: int, transport: str) -> Pool:
-    """The pool of one rank; with ``"device"`` over a simulated one, whose memory holds half of what the pool does."""
+def open_pool(mesh: Mesh, current_bytes: int, ahead_bytes: int, transport: str, late: bool = False) -> Pool:
+    """The pool of one rank; with ``"device"`` over a simulated one, whose memory holds half of what the pool does.
+
+    ``late``: not only the pool's copies but all work that the rank gives to its device is done some time later.
+    """
     if transport != "device":
         return Pool.open(mesh, current_bytes, ahead_bytes, way(transport))
     if mesh not in _devices:
-        runtime = simulated(mesh.rank)
+        runtime = simulated(mesh.rank, late)
         _devices[mesh] = runtime, open_device_tier(mesh, runtime, (current_bytes + ahead_bytes) // 2)
     return Pool.open(mesh, current_bytes, ahead_bytes, device=_devices[mesh][1])
 
@@ -71,6 +74,11 @@ def meshes(ranks: int, transport: str = "shared_memory") -> Iterator[list[Mesh]]
         for mesh in made:
             if mesh in _devices:
                 _devices.pop(mesh)[0].close()
+
+
+def device_of(mesh: Mesh) -> SimulatedRuntime:
+    """The simulated device of a rank whose pool uses one."""
+    return _devices[mesh][0]
 
 
 def open_pools(made: list[Mesh], current_bytes: int, ahead_bytes: int, transport: str) -> list[Pool]:

@@ -24,14 +24,13 @@ START_SECONDS = 3.0
 class Hit:
     """A job, one or two ranks of which are hit at a random moment while all exchange entries."""
 
-    def __init__(self, seed, jobs):
+    def __init__(self, seed, jobs, transport):
         choose = random.Random(seed)
         self.victims = choose.sample(range(RANKS), choose.choice([1, 1, 1, 2]))
         self.fault = choose.choice(["kill", "stop and kill", "stop and continue"])
         self.moments = [choose.random() * 0.1, choose.random() * 0.1]
-        self.ranks = jobs.enter_context(
-            Ranks(exchange, RANKS, [ROUNDS if self.fault == "stop and continue" else 0, seed])
-        )
+        rounds = ROUNDS if self.fault == "stop and continue" else 0
+        self.ranks = jobs.enter_context(Ranks(exchange, RANKS, [rounds, seed, 60.0, transport]))
 
     def happen(self):
         """Wait until all ranks exchange entries; then hit."""
@@ -60,9 +59,9 @@ class Hit:
         assert_nothing_is_left(self.ranks, RANKS)
 
 
-def hit_all(seeds):
+def hit_all(seeds, transport="shared_memory"):
     with ExitStack() as jobs:
-        hits = [Hit(seed, jobs) for seed in seeds]
+        hits = [Hit(seed, jobs, transport) for seed in seeds]
         for hit in hits:
             hit.happen()
         for hit in hits:
@@ -78,6 +77,16 @@ def test_whoever_is_hit_is_named_by_all_others_in_time_and_nothing_is_left(first
 @pytest.mark.parametrize("first", range(20, 300, AT_ONCE))
 def test_whoever_is_hit_is_named_by_all_others_in_time_every_time(first):
     hit_all(range(first, first + AT_ONCE))
+
+
+def test_so_it_is_where_entries_lie_in_device_memory():
+    hit_all(range(3), "device")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(3, 33, AT_ONCE))
+def test_so_it_is_where_entries_lie_in_device_memory_every_time(first):
+    hit_all(range(first, first + AT_ONCE), "device")
 
 
 def kill_while_they_start(seeds):

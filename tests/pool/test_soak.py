@@ -9,8 +9,9 @@ from itertools import count
 import pytest
 import torch
 
-from flowtrain_lightning.pool import Key, Pool
-from tests.pool.ranks import join_job, place, way
+import flowtrain_lightning.pool.pool as pool_module
+from flowtrain_lightning.pool import Key, Tier
+from tests.pool.ranks import device_of, join_job, open_pool, place
 from tests.processes import assert_all_good, run_ranks
 
 ROOM = 1 << 19
@@ -47,11 +48,68 @@ def random_tensors(choose, noise):
     return tensors
 
 
+def check(lease, wrong):
+    """Looks whether an entry is as it was put. Its views are taken now, since it may look after their release."""
+    *tensors, expected = lease.tensors
+
+    def look():
+        assert checksum(lease.key, tensors) == expected, f"{lease.key} of rank {lease.owner} {wrong}"
+
+    return look
+
+
+class NoDevice:
+    """Tensors are made and used at once, by the thread that says so."""
+
+    def make(self, tensors):
+        return tensors
+
+    def use(self, pool, lease, look):
+        look()
+
+    def finish(self):
+        """All is done."""
+
+
+class LateDevice:
+    """A simulated device that makes and uses tensors some time after it is told to."""
+
+    def __init__(self, runtime):
+        self.stream = runtime.current()
+        self.in_place = 0
+        write = pool_module.write_entry
+
+        def write_when_made(*arguments):  # as a copy from a device into host memory waits for what makes its source
+            self.finish()
+            write(*arguments)
+
+        pool_module.write_entry = write_when_made
+
+    def make(self, tensors):
+        made = [torch.empty_like(tensor) for tensor in tensors]
+        self.stream.put(lambda: [later.copy_(tensor) for later, tensor in zip(made, tensors, strict=True)])
+        return made
+
+    def use(self, pool, lease, look):
+        if pool._leased[lease.key].address.tier is Tier.DEVICE:
+            self.in_place += 1
+            self.stream.put(look)
+        else:  # as a copy from host memory
+            self.finish()
+            look()
+
+    def finish(self):
+        self.stream.finish()
+
+
+NO_DEVICE = NoDevice()
+
+
 class Soak:
     """One rank: does now this, now that, until the time is over and everything was read and released."""
 
-    def __init__(self, pool, rank, ranks, seed):
-        self.pool, self.rank, self.ranks = pool, rank, ranks
+    def __init__(self, pool, rank, ranks, seed, device=NO_DEVICE):
+        self.pool, self.rank, self.ranks, self.device = pool, rank, ranks, device
         self.choose = random.Random(seed * ranks + rank)
         self.noise = torch.frombuffer(bytearray(self.choose.randbytes(1 << 19)), dtype=torch.uint8)
         self.items = count()
@@ -74,6 +132,7 @@ class Soak:
             key = Key(DATA, 0, next(self.items) * self.ranks + self.rank)
             tensors = random_tensors(self.choose, self.noise)
             tensors.append(torch.tensor(checksum(key, tensors)))
+            tensors = self.device.make(tensors)
             self.waiting = key, tensors, readers_of(self.rank, key.item, self.ranks), self.choose.random() < 0.3
         if self.pool.put(*self.waiting) is None:
             return False
@@ -89,17 +148,16 @@ class Soak:
                 lease = self.pool.get(key)
                 if lease is None:
                     continue
-                *tensors, expected = lease.tensors
-                assert checksum(key, tensors) == expected, f"{key} of rank {owner} came with wrong bytes"
+                self.device.use(self.pool, lease, check(lease, "came with wrong bytes"))
                 keys[keys.index(key)] = next(self.awaited[owner])
-                self.leases.append((lease, expected.item()))
+                self.leases.append(lease)
                 self.read += 1
 
     def release(self):
         """Release some lease, whose bytes are still as they were."""
         if self.leases:
-            lease, expected = self.leases.pop(self.choose.randrange(len(self.leases)))
-            assert checksum(lease.key, lease.tensors[:-1]) == expected, f"{lease.key} has changed while it was leased"
+            lease = self.leases.pop(self.choose.randrange(len(self.leases)))
+            self.device.use(self.pool, lease, check(lease, "has changed while it was leased"))
             lease.release()
 
     def run(self, seconds):
@@ -128,6 +186,7 @@ class Soak:
         for owner in set(range(self.ranks)) - set(self.last):
             lease = self.pool.get(Key(LAST, 0, owner))
             if lease is not None:
+                self.device.finish()
                 self.last[owner] = lease.tensors[0].item() * self.ranks + owner
                 lease.release()
         all_read = len(self.last) == self.ranks and all(
@@ -139,11 +198,15 @@ class Soak:
 
 def soak(rank, ranks, transport, seconds, seed):
     mesh = join_job(rank, ranks, **place(transport, rank))
-    pool = Pool.open(mesh, ROOM, ROOM, way(transport))
+    pool = open_pool(mesh, ROOM, ROOM, transport, late=True)
+    device = LateDevice(device_of(mesh)) if transport == "device" else NO_DEVICE
     opened = set(os.listdir("/proc/self/fd"))
-    one = Soak(pool, rank, ranks, seed)
+    one = Soak(pool, rank, ranks, seed, device)
     one.run(seconds)
-    assert one.read > 20 * seconds
+    device.finish()
+    assert one.read > (5 if transport == "device" else 20) * seconds
+    assert transport != "device" or 0 < device.in_place < 2 * one.read, "some entries, not all, lay on the device"
+    assert pool.counters.device.now == 0
     assert pool.fits(ROOM), "the room that came back is whole"
     assert pool.fits(ROOM, ahead=True)
     assert set(os.listdir("/proc/self/fd")) <= opened  # those of peers that have left are closed
@@ -152,12 +215,12 @@ def soak(rank, ranks, transport, seconds, seed):
     mesh.close()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "both"])
+@pytest.mark.parametrize("transport", ["shared_memory", "both", "device"])
 def test_in_two_seconds_of_random_use_no_byte_is_wrong_and_all_room_comes_back(transport):
     assert_all_good(run_ranks(soak, 3, arguments=[transport, 2.0, 1]))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("transport", "ranks"), [("shared_memory", 4), ("remote", 3), ("both", 4)])
+@pytest.mark.parametrize(("transport", "ranks"), [("shared_memory", 4), ("remote", 3), ("both", 4), ("device", 3)])
 def test_in_a_minute_of_random_use_no_byte_is_wrong_and_all_room_comes_back(transport, ranks):
     assert_all_good(run_ranks(soak, ranks, deadline=150, arguments=[transport, 60.0, 2]))

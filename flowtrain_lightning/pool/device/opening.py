@@ -89,12 +89,10 @@ class _Opening:
         """Take in what peers say."""
         deadline = time.monotonic() + seconds
         while not done() and (left := deadline - time.monotonic()) > 0:
-            for record in self._link.receive(min(left, _POLL_SECONDS)):
-                self._take(record)
+            self._poll(min(left, _POLL_SECONDS))
 
     def tier(self) -> DeviceTier:
         """What came of it."""
-        self._runtime.synchronize()  # the waits for the events of all readers end
         return DeviceTier(
             rank=self._rank,
             runtime=self._runtime,
@@ -109,12 +107,14 @@ class _Opening:
     def close(self) -> None:
         """Let go of the peers' blocks, and of the own one when no peer reads it any more.
 
-        A peer that does not say so in time may still read it; then its memory is freed when this process ends.
+        A peer that does not say so in time may still read it; then its memory is freed when this process ends. So is
+        everything when a peer has failed, whose events this rank's streams may wait for in vain.
         """
-        self._runtime.synchronize()
         readable, self._readable = dict(self._readable), {}
         readable.pop(self._rank, None)
-        with suppress(PoolError):  # a peer that has failed is no concern of a rank that ends
+        with suppress(PoolError):
+            self._poll(0.0)
+            self._runtime.synchronize()
             for rank, of_peer in readable.items():
                 of_peer.block.close()
                 if not self._link.has_left(rank):
@@ -125,6 +125,10 @@ class _Opening:
                 self._own.close()
         self._own = None
 
+    def _poll(self, timeout: float) -> None:
+        for record in self._link.receive(timeout):
+            self._take(record)
+
     def _make_block(self) -> bytes:
         runtime = self._runtime
         block = self._own = runtime.allocate(self._nbytes)
@@ -133,6 +137,7 @@ class _Opening:
         pattern = _pattern(self._rank, self._nbytes)
         runtime.copy(block.memory[: len(pattern)], runtime.to_device(pattern))
         published[0].record(runtime.side)
+        runtime.synchronize()  # so that no peer's stream waits for ever if this process ends now
         self._readable[self._rank] = ReadableBlock(block, published, done)
         self._readers[self._rank] = done
         return runtime.card + block.handle + b"".join(event.ipc_handle() for event in published)
@@ -175,6 +180,7 @@ class _Opening:
             published[0].wait(runtime.current())
             found = runtime.to_host(block.memory[: len(pattern)])
             done[0].record(runtime.current())
+            runtime.synchronize()  # as the owner has
             if not torch.equal(found, pattern):
                 raise PoolError("it holds other bytes than its owner has written")
             handles = [event.ipc_handle() for event in done]

@@ -152,21 +152,17 @@ class SimulatedRuntime:
         side: the stream of the pool's copies.
         current: the stream of the rank's own work.
         blind: opening what others made fails, as in a container of its own.
-        least_elements: smaller tensors count as tensors in host memory.
 
     Attributes:
         closed: which blocks were freed, or closed in this process, in that order.
     """
 
-    def __init__(
-        self, side: Stepped | Eager, current: Stepped | Eager, blind: bool = False, least_elements: int = 0
-    ) -> None:
+    def __init__(self, side: Stepped | Eager, current: Stepped | Eager, blind: bool = False) -> None:
         self.name = "a simulated device"
         self.card = CARD
         self.side = side
         self._current = current
         self._blind = blind
-        self._least_elements = least_elements
         self._descriptors: list[int] = []  # stay open, since their paths are how others open the memory
         self._events_name, events = self._share("flowtrain simulated events", _MOST_EVENTS * 2 * _WORD)
         self._events = memoryview(events).cast("Q")
@@ -177,7 +173,7 @@ class SimulatedRuntime:
         return self._current
 
     def holds(self, tensor: Tensor) -> bool:
-        return tensor.numel() >= self._least_elements
+        return True
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
@@ -236,9 +232,9 @@ class SimulatedRuntime:
             os.close(descriptor)
 
 
-def simulated(rank: int, late: bool = False, **options: object) -> SimulatedRuntime:
+def simulated(rank: int, late: bool = False, blind: bool = False) -> SimulatedRuntime:
     """A device whose copies run late and, where a test can bear it, its rank's own work too."""
-    return SimulatedRuntime(Late(rank), Late(1000 + rank) if late else Eager(), **options)
+    return SimulatedRuntime(Late(rank), Late(1000 + rank) if late else Eager(), blind)
 
 
 def _handle(name: str) -> bytes:
