@@ -16,6 +16,7 @@ from flowtrain_lightning.cli.configuration import UsageError, configured
 from flowtrain_lightning.cli.pack import PACK_DESCRIPTION, pack
 from flowtrain_lightning.cli.plan import PLAN_DESCRIPTION, plan
 from flowtrain_lightning.cli.profile import PROFILE_DESCRIPTION, profile
+from flowtrain_lightning.cli.simulate import SIMULATE_DESCRIPTION, simulation
 from flowtrain_lightning.data import DataError, PictureError
 from flowtrain_lightning.doctor import examine, examine_pool
 from flowtrain_lightning.packing import PackingError
@@ -98,6 +99,7 @@ COMMANDS: dict[str, tuple[Callable[[], None], str]] = {
     "export": (export, "write a checkpoint directory as one plain Lightning .ckpt file"),
     "profile": (profile, PROFILE_DESCRIPTION),
     "plan": (plan, PLAN_DESCRIPTION),
+    "simulate": (simulation, SIMULATE_DESCRIPTION),
     "pack": (pack, PACK_DESCRIPTION),
     "doctor": (doctor, "print what this machine offers: versions, devices, kernel services, attention kernels"),
 }

@@ -23,6 +23,7 @@ from flowtrain_lightning.allocator import (
     typical_workload,
 )
 from flowtrain_lightning.allocator.flops import IntArray
+from flowtrain_lightning.packing import SampleSizes
 
 if TYPE_CHECKING:
     import pyarrow
@@ -65,6 +66,25 @@ def read_workload(path: Path | None, module: ModuleDescription, settings: Mappin
             )
         media[modality] = _lengths(table[column], path, column)
     return Workload(tokens, media, **settings)
+
+
+def read_sizes(path: Path) -> SampleSizes:
+    """Sizes of samples with one modality, from such a file; without a column for media no sample has any.
+
+    The file says nothing of target tokens and rows of features: all tokens, and a row for every patch, stand for them.
+    """
+    table = _table(path)
+    tokens = table["tokens"].to_numpy().astype(np.int64)
+    name = next((name for name in table.column_names if name.endswith("_tokens")), None)
+    if name is None:
+        nothing = np.empty(0, dtype=np.int64)
+        return SampleSizes(tokens, tokens, np.zeros(len(tokens) + 1, dtype=np.int64), nothing, nothing)
+    import pyarrow.compute
+
+    patches = _lengths(table[name], path, name)
+    counts = pyarrow.compute.fill_null(pyarrow.compute.list_value_length(table[name].combine_chunks()), 0)
+    start = np.concatenate([[0], np.cumsum(counts.to_numpy(zero_copy_only=False))]).astype(np.int64)
+    return SampleSizes(tokens, tokens, start, patches, patches)
 
 
 def _content(path: Path) -> Mapping[str, Any]:

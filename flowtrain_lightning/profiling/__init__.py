@@ -6,6 +6,7 @@ from flowtrain_lightning.profiling.efficiency import measured_efficiencies
 from flowtrain_lightning.profiling.errors import ProfileError
 from flowtrain_lightning.profiling.measuring import profile_module
 from flowtrain_lightning.profiling.origin import origin_of
+from flowtrain_lightning.profiling.probes import load_probes
 from flowtrain_lightning.profiling.profile import (
     Flops,
     Origin,
@@ -25,6 +26,7 @@ __all__ = [
     "Reduction",
     "RoleProfile",
     "count_flops",
+    "load_probes",
     "measured_efficiencies",
     "origin_of",
     "profile_data",

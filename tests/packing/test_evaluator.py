@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowtrain_lightning.packing.evaluator import EncoderWork, Lanes, StepWork, run_time, step_time
+from flowtrain_lightning.packing.playing import Stretch
 
 
 def test_without_media_a_step_takes_what_the_backbone_takes():
@@ -92,3 +93,17 @@ def test_lanes_that_meet_are_seen_to_block_where_one_rank_waits_for_another():
     batches = [[EncoderWork(1.0, 0.0, ((1, 0),))], [EncoderWork(1.0, 0.0, ((1, 0),))]]
     with pytest.raises(ValueError, match="lanes on one rank wait"):
         step_time([[1.0], [1.0]], batches, meet=True, colocated=True)
+
+
+def test_everything_that_is_computed_can_be_seen():
+    step = StepWork([[2.0, 3.0]], [[EncoderWork(1.0, 2.0, ((0, 1),))]])
+    stretches: list[Stretch] = []
+    run_time([step, step], separate(), stretches)
+    found = [(one.step, one.kind, one.rank, one.number, one.start, one.end) for one in stretches if one.step == 0]
+    assert sorted(found) == [
+        (0, "backward", 1, 0, 5.0, 7.0),
+        (0, "forward", 1, 0, 0.0, 1.0),
+        (0, "read", 0, 0, 0.0, 2.0),
+        (0, "read", 0, 1, 2.0, 5.0),
+    ]
+    assert len(stretches) == 2 * len(found)

@@ -1,0 +1,133 @@
+"""The command ``flowtrain simulate``: steps of a plan, played with measured costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowtrain_lightning.allocator import Allocation, PlanningError
+from flowtrain_lightning.callbacks.timeline import draw_step
+from flowtrain_lightning.cli.plan_input import read_sizes
+from flowtrain_lightning.cli.plan_text import columns
+from flowtrain_lightning.data.planning import Planning
+from flowtrain_lightning.packing import IntArray, SampleSizes, StepPlan
+from flowtrain_lightning.plan_file import read_plan
+from flowtrain_lightning.profiling import Profile, read_profile
+from flowtrain_lightning.settling.simulation import PURPOSES, Simulation, simulate
+from flowtrain_lightning.settling.steps import part_of
+
+SIMULATE_DESCRIPTION = "play steps of a plan with measured costs, and say where the time goes"
+
+_DRAWN = 8
+"""Ranks of each role in the picture; the first ones."""
+
+
+def simulation() -> None:
+    """Play steps and print what they take.
+
+    Raises:
+        PlanningError: an option or a file cannot be used.
+        AllocationError: the plan cannot be read, or no profile says what it takes.
+        ProfileError: the profile cannot be read.
+        PackingError: samples do not fit into microbatches, or there are none.
+    """
+    options = _parser().parse_args(sys.argv[2:])
+    for name in ("steps", "global_batch_size", "encoder_activations"):
+        if getattr(options, name) < 1:
+            raise PlanningError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
+    allocation, profile = read_plan(options.plan), read_profile(options.profile)
+    sizes = read_sizes(options.data)
+    if not len(sizes):
+        raise PlanningError(f"{options.data} has no rows, so there are no samples to make steps of.")
+    given = options.token_budget
+    budget = int(profile.origin.settings["token_budget"]) if given is None else given
+    plans = list(_plans(sizes, allocation, profile, budget, options))
+    found = simulate(plans, allocation, profile, options.encoder_activations)
+    if options.plot is not None:
+        _draw(found, options.plot)
+    print(json.dumps(_values(found)) if options.json else _text(found, profile, options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flowtrain simulate", description=f"{SIMULATE_DESCRIPTION}.")
+    add = parser.add_argument
+    add("--plan", type=Path, required=True, metavar="PLAN.yaml", help="which ranks do what, as `flowtrain plan` writes")
+    add("--data", type=Path, required=True, metavar="LENGTHS.parquet", help="columns tokens and image_tokens (a list)")
+    add("--profile", type=Path, required=True, metavar="PROFILE.json", help="what the halves take on one device")
+    add("--steps", type=int, default=10, help="how many (default: %(default)s)")
+    add("--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
+    add("--token-budget", type=int, help="the most tokens of a microbatch (default: that of the profile)")
+    add("--encoder-activations", type=int, default=4, help="encoder batches that a rank keeps (default: %(default)s)")
+    add("--seed", type=int, default=0, help="decides which samples make a step (default: %(default)s)")
+    add("--json", action="store_true", help="print the figures as JSON")
+    add("--plot", type=Path, metavar="TIMELINE.png", help="draw what the lanes do in one step")
+    return parser
+
+
+def _plans(
+    sizes: SampleSizes, allocation: Allocation, profile: Profile, token_budget: int, options: argparse.Namespace
+) -> Iterator[StepPlan]:
+    planning = Planning(token_budget, profile.cost, profile.encoder_cost)
+    part = part_of(allocation, 0)
+    for chosen in _samples(len(sizes), options.global_batch_size, options.steps, options.seed):
+        yield planning.plan(sizes.select(chosen), chosen, part)
+
+
+def _samples(available: int, count: int, steps: int, seed: int) -> Iterator[IntArray]:
+    """The samples of every step: all of them in an order that is drawn, and again in another one."""
+    draw = np.random.default_rng(seed)
+    epochs = -(-steps * count // available)
+    order = np.concatenate([draw.permutation(available) for _ in range(epochs)])
+    for step in range(steps):
+        yield order[step * count : (step + 1) * count]
+
+
+def _text(found: Simulation, profile: Profile, options: argparse.Namespace) -> str:
+    seconds = found.step_seconds
+    least, most = min(found.seconds), max(found.seconds)
+    rows = []
+    for role, shares in found.shares.items():
+        spent = [f"{100 * shares[purpose]:.1f} %" for purpose in PURPOSES]
+        rows.append((role, str(len(found.allocation.ranks[role])), *spent))
+    lines = [
+        found.allocation.describe(),
+        f"{len(found.seconds)} steps of {options.data} by the costs of {options.profile} ({profile.origin.device})",
+        "",
+        f"a step: {seconds:.4g} s ({least:.4g} to {most:.4g}), {found.samples / seconds:,.4g} samples/s, "
+        f"{found.tokens / seconds:,.0f} tokens/s",
+        "",
+        columns(("where time goes", "ranks", *PURPOSES), rows),
+    ]
+    if profile.reduction is None and any(len(ranks) > 1 for ranks in found.allocation.ranks.values()):
+        lines += ["", "The profile does not say how long gradients take to be summed; here they take no time."]
+    return "\n".join(lines)
+
+
+def _values(found: Simulation) -> dict[str, Any]:
+    seconds = found.step_seconds
+    return {
+        "allocation": found.allocation.state_dict(),
+        "step_seconds": seconds,
+        "seconds": found.seconds,
+        "samples_per_second": found.samples / seconds,
+        "tokens_per_second": found.tokens / seconds,
+        "shares": found.shares,
+    }
+
+
+def _draw(found: Simulation, path: Path) -> None:
+    ranks = {rank for of_role in found.allocation.ranks.values() for rank in of_role[:_DRAWN]}
+    try:
+        draw_step([timeline for timeline in found.timelines if timeline["rank"] in ranks], path)
+    except ImportError as error:
+        raise PlanningError(
+            "--plot needs matplotlib; install it with `pip install flowtrain-lightning[plot]`."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise PlanningError(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,88 @@
+"""The command ``flowtrain simulate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from flowtrain_lightning.allocator import default_allocation
+from flowtrain_lightning.cli import main
+from flowtrain_lightning.plan_file import write_plan
+from flowtrain_lightning.profiling import write_profile
+from tests.settling.profiles import make_profile
+
+FILES = ("--plan", "plan.yaml", "--data", "lengths.parquet", "--profile", "profile.json")
+
+
+@pytest.fixture
+def simulate(monkeypatch, tmp_path, capsys):
+    """Simulates in this process, in a folder with all three files; answers with what was printed."""
+    monkeypatch.chdir(tmp_path)
+    profile = make_profile(0.01, 0.01, optimizer=0.05)
+    origin = replace(profile.origin, settings={"precision": "32-true", "token_budget": 100})
+    write_profile(replace(profile, origin=origin, reduction=None), Path("profile.json"))
+    write_plan(default_allocation(4, "separate", 2), Path("plan.yaml"), "by hand", {})
+    lengths = {"tokens": [20, 30, 40, 50] * 5, "image_tokens": [[8, 12], [], None, [30]] * 5}
+    pyarrow.parquet.write_table(pyarrow.table(lengths), "lengths.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"tokens": [20, 30]}), "text.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"tokens": pyarrow.array([], pyarrow.int64())}), "empty.parquet")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["flowtrain", "simulate", *FILES, *arguments])
+        main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_it_says_how_long_steps_take_and_where_time_goes(simulate, tmp_path):
+    printed = simulate("--global-batch-size", "8", "--steps", "3", "--plot", "timeline.png")
+    assert "separate: encoder on ranks 2-3" in printed
+    assert "3 steps of lengths.parquet by the costs of profile.json (a processor)" in printed
+    assert "samples/s, " in printed
+    assert [line.split()[0] for line in printed.splitlines()[-4:-2]] == ["encoder", "backbone"]
+    assert "does not say how long gradients take to be summed" in printed
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_every_figure_and_the_same_seed_gives_the_same(simulate):
+    first, again, other = (
+        json.loads(simulate("--global-batch-size", "8", "--json", "--seed", seed)) for seed in ("1", "1", "2")
+    )
+    assert first == again
+    assert first["seconds"] != other["seconds"]
+    assert len(first["seconds"]) == 10
+    assert first["samples_per_second"] == pytest.approx(8 / first["step_seconds"])
+    assert set(first["shares"]["encoder"]) == {"forward", "backward", "reduction", "optimizer", "idle"}
+
+
+def test_data_without_media_and_fewer_samples_than_steps_take_will_do(simulate):
+    values = json.loads(simulate("--data", "text.parquet", "--global-batch-size", "8", "--json"))
+    assert values["shares"]["encoder"]["idle"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--encoder-activations", "0"], "--encoder-activations is 0; it must be at least 1"),
+        (["--plan", "nowhere.yaml"], "nowhere.yaml cannot be read as a plan"),
+        (["--profile", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--data", "nowhere.parquet"], "nowhere.parquet is no Parquet file"),
+        (["--data", "empty.parquet"], "empty.parquet has no rows"),
+        (["--token-budget", "45"], "more than the token budget of 45"),
+        (["--token-budget", "0"], "token_budget is 0; it must be at least 1"),
+        (["--plot", "timeline.nothing"], "timeline.nothing cannot be written"),
+    ],
+)
+def test_a_mistake_ends_with_a_sentence(arguments, words, simulate):
+    with pytest.raises(SystemExit) as end:
+        simulate(*arguments)
+    assert str(end.value.code).startswith("flowtrain simulate: ")
+    assert words in str(end.value.code)
