@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from flowtrain_lightning.allocator import Allocation, Placement
 from flowtrain_lightning.allocator.roles import BACKBONE
@@ -29,6 +32,7 @@ from flowtrain_lightning.runtime.invariance import not_layout_invariant
 from flowtrain_lightning.runtime.job import Job, patience
 from flowtrain_lightning.runtime.launcher import RankLauncher, kin
 from flowtrain_lightning.runtime.optimizers import NamedOptimizer
+from flowtrain_lightning.runtime.start_watch import StartWatch
 from flowtrain_lightning.runtime.watchdog import die_with_parent
 from flowtrain_lightning.saving import SavingHalves
 from flowtrain_lightning.settling import (
@@ -180,25 +184,37 @@ class FlowTrainStrategy(SavingHalves):
         self._name_main_address()
         reset_seed()
         self.set_world_ranks()
-        self._settled = self._settle()
-        remember(self.flow_module, self.settled.allocation)
-        self._job = Job(
-            self.global_rank,
-            self.settled.allocation,
-            backend=self._backend(),
-            hang_timeout=self._hang_timeout,
-            timeout=self._timeout,
-            fault_folder=self._fault_folder,
-            nodes=self.num_nodes,
-        )
+        with self._watched_start():
+            self._settled = self._settle()
+            remember(self.flow_module, self.settled.allocation)
+            self._job = Job(
+                self.global_rank,
+                self.settled.allocation,
+                backend=self._backend(),
+                hang_timeout=self._hang_timeout,
+                timeout=self._timeout,
+                fault_folder=self._fault_folder,
+                nodes=self.num_nodes,
+            )
         self.flow_module.live_on(self.job.roles)
         rank_zero_info(f"flowtrain: {self.settled.text}")
 
     def _name_main_address(self) -> None:
         """Tells torch.distributed where rank 0 is; SLURM, for one, has a way of its own to say so."""
         assert self.cluster_environment is not None
-        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
-        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        if not isinstance(self.cluster_environment, LightningEnvironment):  # which reads them, or makes a port up
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+
+    def _watched_start(self) -> AbstractContextManager[Any]:
+        """Inside, the end of a rank of another node is noticed; on one node `kin` sees them all."""
+        if self.num_nodes == 1:
+            return nullcontext()
+        kin.folder, kin.needed = self._fault_folder, True
+        return StartWatch(self._root_store(), self.global_rank, self.world_size, self._fault_folder)
+
+    def _root_store(self) -> Store:
+        return root_store(self.global_rank, self.world_size, patience(self._hang_timeout, self._timeout))
 
     def _settle(self) -> Settled:
         given = self._request.answer(self.world_size, self.num_nodes)
@@ -217,8 +233,7 @@ class FlowTrainStrategy(SavingHalves):
             self._settings.encoder_activations,
             self._ranks,
         )
-        store = root_store(self.global_rank, self.world_size, patience(self._hang_timeout, self._timeout))
-        return settle(starting, store, self._timeout)
+        return settle(starting, self._root_store(), self._timeout)
 
     def setup(self, trainer: L.Trainer) -> None:
         """Places this rank's halves, and sets up optimizers and engine."""

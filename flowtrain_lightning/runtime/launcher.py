@@ -78,6 +78,7 @@ class Kin:
         watched: a watchdog runs, or has found a fault.
         folder: where ``fault-rank<rank>.txt`` is written.
         labels: what each rank is, once that is known.
+        tell: lets ranks of other nodes know why this process ends, while no watchdog does.
     """
 
     def __init__(self) -> None:
@@ -86,6 +87,7 @@ class Kin:
         self.watched = False
         self.folder = Path()
         self.labels: list[str] = []
+        self.tell: Callable[[str], None] | None = None
 
     def know(self, ended: Mapping[int, Callable[[], int | None]]) -> None:
         """Look after these processes from now on.
@@ -112,7 +114,10 @@ class Kin:
         who = f"Rank {rank} ({self.labels[rank]})" if self.labels else f"Rank {rank}"
         how = f"ended with exit code {code}" if rank > self.rank else "ended"  # of its launcher nobody tells the code
         when = "during start-up, before it had joined the other ranks" if self.needed else "outside of fit and its like"
-        say_fault(f"{who} {how} {when}. Its own output says why.", self.folder, self.rank)
+        sentence = f"{who} {how} {when}. Its own output says why."
+        say_fault(sentence, self.folder, self.rank)
+        if self.tell is not None:
+            self.tell(sentence)
         end_children()
         os._exit(1)
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from flowtrain_lightning.allocator import Allocation, AllocationError, default_allocation
 from flowtrain_lightning.checkpoint import read_allocation
@@ -67,6 +67,7 @@ def settle(starting: Starting, store: Store, timeout: timedelta) -> Settled:
 
     Raises:
         TimeoutError: rank 0 has not told in time.
+        RuntimeError: rank 0 has ended.
     """
     own = PrefixStore(f"flowtrain/settle/{next(_counts)}", store)
     if starting.rank == 0:
@@ -145,6 +146,8 @@ def _learn(store: Store, timeout: timedelta) -> Allocation:
             f"Rank 0 had not settled the allocation after {timeout.total_seconds():.0f} s. Raise "
             "FlowTrainStrategy(timeout=...), or give an allocation."
         ) from error
+    except DistNetworkError as error:
+        raise RuntimeError("Rank 0 ended before it had settled the allocation. See its output.") from error
     return Allocation.from_state(json.loads(store.get("settled")))
 
 

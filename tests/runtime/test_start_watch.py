@@ -1,0 +1,65 @@
+"""Ranks that have not met yet, as if each had a node of its own."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from flowtrain_lightning.runtime import start_watch
+from flowtrain_lightning.runtime.groups import root_store
+from flowtrain_lightning.runtime.start_watch import StartWatch
+from tests.ports import free_port
+from tests.processes import assert_all_good, run_ranks
+
+SILENT_SECONDS = 5.0
+"""Long enough for a busy machine to let every rank give its sign."""
+
+
+def meeting():
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def start(rank, ranks, victim, end):
+    """All ranks wait for ever, but the victim, which comes to its end."""
+    start_watch._SILENT_SECONDS = SILENT_SECONDS
+    store = root_store(rank, ranks, timedelta(seconds=60))
+    with StartWatch(store, rank, ranks, Path(os.environ["FOLDER"])):
+        time.sleep(2.0)
+        if rank == victim:
+            if end == "raise":
+                raise ValueError("no such file")
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("victim", "end", "sentence"),
+    [
+        (1, "raise", "Rank 1 failed during start-up: ValueError: no such file"),
+        pytest.param(0, "raise", "Rank 0 failed during start-up: ValueError: no such file", marks=pytest.mark.full),
+        pytest.param(2, "kill", "Rank 2 has ended, or its host, during start-up: nothing was", marks=pytest.mark.full),
+        pytest.param(0, "kill", "Rank 0, or whoever keeps what ranks tell each other", marks=pytest.mark.full),
+    ],
+    ids=["a rank raises", "rank 0 raises", "a rank is killed", "rank 0 is killed"],
+)
+def test_all_ranks_end_with_a_sentence_when(victim, end, sentence):
+    results = run_ranks(start, 3, deadline=50, arguments=[victim, end], env=meeting())
+    for result in results:
+        assert result.code == (-signal.SIGKILL if result.rank == victim and end == "kill" else 1), str(result)
+        assert result.rank == victim or f"flowtrain: {sentence}" in result.err, str(result)
+
+
+def meet(rank, ranks):
+    """Rank 1 has met the others long before rank 0 has, and gives no sign any more."""
+    start_watch._SILENT_SECONDS = SILENT_SECONDS
+    store = root_store(rank, ranks, timedelta(seconds=60))
+    with StartWatch(store, rank, ranks, Path(os.environ["FOLDER"])):
+        time.sleep(1.0 if rank else SILENT_SECONDS + 2)
+
+
+@pytest.mark.full
+def test_ranks_that_have_met_are_not_missed():
+    assert_all_good(run_ranks(meet, 2, env=meeting()))
