@@ -10,6 +10,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from flowtrain_lightning.allocator.roles import ENCODER
 from flowtrain_lightning.data import PackedMedia
 from flowtrain_lightning.pool import Pool, PoolCounters, PoolError
+from flowtrain_lightning.pool.device.choice import choose_device_tier
+from flowtrain_lightning.pool.device.tier import DeviceTier
 from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.lane import Desk
@@ -48,6 +50,7 @@ class RoomKeeper:
         self._arena_bytes = 0
         self._desk: Desk | None = None
         self._last_counters: PoolCounters | None = None
+        self._tier: DeviceTier | None = None
 
     @property
     def desk(self) -> Desk:
@@ -89,6 +92,9 @@ class RoomKeeper:
             self._last_counters = self._desk.pool.counters
             self._desk.pool.close()
             self._desk = None
+        if self._tier is not None:
+            self._tier.close()
+            self._tier = None
 
     def _choose_bytes(self, step: Step, needed: int) -> int:
         """Bytes of each half of the pool."""
@@ -112,10 +118,20 @@ class RoomKeeper:
     def _open(self, step: Step) -> None:
         former, page = self._desk, self._job.mesh.page
         page.enter(step.phase("wait for all ranks to open the pool"), step.index)
-        pool = Pool.open(self._job.mesh, self._arena_bytes, self._arena_bytes)
+        pool = Pool.open(self._job.mesh, self._arena_bytes, self._arena_bytes, device=self._open_tier())
         self._desk = Desk(pool, self._compute, page, self._timeline)
         if former is not None:
             former.pool.close()
+
+    def _open_tier(self) -> DeviceTier | None:
+        """Device memory for entries, where ranks compute on GPUs. Opened with the first pool and kept for all later."""
+        if self._tier is None:
+            # As much as one half of the pool: a rank with one role uses one half, and what is too much goes through
+            # host memory, where there is room for everything.
+            self._tier = choose_device_tier("auto", self._job.mesh, self._compute.device, self._arena_bytes)
+            if self._tier is not None:
+                rank_zero_info(f"flowtrain: {self._tier.sentence}")
+        return self._tier
 
     def _agree_on_spec(self, step: Step) -> FeatureSpec:
         """What a row of features is, found by encoding the first batch of the first rank that has one."""

@@ -112,7 +112,7 @@ class _Opening:
         """
         readable, self._readable = dict(self._readable), {}
         readable.pop(self._rank, None)
-        with suppress(PoolError):
+        with suppress(RuntimeError, OSError):  # a failed peer, or a device that failed: this rank ends, too
             self._poll(0.0)
             self._runtime.synchronize()
             for rank, of_peer in readable.items():

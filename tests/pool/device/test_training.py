@@ -1,0 +1,25 @@
+"""Training through device memory gives what training through host memory gives, to the last bit."""
+
+import json
+
+import pytest
+
+from tests.exactness.compare import read_run, same_bits
+from tests.exactness.data import write_steps
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, run_jobs
+
+
+@pytest.mark.parametrize("layout", ["1+1", pytest.param("2+3", marks=pytest.mark.full)])
+def test_features_and_gradients_that_lie_in_device_memory_give_the_same_bits(tmp_path, layout):
+    write_steps(tmp_path / "data")
+    arguments = {"data": str(tmp_path / "data"), "layout": layout}
+    jobs = [
+        Job("host", "tests.exactness.train:train", ranks_of(layout), arguments),
+        Job("device", "tests.pool.device.training:train_over_device", ranks_of(layout), arguments),
+    ]
+    done = run_jobs(tmp_path, jobs)
+    host, device = (read_run(done[name].check().folder) for name in ("host", "device"))
+    assert same_bits(host, device)
+    counts = [json.loads(path.read_text()) for path in sorted(done["device"].folder.glob("counts*.json"))]
+    assert all(count["device"] for count in counts), "features on one side, gradients on the other"

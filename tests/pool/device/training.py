@@ -1,0 +1,33 @@
+"""A training run whose entries lie in the memory of a simulated device; every rank writes down what it computed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from flowtrain_lightning.pool.device.entries import DeviceEntries
+from flowtrain_lightning.pool.device.opening import open_device_tier
+from flowtrain_lightning.runtime import room_keeper
+from tests.exactness.train import train
+from tests.pool.device.simulated import simulated
+
+
+def train_over_device(folder: Path, **settings: Any) -> None:
+    """As `train`; besides writes how many entries lay in device memory and how many found no room there."""
+    counts = {"device": 0, "host": 0}
+    place = DeviceEntries.place
+
+    def counted(entries, tensors, nbytes, readers):
+        placed = place(entries, tensors, nbytes, readers)
+        counts["host" if placed is None else "device"] += 1
+        return placed
+
+    def choose(choice, mesh, device, nbytes):
+        return open_device_tier(mesh, simulated(mesh.rank), nbytes=1 << 13, required=True)
+
+    DeviceEntries.place = counted
+    room_keeper.choose_device_tier = choose
+    train(folder, **settings)
+    (folder / f"counts{os.environ['RANK']}.json").write_text(json.dumps(counts))
