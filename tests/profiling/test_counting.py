@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from flowtrain_lightning.allocator.dimensions import backbone, vision_encoder
@@ -11,7 +9,6 @@ from flowtrain_lightning.allocator.flops import MODEL_BACKWARD, backward_work, f
 from flowtrain_lightning.packing.fit import Observation, predict
 from flowtrain_lightning.profiling import ProfileError, count_flops
 from flowtrain_lightning.profiling.probes import load_probes
-from flowtrain_lightning.profiling.steering import SteeredOnMeta
 from recipes.quickstart.module import QuickstartVLM
 from tests.tiny import IMAGES, WIDTH, CharTokenizer, TinyVLM, tiny_data, write_records
 
@@ -94,48 +91,3 @@ def test_a_module_that_reads_what_it_computes_cannot_be_counted(probes):
 
     with pytest.raises(ProfileError, match="FLOPs of Reading cannot be counted, since its methods do not run without"):
         count_flops(Reading(), probes)
-
-
-def test_numbers_that_steer_are_read_wherever_the_model_puts_them():
-    rows = torch.empty(6, 2, device="meta")
-    with SteeredOnMeta():
-        ends = torch.tensor([0, 2, 6]).to(rows.device)
-        assert ends.diff().tolist() == [2, 4]
-        assert torch.arange(3, device=rows.device).tolist() == [0, 1, 2]
-        assert [part.shape[0] for part in torch.split(rows, ends.diff().tolist())] == [2, 4]
-
-
-def test_rows_are_picked_and_written_by_masks():
-    rows = torch.empty(4, 2, device="meta")
-    mask = torch.tensor([True, False, True, True])
-    with SteeredOnMeta():
-        assert rows[mask].shape == (3, 2)
-        assert rows[mask, 0].shape == (3,)
-        rows[mask] = torch.zeros(3, 2)
-        assert (rows * torch.ones(4, 1)).is_meta
-
-
-def test_what_is_computed_may_not_be_lost_in_a_tensor_on_the_cpu():
-    rows, whole = torch.empty(2, 2, device="meta"), torch.zeros(4, 2)
-    with SteeredOnMeta(), pytest.raises(RuntimeError, match="writes what is computed into a tensor on the CPU"):
-        whole[:2] = rows
-
-
-@pytest.mark.parametrize(
-    ("options", "pairs"),
-    [
-        ({}, 25),
-        ({"is_causal": True}, 15),
-        ({"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()}, 15),
-        ({"attn_mask": torch.zeros(5, 5).masked_fill(~torch.eye(5, dtype=torch.bool), -torch.inf)}, 5),
-    ],
-)
-def test_attention_counts_the_pairs_that_its_mask_leaves(options, pairs):
-    query = torch.empty(1, 3, 5, 8, device="meta", requires_grad=True)
-    with SteeredOnMeta() as steered:
-        out = scaled_dot_product_attention(query, query, query, **options)
-        assert out.shape == query.shape
-        assert steered.attention_flops == 3 * pairs * 4 * 8
-        out.sum().backward()
-        assert steered.attention_flops == 3 * 3 * pairs * 4 * 8
-        assert query.grad.shape == query.shape
