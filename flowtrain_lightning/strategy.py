@@ -6,7 +6,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 import torch
@@ -24,6 +24,7 @@ from flowtrain_lightning.compatibility import refuse_foreign_module, refuse_opti
 from flowtrain_lightning.data import StepPart
 from flowtrain_lightning.nodes import refuse_unlike_nodes, refuse_unmet_nodes
 from flowtrain_lightning.parallel import broadcast_half
+from flowtrain_lightning.pool.device.choice import TierChoice
 from flowtrain_lightning.preemption import PreemptionCheckpoint
 from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
 from flowtrain_lightning.runtime.groups import root_store
@@ -66,6 +67,8 @@ class FlowTrainStrategy(SavingHalves):
             Beyond that it waits, or where waiting would block computes a forward again. More room, less waiting.
         recompute_encoder: keep no activations: every encoder forward runs a second time for its backward.
         pool_bytes: room in the pool on each rank. By default it follows from the plan and grows between steps.
+        pool_tier: where features and gradients of GPUs lie: ``"auto"`` in GPU memory between ranks that prove at start
+            that they can read it there, ``"host"`` in host memory, ``"device"`` as ``"auto"`` or not at all.
         hang_timeout: seconds without any progress of any rank after which all ranks end with an error.
         timeout: the same until every rank has begun its first step, since preparing data and building the model may
             take longer.
@@ -83,6 +86,7 @@ class FlowTrainStrategy(SavingHalves):
         encoder_activations: int = 4,
         recompute_encoder: bool = False,
         pool_bytes: int | None = None,
+        pool_tier: TierChoice = "auto",
         hang_timeout: float = 600.0,
         timeout: float = 1800.0,
     ) -> None:
@@ -91,10 +95,12 @@ class FlowTrainStrategy(SavingHalves):
             raise ValueError(f"ranks_per_device is {ranks_per_device}; at least 1 process must use each device.")
         if encoder_activations < 0:
             raise ValueError(f"encoder_activations is {encoder_activations}; it counts batches, from 0.")
+        if pool_tier not in get_args(TierChoice):
+            raise ValueError(f"pool_tier is {pool_tier!r}; it is 'auto', 'host' or 'device'.")
         self.num_nodes = 1
         self._request = make_request(allocation, placement, encoder_ranks, profile)
         self._ranks_per_device = ranks_per_device
-        self._settings = EngineSettings(0 if recompute_encoder else encoder_activations, pool_bytes)
+        self._settings = EngineSettings(0 if recompute_encoder else encoder_activations, pool_bytes, pool_tier)
         self._hang_timeout = hang_timeout
         self._timeout = timedelta(seconds=timeout)
         self._ranks: RankLauncher | None = None

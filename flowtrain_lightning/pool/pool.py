@@ -79,7 +79,7 @@ class Pool:
         segment = Segment(mesh.rank, current_bytes, ahead_bytes)
         link = Link(mesh)
         way = choose_transport(transport, link, segment)
-        pool = cls(link, segment, way, DeviceEntries(device) if device is not None else None)
+        pool = cls(link, segment, way, DeviceEntries(device, segment.memory) if device is not None else None)
         way.announce()
         while not way.ready():
             pool.poll(_OPEN_POLL_SECONDS)

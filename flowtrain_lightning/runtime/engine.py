@@ -14,6 +14,7 @@ from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.parallel import reduce_gradients
 from flowtrain_lightning.pool import PoolCounters
+from flowtrain_lightning.pool.device.choice import TierChoice
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
@@ -45,10 +46,12 @@ class EngineSettings:
         encoder_activations: encoder batches per rank whose activations are kept for the backward; others are
             recomputed.
         pool_bytes: bytes of the pool on each rank; None lets it follow from the plan.
+        pool_tier: which memory its entries may use.
     """
 
     encoder_activations: int
     pool_bytes: int | None
+    pool_tier: TierChoice
 
 
 class FlowEngine:
@@ -87,7 +90,7 @@ class FlowEngine:
         lanes = {role: f"{role} {job.allocation.ranks[role].index(job.rank)}" for role in self._roles}
         self._figures = FiguresTaker(lanes, job.labels[job.rank], self.timeline)
         self._compute = Compute(module, trainer, trainer.strategy.root_device)
-        self._room = RoomKeeper(module, job, self._compute, self.timeline, settings.pool_bytes)
+        self._room = RoomKeeper(module, job, self._compute, self.timeline, settings.pool_bytes, settings.pool_tier)
         self._indices = dict.fromkeys(STAGES, 0)
         self._ahead: dict[str, tuple[int, int] | None] = {}
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from flowtrain_lightning.allocator.roles import ENCODER
 from flowtrain_lightning.data import PackedMedia
 from flowtrain_lightning.pool import Pool, PoolCounters, PoolError
-from flowtrain_lightning.pool.device.choice import choose_device_tier
+from flowtrain_lightning.pool.device.choice import TierChoice, choose_device_tier
 from flowtrain_lightning.pool.device.tier import DeviceTier
 from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.job import Job
@@ -33,13 +33,20 @@ class RoomKeeper:
         compute: runs the user's methods.
         timeline: of the calling rank.
         pool_bytes: bytes of the pool on each rank; None lets it follow from the plan.
+        pool_tier: which memory its entries may use.
 
     Attributes:
         spec: what a row of features is; None until a step has media.
     """
 
     def __init__(
-        self, module: FlowModule, job: Job, compute: Compute, timeline: Timeline, pool_bytes: int | None
+        self,
+        module: FlowModule,
+        job: Job,
+        compute: Compute,
+        timeline: Timeline,
+        pool_bytes: int | None,
+        pool_tier: TierChoice,
     ) -> None:
         self.spec: FeatureSpec | None = None
         self._module = module
@@ -47,6 +54,7 @@ class RoomKeeper:
         self._compute = compute
         self._timeline = timeline
         self._pool_bytes = pool_bytes
+        self._pool_tier = pool_tier
         self._arena_bytes = 0
         self._desk: Desk | None = None
         self._last_counters: PoolCounters | None = None
@@ -128,7 +136,8 @@ class RoomKeeper:
         if self._tier is None:
             # As much as one half of the pool: a rank with one role uses one half, and what is too much goes through
             # host memory, where there is room for everything.
-            self._tier = choose_device_tier("auto", self._job.mesh, self._compute.device, self._arena_bytes)
+            device = self._compute.device
+            self._tier = choose_device_tier(self._pool_tier, self._job.mesh, device, self._arena_bytes)
             if self._tier is not None:
                 rank_zero_info(f"flowtrain: {self._tier.sentence}")
         return self._tier

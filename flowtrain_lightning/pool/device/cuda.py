@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from mmap import mmap
 from typing import Any
 from uuid import UUID
 
@@ -17,7 +18,8 @@ from flowtrain_lightning.pool.device.runtime import HANDLE_BYTES, DeviceBlock, D
 from flowtrain_lightning.pool.errors import PoolError
 
 _GRANULE = 2 << 20  # smaller allocations lie beside others in memory that is shared as a whole
-_ENABLE_PEER_ACCESS = 1  # the only flag of cuIpcOpenMemHandle, which it demands
+_ENABLE_PEER_ACCESS = ctypes.c_uint(1)  # the only flag of cuIpcOpenMemHandle, which it demands
+_PORTABLE = ctypes.c_uint(1)  # of cuMemHostRegister: pinned for all devices
 
 
 class CudaRuntime:
@@ -65,8 +67,7 @@ class CudaRuntime:
         device = _device_of(card)
         with _Context(device):
             pointer, opened = ctypes.c_uint64(), _IpcHandle.from_buffer_copy(handle)
-            flags = ctypes.c_uint(_ENABLE_PEER_ACCESS)
-            self._driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, flags)
+            self._driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, _ENABLE_PEER_ACCESS)
             size = ctypes.c_size_t()
             self._driver.call("cuMemGetAddressRange_v2", None, ctypes.byref(size), pointer)
             if size.value < nbytes:
@@ -91,11 +92,23 @@ class CudaRuntime:
             target.copy_(source, non_blocking=True)
         source.record_stream(self.side)
 
+    def pin(self, memory: mmap) -> Callable[[], None]:
+        """``cuMemHostRegister``. Where the system refuses it (it limits locked memory, say), copies are slower."""
+        place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+        try:
+            with _Context(self._device):
+                self._driver.call("cuMemHostRegister_v2", place, ctypes.c_size_t(len(memory)), _PORTABLE)
+        except PoolError:
+            return lambda: None
+        return self._calling(self._device, "cuMemHostUnregister", place)
+
     def synchronize(self) -> None:
         """``cudaDeviceSynchronize``."""
         torch.cuda.synchronize(self._device)
 
-    def _calling(self, device: torch.device, function: str, pointer: ctypes.c_uint64) -> Callable[[], None]:
+    def _calling(
+        self, device: torch.device, function: str, pointer: ctypes.c_uint64 | ctypes.c_void_p
+    ) -> Callable[[], None]:
         def call() -> None:
             with _Context(device):
                 self._driver.call(function, pointer)
@@ -136,7 +149,7 @@ class _Context:
 
     def __enter__(self) -> None:
         self._guard.__enter__()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()  # the first call of the runtime makes its context the driver's
+        torch.cuda.current_stream().query()  # a call of the runtime makes its context the driver's; waits for nothing
 
     def __exit__(self, *error: object) -> None:
         self._guard.__exit__(*error)  # type: ignore[no-untyped-call]

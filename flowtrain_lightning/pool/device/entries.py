@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from mmap import mmap
 
 import torch
 from torch import Tensor
@@ -51,9 +52,10 @@ class DeviceEntries:
 
     Args:
         tier: used by no other pool as long as this one is open.
+        memory: the own segment in host memory.
     """
 
-    def __init__(self, tier: DeviceTier) -> None:
+    def __init__(self, tier: DeviceTier, memory: mmap) -> None:
         self._tier = tier
         self._runtime = tier.runtime
         self._produced = tier.runtime.make_event()
@@ -64,6 +66,7 @@ class DeviceEntries:
         self._reading: dict[Address, int] = {}  # address of what this rank has leased -> slot
         self._used = self._peak = 0
         self._closed = False
+        self._unpin = tier.runtime.pin(memory)
         # Whatever a former pool had in the block is void, and no stream is at it once all ranks have come here.
         tier.runtime.synchronize()
 
@@ -166,7 +169,9 @@ class DeviceEntries:
 
     def close(self) -> None:
         """Another pool may use the tier; leases of this one that are released later have no effect on it."""
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            self._unpin()
 
     def _give_back(self, placed: Placed) -> None:
         self._given_back.append(placed)

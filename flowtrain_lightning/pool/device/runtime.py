@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -81,6 +82,13 @@ class DeviceRuntime(Protocol):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy on the side stream; the source's memory is kept for as long. The calling thread goes on at once."""
+
+    def pin(self, memory: mmap) -> Callable[[], None]:
+        """Let the device reach this host memory by itself, so that copies to and from it are faster, if that works.
+
+        Returns:
+            What ends it, before the memory is unmapped.
+        """
 
     def synchronize(self) -> None:
         """Wait until the device has done all that this process gave it."""

@@ -154,6 +154,7 @@ class SimulatedRuntime:
         blind: opening what others made fails, as in a container of its own.
 
     Attributes:
+        pinned: how many stretches of host memory are.
         closed: which blocks were freed, or closed in this process, in that order.
     """
 
@@ -167,6 +168,7 @@ class SimulatedRuntime:
         self._events_name, events = self._share("flowtrain simulated events", _MOST_EVENTS * 2 * _WORD)
         self._events = memoryview(events).cast("Q")
         self._made = 0
+        self.pinned = 0
         self.closed: list[tuple[str, str]] = []
 
     def current(self) -> Stepped | Eager:
@@ -203,6 +205,14 @@ class SimulatedRuntime:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self.side.put(lambda: target.copy_(source))
+
+    def pin(self, memory: mmap.mmap) -> Callable[[], None]:
+        self.pinned += 1
+
+        def end() -> None:
+            self.pinned -= 1
+
+        return end
 
     def synchronize(self) -> None:
         self.side.finish()

@@ -1,6 +1,7 @@
 """Entries in device memory: where they find room, and that no stream ever comes too early, whoever runs first."""
 
 from itertools import permutations
+from mmap import mmap
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ class Pair:
 
     def __init__(self, stream, nbytes, slots):
         self.owners, self.readers = (SimulatedRuntime(stream(), stream()) for _ in range(2))
+        self.memory = mmap(-1, 1 << 16)  # the owner's segment in host memory
         block = self.owners.allocate(nbytes)
         published, own, done = ([self.owners.make_event() for _ in range(slots)] for _ in range(3))
         self.owner = DeviceEntries(
@@ -32,7 +34,8 @@ class Pair:
                 readers={OWNER: own, READER: done},
                 refusals=(),
                 close=lambda: None,
-            )
+            ),
+            self.memory,
         )
         self.reader = DeviceEntries(
             DeviceTier(
@@ -44,9 +47,9 @@ class Pair:
                 readers={},
                 refusals=(),
                 close=lambda: None,
-            )
+            ),
+            mmap(-1, 4096),
         )
-        self.memory = bytearray(1 << 16)  # the owner's segment in host memory
 
     def put(self, number, tensors, readers=(READER,)):
         """The address of an entry that found room, or None."""
@@ -139,7 +142,9 @@ def test_what_was_never_put_or_is_given_back_twice_has_no_effect(pair):
 def test_a_lease_of_a_former_pool_has_no_effect_on_the_next_one(pair):
     address = pair.put(1, [floats()])
     pair.read(address, [floats()])
+    assert pair.readers.pinned == 1
     pair.reader.close()
+    assert pair.readers.pinned == 0
     marks = list(pair.owners._events)
     pair.reader.done(address)
     assert list(pair.owners._events) == marks

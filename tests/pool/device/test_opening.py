@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flowtrain_lightning.pool import Key, Pool, PoolError, Tier
+from flowtrain_lightning.pool.device.choice import choose_device_tier
 from flowtrain_lightning.pool.device.opening import open_device_tier
 from flowtrain_lightning.pool.record import Kind, Record
 from tests.pool.device.simulated import simulated
@@ -139,6 +140,16 @@ def test_what_is_no_block_is_not_opened(payload, devices):
         assert answer.number == 0
         assert list(tier.readable) == []
         assert "rank 0 cannot read the block of rank 1" in tier.sentence
+
+
+@pytest.mark.parametrize(("choice", "words"), [("auto", None), ("host", None), ("device", "computes on cpu")])
+def test_ranks_that_compute_on_the_cpu_have_no_device_tier(choice, words):
+    with meshes(1) as (mesh,):
+        if words is None:
+            assert choose_device_tier(choice, mesh, torch.device("cpu"), NBYTES) is None
+        else:
+            with pytest.raises(PoolError, match=words):
+                choose_device_tier(choice, mesh, torch.device("cpu"), NBYTES)
 
 
 def test_headers_need_shared_memory(three, devices):
