@@ -31,6 +31,7 @@ import torch
 
 from benchmarks.launch import machine
 from benchmarks.modules import ROOT
+from benchmarks.pool_device import measure_device
 from benchmarks.pool_peers import Way, free_port, open_ways
 from benchmarks.pool_report import draw_ways, report
 from benchmarks.pool_wakeups import answer, bells, pause, wake_up_seconds
@@ -68,6 +69,8 @@ def main() -> None:
             for process in hogs:
                 process.kill()
                 process.join()
+    if torch.cuda.device_count():  # last, since a process that has used CUDA cannot be forked
+        runs += measure_device(max(100 // few, 5))
     results = {"machine": where, "runs": runs}
     print(report(results))
     options.out.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,8 @@ def report(results: dict[str, Any]) -> str:
         stream_table(runs),
         wakeups_table(runs),
     ]
+    if any(run["way"] == "device" for run in runs):
+        parts.insert(-1, device_table(runs))
     for run in runs:
         if run["way"] == "waiting":
             parts.append(f"A reader that waits takes {100 * run['share']:.2f} % of a core ({run['cores']} cores).")
@@ -68,6 +70,24 @@ def stream_table(runs: Runs) -> str:
         [f"{run['cores']}, {run['burst']} at once", f"{run['cpu_us']:.1f} us"] for run in runs if run["way"] == "stream"
     ]
     return table(["put + get + release of 4 KiB", "processor time of both"], rows)
+
+
+def device_table(runs: Runs) -> str:
+    """Entries that lie in GPU memory."""
+    rows = [
+        [
+            size_name(run["device_bytes"]),
+            f"{run['copy_us']:,.0f} us",
+            f"{run['put_us']:,.0f} us",
+            f"{run['bandwidth_share']:.2f}",
+            f"{run['host_us']:,.0f} us",
+        ]
+        for run in runs
+        if run["way"] == "device"
+    ]
+    return table(
+        ["on a GPU: bytes", "device copy", "put, until it is there", "share of bandwidth", "host time of put"], rows
+    )
 
 
 def wakeups_table(runs: Runs) -> str:

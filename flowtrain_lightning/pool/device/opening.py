@@ -158,7 +158,8 @@ class _Opening:
     def _read_block(self, owner: int, record: Record) -> None:
         """Open the block of a peer, look for its pattern, and answer."""
         if not record.number:
-            self._refuse(f"rank {owner} has no block", record.payload)
+            if record.payload:  # else it wants none
+                self._refuse(f"rank {owner} has no block", record.payload)
             return
         try:
             payload = self._open_block(owner, record)

@@ -89,6 +89,15 @@ def test_a_rank_without_memory_for_a_block_still_reads_those_of_others(three, de
     assert passes(pools, 2, 0) is Tier.HOST
 
 
+def test_a_rank_that_only_reads_has_no_block_and_needs_none(devices):
+    with meshes(2) as made:
+        tiers = on_all_ranks(lambda r: open_device_tier(made[r], devices[r], 0 if r else NBYTES, required=True), 2)
+        assert tiers[0].refusals == tiers[1].refusals == ()
+        pools = open_pools(made, tiers)
+        assert passes(pools, 0, 1) is Tier.DEVICE
+        assert passes(pools, 1, 0) is Tier.HOST
+
+
 def test_what_is_required_and_does_not_work_is_an_error_on_both_sides(devices):
     devices[1] = simulated(1, blind=True)
     with meshes(2) as made:
