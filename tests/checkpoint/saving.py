@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from flowtrain_lightning.allocator import default_allocation
-from flowtrain_lightning.checkpoint import directory, names, save_checkpoint, tensors
+from flowtrain_lightning.checkpoint import directory, names, save_checkpoint, shared, tensors
 from flowtrain_lightning.checkpoint.tensors import save_tensors
 from flowtrain_lightning.runtime.groups import connect_groups
 
@@ -37,6 +37,27 @@ def save(folder: Path, paths: list[str], value: float, moment: str | None = None
         MOMENTS[moment]()
     for path in paths:
         save_checkpoint(_checkpoint(rank, value), path, HALVES, default_allocation(2), groups)
+
+
+def save_where_rank_1_is_blind(folder: Path) -> None:
+    """Two ranks save once; then rank 1 no longer sees the folder, and both write down what they are told."""
+    rank = int(os.environ["RANK"])
+    path = folder / "kept" / "last.ckpt"
+    save(folder, [str(path)], 1.0)
+    if rank == 1:
+        shared._appears = lambda made: False
+    groups = connect_groups(rank, ((0,), (1,)), "gloo", timedelta(seconds=30))
+    told = []
+    for attempt in (
+        lambda: save_checkpoint(_checkpoint(rank, 2.0), path, HALVES, default_allocation(2), groups),
+        lambda: shared.refuse_unshared_folder(path.parent, groups.cross),
+    ):
+        try:
+            attempt()
+        except FileNotFoundError as error:
+            told.append(str(error))
+    assert told[0] == told[1]
+    (folder / f"said{rank}.txt").write_text(told[0])
 
 
 def save_sharded(folder: Path) -> None:
