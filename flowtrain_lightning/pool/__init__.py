@@ -2,8 +2,9 @@
 
 Read in this order: `pool.py` (what a user of it sees), `entry.py` and `address.py` (what lies where), `segment.py`,
 `part.py`, `reservations.py` and `arena.py` (room), `mesh.py`, `inbox.py` and `stream.py` (how processes talk),
-`liveness.py`, `board.py` and `faults.py` (who is alive), `transport.py` and `ways.py` (how entries travel), `hosts.py`,
-`handshake.py`, `page_exchange.py` and `carrier.py` (what differs between hosts).
+`liveness.py`, `board.py` and `faults.py` (who is alive), `transport.py` and `ways.py` (how entries travel), the folder
+`between_hosts` (what differs there) and the folder `device`: `runtime.py` (what is asked of a device), `tier.py`,
+`entries.py` (the order of streams), `opening.py`.
 """
 
 from flowtrain_lightning.pool.address import Address, Tier

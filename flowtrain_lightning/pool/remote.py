@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowtrain_lightning.pool.entry import Memory
+from flowtrain_lightning.pool.copies import ReaderCopies
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.link import Link
 from flowtrain_lightning.pool.record import MAX_PAYLOAD, Kind, Record
@@ -16,17 +16,16 @@ from flowtrain_lightning.pool.segment import Segment
 from flowtrain_lightning.pool.transport import Publication
 
 
-class RemoteTransport:
+class RemoteTransport(ReaderCopies):
     """Entries are sent as a whole when they are published."""
 
     name = "remote"
 
     def __init__(self, link: Link, segment: Segment, peers: Sequence[int]) -> None:
-        self._link = link
+        super().__init__(link)
         self._segment = segment
         self._peers = peers
         self._sizes: dict[int, int] = {}  # peer -> bytes of its segment
-        self._copies: dict[int, bytearray] = {}  # address -> the entry
         self._arriving: dict[int, tuple[Publication, int]] = {}  # address -> what it will be, bytes so far
 
     def announce(self) -> None:
@@ -67,22 +66,9 @@ class RemoteTransport:
             raise PoolError(f"Rank {record.sender} sent {record}, which this transport has no use for.")
         return None
 
-    def locate(self, publication: Publication) -> tuple[Memory, int]:
-        """The reader's own copy."""
-        return self._copies[publication.address], 0
-
-    def release(self, publication: Publication) -> None:
-        """Tell the owner, and drop the copy."""
-        publication.send(self._link, publication.address.owner, Kind.RELEASE)
-        self.forget(publication)
-
-    def forget(self, publication: Publication) -> None:
-        """Drop the copy."""
-        self._copies.pop(publication.address, None)
-
     def close(self) -> None:
         """Drop all copies."""
-        self._copies.clear()
+        super().close()
         self._arriving.clear()
 
     def _take(self, record: Record) -> Publication | None:

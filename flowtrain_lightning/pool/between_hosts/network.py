@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowtrain_lightning.pool.entry import Memory
+from flowtrain_lightning.pool.copies import ReaderCopies
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.link import Link
 from flowtrain_lightning.pool.record import Kind, Record
@@ -12,17 +12,16 @@ from flowtrain_lightning.pool.segment import Segment
 from flowtrain_lightning.pool.transport import Publication
 
 
-class NetworkTransport:
+class NetworkTransport(ReaderCopies):
     """Entries are sent as a whole when they are published, straight from the owner's segment."""
 
     name = "network"
 
     def __init__(self, link: Link, segment: Segment, peers: Sequence[int]) -> None:
-        self._link = link
+        super().__init__(link)
         self._segment = segment
         self._peers = peers
         self._known: set[int] = set()  # peers whose segment is known
-        self._copies: dict[int, bytearray] = {}  # address -> the entry
 
     def announce(self) -> None:
         """Tell the peers the segment's size, the bound of what can be on its way to them."""
@@ -56,20 +55,3 @@ class NetworkTransport:
             raise PoolError(f"Rank {record.sender} sent {record._replace(payload=b'')}, which is no whole entry.")
         self._known.add(record.sender)
         return None
-
-    def locate(self, publication: Publication) -> tuple[Memory, int]:
-        """The reader's own copy."""
-        return self._copies[publication.address], 0
-
-    def release(self, publication: Publication) -> None:
-        """Tell the owner, and drop the copy."""
-        publication.send(self._link, publication.address.owner, Kind.RELEASE)
-        self.forget(publication)
-
-    def forget(self, publication: Publication) -> None:
-        """Drop the copy."""
-        self._copies.pop(publication.address, None)
-
-    def close(self) -> None:
-        """Drop all copies."""
-        self._copies.clear()
