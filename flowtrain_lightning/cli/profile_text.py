@@ -28,6 +28,8 @@ def profile_as_text(profile: Profile) -> str:
         f"{origin.settings['precision']}"
     )
     parts = [heading, _times(profile), *(_half(role, profile) for role in ROLES)]
+    if not profile.whole:
+        parts.append("The halves did not fit whole. Each was measured with one and with two of its layers.")
     if (summed := profile.reduction) is not None:
         speed = f"{1e3 * summed.constant:.2f} ms and {1e9 * summed.seconds_per_byte:.2f} ms a megabyte"
         parts.append(f"{summed.ranks} ranks sum their gradients in {speed}.")

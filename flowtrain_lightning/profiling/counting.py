@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,17 +15,20 @@ from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.fit import Observation, fit_cost
 from flowtrain_lightning.profiling.errors import ProfileError
-from flowtrain_lightning.profiling.origin import detached_copy
+from flowtrain_lightning.profiling.origin import copy_on_meta
 from flowtrain_lightning.profiling.probes import Probe
 from flowtrain_lightning.profiling.profile import Flops
 from flowtrain_lightning.profiling.steering import SteeredOnMeta
 from flowtrain_lightning.runtime.compute import as_features
-from flowtrain_lightning.runtime.halves import build_halves, half_parameters, half_trains
+from flowtrain_lightning.runtime.halves import half_parameters, half_trains
 from flowtrain_lightning.runtime.logbook import Logbook
 from flowtrain_lightning.runtime.random import own_streams
 
 if TYPE_CHECKING:
     from flowtrain_lightning.module import FlowModule
+
+_COUNTED = 6
+"""Probes that are looked at. Three would do for three coefficients if nothing but lengths mattered."""
 
 Passes = dict[str, tuple[float, float]]
 """Role -> FLOPs of forward and of backward."""
@@ -40,12 +43,12 @@ def count_flops(module: FlowModule, probes: Sequence[Probe]) -> dict[str, Flops]
 
     Args:
         module: built or not. It is left as it is.
-        probes: microbatches and encoder batches; their lengths must differ.
+        probes: microbatches and encoder batches, of which a few that differ most are looked at.
 
     Raises:
         ProfileError: the module reads numbers that are not there without computing.
     """
-    copy = _copy_on_meta(module)
+    copy, probes = copy_on_meta(module), _few(probes)
     try:
         with own_streams():
             counted = [_count(copy, probe) for probe in probes]
@@ -57,19 +60,16 @@ def count_flops(module: FlowModule, probes: Sequence[Probe]) -> dict[str, Flops]
     return {role: _fitted(role, probes, counted) for role in ROLES if any(role in passes for passes in counted)}
 
 
-def _copy_on_meta(module: FlowModule) -> FlowModule:
-    """A copy whose weights take no memory; buffers are copied as they are, since models read them."""
-    built = any(True for _ in module.parameters())
-    weights = {
-        id(weight): nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
-        for weight in module.parameters()
-    }
-    copy = detached_copy(module, weights)
-    with suppress(RuntimeError):
-        copy.trainer = module.trainer
-    if not built:
-        build_halves(copy, ())
-    return copy
+def _few(probes: Sequence[Probe]) -> list[Probe]:
+    """Some of those with media, if any has media: from the shortest samples to the longest."""
+
+    def mean_length(probe: Probe) -> float:
+        item = Observation.of(probe.lengths(BACKBONE), 0.0)
+        return item.squares / item.tokens
+
+    ordered = sorted([probe for probe in probes if probe.media is not None] or probes, key=mean_length)
+    places = np.linspace(0, len(ordered) - 1, min(_COUNTED, len(ordered))).round().astype(int)
+    return [ordered[place] for place in places]
 
 
 class _Counter:

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import repeat
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import numpy as np
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from flowtrain_lightning.allocator.roles import ROLES
-from flowtrain_lightning.data import FlowDataModule, StepBatch
+from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.packing.fit import Observation
 from flowtrain_lightning.profiling.counting import count_flops
 from flowtrain_lightning.profiling.errors import ProfileError
 from flowtrain_lightning.profiling.fitting import plainest_cost
-from flowtrain_lightning.profiling.halves import HalvesEngine, OptimizerClock
-from flowtrain_lightning.profiling.origin import detached_copy, origin_of
+from flowtrain_lightning.profiling.layers import layer_by_layer
+from flowtrain_lightning.profiling.origin import copy_on_meta, detached_copy, device_name, origin_of
 from flowtrain_lightning.profiling.probes import Probe, load_probes
 from flowtrain_lightning.profiling.profile import Flops, Profile, Reduction, RoleProfile
 from flowtrain_lightning.profiling.reduction import measure_reduction
+from flowtrain_lightning.profiling.running import Taken, profiling_trainer, run_halves
 from flowtrain_lightning.runtime.halves import half_parameters
 
 if TYPE_CHECKING:
     from flowtrain_lightning.module import FlowModule
-
-
-_QUARTILE = 0.25
-"""Of the times of one size, what is taken for its time: whatever else a machine does can only make it slower."""
 
 
 def profile_module(
@@ -49,7 +45,8 @@ def profile_module(
     """Measure the two halves of a module on one device of this machine, with real samples of several sizes.
 
     Each half computes as in training, with the threads that torch has in this process. The module itself is left as it
-    is: a copy of it is built and run.
+    is: a copy of it is built and run. Where the halves do not fit on the device whole, each is measured with one and
+    with two of its layers.
 
     Args:
         module: best not built yet.
@@ -63,39 +60,44 @@ def profile_module(
 
     Raises:
         DataError: there are no training data, or they cannot be read.
+        ProfileError: the halves do not fit, and their layers are not alike.
     """
-    clock = OptimizerClock()
-    with _quiet():
-        trainer = L.Trainer(
-            accelerator=accelerator,
-            devices=1,
-            precision=precision,
-            max_epochs=1,
-            callbacks=[clock],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-    device = trainer.strategy.root_device
+    trainer = profiling_trainer(accelerator, precision)
+    device, precision = trainer.strategy.root_device, trainer.precision
     data.prepare_data()
     data.setup("fit")
     reduced = _reduction() if reduction and device.type == "cpu" else None
     probes = load_probes(data)
-    module = detached_copy(module)
-    module.live_on(ROLES)
-    engine = HalvesEngine(module, trainer, probes, clock, seconds=seconds, progress=progress)
-    module.run_on(engine)
-    with _quiet():
-        trainer.fit(module, datamodule=_StandIn(data, _Repeated(probes[0].batch, engine.most_steps)))
-    module.run_on(None)
-    counted = _flops(trainer, module, probes) if flops else {}
+    run = partial(run_halves, data=data, probes=probes, seconds=seconds, progress=progress)
+    built = detached_copy(module)
+    taken = _unless_out_of_memory(partial(run, built, trainer))
+    whole = taken is not None
+    if taken is None:
+        del built
+        trainer = profiling_trainer(accelerator, precision)
+        gc.collect()  # what ran out of memory is in circles of references
+        rank_zero_warn(
+            f"{type(module).__name__} does not fit on {device_name(device)} whole. Each half is measured with one and "
+            "with two of its layers, and what a layer adds counts for all of them."
+        )
+        with trainer.precision_plugin.module_init_context():
+            built = copy_on_meta(module)
+        taken = layer_by_layer(module, probes, lambda shallow: run(shallow, profiling_trainer(accelerator, precision)))
+    counted = _flops(trainer, built, probes) if flops else {}
     return Profile(
-        origin_of(module, data, device, trainer.precision),
-        {role: replace(_role_profile(module, engine, probes, role), flops=counted.get(role)) for role in ROLES},
-        engine.feature_bytes,
+        origin_of(built, data, device, precision),
+        {role: replace(_role_profile(built, taken, probes, role), flops=counted.get(role)) for role in ROLES},
+        taken.feature_bytes,
         reduced,
+        whole,
     )
+
+
+def _unless_out_of_memory(run: Callable[[], Taken]) -> Taken | None:
+    try:
+        return run()
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _reduction() -> Reduction | None:
@@ -115,64 +117,18 @@ def _flops(trainer: L.Trainer, module: FlowModule, probes: Sequence[Probe]) -> d
         return {}
 
 
-@dataclass(frozen=True)
-class _Repeated:
-    """A loader of one batch, over and over: the engine knows better what to do."""
-
-    batch: StepBatch
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[StepBatch]:
-        return repeat(self.batch, self.count)
-
-
-class _StandIn(L.LightningDataModule):
-    """The user's data module in all but its steps, since modules ask ``trainer.datamodule`` for this and that."""
-
-    def __init__(self, data: FlowDataModule, steps: _Repeated) -> None:
-        super().__init__()
-        self._data = data
-        self._steps = steps
-
-    def train_dataloader(self) -> _Repeated:
-        """As many steps as are wanted."""
-        return self._steps
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._data, name)
-
-
-def _role_profile(module: FlowModule, engine: HalvesEngine, probes: Sequence[Probe], role: str) -> RoleProfile:
+def _role_profile(module: FlowModule, taken: Taken, probes: Sequence[Probe], role: str) -> RoleProfile:
     weights = half_parameters(module, role)
     trained = [weight for weight in weights if weight.requires_grad]
-    typical = {probe: np.quantile(times, _QUARTILE, axis=0) for probe, times in engine.times[role].items()}
-    measured = tuple(
-        Observation.of(probes[probe].lengths(role), float(times.sum())) for probe, times in typical.items()
-    )
-    whole = float(np.sum(list(typical.values())))
+    passes = taken.passes[role]
+    measured = tuple(Observation.of(probes[probe].lengths(role), float(times.sum())) for probe, times in passes.items())
+    both = np.sum(list(passes.values()), axis=0)
     return RoleProfile(
         cost=plainest_cost(measured),
         trains=bool(trained),
         parameters=sum(weight.numel() for weight in weights),
         gradient_bytes=sum(weight.numel() * weight.element_size() for weight in trained),
-        optimizer_seconds=float(np.quantile(engine.optimizer_times[role], _QUARTILE)) if trained and measured else 0.0,
-        forward_share=float(sum(forward for forward, _ in typical.values())) / whole if measured else 1.0,
+        optimizer_seconds=taken.optimizer[role] if trained and measured else 0.0,
+        forward_share=float(both[0] / both.sum()) if measured else 1.0,
         measured=measured,
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Lightning's announcements and advice, which would be taken for those of the training."""
-    log = logging.getLogger("lightning.pytorch")
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="lightning")
-            yield
-    finally:
-        log.setLevel(level)

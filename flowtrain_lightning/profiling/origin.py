@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import flowtrain_lightning
+from flowtrain_lightning.allocator.roles import ROLES
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.profiling.profile import Origin
@@ -66,6 +67,24 @@ def detached_copy(module: FlowModule, weights: Mapping[int, nn.Parameter] | None
     with suppress(RuntimeError):
         instead[id(module.trainer)] = None
     return copy.deepcopy(module, instead)
+
+
+def copy_on_meta(module: FlowModule) -> FlowModule:
+    """A built copy whose weights take no memory, with the Trainer of the module, if it has one.
+
+    Buffers of a module that is built are copied as they are, since models read them.
+    """
+    weights = {
+        id(weight): nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+        for weight in module.parameters()
+    }
+    copy = detached_copy(module, weights)
+    with suppress(RuntimeError):
+        copy.trainer = module.trainer
+    copy.live_on(ROLES)
+    with torch.device("meta"):
+        copy.configure_model()
+    return copy
 
 
 def _module_name(module: FlowModule) -> str:

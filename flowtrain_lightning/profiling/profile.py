@@ -125,12 +125,15 @@ class Profile:
         roles: role -> its half.
         feature_bytes: of one row of features; 0 where no sample has media.
         reduction: of gradients; None where it was not measured.
+        whole: both halves fitted on the device together. Where they did not, each was measured with one and with two of
+            its layers, and what a layer adds was counted for all of them.
     """
 
     origin: Origin
     roles: Mapping[str, RoleProfile]
     feature_bytes: int
     reduction: Reduction | None = None
+    whole: bool = True
 
     @property
     def cost(self) -> CostModel:
@@ -187,6 +190,7 @@ def _profile(content: Mapping[str, Any]) -> Profile:
         reduction=None
         if reduction is None
         else Reduction(int(reduction["ranks"]), float(reduction["constant"]), float(reduction["seconds_per_byte"])),
+        whole=bool(content.get("whole", True)),
     )
 
 

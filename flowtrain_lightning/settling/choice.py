@@ -38,7 +38,7 @@ class Choice:
         separate = self.chosen.allocation.placement == "separate"
         others = [each for each in self.predictions if (each.allocation.placement == "separate") != separate]
         if not others:
-            return f"{split(self.chosen)} is the fastest of all to which the steps can be dealt"
+            return f"{split(self.chosen)} is the fastest of all that the steps and the devices allow"
         rival = min(others, key=lambda each: each.seconds)
         gap = 100 * (rival.seconds / self.chosen.seconds - 1)
         if gap < 0:

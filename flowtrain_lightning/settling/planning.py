@@ -45,6 +45,8 @@ class Planner:
         """
 
         def predicted(allocation: Allocation) -> Prediction | None:
+            if allocation.placement == "colocated" and not profile.whole:
+                return None  # both halves did not fit on a device together
             try:
                 plans = plan_steps(self.steps, allocation, PLAYED_STEPS)
             except PackingError:

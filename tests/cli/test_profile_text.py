@@ -37,3 +37,8 @@ def test_where_no_peak_is_known_the_speed_stands_alone(device, precision):
 def test_what_could_not_be_counted_is_unknown():
     assert "computes at" not in text(flops=None)
     assert "unknown" in text(flops=None)
+
+
+def test_halves_that_did_not_fit_are_said_to_have_been_cut():
+    assert "The halves did not fit whole." in profile_as_text(replace(PROFILE, whole=False))
+    assert "did not fit" not in profile_as_text(PROFILE)

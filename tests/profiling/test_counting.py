@@ -18,12 +18,11 @@ TINY_BACKBONE = {"layers": 1, "hidden": WIDTH, "feed_forward": 2 * WIDTH, "heads
 
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory):
-    """A few microbatches that differ in all that matters."""
     folder = tmp_path_factory.mktemp("counting")
     write_records(folder, 48)
     data = tiny_data(folder)
     data.setup("fit")
-    return load_probes(data)[::3]
+    return load_probes(data)
 
 
 def quickstart(freeze):

@@ -31,7 +31,11 @@ COUNTED = replace(BACKBONE, flops=Flops(CostModel(10.0, 1.0, 0.0), CostModel(20.
 
 @pytest.mark.parametrize(
     "profile",
-    [PROFILE, replace(PROFILE, reduction=None), replace(PROFILE, roles={"encoder": ENCODER, "backbone": COUNTED})],
+    [
+        PROFILE,
+        replace(PROFILE, reduction=None, whole=False),
+        replace(PROFILE, roles={"encoder": ENCODER, "backbone": COUNTED}),
+    ],
 )
 def test_a_profile_is_read_as_it_was_written(profile, tmp_path):
     write_profile(profile, tmp_path / "profile.json")
@@ -59,10 +63,11 @@ def test_a_speed_is_the_flops_of_all_that_was_measured_over_its_time():
     assert replace(COUNTED, measured=()).flops_per_second is None
 
 
-def test_a_file_from_before_flops_were_counted_is_read(tmp_path):
+def test_a_file_from_before_flops_were_counted_and_halves_cut_is_read(tmp_path):
     path = tmp_path / "profile.json"
     write_profile(PROFILE, path)
     content = json.loads(path.read_text())
+    del content["whole"]
     for role in content["roles"].values():
         del role["flops"]
     path.write_text(json.dumps(content))

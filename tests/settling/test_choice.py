@@ -47,7 +47,7 @@ def test_the_reason_compares_with_the_best_of_the_other_placement():
 
 def test_what_the_steps_cannot_be_dealt_to_is_left_out():
     assert split(chosen(3, s2=2.0).chosen) == "separate 2 + 1"
-    assert "fastest of all to which the steps can be dealt" in chosen(3, s2=2.0).why
+    assert "fastest of all that the steps and the devices allow" in chosen(3, s2=2.0).why
     with pytest.raises(ValueError, match="3 ranks in any way"):
         chosen(3)
 
