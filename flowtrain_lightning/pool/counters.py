@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 WAIT_LIMITS = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1, 1.0)
@@ -15,6 +16,27 @@ class Occupancy:
     now: int
     peak: int
     capacity: int
+
+
+class Waits:
+    """Counts waits, and how long they took.
+
+    Attributes:
+        count: how many.
+        seconds: of all together.
+        histogram: see `PoolCounters.wait_histogram`.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
+        self.histogram = [0] * (len(WAIT_LIMITS) + 1)
+
+    def add(self, seconds: float) -> None:
+        """One more has ended."""
+        self.count += 1
+        self.seconds += seconds
+        self.histogram[bisect_right(WAIT_LIMITS, seconds)] += 1
 
 
 @dataclass(frozen=True)

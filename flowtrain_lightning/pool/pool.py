@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from flowtrain_lightning.pool.address import Address, Tier
-from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
+from flowtrain_lightning.pool.counters import Occupancy, PoolCounters, Waits
 from flowtrain_lightning.pool.device.entries import DeviceEntries
 from flowtrain_lightning.pool.device.tier import DeviceTier
 from flowtrain_lightning.pool.entry import Key, entry_bytes, erase_entry, read_entry, write_entry
@@ -43,9 +42,8 @@ class Pool:
         self._published: dict[Key, Publication] = {}  # to this rank, and not leased yet
         self._leased: dict[Key, Publication] = {}
         self._discarded: dict[int, int] = {}  # channel -> indices below it are gone
-        self._entries = self._bytes = self._moved_bytes = self._leased_bytes = self._refused = self._waits = 0
-        self._wait_seconds = 0.0
-        self._wait_histogram = [0] * (len(WAIT_LIMITS) + 1)
+        self._entries = self._bytes = self._moved_bytes = self._leased_bytes = self._refused = 0
+        self._waits = Waits()
         self._closed = False
 
     @classmethod
@@ -175,12 +173,9 @@ class Pool:
             PoolError: when a peer sent what cannot be true.
         """
         if timeout > 0:
-            self._waits += 1
             started = time.perf_counter()
             records = self._link.receive(timeout)
-            waited = time.perf_counter() - started
-            self._wait_seconds += waited
-            self._wait_histogram[bisect_right(WAIT_LIMITS, waited)] += 1
+            self._waits.add(time.perf_counter() - started)
         else:
             records = self._link.receive()
         for record in records:
@@ -202,8 +197,7 @@ class Pool:
         owner = address.owner
         own = owner == self._link.rank
         memory, start = (self._segment.memory, address.offset) if own else self._transport.locate(publication)
-        in_device = self._device is not None and address.tier is Tier.DEVICE
-        read = self._device.read if self._device is not None and in_device else read_entry
+        read = read_entry if self._device is None or address.tier is Tier.HOST else self._device.read
         tensors = read(memory, start, publication.nbytes, address, key)
         self._leased[key] = self._published.pop(key)
         self._leased_bytes += publication.nbytes
@@ -248,9 +242,9 @@ class Pool:
             moved_bytes=self._moved_bytes,
             leased_bytes=self._leased_bytes,
             refused=self._refused,
-            waits=self._waits,
-            wait_seconds=self._wait_seconds,
-            wait_histogram=tuple(self._wait_histogram),
+            waits=self._waits.count,
+            wait_seconds=self._waits.seconds,
+            wait_histogram=tuple(self._waits.histogram),
             current=self._segment.current.occupancy,
             ahead=self._segment.ahead.occupancy,
             device=Occupancy(0, 0, 0) if self._device is None else self._device.occupancy,

@@ -161,6 +161,16 @@ def test_ranks_that_compute_on_the_cpu_have_no_device_tier(choice, words):
                 choose_device_tier(choice, mesh, torch.device("cpu"), NBYTES)
 
 
+def test_ranks_of_other_hosts_are_reached_as_without_a_device(devices):
+    with meshes(3, "both") as made:  # ranks 0 and 2 share a host
+        tiers = open_tiers(made, devices)
+        assert "ranks 2" in tiers[0].sentence
+        pools = open_pools(made, tiers)
+        assert [passes(pools, 0, reader) for reader in (1, 2)] == [Tier.HOST, Tier.DEVICE]
+        assert pools[0].put(Key(1, 0, 0), [torch.ones(9)], [1, 2]).tier is Tier.HOST
+        assert all(lease_of(pool, Key(1, 0, 0)).tensors[0].eq(1).all() for pool in pools[1:])
+
+
 def test_headers_need_shared_memory(three, devices):
     tiers = open_tiers(three, devices)
     with pytest.raises(PoolError, match="need shared memory"):
