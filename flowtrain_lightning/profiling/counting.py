@@ -52,10 +52,11 @@ def count_flops(module: FlowModule, probes: Sequence[Probe]) -> dict[str, Flops]
     try:
         with own_streams():
             counted = [_count(copy, probe) for probe in probes]
-    except (RuntimeError, TypeError, ValueError) as error:  # of the user's methods, or of torch on their behalf
+    except Exception as error:  # of the user's methods, or of torch on their behalf
+        reason = next(iter(str(error).splitlines()), "")
         raise ProfileError(
             f"The FLOPs of {type(module).__name__} cannot be counted, since its methods do not run without weights "
-            f"and pixels: {error}."
+            f"and pixels ({type(error).__name__}: {reason})."
         ) from error
     return {role: _fitted(role, probes, counted) for role in ROLES if any(role in passes for passes in counted)}
 
