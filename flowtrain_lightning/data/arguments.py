@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flowtrain_lightning.data.records import DataError
 from flowtrain_lightning.packing.offline import Semantics
@@ -53,3 +54,14 @@ def refuse_mixed_semantics(
                 f"{name}={value} was given with semantics='samples', where as many microbatches are made as the "
                 f"samples need; set semantics='tokens', or leave {name} out."
             )
+
+
+def refuse_unlike_ranks(rank: int, own: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Raises a DataError where a rank's settings are not those of rank 0, with which it would plan other steps."""
+    unlike = [name for name in own if own[name] != first[name]]
+    if unlike:
+        here, there = (", ".join(f"{name}={of[name]!r}" for name in unlike) for of in (own, first))
+        raise DataError(
+            f"Rank {rank} has FlowDataModule({here}), but rank 0 has {there}. All ranks plan the same steps from the "
+            "same settings: give the same values, and the same number to seed_everything, on every rank."
+        )

@@ -15,7 +15,13 @@ import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from flowtrain_lightning.data.arguments import Files, paths_of, refuse_mixed_semantics, refuse_unknown
+from flowtrain_lightning.data.arguments import (
+    Files,
+    paths_of,
+    refuse_mixed_semantics,
+    refuse_unknown,
+    refuse_unlike_ranks,
+)
 from flowtrain_lightning.data.batch import StepPart
 from flowtrain_lightning.data.conversation import ChatTemplate
 from flowtrain_lightning.data.costs import chosen_costs
@@ -147,7 +153,6 @@ class FlowDataModule(L.LightningDataModule):
         self.global_batch_size = global_batch_size
         self.images = images or ImageProcessor()
         self.template = template or ChatTemplate()
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.pad_to_budget = pad_to_budget
@@ -162,12 +167,18 @@ class FlowDataModule(L.LightningDataModule):
         self.augment = augment
         self.num_workers = num_workers
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._seed = seed
         self._tokenizer = tokenizer
         self._sources: dict[str, JoinedSources] = {}
         # Weakly: Lightning may ask for a loader anew and drop the former, whose workers then end.
         self._loaders: WeakSet[StepLoader] = WeakSet()
         self._training: weakref.ref[StepLoader] | None = None
         self._resume: dict[str, Any] | None = None
+
+    @property
+    def seed(self) -> int:
+        """Of order and augmentation: the one given, else that of ``seed_everything``, whenever it was called, or 0."""
+        return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -183,8 +194,15 @@ class FlowDataModule(L.LightningDataModule):
                     rank_zero_info(index.summary)
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the indexes of a stage; every rank does."""
+        """Open the indexes of a stage; every rank does.
+
+        Raises:
+            DataError: this rank has other settings than rank 0, and so would plan other steps.
+        """
         self._training = self._resume = None
+        if self.trainer is not None:
+            settings = self._planned_by()
+            refuse_unlike_ranks(self.trainer.global_rank, settings, self.trainer.strategy.broadcast(settings))
         for name in self._wanted(stage):
             self._sources[name] = self._open(name)
 
@@ -245,6 +263,13 @@ class FlowDataModule(L.LightningDataModule):
         """End the workers, at once: what has failed is told after this hook, and a dead worker must not hold it up."""
         for loader in self._loaders:
             loader.abandon()
+
+    def _planned_by(self) -> dict[str, Any]:
+        names = (
+            *("global_batch_size", "token_budget", "shuffle", "drop_last", "too_long", "unreadable", "objective"),
+            *("semantics", "microbatches", "row_width", "max_delay", "weights", "cost", "encoder_cost"),
+        )
+        return {"seed": self.seed} | {name: getattr(self, name) for name in names}
 
     def _wanted(self, stage: str | None) -> list[str]:
         names = self.files if stage is None else _STAGES[stage]

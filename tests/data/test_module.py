@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from flowtrain_lightning.data import ChatTemplate, DataError, FlowDataModule, ImageProcessor, StepPart
 from flowtrain_lightning.packing import CostModel
@@ -281,6 +282,24 @@ def test_the_seed_is_that_of_seed_everything_unless_given(file):
     L.seed_everything(11, verbose=False)
     assert data_module(file, seed=None).seed == 11
     assert data_module(file, seed=5).seed == 5
+
+
+def test_the_seed_is_that_of_seed_everything_also_where_that_comes_after_the_data_module(file):
+    data = data_module(file, seed=None)
+    L.seed_everything(12, verbose=False)
+    assert data.seed == 12
+
+
+def test_a_rank_with_other_settings_than_rank_0_is_refused(file, tmp_path):
+    class OtherRankZero(SingleDeviceStrategy):
+        def broadcast(self, obj, src=0):
+            return {**obj, "seed": 5, "global_batch_size": 7} if isinstance(obj, dict) else obj
+
+    trainer = trainer_of(tmp_path, strategy=OtherRankZero(device="cpu"))
+    with pytest.raises(
+        DataError, match=r"Rank 0 has .*global_batch_size=4\), but rank 0 has seed=5, global_batch_size=7"
+    ):
+        trainer.fit(Recorder(), data_module(file, seed=3))
 
 
 def test_only_files_of_the_running_stage_are_opened(file, tmp_path):
