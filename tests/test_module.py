@@ -179,6 +179,49 @@ def test_an_encoder_with_other_rows_than_planned_is_told_both_numbers(folder, tm
         trainer.fit(DropsRow(), datamodule=tiny_data(folder))
 
 
+@pytest.mark.parametrize(
+    ("output", "named"),
+    [(None, "None"), ({"image": 1}, "dict {'image': 1}"), ([1, 2], r"list \[1, 2\]")],
+    ids=["nothing", "a dictionary", "a list"],
+)
+def test_an_encoder_that_returns_no_tensors_is_told_what_to_return(folder, tmp_path, output, named):
+    class Returns(TinyVLM):
+        def encode(self, media: PackedMedia) -> Any:
+            return output
+
+    trainer = trainer_for("auto", max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
+    with pytest.raises(TypeError, match=f"Returns.encode returned {named}; return a tensor with a row for"):
+        trainer.fit(Returns(), datamodule=tiny_data(folder))
+
+
+@pytest.mark.parametrize(
+    ("output", "named"),
+    [
+        (torch.zeros(()), r"a tensor of shape \[\]"),
+        ((torch.zeros(3), 3), r"\(a tensor of shape \[3\], int 3\)"),
+        ((1.5, 3), r"\(float 1.5, int 3\)"),
+    ],
+    ids=["no tokens", "a loss for each token", "a number without graph"],
+)
+def test_a_loss_that_is_no_pair_of_sum_and_tokens_is_told_what_to_return(folder, tmp_path, output, named):
+    class Returns(TinyVLM):
+        def loss(self, outputs: Tensor, batch: PackedBatch) -> Any:
+            return output
+
+    trainer = trainer_for("auto", max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
+    with pytest.raises(TypeError, match=f"Returns.loss .* returned {named}; return a pair"):
+        trainer.fit(Returns(), datamodule=tiny_data(folder))
+
+
+def test_a_half_that_was_not_built_where_it_is_looked_for_is_named():
+    class Elsewhere(TinyVLM):
+        def configure_backbone(self) -> None:
+            self.language = torch.nn.Linear(2, 2)
+
+    with pytest.raises(ValueError, match="Elsewhere has no module 'backbone', where its backbone half should be"):
+        Elsewhere().configure_model()
+
+
 def test_a_module_built_for_one_role_is_not_used_whole(folder):
     module = TinyVLM()
     module.live_on(("encoder",))

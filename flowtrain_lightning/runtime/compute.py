@@ -39,7 +39,8 @@ class Compute:
             number: which encoder batch of the step it is, counted over all encoder ranks.
 
         Raises:
-            ValueError: the user's ``encode`` returned another number of rows than the plan promises.
+            TypeError: the user's ``encode`` returned no tensors.
+            ValueError: it returned another number of rows than the plan promises.
         """
         media = media.to(self.device, non_blocking=True)
         media = media.with_patches(self._convert_input(media.patches))
@@ -49,6 +50,11 @@ class Compute:
         features = output if isinstance(output, tuple) else (output,)
         expected = sum(media.rows)
         for feature in features:
+            if not isinstance(feature, Tensor):
+                raise TypeError(
+                    f"{type(self.module).__name__}.encode returned {_named(output)}; return a tensor with a row for "
+                    "each backbone token of the media, or a tuple of such tensors."
+                )
             if feature.shape[0] != expected:
                 raise ValueError(
                     f"{type(self.module).__name__}.encode returned {feature.shape[0]} rows of features for "
@@ -64,6 +70,9 @@ class Compute:
 
         The loss, its target tokens and the logged values go into the logbook; the loss is returned to be
         differentiated.
+
+        Raises:
+            TypeError: a step with a loss returned something else than one summed loss and a number of tokens.
         """
         batch = batch.to(self.device, non_blocking=True)
         enter_stream(global_seed(), BACKBONE, *step, number)
@@ -71,9 +80,18 @@ class Compute:
             with self.module.logging_refused("predictions"):
                 return self.module.backbone_step(batch, features, stage)
         with self.module.logging_into(self.logbook):
-            loss, tokens = self.module.backbone_step(batch, features, stage)
+            loss, tokens = self._loss_and_tokens(self.module.backbone_step(batch, features, stage))
         self.logbook.close_microbatch(loss, tokens)
         return loss
+
+    def _loss_and_tokens(self, output: Any) -> tuple[Tensor, int | float | Tensor]:
+        match output:
+            case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
+                return loss, tokens
+        raise TypeError(
+            f"{type(self.module).__name__}.loss (or backbone_step) returned {_named(output)}; return a pair: the loss "
+            "summed over the target tokens, a tensor of one element, and the number of these tokens."
+        )
 
     def backward(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         """Backward of the outputs that have a gradient.
@@ -87,6 +105,14 @@ class Compute:
         ]
         with torch.autocast(self.device.type, enabled=False):
             torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_named, value))})"
+    return "None" if value is None else f"{type(value).__name__} {value!r:.60}"
 
 
 def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:

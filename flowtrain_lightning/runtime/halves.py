@@ -21,6 +21,9 @@ def build_halves(module: FlowModule, resident: Collection[str]) -> None:
 
     A half's weights depend on the seed and its role alone, so they are equal on all layouts. A module that overrides
     ``configure_whole`` is built whole on every rank, from one stream, and gives up what is not resident afterwards.
+
+    Raises:
+        ValueError: a half names a module that was not built.
     """
     if module.builds_whole:
         with own_streams():
@@ -32,6 +35,7 @@ def build_halves(module: FlowModule, resident: Collection[str]) -> None:
             with own_streams(), place:
                 enter_stream(global_seed(), "weights", role)
                 getattr(module, f"configure_{role}")()
+    _refuse_missing_modules(module)
     for role in ROLES:
         if role not in resident:
             for path in module.halves[role]:
@@ -99,6 +103,8 @@ def without_absent_halves(module: FlowModule, resident: Collection[str]) -> Iter
             continue
         for path in module.halves[role]:
             parent_path, _, name = path.rpartition(".")
+            if not _has_module(module, path):  # building it failed, and what follows on that must not hide why
+                continue
             parent = module.get_submodule(parent_path)
             removed.append((parent, name, getattr(parent, name)))
             setattr(parent, name, None)
@@ -107,6 +113,24 @@ def without_absent_halves(module: FlowModule, resident: Collection[str]) -> Iter
     finally:
         for parent, name, half in removed:
             setattr(parent, name, half)
+
+
+def _refuse_missing_modules(module: FlowModule) -> None:
+    built = "configure_whole" if module.builds_whole else "configure_{}"
+    for role in ROLES:
+        for path in module.halves[role]:
+            if not _has_module(module, path):
+                raise ValueError(
+                    f"{type(module).__name__} has no module {path!r}, where its {role} half should be. Build it in "
+                    f"{built.format(role)}, or say in `halves` which modules the {role} is made of."
+                )
+
+
+def _has_module(module: nn.Module, path: str) -> bool:
+    try:
+        return isinstance(module.get_submodule(path), nn.Module)
+    except AttributeError:
+        return False
 
 
 def _is_under(name: str, paths: Collection[str]) -> bool:
