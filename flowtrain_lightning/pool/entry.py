@@ -146,11 +146,11 @@ def entry_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def write_entry(
-    memory: Memory, address: Address, key: Key, tensors: Sequence[Tensor], body: Body | None = None
+    memory: Memory, address: Address, key: Key, tensors: Sequence[Tensor], body: Body = _IN_HOST_MEMORY
 ) -> None:
     """Copy ``tensors`` to ``address``; the header comes last, so that a half-written entry is never a valid one.
 
-    With a ``body`` only the header is written: the tensors are there, or will be for all who read them.
+    With a ``body`` in device memory only the header is written: the tensors will be there for all who read them.
     """
     base = address.offset
     position = _HEADER_BYTES[len(tensors)]
@@ -159,12 +159,11 @@ def write_entry(
         shape = tensor.shape
         descriptions += _TENSOR.pack(_CODES[tensor.dtype], len(shape), position, *shape, *_PADDING[len(shape)])
         nbytes = tensor.nbytes
-        if body is None and not _copy_plainly(memory, base + position, tensor, nbytes):
+        if body is _IN_HOST_MEMORY and not _copy_plainly(memory, base + position, tensor, nbytes):
             view = _view(memory, base + position, tensor.dtype, shape, tensor.numel())
             view.copy_(tensor.detach() if tensor.requires_grad else tensor)
         position += aligned(nbytes)
-    offset, slot = body or _IN_HOST_MEMORY
-    head = _CHECKED.pack(address, key.pack(), position, key.channel, len(tensors), offset, slot) + descriptions
+    head = _CHECKED.pack(address, key.pack(), position, key.channel, len(tensors), *body) + descriptions
     memory[base : base + _CHECKED_FROM + len(head)] = _UNCHECKED.pack(_MAGIC, zlib.crc32(head)) + head
 
 

@@ -137,8 +137,7 @@ class Pool:
             self._refused += 1
             return None
         try:
-            placed = self._device.place(tensors, nbytes, waiting) if self._device is not None else None
-            if self._device is None or placed is None:
+            if self._device is None or (placed := self._device.place(tensors, nbytes, waiting)) is None:
                 write_entry(self._segment.memory, address, key, tensors)
             else:
                 address = self._segment.in_device_memory(address)
@@ -264,7 +263,7 @@ class Pool:
         if record.kind is Kind.RELEASE:
             self._released(Key.unpack(record.channel, record.number), record.address, record.sender)
             return
-        if record.kind is Kind.UNREAD and self._device is not None:
+        if self._device is not None and record.kind is Kind.UNREAD:
             self._device.given_back(Address(record.address), record.sender, read=False)
             return
         publication = self._transport.receive(record)
