@@ -57,6 +57,7 @@ class _Opening:
     """One rank's part in it, and in the closing at the end."""
 
     def __init__(self, mesh: Mesh, runtime: DeviceRuntime, nbytes: int) -> None:
+        self._mesh = mesh
         self._link = Link(mesh)
         self._runtime = runtime
         self._rank = mesh.rank
@@ -105,11 +106,12 @@ class _Opening:
         )
 
     def close(self) -> None:
-        """Let go of the peers' blocks, and of the own one when no peer reads it any more.
+        """Let go of the peers' blocks, and of the own one when no peer reads it any more. All ranks call it.
 
         A peer that does not say so in time may still read it; then its memory is freed when this process ends. So is
         everything when a peer has failed, whose events this rank's streams may wait for in vain.
         """
+        self._link = Link(self._mesh)  # what came on the former one meanwhile was dropped for that of a pool
         readable, self._readable = dict(self._readable), {}
         readable.pop(self._rank, None)
         with suppress(RuntimeError, OSError):  # a failed peer, or a device that failed: this rank ends, too
