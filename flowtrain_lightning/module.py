@@ -104,7 +104,7 @@ class FlowModule(L.LightningModule):
             features: modality -> features, whose rows belong at ``batch.media_positions[modality]``. A modality
                 without media in this microbatch is absent.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define merge.")
+        raise NotImplementedError(f"{type(self).__name__} must define merge, which generate calls too.")
 
     def loss(self, outputs: Any, batch: PackedBatch) -> tuple[Tensor, int | Tensor]:
         """The backbone's outputs -> the loss **summed** over target tokens, and their number."""
