@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -40,6 +41,9 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(_help())
+        return
+    if name == "--version":
+        print(f"flowtrain-lightning {version('flowtrain-lightning')}")
         return
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)

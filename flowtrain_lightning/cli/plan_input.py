@@ -105,6 +105,8 @@ def _table(path: Path) -> pyarrow.Table:
         raise PlanningError(
             "reading Parquet needs pyarrow; install it with `pip install flowtrain-lightning[pack]`."
         ) from error
+    if not path.is_file():
+        raise PlanningError(f"there is no file {path}.")
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:

@@ -91,7 +91,8 @@ def index_table(path: Path, measure: Measure, cache_dir: Path | None) -> IndexTa
         DataError: the file, a record or (unless dropped) a picture cannot be used.
     """
     if not path.is_file():
-        raise DataError(f"{path}: there is no such file.")
+        is_folder = "this is a folder; name its files, several as a list."
+        raise DataError(f"{path}: {is_folder if path.is_dir() else 'there is no such file.'}")
     places = _cache_files(path, measure, cache_dir)
     for place in places:
         if (table := _load(place, path)) is not None:

@@ -72,7 +72,7 @@ class MetadataIndex:
         self._records = np.flatnonzero(kept)
         self._sizes = sizes.select(self._records)
         self.fingerprint = fingerprint([table.content, measure.prompt, np.flatnonzero(~kept).tolist()])
-        self.summary = self._summary(table, too_long, token_budget, long, emptied)
+        self.summary = self._summary(table, too_long, token_budget, long, emptied, measure.prompt)
         if len(self) == 0:
             raise DataError(f"{path}: no record is left to use. {self.summary}")
 
@@ -117,7 +117,7 @@ class MetadataIndex:
         return cut, long[:0] if measure.prompt else long[targets[long] == 0]
 
     def _summary(
-        self, table: IndexTable, too_long: TooLong, token_budget: int, long: IntArray, emptied: IntArray
+        self, table: IndexTable, too_long: TooLong, token_budget: int, long: IntArray, emptied: IntArray, prompt: bool
     ) -> str:
         unreadable = int(np.count_nonzero(~table.readable))
         told = [f"{self.path.name}: {len(self)} of {len(table.offsets)} records used"]
@@ -129,6 +129,9 @@ class MetadataIndex:
             told.append(f"{len(long) - len(emptied)} cut to token_budget={token_budget}")
         if len(emptied):
             told.append(f"{len(emptied)} dropped since no target was left within token_budget={token_budget}")
+        without_loss = 0 if prompt else int(np.count_nonzero(self._sizes.targets == 0))
+        if without_loss:
+            told.append(f"{without_loss} of these without loss, as nothing in them is said by the assistant")
         return ", ".join(told) + "."
 
 

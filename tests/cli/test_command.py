@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,11 @@ def test_the_installed_command_lists_every_command():
     for command in ("fit", "validate", "test", "predict", "export", "doctor"):
         assert f"\n  {command} " in done.stdout
     assert "flowtrain fit --config config.yaml" in done.stdout
+
+
+def test_the_command_says_its_version(flowtrain, capsys):
+    flowtrain("--version")
+    assert capsys.readouterr().out == f"flowtrain-lightning {version('flowtrain-lightning')}\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -160,7 +160,7 @@ def test_whole_copies_keep_to_what_replicates(plan):
         ((*MODEL, "--devices", "8", "--freeze", "tail"), "There is no half 'tail' to freeze; choose from encoder"),
         ((*MODEL, "--devices", "8", "--freeze", "encoder", "--freeze", "backbone"), "nothing trains; freeze less"),
         ((*MODEL, "--devices", "8", "--token-budget", "0"), "token_budget is 0"),
-        ((*MODEL, "--devices", "8", "--data", "nowhere.parquet"), "nowhere.parquet is no Parquet file"),
+        ((*MODEL, "--devices", "8", "--data", "nowhere.parquet"), "there is no file nowhere.parquet"),
         ((*MODEL, "--devices", "8", "--out", "no/where.yaml"), "no/where.yaml cannot be written"),
         (("--model", "qwen2.5-vl-72b", "--devices", "8"), "the smallest number that would do is 24"),
     ],

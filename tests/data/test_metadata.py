@@ -101,3 +101,17 @@ def test_joined_sources_number_their_samples_one_after_another(tmp_path):
     for name in ("tokens", "targets", "media_start", "media_rows", "media_patches"):
         np.testing.assert_array_equal(getattr(joined.sizes(asked), name), getattr(whole.sizes(asked), name))
     assert joined.sizes(np.array([1])).tokens.tolist() == whole.sizes(np.array([1])).tokens.tolist()
+
+
+def test_records_without_loss_are_counted(tmp_path):
+    records = [message_record(0, "a", "b", []), message_record(1, "a", "b", [])]
+    records[1]["messages"].pop()
+    file = write_records(tmp_path / "d.jsonl", records)
+    told = "2 of 2 records used, 1 of these without loss, as nothing in them is said by the assistant."
+    assert index(file).summary == f"d.jsonl: {told}"
+    assert index(file, prompt=True).summary == "d.jsonl: 2 of 2 records used."
+
+
+def test_a_folder_is_not_taken_for_a_missing_file(tmp_path):
+    with pytest.raises(DataError, match="this is a folder; name its files, several as a list"):
+        index(tmp_path)
