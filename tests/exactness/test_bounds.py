@@ -40,9 +40,9 @@ def reference(folder: Path) -> Run:
 def train(
     folder: Path, layout: str, module: dict[str, Any] | None = None, replan: bool = False, **strategy: Any
 ) -> Done:
-    arguments = {"data": str(folder / "data"), "layout": layout, "module": module, "strategy": strategy}
-    arguments["replan"] = replan
-    job = Job(f"{layout} {module or ''} {strategy} {replan}", "tests.exactness.train:train", ranks_of(layout), arguments)
+    given = {"layout": layout, "module": module, "strategy": strategy, "replan": replan}
+    arguments = {"data": str(folder / "data"), **given}
+    job = Job(" ".join(map(str, given.values())), "tests.exactness.train:train", ranks_of(layout), arguments)
     return run_jobs(folder, [job])[job.name]
 
 
