@@ -111,7 +111,8 @@ def refusal(mesh, device):
     return str(caught.value)
 
 
-def test_a_block_is_freed_after_all_who_read_it_have_let_go_of_it(three, devices):
+def test_a_block_is_freed_after_all_who_read_it_have_let_go_of_it(three, devices, monkeypatch):
+    monkeypatch.setattr("flowtrain_lightning.pool.device.opening._CLOSE_SECONDS", 30.0)
     closed = devices[0].closed
     for device in devices:
         device.closed = closed
