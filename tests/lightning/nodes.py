@@ -157,7 +157,8 @@ def train_without_a_shared_folder(folder: Path, *, data: str, tester: int, check
 def main() -> None:
     """Trains on two nodes and writes ``rank<r>.pt``, and what was settled into ``settled<r>.json``."""
     folder, data, *encoder_ranks = sys.argv[1:]
-    strategy = flow.FlowTrainStrategy(encoder_ranks=int(encoder_ranks[0])) if encoder_ranks else "flowtrain"
+    said = {"encoder_ranks": int(encoder_ranks[0])} if encoder_ranks else {}
+    strategy = flow.FlowTrainStrategy(**said, hang_timeout=60, timeout=120)
     recorder = Recorder()
     trainer = trainer_for(2, strategy, callbacks=[recorder], default_root_dir=folder)
     trainer.fit(TinyVLM(), steps_data(Path(data)))
