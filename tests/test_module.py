@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, StepBatch
+from flowtrain_lightning.runtime.compute import Compute
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, run_jobs
 from tests.runtime.scenarios import KEPT_BATCHES, read_down
@@ -211,6 +212,20 @@ def test_a_loss_that_is_no_pair_of_sum_and_tokens_is_told_what_to_return(folder,
     trainer = trainer_for("auto", max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
     with pytest.raises(TypeError, match=f"Returns.loss .* returned {named}; return a pair"):
         trainer.fit(Returns(), datamodule=tiny_data(folder))
+
+
+def test_weights_of_a_half_on_other_ranks_are_told_as_such(folder, tmp_path):
+    data = tiny_data(folder)
+    data.setup("fit")
+    step = next(iter(data.train_dataloader()))
+    media = next(batch for batch in step.encoder_batches if batch is not None)
+    module = TinyVLM()
+    module.live_on(("backbone",))
+    module.configure_model()
+    compute = Compute(module, trainer_for("auto", default_root_dir=tmp_path), torch.device("cpu"))
+    words = r"TinyVLM computes on encoder ranks uses weights that other ranks hold, such as 'encoder\."
+    with pytest.raises(RuntimeError, match=words):
+        compute.encode(media, step=(0, 0), number=0)
 
 
 def test_a_half_that_was_not_built_where_it_is_looked_for_is_named():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +48,7 @@ class Compute:
         media = media.to(self.device, non_blocking=True)
         media = media.with_patches(self._convert_input(media.patches))
         enter_stream(global_seed(), ENCODER, *step, number)
-        with self.module.logging_refused("encode"):
+        with self.module.logging_refused("encode"), self._own_half(ENCODER):
             output = self.module.encode(media)
         features = output if isinstance(output, tuple) else (output,)
         expected = sum(media.rows)
@@ -77,12 +80,27 @@ class Compute:
         batch = batch.to(self.device, non_blocking=True)
         enter_stream(global_seed(), BACKBONE, *step, number)
         if stage == "predict":
-            with self.module.logging_refused("predictions"):
+            with self.module.logging_refused("predictions"), self._own_half(BACKBONE):
                 return self.module.backbone_step(batch, features, stage)
-        with self.module.logging_into(self.logbook):
+        with self.module.logging_into(self.logbook), self._own_half(BACKBONE):
             loss, tokens = self._loss_and_tokens(self.module.backbone_step(batch, features, stage))
         self.logbook.close_microbatch(loss, tokens)
         return loss
+
+    @contextmanager
+    def _own_half(self, role: str) -> Iterator[None]:
+        """Tells who meets weights without values that they are those of a half on other ranks."""
+        try:
+            yield
+        except RuntimeError as error:
+            absent = [name for name, parameter in self.module.named_parameters() if parameter.is_meta]
+            if not absent or not re.search(r"\bmeta\b", str(error)):
+                raise
+            raise RuntimeError(
+                f"What {type(self.module).__name__} computes on {role} ranks uses weights that other ranks hold, such "
+                f"as {absent[0]!r}: {error} Encode with the encoder half alone and do all else with the backbone half; "
+                "`halves` says which modules these are."
+            ) from error
 
     def _loss_and_tokens(self, output: Any) -> tuple[Tensor, int | float | Tensor]:
         match output:
