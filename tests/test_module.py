@@ -228,6 +228,23 @@ def test_weights_of_a_half_on_other_ranks_are_told_as_such(folder, tmp_path):
         compute.encode(media, step=(0, 0), number=0)
 
 
+def test_a_loss_of_weights_on_other_ranks_is_told_as_such(folder, tmp_path):
+    class Penalised(TinyVLM):
+        def backbone_step(self, batch: PackedBatch, features: Any, stage: str) -> Any:
+            return sum(p.sum() for p in self.encoder.parameters()), 1
+
+    data = tiny_data(folder)
+    data.setup("fit")
+    step = next(iter(data.train_dataloader()))
+    module = Penalised()
+    module.live_on(("backbone",))
+    module.configure_model()
+    compute = Compute(module, trainer_for("auto", default_root_dir=tmp_path), torch.device("cpu"))
+    words = r"Penalised computes on backbone ranks uses weights that other ranks hold, such as 'encoder\..*no value"
+    with pytest.raises(RuntimeError, match=words):
+        compute.microbatch(step.microbatches[0], {}, stage="train", step=(0, 0), number=0)
+
+
 def test_a_half_that_was_not_built_where_it_is_looked_for_is_named():
     class Elsewhere(TinyVLM):
         def configure_backbone(self) -> None:

@@ -105,6 +105,8 @@ class Compute:
     def _loss_and_tokens(self, output: Any) -> tuple[Tensor, int | float | Tensor]:
         match output:
             case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
+                if loss.is_meta:
+                    raise RuntimeError("The loss is on device meta and has no value.")
                 return loss, tokens
         raise TypeError(
             f"{type(self.module).__name__}.loss (or backbone_step) returned {_named(output)}; return a pair: the loss "
