@@ -17,7 +17,7 @@ from flowtrain_lightning.runtime.watchdog import end_children, say_fault
 
 _BEAT_SECONDS = 0.5
 _SILENT_SECONDS = 30.0  # without a beat: that process has ended, or its whole host
-_HEARD_SECONDS = 2.0  # rank 0 as a rule keeps the store: so long the others have to read there what has ended it
+_HEARD_SECONDS = 5.0  # on a busy machine as well
 _FAULT = "fault"
 _MET = "met"
 
@@ -65,9 +65,16 @@ class StartWatch:
     def _tell(self, sentence: str) -> None:
         """Let the ranks of all nodes know what has ended this one."""
         with suppress(RuntimeError):  # from the store: its host is gone as well
-            self._store.compare_set(_FAULT, "", sentence)
-            if self._rank == 0:
-                time.sleep(_HEARD_SECONDS)
+            self._put(sentence)
+            self._let_others_hear()
+
+    def _put(self, sentence: str) -> None:
+        self._store.compare_set(_FAULT, "", sentence)
+
+    def _let_others_hear(self) -> None:
+        """Rank 0 as a rule keeps the store: it stays until the others have read there what has ended it."""
+        if self._rank == 0:
+            time.sleep(_HEARD_SECONDS)
 
     def _watch(self) -> None:
         for beat in itertools.count():
@@ -77,7 +84,7 @@ class StartWatch:
                 self._store.set(str(self._rank), str(beat))
                 silent = self._silent()
                 if silent is not None:
-                    self._tell(
+                    self._put(
                         f"Rank {silent} has ended, or its host, during start-up: nothing was heard of it for "
                         f"{_SILENT_SECONDS:.0f} s."
                     )
@@ -86,6 +93,7 @@ class StartWatch:
                 fault = f"Rank 0, or whoever keeps what ranks tell each other at the start, has ended ({error})."
             if fault is not None and not self._over.is_set():
                 say_fault(fault, self._folder, self._rank)
+                self._let_others_hear()
                 end_children()
                 os._exit(1)
 

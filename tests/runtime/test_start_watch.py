@@ -14,6 +14,8 @@ from flowtrain_lightning.runtime.start_watch import StartWatch
 from tests.ports import free_port
 from tests.processes import assert_all_good, run_ranks
 
+pytestmark = pytest.mark.full
+
 SILENT_SECONDS = 5.0
 """Long enough for a busy machine to let every rank give its sign."""
 
@@ -39,9 +41,9 @@ def start(rank, ranks, victim, end):
     ("victim", "end", "sentence"),
     [
         (1, "raise", "Rank 1 failed during start-up: ValueError: no such file"),
-        pytest.param(0, "raise", "Rank 0 failed during start-up: ValueError: no such file", marks=pytest.mark.full),
-        pytest.param(2, "kill", "Rank 2 has ended, or its host, during start-up: nothing was", marks=pytest.mark.full),
-        pytest.param(0, "kill", "Rank 0, or whoever keeps what ranks tell each other", marks=pytest.mark.full),
+        (0, "raise", "Rank 0 failed during start-up: ValueError: no such file"),
+        (2, "kill", "Rank 2 has ended, or its host, during start-up: nothing was heard of it for 5 s."),
+        (0, "kill", "Rank 0, or whoever keeps what ranks tell each other at the start, has ended"),
     ],
     ids=["a rank raises", "rank 0 raises", "a rank is killed", "rank 0 is killed"],
 )
@@ -60,6 +62,5 @@ def meet(rank, ranks):
         time.sleep(1.0 if rank else SILENT_SECONDS + 2)
 
 
-@pytest.mark.full
 def test_ranks_that_have_met_are_not_missed():
     assert_all_good(run_ranks(meet, 2, env=meeting()))
