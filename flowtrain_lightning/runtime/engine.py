@@ -29,6 +29,7 @@ from flowtrain_lightning.runtime.room_keeper import RoomKeeper
 from flowtrain_lightning.runtime.step import STAGES, Step, figures_key, times_key
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, Span, Timeline
 from flowtrain_lightning.runtime.times import Times, measured, of_all_ranks
+from flowtrain_lightning.runtime.unused_features import UnusedFeatures
 
 if TYPE_CHECKING:
     import lightning as L
@@ -91,6 +92,7 @@ class FlowEngine:
         self._figures = FiguresTaker(lanes, job.labels[job.rank], self.timeline)
         self._compute = Compute(module, trainer, trainer.strategy.root_device)
         self._room = RoomKeeper(module, job, self._compute, self.timeline, settings.pool_bytes, settings.pool_tier)
+        self._unused_features = UnusedFeatures()
         self._indices = dict.fromkeys(STAGES, 0)
         self._ahead: dict[str, tuple[int, int] | None] = {}
 
@@ -107,6 +109,8 @@ class FlowEngine:
             self._enter("wait for the sum of the gradients", step)
             for role in self._roles:
                 reduce_gradients(half_parameters(self._module, role), 1 / max(report.tokens, 1))
+        if step.trains and step.plan.entries and self._groups.cross.rank == self._allocation.ranks[ENCODER][0]:
+            self._unused_features.look(half_parameters(self._module, ENCODER))
         self.stop_requested, self.times = report.stop, report.times
         self._enter("between steps", step)
         return self._module.log_report("train", report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -30,6 +31,9 @@ _LOOK_SECONDS = 0.2
 _TELL_SECONDS = 1.0  # until a stopped rank is killed: by then the other ranks have seen what is wrong with it, too
 _DEAF_SECONDS = 5.0  # without a heartbeat: not even the watchdog of that process gets to run
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
+
+_found_fault = threading.Event()
+"""The watchdog of this process ends it."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ class Watchdog:
         elif fault.rank is not None:
             page.blame(fault.rank)
         say_fault(text, self._fault_dir, self._rank)
+        _found_fault.set()
         # Where the interpreter's own end hangs, or something holds its lock, the system ends this process by SIGALRM.
         signal.setitimer(signal.ITIMER_REAL, 2 * GRACE_SECONDS)
         self._mesh.abort(fault.sentence, fault.rank)
@@ -196,6 +201,15 @@ class _Patience:
     def last_progress(self, rank: int) -> float:
         """When ``rank`` last made progress."""
         return self._since[rank]
+
+
+@atexit.register
+def _leave_at_once() -> None:
+    """After a fault: the interpreter and its libraries may need more time to end in good order than there is."""
+    if _found_fault.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def say_fault(text: str, folder: str | os.PathLike[str], rank: int) -> None:

@@ -166,6 +166,23 @@ def fork_during_a_run(folder: Path) -> None:
     disconnect_groups()
 
 
+# ---- features that nobody uses ---------------------------------------------------------------------------------------
+
+
+class IgnoresFeatures(TinyVLM):
+    """Its backbone reads the text only."""
+
+    def merge(self, batch: Any, features: dict[str, Any]) -> dict[str, Any]:
+        return super().merge(batch, {})
+
+
+def ignore_features(folder: Path, *, data: str, layout: str) -> None:
+    """Trains a few epochs with pictures in every step."""
+    trainer = trainer_for(layout, max_epochs=4, limit_val_batches=0, default_root_dir=folder)
+    trainer.fit(IgnoresFeatures(), datamodule=tiny_data(Path(data)))
+    disconnect_groups()
+
+
 # ---- an encoder that does not train ----------------------------------------------------------------------------------
 
 
