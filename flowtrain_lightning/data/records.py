@@ -11,6 +11,9 @@ from typing import Any
 MEDIA_MARKER = "<image>"
 """Where a record's text says that its next picture belongs."""
 
+_PICTURE_KEYS = ("image", "path", "url", "image_url")
+"""Under which a part of a content may name its picture; parts that name none take the next of the record's."""
+
 _LLAVA_ROLES = {"human": "user", "gpt": "assistant"}
 
 
@@ -93,25 +96,25 @@ def parse(fields: Any, path: Path, number: int) -> Record:
     name = str(fields.get("id", number + 1))
     where = f"{where} (id {name!r})" if "id" in fields else where
     if "messages" in fields:
-        turns = _turns(fields["messages"], where, "messages", "role", "content")
-        pictures = [item.get("path") if isinstance(item, dict) else item for item in _several(fields.get("images"))]
+        turns, named = _turns(fields["messages"], where, "messages", "role", "content")
+        beside = [item.get("path") if isinstance(item, dict) else item for item in _several(fields.get("images"))]
     elif "conversations" in fields:
-        turns = _turns(fields["conversations"], where, "conversations", "from", "value")
-        pictures = _several(fields.get("image"))
+        turns, named = _turns(fields["conversations"], where, "conversations", "from", "value")
+        beside = _several(fields.get("image"))
     else:
         raise DataError(
             f"{where}: expected 'messages' (with 'images') or 'conversations' (with 'image'), found neither."
         )
+    if named and beside:
+        raise DataError(f"{where}: it names pictures within its turns and beside them; name all of them in one place.")
+    pictures = named or beside
     markers = sum(turn.text.count(MEDIA_MARKER) for turn in turns)
     if markers != len(pictures):
         raise DataError(
             f"{where}: its text has {markers} {MEDIA_MARKER} markers, but it names {len(pictures)} pictures; "
             "give one picture for each marker, in order."
         )
-    paths = tuple(path.parent / picture for picture in pictures if isinstance(picture, str))
-    if len(paths) != len(pictures):
-        raise DataError(f"{where}: every picture needs a path, a string.")
-    return Record(where, name, turns, paths, fields)
+    return Record(where, name, turns, tuple(path.parent / _file_name(picture, where) for picture in pictures), fields)
 
 
 def _several(value: Any) -> list[Any]:
@@ -120,16 +123,48 @@ def _several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _turns(items: Any, where: str, name: str, role_key: str, text_key: str) -> tuple[Turn, ...]:
+def _file_name(picture: Any, where: str) -> str:
+    if not isinstance(picture, str):
+        raise DataError(f"{where}: every picture needs a path, a string.")
+    if "://" in picture or picture.startswith("data:"):
+        raise DataError(
+            f"{where}: the picture {picture[:60]!r} is no file. Pictures are read from files; save it as one, and name "
+            "its path."
+        )
+    return picture
+
+
+def _turns(items: Any, where: str, name: str, role_key: str, text_key: str) -> tuple[tuple[Turn, ...], list[Any]]:
+    """The turns, and the pictures that are named within them."""
     if not isinstance(items, list) or not items:
         raise DataError(f"{where}: '{name}' must be a list with at least one turn.")
-    turns = []
+    turns, pictures = [], []
     for item in items:
-        role, text = (item.get(role_key), item.get(text_key)) if isinstance(item, dict) else (None, None)
+        role, content = (item.get(role_key), item.get(text_key)) if isinstance(item, dict) else (None, None)
+        text, named = _parts(content, where) if isinstance(content, list) else (content, [])
         if not isinstance(role, str) or not isinstance(text, str):
             raise DataError(f"{where}: every turn in '{name}' needs '{role_key}' and '{text_key}', both strings.")
         turns.append(Turn(_LLAVA_ROLES.get(role, role), text))
-    return tuple(turns)
+        pictures += named
+    return tuple(turns), pictures
+
+
+def _parts(parts: list[Any], where: str) -> tuple[str, list[Any]]:
+    """Text with markers, and the pictures that are named, of content that is a list, as chat templates take it."""
+    text, pictures = "", []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            text += part["text"]
+        elif kind in ("image", "image_url"):
+            text += MEDIA_MARKER
+            pictures += [part[key] for key in _PICTURE_KEYS if part.get(key) is not None][:1]
+        else:
+            raise DataError(
+                f"{where}: content that is a list holds {{'type': 'text', 'text': ...}} and {{'type': 'image'}}, but "
+                f"here it has {str(part)[:80]}."
+            )
+    return text, [picture.get("url") if isinstance(picture, dict) else picture for picture in pictures]
 
 
 def _decoded(content: bytes, path: Path, number: int) -> Any:

@@ -31,6 +31,27 @@ def test_llava_records_are_read_from_an_array_and_from_lines(tmp_path, image, wr
     assert place.record.pictures == (tmp_path / "a.png",)
 
 
+def as_parts(*pictures):
+    """A conversation whose contents are lists."""
+    question = [*pictures, {"type": "text", "text": "What"}, {"type": "text", "text": "?"}]
+    answer = [{"type": "text", "text": "This."}]
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {**as_parts({"type": "image"}, {"type": "image"}), "images": ["1.png", {"path": "2.png"}]},
+        as_parts({"type": "image", "path": "1.png"}, {"type": "image", "image": "2.png"}),
+        as_parts({"type": "image", "url": "1.png"}, {"type": "image_url", "image_url": {"url": "2.png"}}),
+    ],
+)
+def test_content_may_be_a_list_of_text_and_pictures(tmp_path, record):
+    (place,) = scan(write_records(tmp_path / "d.jsonl", [record]))
+    assert place.record.turns == (Turn("user", "<image><image>What?"), Turn("assistant", "This."))
+    assert place.record.pictures == (tmp_path / "1.png", tmp_path / "2.png")
+
+
 def test_a_record_without_pictures_needs_no_entry_for_them(tmp_path):
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     records = [{"messages": [{"role": "user", "content": "hi"}]}, {"conversations": turns}]
@@ -78,6 +99,22 @@ BROKEN = {
         "0 <image> .*1 pictures",
     ),
     "path": ('{"image": [1], "conversations": [{"from": "human", "value": "<image>"}]}', "every picture needs a path"),
+    "unknown part": (
+        '{"messages": [{"role": "user", "content": [{"type": "video"}]}]}',
+        "content that is a list holds .* here it has .*video",
+    ),
+    "pictures in two places": (
+        '{"images": ["a"], "messages": [{"role": "user", "content": [{"type": "image", "path": "b"}]}]}',
+        "within its turns and beside them",
+    ),
+    "address": (
+        '{"images": ["https://a.org/b.png"], "messages": [{"role": "user", "content": "<image>"}]}',
+        r"picture 'https://a\.org/b\.png' is no file",
+    ),
+    "bytes": (
+        '{"messages": [{"role": "user", "content": [{"type": "image", "url": "data:image/png;base64,AA"}]}]}',
+        "picture 'data:image/png;base64,AA' is no file",
+    ),
     "no path": ('{"images": [{}], "messages": [{"role": "user", "content": "<image>"}]}', "every picture needs a path"),
 }
 
