@@ -295,7 +295,9 @@ class FlowTrainStrategy(SavingHalves):
         if self._lightning_module is not None and self._job is not None:
             self.flow_module.run_on(None)
             with without_absent_halves(self.flow_module, self.job.roles):
-                self.flow_module.cpu()
+                # A module that lies on no half was refused: its weights may have no memory to move.
+                if not any(parameter.is_meta for parameter in self.flow_module.parameters()):
+                    self.flow_module.cpu()
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()

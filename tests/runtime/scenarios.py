@@ -166,6 +166,23 @@ def fork_during_a_run(folder: Path) -> None:
     disconnect_groups()
 
 
+# ---- a half that is built under another name -------------------------------------------------------------------------
+
+
+class Misplaced(TinyVLM):
+    """Its backbone is not where `halves` says."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.language_model = self.backbone
+        del self.backbone
+
+
+def misplace_a_half(folder: Path, *, data: str) -> None:
+    """Is refused."""
+    trainer_for("1+1", max_steps=1, default_root_dir=folder).fit(Misplaced(), datamodule=tiny_data(Path(data)))
+
+
 # ---- features that nobody uses ---------------------------------------------------------------------------------------
 
 

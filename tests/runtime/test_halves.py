@@ -132,6 +132,14 @@ def test_fit_refuses_what_it_cannot_train_on_every_layout(tmp_path, data):
     assert "'scale' of Homeless lies on no half" in told["homeless"]
 
 
+def test_a_half_under_another_name_is_refused_and_the_clean_up_hides_nothing(tmp_path, data):
+    done = run_jobs(tmp_path, [Job("misplaced", "tests.runtime.scenarios:misplace_a_half", 2, {"data": data})])
+    log = done["misplaced"].log
+    assert done["misplaced"].codes == [1, 1]
+    assert "Misplaced has no module 'backbone', where its backbone half should be" in log
+    assert "Cannot copy out of meta tensor" not in log
+
+
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory: pytest.TempPathFactory, data: str) -> dict[str, list[dict]]:
     jobs = [
