@@ -79,7 +79,9 @@ def _look_for(value: int, tensor: Tensor) -> Callable[[], None]:
     return look
 
 
-def exchange_until_killed(rank: int, ranks: int, victim: int, calls: int, timeout: float) -> None:
+def exchange_until_killed(
+    rank: int, ranks: int, victim: int, calls: int, timeout: float, transport: str = "shared_memory"
+) -> None:
     """As `exchange` without end, but the victim is killed when it has called, or returned from, so many functions."""
     if rank == victim:
         left = calls
@@ -91,7 +93,7 @@ def exchange_until_killed(rank: int, ranks: int, victim: int, calls: int, timeou
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.setprofile(count)
-    exchange(rank, ranks, 0, calls, timeout)
+    exchange(rank, ranks, 0, calls, timeout, transport)
 
 
 def slowness() -> float:

@@ -89,13 +89,13 @@ def test_so_it_is_where_entries_lie_in_device_memory_every_time(first):
     hit_all(range(first, first + AT_ONCE), "device")
 
 
-def kill_while_they_start(seeds):
+def kill_while_they_start(seeds, transport="shared_memory"):
     with ExitStack() as jobs:
         started = []
         for seed in seeds:
             choose = random.Random(seed)
             victim, calls = choose.randrange(RANKS), choose.randint(1, START_CALLS)
-            ranks = Ranks(exchange_until_killed, RANKS, [victim, calls, START_SECONDS])
+            ranks = Ranks(exchange_until_killed, RANKS, [victim, calls, START_SECONDS, transport])
             started.append((time.monotonic(), victim, calls, jobs.enter_context(ranks)))
         for since, victim, calls, ranks in started:
             sentences = told(ranks.wait(60), [victim], START_SECONDS + 4, since)

@@ -183,8 +183,8 @@ def test_whoever_is_hit_is_named_by_all_others_in_time_also_on_other_hosts(monke
         return join_job(rank, ranks, timeout, **place(transport, rank))
 
     monkeypatch.setattr(faults, "join_job", join)
-    hit_all(range(first, first + 8))
-    kill_while_they_start(range(first, first + 8))
+    hit_all(range(first, first + 8), transport)
+    kill_while_they_start(range(first, first + 8), transport)
 
 
 def test_nothing_stays_open():
