@@ -29,6 +29,7 @@ OPTIONAL = {
     "matplotlib": "pictures of losses and timelines; extra: plot",
     "wandb": "WandbLogger; extra: wandb",
     "tensorboard": "TensorBoardLogger",
+    "nixl": "the pool between hosts by RDMA, where it is asked for; extra: nixl",
 }
 """Packages that need not be there, and what each is for."""
 

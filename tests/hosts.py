@@ -67,6 +67,13 @@ def own_disk(folder: Path) -> None:
     _call("mount", b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), None)
 
 
+def own_interfaces() -> None:
+    """Let /sys show the calling thread, and those that it starts, the interfaces of the host that it has entered."""
+    _call("unshare", _NEW_MOUNTS)
+    _call("mount", None, b"/", None, ctypes.c_ulong(_PRIVATE), None)
+    _call("mount", b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None)
+
+
 def on_host(host: int, command: Sequence[str]) -> list[str]:
     """The command that runs a command on a host that this process has made."""
     return [sys.executable, "-S", __file__, str(host), str(os.getpid()), *command]

@@ -30,7 +30,7 @@ ROOMS = {
 OUTSIDE = {
     "packing": {"numba", "numpy", "scipy"},
     "allocator": {"numpy", "scipy"},
-    "pool": {"numpy", "torch"},
+    "pool": {"nixl", "numpy", "torch"},
     "parallel": {"numpy", "torch"},
 }
 """What rooms may import from outside the package; rooms that are not named here are free."""

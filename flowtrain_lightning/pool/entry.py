@@ -38,6 +38,9 @@ _MAGIC = 0x464C4F57
 _UNCHECKED = struct.Struct("<II")
 _CHECKED = struct.Struct("<QQQIIQI12x")  # with the descriptions of the tensors, which follow
 _HEAD = struct.Struct("<IIQQQIIQI12x")
+HEAD_BYTES = _HEAD.size
+"""What every entry begins with, at least: the part of its header that says which one it is."""
+
 _TENSOR = struct.Struct("<BB6xQ8Q")
 _CHECKED_FROM = _UNCHECKED.size
 _LONGEST_HEADER = _HEAD.size + MAX_TENSORS * _TENSOR.size

@@ -52,6 +52,10 @@ class Link:
         """The bytes of the entry at ``address`` are about to change; see `Carrier.withdraw`."""
         self._mesh.elsewhere.withdraw(address)
 
+    def arrive(self, record: Record) -> None:
+        """Let `receive` hand out a record that a thread of this rank has made; see `Elsewhere.arrive`."""
+        self._mesh.elsewhere.arrive(record)
+
     def receive(self, timeout: float = 0.0) -> list[Record]:
         """What has arrived for this pool; waits up to ``timeout`` seconds for something. See `Mesh.receive`."""
         arrived = self._mesh.receive(0.0 if self._early else timeout)

@@ -64,7 +64,8 @@ class Pool:
             mesh: connects the ranks.
             current_bytes: room for entries of the step that runs; 0 where the rank puts none.
             ahead_bytes: room for entries of later steps.
-            transport: how entries travel, equal on all ranks; ``"auto"``: to each peer by the fastest that reaches it.
+            transport: how entries travel, equal on all ranks; ``"auto"``: to each peer by the fastest that is sure to
+                reach it; ``"nixl"``: the same, but between hosts by NIXL.
             device: device memory in which entries of tensors on this device lie while it has room; given by all ranks
                 of a machine or by none. Room, order and reservations are those of host memory all the same.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from flowtrain_lightning.pool.between_hosts.network import NetworkTransport
+from flowtrain_lightning.pool.between_hosts.nixl import NixlTransport
 from flowtrain_lightning.pool.entry import Memory
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.link import Link
@@ -14,14 +15,15 @@ from flowtrain_lightning.pool.segment import Segment
 from flowtrain_lightning.pool.shared_memory import SharedMemoryTransport
 from flowtrain_lightning.pool.transport import Publication, Transport
 
-TransportName = Literal["auto", "shared_memory", "remote"]
+TransportName = Literal["auto", "shared_memory", "remote", "nixl"]
 
 
 def choose_transport(name: TransportName, link: Link, segment: Segment) -> Transport:
     """The transport of a pool.
 
     Args:
-        name: ``"auto"`` takes for each peer the fastest that reaches it; any other takes that one for all.
+        name: ``"auto"`` takes for each peer the fastest that is sure to reach it; ``"nixl"`` takes that one between
+            hosts, and shared memory within them; any other takes that one for all.
         link: reaches all peers.
         segment: of the calling rank.
 
@@ -36,8 +38,8 @@ def choose_transport(name: TransportName, link: Link, segment: Segment) -> Trans
         return SharedMemoryTransport(link, segment, near)
     if name == "shared_memory":
         raise PoolError(f"Shared memory was asked for, but ranks {far} run on other hosts. Use transport='auto'.")
-    network = NetworkTransport(link, segment, far)
-    return TransportByPeer(SharedMemoryTransport(link, segment, near), near, network) if near else network
+    between = NixlTransport(link, segment, far) if name == "nixl" else NetworkTransport(link, segment, far)
+    return TransportByPeer(SharedMemoryTransport(link, segment, near), near, between) if near else between
 
 
 class TransportByPeer:

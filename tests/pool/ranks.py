@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TypeVar
 
+import pytest
 from torch.distributed import FileStore, HashStore
 
 from flowtrain_lightning.pool import Lease, Mesh, Pool
@@ -17,6 +19,11 @@ from flowtrain_lightning.pool.device.tier import DeviceTier
 from tests.pool.device.simulated import SimulatedRuntime, simulated
 
 Made = TypeVar("Made")
+
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed (extra `nixl`)")
+)
+"""The name of the transport that is optional, for tests that go through several."""
 
 
 def labels(ranks: int) -> list[str]:
@@ -31,10 +38,10 @@ def on_all_ranks(make: Callable[[int], Made], ranks: int) -> list[Made]:
 
 
 def place(transport: str, rank: int) -> dict[str, str]:
-    """Where a rank claims to run: ``"network"`` gives each rank a host of its own, ``"both"`` shares out two hosts."""
-    if transport not in ("network", "both"):
+    """Where a rank claims to run: ``"both"`` shares out two hosts; all others that need some give each rank its own."""
+    if transport not in ("network", "both", "nixl"):
         return {}
-    return {"address": "127.0.0.1", "location": f"host {rank if transport == 'network' else rank % 2}"}
+    return {"address": "127.0.0.1", "location": f"host {rank % 2 if transport == 'both' else rank}"}
 
 
 def way(transport: str) -> str:
@@ -43,6 +50,7 @@ def way(transport: str) -> str:
 
 
 _devices: dict[Mesh, tuple[SimulatedRuntime, DeviceTier]] = {}
+_to_close: dict[Mesh, list[Pool]] = {}  # whose NIXL would not work in a process that is forked while they are open
 
 
 def open_pool(mesh: Mesh, current_bytes: int, ahead_bytes: int, transport: str, late: bool = False) -> Pool:
@@ -51,7 +59,10 @@ def open_pool(mesh: Mesh, current_bytes: int, ahead_bytes: int, transport: str, 
     ``late``: not only the pool's copies but all work that the rank gives to its device is done some time later.
     """
     if transport != "device":
-        return Pool.open(mesh, current_bytes, ahead_bytes, way(transport))
+        pool = Pool.open(mesh, current_bytes, ahead_bytes, way(transport))
+        if transport == "nixl":
+            _to_close.setdefault(mesh, []).append(pool)
+        return pool
     if mesh not in _devices:
         runtime = simulated(mesh.rank, late)
         _devices[mesh] = runtime, open_device_tier(mesh, runtime, (current_bytes + ahead_bytes) // 2)
@@ -72,6 +83,8 @@ def meshes(ranks: int, transport: str = "shared_memory") -> Iterator[list[Mesh]]
     finally:
         on_all_ranks(lambda rank: made[rank].close(), ranks)
         for mesh in made:
+            for pool in _to_close.pop(mesh, []):
+                pool.close()
             if mesh in _devices:
                 _devices.pop(mesh)[0].close()
 

@@ -13,10 +13,10 @@ import torch
 from flowtrain_lightning.pool import WAIT_LIMITS, Key, PeerFailed, PoolError, entry_room
 from flowtrain_lightning.pool.record import Kind, Record
 from tests.pool.faults import slowness
-from tests.pool.ranks import join_job, labels, lease_of, meshes, open_pool, open_pools, place, wait_for
+from tests.pool.ranks import NIXL, join_job, labels, lease_of, meshes, open_pool, open_pools, place, wait_for
 from tests.processes import Ranks, assert_all_good, run_ranks
 
-TRANSPORTS = ["shared_memory", "device", "remote", "network", "both"]
+TRANSPORTS = ["shared_memory", "device", "remote", "network", "both", NIXL]
 ROOM = 1 << 20
 FLOATS = entry_room([1000 * 4])
 
@@ -197,9 +197,9 @@ def test_a_stale_address_is_never_another_entrys_bytes(pools, transport):
             reader.poll(1)
         return
     reader.poll(1)
-    if transport in ("shared_memory", "device"):
+    if transport in ("shared_memory", "device", "nixl"):
         with pytest.raises(PoolError, match="is stale"):
-            reader.get(Key(0, 0, 0))
+            lease_of(reader, Key(0, 0, 0))
     else:
         assert reader.get(Key(0, 0, 0)) is None
 

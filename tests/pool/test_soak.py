@@ -11,7 +11,7 @@ import torch
 
 import flowtrain_lightning.pool.pool as pool_module
 from flowtrain_lightning.pool import Key, Tier
-from tests.pool.ranks import device_of, join_job, open_pool, place
+from tests.pool.ranks import NIXL, device_of, join_job, open_pool, place
 from tests.processes import assert_all_good, run_ranks
 
 ROOM = 1 << 19
@@ -209,13 +209,14 @@ def soak(rank, ranks, transport, seconds, seed):
     assert pool.counters.device.now == 0
     assert pool.fits(ROOM), "the room that came back is whole"
     assert pool.fits(ROOM, ahead=True)
-    assert set(os.listdir("/proc/self/fd")) <= opened  # those of peers that have left are closed
+    if transport != "nixl":  # which connects when something is fetched
+        assert set(os.listdir("/proc/self/fd")) <= opened  # those of peers that have left are closed
     print(one.read, "entries read,", f"{pool.counters.bytes:,} bytes put,", pool.counters.refused, "refused")
     pool.close()
     mesh.close()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "both", "device"])
+@pytest.mark.parametrize("transport", ["shared_memory", "both", "device", NIXL])
 def test_in_two_seconds_of_random_use_no_byte_is_wrong_and_all_room_comes_back(transport):
     assert_all_good(run_ranks(soak, 3, arguments=[transport, 2.0, 1]))
 

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from flowtrain_lightning.pool import Address, Key, PoolError, Tier
 from flowtrain_lightning.pool.record import MAX_PAYLOAD, Kind, Record
-from tests.pool.ranks import lease_of, meshes, open_pools
+from tests.pool.ranks import NIXL, lease_of, meshes, open_pools
 
 ROOM = 1 << 14
 LIVING = Key(0, 0, 1)
 """An entry that rank 0 has put for rank 1, which has leased it."""
 
 
-@pytest.fixture(params=["shared_memory", "remote", "network"])
+@pytest.fixture(params=["shared_memory", "remote", "network", NIXL])
 def job(request):
     """Two ranks, the first of which tells lies; what it really put; and an address where nothing lies any more."""
     with meshes(2, request.param) as made:

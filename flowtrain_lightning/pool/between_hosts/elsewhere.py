@@ -40,6 +40,7 @@ class Elsewhere:
     ) -> None:
         self.copies = {peer: StatusCopy(peer, labels[peer]) for peer in connections}
         self.arrived: deque[Record] = deque()
+        self._wake = wake
         self._records: list[socket.socket] = []
         self._pages: PageExchange | None = None
         self._carrier: Carrier | None = None
@@ -60,6 +61,11 @@ class Elsewhere:
         """Send an entry; see `Carrier.send`."""
         assert self._carrier is not None, "there are no other hosts"
         self._carrier.send(peer, record, entry)
+
+    def arrive(self, record: Record) -> None:
+        """Add a record to what has arrived. Safe to call from any thread."""
+        self.arrived.append(record)
+        self._wake()
 
     def withdraw(self, address: int) -> None:
         """The bytes of an entry are about to change; see `Carrier.withdraw`."""
