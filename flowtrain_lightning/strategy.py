@@ -25,6 +25,7 @@ from flowtrain_lightning.data import StepPart
 from flowtrain_lightning.nodes import refuse_unlike_nodes, refuse_unmet_nodes
 from flowtrain_lightning.parallel import broadcast_half
 from flowtrain_lightning.pool.device.choice import TierChoice
+from flowtrain_lightning.pool.ways import NetworkChoice
 from flowtrain_lightning.preemption import PreemptionCheckpoint
 from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
 from flowtrain_lightning.runtime.groups import root_store
@@ -69,6 +70,7 @@ class FlowTrainStrategy(SavingHalves):
         pool_bytes: room in the pool on each rank. By default it follows from the plan and grows between steps.
         pool_tier: where features and gradients of GPUs lie: ``"auto"`` in GPU memory between ranks that prove at start
             that they can read it there, ``"host"`` in host memory, ``"device"`` as ``"auto"`` or not at all.
+        pool_network: how they pass between hosts: ``"auto"`` over TCP, ``"nixl"`` as that package finds (extra `nixl`).
         hang_timeout: seconds without any progress of any rank after which all ranks end with an error.
         timeout: the same until every rank has begun its first step, since preparing data and building the model may
             take longer.
@@ -87,6 +89,7 @@ class FlowTrainStrategy(SavingHalves):
         recompute_encoder: bool = False,
         pool_bytes: int | None = None,
         pool_tier: TierChoice = "auto",
+        pool_network: NetworkChoice = "auto",
         hang_timeout: float = 600.0,
         timeout: float = 1800.0,
     ) -> None:
@@ -97,10 +100,13 @@ class FlowTrainStrategy(SavingHalves):
             raise ValueError(f"encoder_activations is {encoder_activations}; it counts batches, from 0.")
         if pool_tier not in get_args(TierChoice):
             raise ValueError(f"pool_tier is {pool_tier!r}; it is 'auto', 'host' or 'device'.")
+        if pool_network not in get_args(NetworkChoice):
+            raise ValueError(f"pool_network is {pool_network!r}; it is 'auto' or 'nixl'.")
         self.num_nodes = 1
         self._request = make_request(allocation, placement, encoder_ranks, profile)
         self._ranks_per_device = ranks_per_device
-        self._settings = EngineSettings(0 if recompute_encoder else encoder_activations, pool_bytes, pool_tier)
+        kept = 0 if recompute_encoder else encoder_activations
+        self._settings = EngineSettings(kept, pool_bytes, pool_tier, pool_network)
         self._hang_timeout = hang_timeout
         self._timeout = timedelta(seconds=timeout)
         self._ranks: RankLauncher | None = None

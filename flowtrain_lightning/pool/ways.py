@@ -15,6 +15,9 @@ from flowtrain_lightning.pool.segment import Segment
 from flowtrain_lightning.pool.shared_memory import SharedMemoryTransport
 from flowtrain_lightning.pool.transport import Publication, Transport
 
+NetworkChoice = Literal["auto", "nixl"]
+"""What may be chosen between hosts."""
+
 TransportName = Literal["auto", "shared_memory", "remote", "nixl"]
 
 

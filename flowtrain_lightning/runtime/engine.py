@@ -15,6 +15,7 @@ from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.parallel import reduce_gradients
 from flowtrain_lightning.pool import PoolCounters
 from flowtrain_lightning.pool.device.choice import TierChoice
+from flowtrain_lightning.pool.ways import NetworkChoice
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
@@ -48,11 +49,13 @@ class EngineSettings:
             recomputed.
         pool_bytes: bytes of the pool on each rank; None lets it follow from the plan.
         pool_tier: which memory its entries may use.
+        pool_network: how they pass between hosts.
     """
 
     encoder_activations: int
     pool_bytes: int | None
     pool_tier: TierChoice
+    pool_network: NetworkChoice
 
 
 class FlowEngine:
@@ -91,7 +94,9 @@ class FlowEngine:
         lanes = {role: f"{role} {job.allocation.ranks[role].index(job.rank)}" for role in self._roles}
         self._figures = FiguresTaker(lanes, job.labels[job.rank], self.timeline)
         self._compute = Compute(module, trainer, trainer.strategy.root_device)
-        self._room = RoomKeeper(module, job, self._compute, self.timeline, settings.pool_bytes, settings.pool_tier)
+        self._room = RoomKeeper(
+            module, job, self._compute, self.timeline, settings.pool_bytes, settings.pool_tier, settings.pool_network
+        )
         self._unused_features = UnusedFeatures()
         self._indices = dict.fromkeys(STAGES, 0)
         self._ahead: dict[str, tuple[int, int] | None] = {}

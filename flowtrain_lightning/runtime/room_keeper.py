@@ -12,6 +12,7 @@ from flowtrain_lightning.data import PackedMedia
 from flowtrain_lightning.pool import Pool, PoolCounters, PoolError
 from flowtrain_lightning.pool.device.choice import TierChoice, choose_device_tier
 from flowtrain_lightning.pool.device.tier import DeviceTier
+from flowtrain_lightning.pool.ways import NetworkChoice
 from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.lane import Desk
@@ -34,6 +35,7 @@ class RoomKeeper:
         timeline: of the calling rank.
         pool_bytes: bytes of the pool on each rank; None lets it follow from the plan.
         pool_tier: which memory its entries may use.
+        pool_network: how they pass between hosts.
 
     Attributes:
         spec: what a row of features is; None until a step has media.
@@ -47,6 +49,7 @@ class RoomKeeper:
         timeline: Timeline,
         pool_bytes: int | None,
         pool_tier: TierChoice,
+        pool_network: NetworkChoice,
     ) -> None:
         self.spec: FeatureSpec | None = None
         self._module = module
@@ -55,6 +58,7 @@ class RoomKeeper:
         self._timeline = timeline
         self._pool_bytes = pool_bytes
         self._pool_tier = pool_tier
+        self._pool_network = pool_network
         self._arena_bytes = 0
         self._desk: Desk | None = None
         self._last_counters: PoolCounters | None = None
@@ -126,7 +130,8 @@ class RoomKeeper:
     def _open(self, step: Step) -> None:
         former, page = self._desk, self._job.mesh.page
         page.enter(step.phase("wait for all ranks to open the pool"), step.index)
-        pool = Pool.open(self._job.mesh, self._arena_bytes, self._arena_bytes, device=self._open_tier())
+        room, tier = self._arena_bytes, self._open_tier()
+        pool = Pool.open(self._job.mesh, room, room, self._pool_network, tier)
         self._desk = Desk(pool, self._compute, page, self._timeline)
         if former is not None:
             former.pool.close()

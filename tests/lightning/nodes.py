@@ -22,7 +22,7 @@ from flowtrain_lightning.runtime.groups import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import SEED
 from tests.exactness.train import Recorder
-from tests.hosts import ADDRESSES, enter, own_disk
+from tests.hosts import ADDRESSES, enter, own_disk, own_interfaces
 from tests.tiny import TinyVLM
 
 RANKS = 4
@@ -106,6 +106,8 @@ def train(
     """Trains and writes ``rank<r>.pt``, on the hosts of process ``tester`` or, without one, here."""
     if tester is not None:
         go_to_host(tester, started_by)
+        if "pool_network" in strategy:
+            own_interfaces()
     recorder = Recorder()
     callbacks: list[L.Callback] = [recorder]
     if save_at is not None:

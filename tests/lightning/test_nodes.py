@@ -18,6 +18,7 @@ from tests.hosts import ADDRESSES, Hosts, on_host, why_not
 from tests.lightning.nodes import PORT, RANKS
 from tests.lightning.theatre import launch
 from tests.pool.faults import slowness
+from tests.pool.ranks import NIXL
 
 pytestmark = pytest.mark.timeout(1000)
 
@@ -60,6 +61,13 @@ def on_one_node(tmp_path_factory, data):
 
 def test_two_nodes_compute_what_one_computes_to_the_bit(hosts, data, tmp_path, on_one_node):
     assert same_bits(train(tmp_path, "two nodes", data, nodes=2), on_one_node)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("network", [NIXL])
+def test_two_nodes_between_which_the_pool_goes_another_way_do_so_too(hosts, data, tmp_path, on_one_node, network):
+    strategy = {**SEPARATE, "pool_network": network}
+    assert same_bits(train(tmp_path, network, data, nodes=2, strategy=strategy), on_one_node)
 
 
 @pytest.mark.full

@@ -31,8 +31,8 @@ class Agent:
             import nixl
         except ImportError as error:
             raise PoolError(
-                f"transport='nixl' needs the package nixl, which cannot be imported ({error}). "
-                "Install it by `pip install flowtrain-lightning[nixl]`, or use transport='auto'."
+                f"'nixl' was chosen between hosts, but that package cannot be imported ({error}). "
+                "Install it by `pip install flowtrain-lightning[nixl]`, or choose 'auto'."
             ) from error
         self._nixl: Any = nixl
         self._registered: list[Any] = []
