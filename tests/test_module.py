@@ -214,15 +214,19 @@ def test_a_loss_that_is_no_pair_of_sum_and_tokens_is_told_what_to_return(folder,
         trainer.fit(Returns(), datamodule=tiny_data(folder))
 
 
-def test_weights_of_a_half_on_other_ranks_are_told_as_such(folder, tmp_path):
+def on_a_backbone_rank(module: TinyVLM, folder: Path, root: Path) -> tuple[Compute, StepBatch]:
+    """Runs the methods of a module that has no encoder there, and the first step of the data."""
     data = tiny_data(folder)
     data.setup("fit")
-    step = next(iter(data.train_dataloader()))
-    media = next(batch for batch in step.encoder_batches if batch is not None)
-    module = TinyVLM()
     module.live_on(("backbone",))
     module.configure_model()
-    compute = Compute(module, trainer_for("auto", default_root_dir=tmp_path), torch.device("cpu"))
+    compute = Compute(module, trainer_for("auto", default_root_dir=root), torch.device("cpu"))
+    return compute, next(iter(data.train_dataloader()))
+
+
+def test_weights_of_a_half_on_other_ranks_are_told_as_such(folder, tmp_path):
+    compute, step = on_a_backbone_rank(TinyVLM(), folder, tmp_path)
+    media = next(batch for batch in step.encoder_batches if batch is not None)
     words = r"TinyVLM computes on encoder ranks uses weights that other ranks hold, such as 'encoder\."
     with pytest.raises(RuntimeError, match=words):
         compute.encode(media, step=(0, 0), number=0)
@@ -233,13 +237,7 @@ def test_a_loss_of_weights_on_other_ranks_is_told_as_such(folder, tmp_path):
         def backbone_step(self, batch: PackedBatch, features: Any, stage: str) -> Any:
             return sum(p.sum() for p in self.encoder.parameters()), 1
 
-    data = tiny_data(folder)
-    data.setup("fit")
-    step = next(iter(data.train_dataloader()))
-    module = Penalised()
-    module.live_on(("backbone",))
-    module.configure_model()
-    compute = Compute(module, trainer_for("auto", default_root_dir=tmp_path), torch.device("cpu"))
+    compute, step = on_a_backbone_rank(Penalised(), folder, tmp_path)
     words = r"Penalised computes on backbone ranks uses weights that other ranks hold, such as 'encoder\..*no value"
     with pytest.raises(RuntimeError, match=words):
         compute.microbatch(step.microbatches[0], {}, stage="train", step=(0, 0), number=0)

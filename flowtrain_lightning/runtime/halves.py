@@ -128,9 +128,10 @@ def _refuse_missing_modules(module: FlowModule) -> None:
 
 def _has_module(module: nn.Module, path: str) -> bool:
     try:
-        return isinstance(module.get_submodule(path), nn.Module)
+        module.get_submodule(path)
     except AttributeError:
         return False
+    return True
 
 
 def _is_under(name: str, paths: Collection[str]) -> bool:

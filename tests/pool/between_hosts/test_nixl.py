@@ -112,30 +112,28 @@ def read_without_end(rank, ranks):
         os._exit(TOLD)
 
 
-@with_nixl
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))])
-def test_when_an_owner_is_killed_while_others_fetch_from_it_they_are_told_and_nothing_is_left(seed):
+def kill_while_all_read(victim: int, seconds: float) -> None:
+    """Kill a rank so long after all have begun; the others must be told, and nothing may be left."""
     with Ranks(read_without_end, 3) as ranks:
         for rank in range(3):
             ranks.wait_for(f"ready{rank}")
-        time.sleep(random.Random(seed).random() / 20)
+        time.sleep(seconds)
         killed = time.monotonic()
-        ranks.signal(1, signal.SIGKILL)
-        sentences = told(ranks.wait(20), {1}, 2.0, killed)
-        assert all(sentence.startswith(f"{named(1, 3)} died") for sentence in sentences), sentences
+        ranks.signal(victim, signal.SIGKILL)
+        sentences = told(ranks.wait(20), {victim}, 2.0, killed)
+        assert all(sentence.startswith(f"{named(victim, 3)} died") for sentence in sentences), sentences
         assert_nothing_is_left(ranks, 3)
+
+
+@with_nixl
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))])
+def test_when_an_owner_is_killed_while_others_fetch_from_it_they_are_told_and_nothing_is_left(seed):
+    kill_while_all_read(1, random.Random(seed).random() / 20)
 
 
 @with_nixl
 def test_when_a_reader_is_killed_while_it_fetches_the_others_are_told_and_nothing_is_left():
-    with Ranks(read_without_end, 3) as ranks:
-        for rank in range(3):
-            ranks.wait_for(f"ready{rank}")
-        killed = time.monotonic()
-        ranks.signal(2, signal.SIGKILL)
-        sentences = told(ranks.wait(20), {2}, 2.0, killed)
-        assert all(sentence.startswith(f"{named(2, 3)} died") for sentence in sentences), sentences
-        assert_nothing_is_left(ranks, 3)
+    kill_while_all_read(2, 0.0)
 
 
 @with_nixl
