@@ -132,6 +132,7 @@ class Job:
     def _tell_at_exit(self) -> None:
         # For ways past `tell` and `leave`: an exception in a callback's `on_exception`, say, ends Lightning's clean-up.
         self.tell(getattr(sys, "last_value", None) or RuntimeError("The process ended before the run did."))
+        self._watchdog.stop()  # it says what there is to say before the interpreter ends its thread
 
 
 def patience(hang_timeout: float, timeout: timedelta) -> timedelta:

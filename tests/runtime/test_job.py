@@ -1,7 +1,8 @@
-"""Ranks that nobody watches yet: when one is killed while all start, the others end in time and say so."""
+"""Ranks that start or end where nobody watches: whatever happens to one, the others end in time and say so."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.pool import PeerFailed
 from flowtrain_lightning.runtime.job import Job
 from tests.pool.faults import TOLD, slowness
 from tests.ports import free_port
@@ -46,19 +48,24 @@ def start(rank: int, ranks: int, victim: int, calls: int) -> None:
 
         sys.setprofile(count)
     try:
-        job = Job(
-            rank,
-            ALLOCATION,
-            backend="gloo",
-            hang_timeout=SECONDS,
-            timeout=timedelta(seconds=SECONDS),
-            fault_folder=Path(os.environ["FOLDER"]),
-        )
+        job = join(rank)
         while True:
             job.mesh.receive(1.0)
     except RuntimeError as error:
         print(error, flush=True)
         os._exit(TOLD)
+
+
+def join(rank: int) -> Job:
+    """This rank's place in a job of its own."""
+    return Job(
+        rank,
+        ALLOCATION,
+        backend="gloo",
+        hang_timeout=SECONDS,
+        timeout=timedelta(seconds=SECONDS),
+        fault_folder=Path(os.environ["FOLDER"]),
+    )
 
 
 def kill_while_they_start(moments: list[tuple[int, int]]) -> None:
@@ -84,3 +91,25 @@ def test_the_others_end_in_time_with_a_sentence():
 def test_so_they_do_wherever_one_is_killed(seed):
     choose = random.Random(seed)
     kill_while_they_start([(choose.randrange(RANKS), choose.randint(1, 1800)) for _ in range(8)])
+
+
+def end_past_clean_up(rank: int, ranks: int) -> None:
+    """One rank fails, and every rank leaves the interpreter at once, as where a callback's clean-up raises."""
+    job = join(rank)
+    try:
+        if rank == 2:
+            raise ValueError("a fault of the test")
+        while True:
+            job.mesh.receive(1.0)
+    except (ValueError, PeerFailed) as error:
+        sys.last_value = error  # as the interpreter does
+        atexit._run_exitfuncs()
+
+
+def test_a_rank_that_ends_past_its_clean_up_says_why_all_the_same():
+    with Ranks(end_past_clean_up, RANKS, env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}) as ranks:
+        for result in ranks.wait(60 * slowness()):
+            assert result.code == 1, str(result)
+            text = (ranks.folder / f"fault-rank{result.rank}.txt").read_text()
+            assert text.startswith("Rank 2 (encoder 0) failed"), text
+            assert "ValueError: a fault of the test" in text
