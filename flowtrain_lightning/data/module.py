@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakSet
 
 import lightning as L
-import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -27,17 +26,14 @@ from flowtrain_lightning.data.conversation import ChatTemplate
 from flowtrain_lightning.data.costs import chosen_costs
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.images import ImageProcessor
-from flowtrain_lightning.data.index import Measure, Unreadable
+from flowtrain_lightning.data.index import Unreadable
 from flowtrain_lightning.data.loader import StepLoader
 from flowtrain_lightning.data.metadata import JoinedSources, MetadataIndex, TooLong
-from flowtrain_lightning.data.planning import Planning
 from flowtrain_lightning.data.records import DataError, Record
-from flowtrain_lightning.data.samples import Augment, SampleLoader
-from flowtrain_lightning.data.sampling import Sampling
-from flowtrain_lightning.data.steps import StepDataset
-from flowtrain_lightning.data.token_stream import TokenStream, training_stream
+from flowtrain_lightning.data.samples import Augment
+from flowtrain_lightning.data.stages import stage_loader, stage_source
 from flowtrain_lightning.data.tokenizer import Tokenizer, open_tokenizer
-from flowtrain_lightning.packing import DEFAULT_COST, CostModel
+from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.microbatches import OBJECTIVES, Objective
 from flowtrain_lightning.packing.offline import SEMANTICS, Semantics
 
@@ -189,7 +185,7 @@ class FlowDataModule(L.LightningDataModule):
         """Index the files of the running stage, once for all ranks of a machine."""
         running = self.trainer.state.fn if self.trainer is not None else None
         for name in self._wanted(running):
-            for index in self._open(name).sources:
+            for index in stage_source(self, name).sources:
                 if isinstance(index, MetadataIndex):
                     rank_zero_info(index.summary)
 
@@ -204,7 +200,7 @@ class FlowDataModule(L.LightningDataModule):
             settings = self._planned_by()
             refuse_unlike_ranks(self.trainer.global_rank, settings, self.trainer.strategy.broadcast(settings))
         for name in self._wanted(stage):
-            self._sources[name] = self._open(name)
+            self._sources[name] = stage_source(self, name)
 
     def train_dataloader(self) -> StepLoader:
         """Steps of training."""
@@ -279,80 +275,13 @@ class FlowDataModule(L.LightningDataModule):
         if name not in self.files:
             raise DataError(f"FlowDataModule has no {name} data; give it: FlowDataModule({name}='{name}.jsonl', ...).")
         if name not in self._sources:
-            self._sources[name] = self._open(name)
+            self._sources[name] = stage_source(self, name)
         return self._sources[name]
 
-    def _open(self, name: str) -> JoinedSources:
-        measure = Measure(self.tokenizer, self.template, self.images, self.unreadable, prompt=name == "predict")
-        return JoinedSources(
-            [
-                MetadataIndex(
-                    path, measure, token_budget=self.token_budget, too_long=self.too_long, cache_dir=self.cache_dir
-                )
-                for path in self.files[name]
-            ]
-        )
-
-    def _sampling(self, name: str, lengths: tuple[int, ...]) -> Sampling:
-        training = name == "train"
-        overfits = getattr(self.trainer, "overfit_batches", 0) > 0
-        return Sampling(
-            lengths,
-            self.global_batch_size,
-            weights=self.weights if training else None,
-            seed=self.seed,
-            shuffle=training and self.shuffle and not overfits,
-            drop_last=training and self.drop_last,
-        )
-
     def _loader(self, name: str) -> StepLoader:
-        source = self._source(name)
-        samples = SampleLoader(
-            source,
-            self.tokenizer,
-            self.template,
-            self.images,
-            prompt=name == "predict",
-            limit=self.token_budget if self.too_long == "truncate" else None,
-            augment=self.augment if name == "train" else None,
-            seed=self.seed,
-        )
-        given = {"cost": self.cost, "encoder_cost": self.encoder_cost, "row_width": self.row_width}
-        loader = StepLoader(
-            StepDataset(
-                samples,
-                self._steps(name, source),
-                self._part(),
-                Planning(self.token_budget, self.cost or DEFAULT_COST, self.encoder_cost, self.objective),
-                self.pad_to_budget,
-                frozenset(setting for setting, value in given.items() if value is None),
-            ),
-            files=[each.fingerprint for each in source.sources],
-            num_workers=self.num_workers,
-            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
-        )
+        loader = stage_loader(self, name, self._source(name), self._part())
         self._loaders.add(loader)
         return loader
-
-    def _steps(self, name: str, source: JoinedSources) -> Sampling | TokenStream:
-        sampling = self._sampling(name, source.lengths)
-        if name != "train" or self.microbatches is None:
-            if sampling.steps == 0:
-                raise DataError(
-                    f"{name} has {len(source)} samples, fewer than global_batch_size={self.global_batch_size}, so no "
-                    "step would be left; lower it, or set drop_last=False."
-                )
-            return sampling
-        return training_stream(
-            sampling,
-            source.sizes(np.arange(len(source), dtype=np.int64)).tokens,
-            token_budget=self.token_budget,
-            microbatches=self.microbatches,
-            backbone_ranks=self._part().backbone_ranks,
-            row_width=self.row_width,
-            cost=self.cost or DEFAULT_COST,
-            max_delay=self.max_delay,
-        )
 
     def _part(self) -> StepPart:
         if self.trainer is None:
