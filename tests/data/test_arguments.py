@@ -1,0 +1,98 @@
+"""What the data module takes: every argument from YAML, and a sentence for what cannot work."""
+
+import lightning as L
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from flowtrain_lightning.data import DataError, FlowDataModule
+from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing.stream import StreamSettings
+from tests.data.support import IMAGES, TEMPLATE, Letters, data_module
+from tests.data.training import Recorder, trainer_of
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"global_batch_size": 19}, "train has 18 samples, fewer than global_batch_size=19"),
+        ({"too_long": "cut"}, "too_long is 'cut'; give one of 'error', 'drop', 'truncate'"),
+        ({"objective": "pipeline"}, "objective is 'pipeline'; give one of 'sync', 'accumulate'"),
+        ({"semantics": "pages"}, "semantics is 'pages'; give one of 'samples', 'tokens'"),
+        ({"semantics": "tokens"}, "semantics='tokens' .*: set microbatches"),
+        ({"semantics": "tokens", "microbatches": 0}, "microbatches is 0"),
+        ({"semantics": "tokens", "microbatches": 2, "drop_last": False}, "drop_last=False was given with semantics="),
+        ({"microbatches": 2}, "microbatches=2 was given with semantics='samples'"),
+        ({"row_width": 2}, "row_width=2 was given with semantics='samples'"),
+        ({"semantics": "tokens", "microbatches": 3, "row_width": 2}, "microbatches=3 cannot be shared out evenly by 2"),
+        ({"semantics": "tokens", "microbatches": 99}, "tokens, too few to fill microbatches=99 of token_budget=64"),
+        ({"unreadable": "skip"}, "unreadable is 'skip'"),
+        ({"train": []}, "train is an empty list of files"),
+        ({"val": {"v.jsonl": 1.0}}, "val gives files weights, which only train may have"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(file, change, words):
+    with pytest.raises(ValueError, match=words):
+        data_module(**({"train": file} | change)).train_dataloader()
+
+
+def test_a_rank_with_other_settings_than_rank_0_is_refused(file, tmp_path):
+    class OtherRankZero(SingleDeviceStrategy):
+        def broadcast(self, obj, src=0):
+            return {**obj, "seed": 5, "global_batch_size": 7} if isinstance(obj, dict) else obj
+
+    trainer = trainer_of(tmp_path, strategy=OtherRankZero(device="cpu"))
+    with pytest.raises(
+        DataError, match=r"Rank 0 has .*global_batch_size=4\), but rank 0 has seed=5, global_batch_size=7"
+    ):
+        trainer.fit(Recorder(), data_module(file, seed=3))
+
+
+def test_all_arguments_can_be_written_in_yaml(file, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(f"""
+data:
+  class_path: flowtrain_lightning.data.FlowDataModule
+  init_args:
+    train: {{{file}: 1.0}}
+    val: {file}
+    tokenizer: {{class_path: tests.data.support.Letters}}
+    token_budget: 64
+    global_batch_size: 4
+    images: {{patch_size: 2, merge_size: 2, min_pixels: 16, max_pixels: 256}}
+    template:
+      headers: {{system: <S>, user: <U>, assistant: <A>}}
+      end: <E>
+      between: ""
+      begin: <B>
+      image_token: <I>
+      before_image: "["
+      after_image: "]"
+    too_long: truncate
+    cost: {{linear: 1.0, quadratic: 0.5, constant: 0.0}}
+    objective: sync
+    semantics: tokens
+    microbatches: 2
+    row_width: 1
+    max_delay: 4
+    augment: {{class_path: tests.data.test_arguments.Mirrored}}
+    cache_dir: {tmp_path}/cache
+""")
+    read = LightningCLI(
+        Recorder, L.LightningDataModule, subclass_mode_data=True, run=False, args=["--config", str(config)]
+    ).datamodule
+    assert isinstance(read, FlowDataModule)
+    assert read.images == IMAGES
+    assert read.template == TEMPLATE
+    assert read.weights == (1.0,)
+    assert isinstance(read.tokenizer, Letters)
+    assert read.cost == CostModel(1.0, 0.5, 0.0)
+    assert read.objective == "sync"
+    assert isinstance(read.augment, Mirrored)
+    read.setup("fit")
+    assert read.train_dataloader().steps.sampling.settings == StreamSettings(64, 1, 2, read.cost, 4)
+
+
+class Mirrored:
+    def __call__(self, picture, generator):
+        return picture.transpose(0) if generator.random() < 0.5 else picture
