@@ -77,6 +77,16 @@ def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, Done]:
         raise
 
 
+def write_down(folder: Path, value: Any) -> None:
+    """Keeps what this rank of a job saw, for ``read_down``."""
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(value))
+
+
+def read_down(folder: Path) -> list[Any]:
+    """What each rank wrote down, in order of ranks."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
 class _Server:
     """The process that has imported everything. It ends when this process does."""
 

@@ -16,8 +16,8 @@ import flowtrain_lightning as flow
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, StepBatch
 from flowtrain_lightning.runtime.compute import Compute
 from tests.exactness.layouts import ranks_of, trainer_for
-from tests.forks import Job, run_jobs
-from tests.runtime.scenarios import KEPT_BATCHES, read_down
+from tests.forks import Job, read_down, run_jobs
+from tests.saved_tensors import KEPT_BATCHES
 from tests.tiny import TinyVLM, tiny_data, write_records
 
 FEW, MANY = 24, 96
@@ -123,7 +123,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, d
     for layout in ("auto", "1+1", "colocated 1"):
         for samples in (FEW, MANY):
             arguments = {"data": str(folder), "layout": layout, "global_batch_size": samples}
-            target = "tests.runtime.scenarios:measure_saved_tensors"
+            target = "tests.saved_tensors:measure_saved_tensors"
             job = Job(f"{layout} {samples}", target, ranks_of(layout), arguments)
             done = run_jobs(place, [job])[job.name].check()
             found.setdefault(layout, {})[samples] = read_down(done.folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
 from flowtrain_lightning.runtime.generation import generate_greedily
-from tests.exactness.layouts import ranks_of
-from tests.forks import Job, run_jobs
-from tests.runtime.scenarios import read_down
-from tests.tiny import TinyVLM, write_records
+from flowtrain_lightning.runtime.groups import disconnect_groups
+from tests.exactness.layouts import ranks_of, trainer_for
+from tests.forks import Job, read_down, run_jobs, write_down
+from tests.tiny import TinyVLM, tiny_data, write_records
 
 VOCABULARY = 50
 
@@ -109,6 +110,14 @@ def test_generation_keeps_no_graph():
         generate_greedily(module, packed([1, 2]), {})
 
 
+def predict(folder: Path, *, data: str, layout: str) -> None:
+    """Writes the predictions of this rank: ``[[sample, [token, ...]], ...]``."""
+    trainer = trainer_for(layout, precision="64-true", default_root_dir=folder)
+    outputs = trainer.predict(TinyVLM(), datamodule=tiny_data(Path(data), global_batch_size=4))
+    write_down(folder, [pair for step in outputs or [] for microbatch in step for pair in microbatch])
+    disconnect_groups()
+
+
 @pytest.fixture(scope="module")
 def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list]]:
     folder = tmp_path_factory.mktemp("predictions")
@@ -116,7 +125,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list
     jobs = [
         Job(
             layout,
-            "tests.runtime.scenarios:predict",
+            "tests.runtime.test_generation:predict",
             ranks_of(layout),
             {"data": str(folder / "data"), "layout": layout},
         )

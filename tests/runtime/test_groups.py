@@ -8,8 +8,7 @@ import pytest
 
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
-from tests.forks import Job, run_jobs
-from tests.runtime.scenarios import read_down
+from tests.forks import Job, read_down, run_jobs
 
 LANES = ["lanes begin", "lanes end"]
 SPEC = ["all: broadcast", "all: broadcast"]
@@ -53,12 +52,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("layout", EXPECTED)
 def test_no_collective_runs_inside_the_lanes_and_these_at_the_boundary(tmp_path, data, layout):
     arguments = {"data": data, "layout": layout, "clip": 0.1}
-    job = Job(layout, "tests.runtime.scenarios:list_collectives", ranks_of(layout), arguments)
+    job = Job(layout, "tests.runtime.group_jobs:list_collectives", ranks_of(layout), arguments)
     assert read_down(run_jobs(tmp_path, [job])[layout].check().folder) == EXPECTED[layout]
 
 
 def test_all_ranks_meet_in_one_group_and_each_role_in_its_own(tmp_path):
-    job = Job("groups", "tests.runtime.scenarios:cross_group", 3)
+    job = Job("groups", "tests.runtime.group_jobs:cross_group", 3)
     ranks = read_down(run_jobs(tmp_path, [job])["groups"].check().folder)
     for seen in ranks:
         assert seen["sum"] == [6]
@@ -75,19 +74,19 @@ def test_all_ranks_meet_in_one_group_and_each_role_in_its_own(tmp_path):
 
 
 def test_collectives_of_the_group_over_all_ranks_are_counted(tmp_path):
-    job = Job("groups", "tests.runtime.scenarios:cross_group", 3)
+    job = Job("groups", "tests.runtime.group_jobs:cross_group", 3)
     ranks = read_down(run_jobs(tmp_path, [job])["groups"].check().folder)
     objects = 1 + 3  # one broadcast object, and one from each rank that is gathered; each is a size and the bytes
     assert [seen["collectives"] for seen in ranks] == [2 + 1 + 2 * objects] * 3
 
 
 def test_forks_of_a_process_that_was_connected_connect_anew(tmp_path):
-    job = Job("forks", "tests.runtime.scenarios:fork_after_a_run", 1)
+    job = Job("forks", "tests.runtime.group_jobs:fork_after_a_run", 1)
     assert read_down(run_jobs(tmp_path, [job])["forks"].check().folder) == [[0, 1], [0, 1]]
 
 
 def test_a_fork_of_a_connected_process_is_refused_and_leaves_its_groups_alone(tmp_path):
-    job = Job("fork during", "tests.runtime.scenarios:fork_during_a_run", 1)
+    job = Job("fork during", "tests.runtime.group_jobs:fork_during_a_run", 1)
     folder = run_jobs(tmp_path, [job])["fork during"].check().folder
     assert read_down(folder) == [{"fork ended with": 5, "gathered afterwards": ["here"]}]
     assert re.match(r"This process was forked from process \d+ while", (folder / "refusal.txt").read_text())

@@ -17,8 +17,8 @@ from flowtrain_lightning.runtime.halves import (
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
 from tests.exactness.modules import Whole
-from tests.forks import Job, run_jobs
-from tests.runtime.scenarios import Heavy, Homeless, Tied, read_down
+from tests.forks import Job, read_down, run_jobs
+from tests.runtime.half_jobs import Heavy, Homeless, Tied
 from tests.tiny import TinyVLM
 
 
@@ -124,7 +124,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_fit_refuses_what_it_cannot_train_on_every_layout(tmp_path, data):
     arguments = {"data": data, "layout": "colocated 1"}
-    done = run_jobs(tmp_path, [Job("refused", "tests.runtime.scenarios:be_refused", 1, arguments)])["refused"]
+    done = run_jobs(tmp_path, [Job("refused", "tests.runtime.half_jobs:be_refused", 1, arguments)])["refused"]
     (told,) = read_down(done.check().folder)
     assert "TypeError: strategy='flowtrain' splits a flowtrain_lightning.FlowModule" in told["plain"]
     assert "BoringModel" in told["plain"]
@@ -133,7 +133,7 @@ def test_fit_refuses_what_it_cannot_train_on_every_layout(tmp_path, data):
 
 
 def test_a_half_under_another_name_is_refused_and_the_clean_up_hides_nothing(tmp_path, data):
-    done = run_jobs(tmp_path, [Job("misplaced", "tests.runtime.scenarios:misplace_a_half", 2, {"data": data})])
+    done = run_jobs(tmp_path, [Job("misplaced", "tests.runtime.half_jobs:misplace_a_half", 2, {"data": data})])
     log = done["misplaced"].log
     assert done["misplaced"].codes == [1, 1]
     assert "Misplaced has no module 'backbone', where its backbone half should be" in log
@@ -143,7 +143,7 @@ def test_a_half_under_another_name_is_refused_and_the_clean_up_hides_nothing(tmp
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory: pytest.TempPathFactory, data: str) -> dict[str, list[dict]]:
     jobs = [
-        Job(layout, "tests.runtime.scenarios:measure_memory", ranks_of(layout), {"data": data, "layout": layout})
+        Job(layout, "tests.runtime.half_jobs:measure_memory", ranks_of(layout), {"data": data, "layout": layout})
         for layout in ("colocated 1", "1+1")
     ]
     done = run_jobs(tmp_path_factory.mktemp("memory"), jobs)

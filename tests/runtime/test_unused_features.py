@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from flowtrain_lightning.runtime.groups import disconnect_groups
 from flowtrain_lightning.runtime.unused_features import UnusedFeatures
-from tests.exactness.layouts import ranks_of
+from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, run_jobs
-from tests.tiny import write_records
+from tests.tiny import TinyVLM, tiny_data, write_records
 
 STEPS = 10
 
@@ -47,9 +49,23 @@ def test_gates_that_open_later_are_no_fault():
             watch.look(with_gradient(None))
 
 
+class IgnoresFeatures(TinyVLM):
+    """Its backbone reads the text only."""
+
+    def merge(self, batch: Any, features: dict[str, Any]) -> dict[str, Any]:
+        return super().merge(batch, {})
+
+
+def ignore_features(folder: Path, *, data: str, layout: str) -> None:
+    """Trains a few epochs with pictures in every step."""
+    trainer = trainer_for(layout, max_epochs=4, limit_val_batches=0, default_root_dir=folder)
+    trainer.fit(IgnoresFeatures(), datamodule=tiny_data(Path(data)))
+    disconnect_groups()
+
+
 @pytest.mark.parametrize("layout", ["1+1", pytest.param("colocated 2", marks=pytest.mark.full)])
 def test_a_merge_that_ignores_the_features_is_told(tmp_path: Path, layout: str):
     write_records(tmp_path / "data", 40)
     arguments = {"data": str(tmp_path / "data"), "layout": layout}
-    done = run_jobs(tmp_path, [Job("train", "tests.runtime.scenarios:ignore_features", ranks_of(layout), arguments)])
-    assert done["train"].check().log.count("Does `merge` use the features") == 1
+    job = Job("train", "tests.runtime.test_unused_features:ignore_features", ranks_of(layout), arguments)
+    assert run_jobs(tmp_path, [job])["train"].check().log.count("Does `merge` use the features") == 1

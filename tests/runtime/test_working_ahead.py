@@ -14,9 +14,8 @@ from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 from flowtrain_lightning.runtime.room import FeatureSpec, least_room
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Span
 from tests.exactness.layouts import ranks_of
-from tests.forks import Job, run_jobs
+from tests.forks import Job, read_down, run_jobs
 from tests.pool.faults import slowness
-from tests.runtime.scenarios import read_down
 from tests.tiny import tiny_data, write_records
 
 STEPS = 12
@@ -50,7 +49,7 @@ def tight_pool(plans: list[StepPlan]) -> int:
 def train(folder: Path, layout: str, **settings: Any) -> list[dict[str, Any]]:
     arguments = {"data": str(folder / "data"), "layout": layout, **settings}
     name = f"{layout} {settings}".replace("/", " ")
-    done = run_jobs(folder, [Job(name, "tests.runtime.scenarios:freeze", ranks_of(layout), arguments)])
+    done = run_jobs(folder, [Job(name, "tests.runtime.frozen_encoder:train", ranks_of(layout), arguments)])
     return read_down(done[name].check().folder)
 
 

@@ -1,0 +1,78 @@
+"""A rank's part in training with a frozen encoder and a slow backbone: losses and what its lanes did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from flowtrain_lightning.runtime.groups import disconnect_groups
+from flowtrain_lightning.runtime.timeline import Span
+from tests.exactness.layouts import trainer_for
+from tests.forks import write_down
+from tests.tiny import TinyVLM, tiny_data
+
+
+class SlowBackbone(TinyVLM):
+    """Its backbone takes its time, so that a frozen encoder can work ahead.
+
+    Attributes:
+        skips_from: epoch and batch from which on the rest of the epoch is skipped.
+    """
+
+    skips_from = (-1, -1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.current_epoch, batch_idx) == self.skips_from else None
+
+    def backbone_step(self, batch: Any, features: Any, stage: str) -> Any:
+        time.sleep(0.03)
+        return super().backbone_step(batch, features, stage)
+
+
+class Notes(L.Callback):
+    """Losses of training and validation, and what the lanes did."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.train: list[float] = []
+        self.val: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any) -> None:
+        self.train.append(float(outputs["loss"]))
+
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.val.append(float(outputs))
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if hasattr(trainer.strategy, "engine"):
+            self.spans = list(trainer.strategy.engine.timeline.spans)
+
+
+def train(
+    folder: Path,
+    *,
+    data: str,
+    layout: str,
+    pool_bytes: int | None = None,
+    skips_from: Sequence[int] = (-1, -1),
+    **trainer: Any,
+) -> None:
+    """Trains with a frozen encoder; writes losses, the lanes' spans."""
+    notes = Notes()
+    chosen = trainer_for(
+        layout,
+        strategy={"pool_bytes": pool_bytes},
+        callbacks=[notes],
+        precision="64-true",
+        default_root_dir=folder,
+        **trainer,
+    )
+    module = SlowBackbone(freeze_encoder=True)
+    module.skips_from = tuple(skips_from)
+    chosen.fit(module, datamodule=tiny_data(Path(data), shuffle=False))
+    write_down(folder, {"train": notes.train, "val": notes.val, "spans": notes.spans})
+    disconnect_groups()
