@@ -1,0 +1,29 @@
+"""What the tests of the pool's contract share: its transports, the sizes of pool and entry, and short words."""
+
+import torch
+
+from flowtrain_lightning.pool import entry_room
+from tests.pool.ranks import NIXL
+
+TRANSPORTS = ["shared_memory", "device", "remote", "network", "both", NIXL]
+ROOM = 1 << 20
+"""Bytes of a rank's part of the pool."""
+FLOATS = entry_room([1000 * 4])
+"""Bytes that an entry of :func:`floats` takes there."""
+
+
+def floats(value=1.0):
+    """An entry's tensor."""
+    return torch.full((1000,), float(value))
+
+
+def now(pool):
+    """Bytes of a rank's part that are taken."""
+    return pool.counters.current.now
+
+
+def serve(pools):
+    """Let every rank take in what is on its way."""
+    for _ in range(3):
+        for pool in pools:
+            pool.poll(0.02)
