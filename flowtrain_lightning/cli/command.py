@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -38,6 +40,9 @@ MISTAKES = (
 
 def main() -> None:
     """Run the command that the command line names."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a letter shows a question mark
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(_help())
@@ -52,8 +57,19 @@ def main() -> None:
     run, _ = COMMANDS[name]
     try:
         run()
+        sys.stdout.flush()
     except MISTAKES as error:
         sys.exit(f"flowtrain {name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)  # as shells report a command that Ctrl-C ended
+    except OSError as error:
+        if run in (train, profile):  # whose processes may have lost each other
+            raise
+        if error.filename is None:  # the output: the interpreter would try once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        reader_is_gone = isinstance(error, BrokenPipeError)  # `head`, for one, has read what it wanted
+        what = error.filename or "what it prints"
+        sys.exit(1 if reader_is_gone else f"flowtrain {name}: {what} cannot be read or written: {error.strerror}.")
 
 
 def train() -> None:

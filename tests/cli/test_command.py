@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
-from flowtrain_lightning.cli import COMMANDS, main
+from flowtrain_lightning.cli import COMMANDS, command, main
 
 TOKENIZER = Path(__file__).parents[2] / "recipes/quickstart/tokenizer.json"
 
@@ -63,8 +65,8 @@ def flowtrain(monkeypatch):
 def test_the_installed_command_lists_every_command():
     installed = Path(sys.executable).with_name("flowtrain")
     done = subprocess.run([installed], capture_output=True, text=True, timeout=60, check=True)
-    for command in ("fit", "validate", "test", "predict", "export", "doctor"):
-        assert f"\n  {command} " in done.stdout
+    for name in ("fit", "validate", "test", "predict", "export", "doctor"):
+        assert f"\n  {name} " in done.stdout
     assert "flowtrain fit --config config.yaml" in done.stdout
 
 
@@ -73,10 +75,10 @@ def test_the_command_says_its_version(flowtrain, capsys):
     assert capsys.readouterr().out == f"flowtrain-lightning {version('flowtrain-lightning')}\n"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command, flowtrain, capsys):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name, flowtrain, capsys):
     with pytest.raises(SystemExit) as end:
-        flowtrain(command, "--help")
+        flowtrain(name, "--help")
     assert end.value.code == 0
     assert "usage: " in capsys.readouterr().out
 
@@ -95,6 +97,42 @@ def test_a_mistake_ends_with_a_sentence(arguments, words, flowtrain):
     with pytest.raises(SystemExit) as end:
         flowtrain(*arguments)
     assert words in str(end.value.code)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),  # `flowtrain doctor | head -1`
+        (KeyboardInterrupt(), 130),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "flowtrain doctor: what it prints cannot be read or written: No space left on device.",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "plan.yaml"),
+            "flowtrain doctor: plan.yaml cannot be read or written: Permission denied.",
+        ),
+    ],
+)
+def test_what_interrupts_a_command_shows_no_traceback(error, code, flowtrain, tmp_path, monkeypatch):
+    def interrupted():
+        raise error
+
+    monkeypatch.setattr(command, "examine", interrupted)
+    with (
+        open(tmp_path / "printed", "w") as terminal,
+        redirect_stdout(terminal),
+        pytest.raises(SystemExit) as end,
+    ):
+        flowtrain("doctor")
+    assert end.value.code == code
+
+
+def test_letters_that_a_terminal_does_not_know_become_question_marks(flowtrain, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "examine", lambda: ["1, 2 … devices"])
+    with open(tmp_path / "printed", "w", encoding="ascii") as terminal, redirect_stdout(terminal):
+        flowtrain("doctor")
+    assert (tmp_path / "printed").read_text() == "1, 2 ? devices\n"
 
 
 @pytest.mark.parametrize(
