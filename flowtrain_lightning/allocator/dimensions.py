@@ -180,8 +180,16 @@ def _build(build: Callable[..., Half], dimensions: Mapping[str, Any], what: str)
     for name, value in dimensions.items():
         if name in _NO_NUMBERS or value is None:
             continue
-        if type(value) is not int or value < 0:
-            raise DescriptionError(f"The {what}'s {name} is {value!r}; it must be a whole number.")
+        usual = known[name].default
+        least = 1 if usual is known[name].empty or usual else 0
+        if type(value) is not int or value < least:
+            raise DescriptionError(f"The {what}'s {name} is {value!r}; it must be a whole number, at least {least}.")
+    if not dimensions.get("head_size") and dimensions["hidden"] % dimensions["heads"]:
+        hint = " or give head_size" if "head_size" in known else ""
+        raise DescriptionError(
+            f"The {what}'s hidden of {dimensions['hidden']} cannot be divided into {dimensions['heads']} heads; "
+            f"change one of them{hint}."
+        )
     try:
         return build(**dimensions)
     except (TypeError, ZeroDivisionError) as error:

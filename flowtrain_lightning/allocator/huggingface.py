@@ -58,7 +58,7 @@ def describe_config(config: Config, name: str | None = None) -> ModuleDescriptio
         name: what to call it; None is the ``model_type``.
 
     Raises:
-        DescriptionError: the ``model_type`` is not known, or a field is missing.
+        DescriptionError: the ``model_type`` is not known, or a field is missing or no number above 0.
     """
     kind = str(config.get("model_type"))
     if kind not in _FAMILIES:
@@ -76,7 +76,7 @@ def _field(config: Config, *names: str) -> Any:
     for source in (config, defaults):
         for name in names:
             if source.get(name) is not None:
-                return source[name]
+                return _checked(source[name], name)
     raise DescriptionError(
         f"The config of {config.get('model_type', 'a part without model_type')!r} has no field "
         f"{' or '.join(map(repr, names))}; use the whole config.json of the model."
@@ -84,7 +84,16 @@ def _field(config: Config, *names: str) -> Any:
 
 
 def _optional(config: Config, name: str) -> Any:
-    return config.get(name, _DEFAULTS.get(str(config.get("model_type")), {}).get(name))
+    value = config.get(name, _DEFAULTS.get(str(config.get("model_type")), {}).get(name))
+    return value if value is None or isinstance(value, bool) else _checked(value, name)
+
+
+def _checked(value: Any, name: str) -> Any:
+    """A number that can be calculated with, or a part of the config."""
+    is_part = isinstance(value, (Mapping, list, tuple))
+    if not is_part and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+        raise DescriptionError(f"The config's {name} is {value!r}; it must be a number above 0.")
+    return value
 
 
 def _text(config: Config) -> Config:
@@ -130,13 +139,13 @@ def _windows(text: Config, layers: int) -> dict[str, Any]:
 
 
 def _qwen2_vl(config: Config) -> dict[str, Half]:
-    vision = {"model_type": "qwen2_vl_vision", **config["vision_config"]}
+    vision = {"model_type": "qwen2_vl_vision", **_field(config, "vision_config")}
     width, merge = _field(vision, "embed_dim"), _field(vision, "spatial_merge_size")
-    return {"image": _qwen(vision, width, width * _field(vision, "mlp_ratio"), vision["hidden_size"], merge)}
+    return {"image": _qwen(vision, width, width * _field(vision, "mlp_ratio"), _field(vision, "hidden_size"), merge)}
 
 
 def _qwen2_5_vl(config: Config) -> dict[str, Half]:
-    vision = {"model_type": "qwen2_5_vl_vision", **config["vision_config"]}
+    vision = {"model_type": "qwen2_5_vl_vision", **_field(config, "vision_config")}
     width, merge = _field(vision, "hidden_size"), _field(vision, "spatial_merge_size")
     side = _field(vision, "window_size") // _field(vision, "patch_size")
     windows = {"window": side * side, "full_layers": len(_field(vision, "fullatt_block_indexes"))}
@@ -145,7 +154,7 @@ def _qwen2_5_vl(config: Config) -> dict[str, Half]:
 
 
 def _qwen3_vl(config: Config) -> dict[str, Half]:
-    vision = {"model_type": "qwen3_vl_vision", **config["vision_config"]}
+    vision = {"model_type": "qwen3_vl_vision", **_field(config, "vision_config")}
     width, merge = _field(vision, "hidden_size"), _field(vision, "spatial_merge_size")
     levels = 1 + len(_field(vision, "deepstack_visual_indexes"))
     positions = _field(vision, "num_position_embeddings")
@@ -185,7 +194,7 @@ def _smolvlm(config: Config) -> dict[str, Half]:
 
 
 def _gemma3(config: Config) -> dict[str, Half]:
-    vision = config["vision_config"]
+    vision = _field(config, "vision_config")
     patches = (_side(vision, "image_size") // _side(vision, "patch_size")) ** 2
     merge = round((patches / _field(config, "mm_tokens_per_image")) ** 0.5)
     return {"image": _plain_vision(config, _field(_text(config), "hidden_size"), merge, pooled=True)}
@@ -193,7 +202,7 @@ def _gemma3(config: Config) -> dict[str, Half]:
 
 def _plain_vision(config: Config, output: int, merge: int, **more: Any) -> Half:
     """A tower of pictures of one size, as CLIP's and SigLIP's."""
-    vision = config["vision_config"]
+    vision = _field(config, "vision_config")
     side, patch = _side(vision, "image_size"), _side(vision, "patch_size")
     return vision_encoder(
         layers=_field(vision, "num_hidden_layers"),
@@ -222,7 +231,7 @@ def _side(vision: Config, name: str) -> int:
 
 
 def _qwen2_audio(config: Config) -> dict[str, Half]:
-    audio = config["audio_config"]
+    audio = _field(config, "audio_config")
     return {
         "audio": audio_encoder(
             layers=_field(audio, "encoder_layers"),

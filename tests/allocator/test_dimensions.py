@@ -74,7 +74,15 @@ def test_parts_are_frozen_by_name(frozen, trains):
             {"backbone": {**BACKBONE, "layers": 2.5}, "encoders": {"image": IMAGE}},
             "The backbone's layers is 2.5; it must be a whole number",
         ),
-        ({"backbone": BACKBONE, "encoders": {"image": {**IMAGE, "heads": 0}}}, "image encoder cannot be built from"),
+        (
+            {"backbone": {**BACKBONE, "layers": 0}, "encoders": {"image": IMAGE}},
+            "The backbone's layers is 0; it must be a whole number, at least 1",
+        ),
+        ({"backbone": BACKBONE, "encoders": {"image": {**IMAGE, "heads": 0}}}, "image encoder's heads is 0"),
+        (
+            {"backbone": BACKBONE, "encoders": {"image": {**IMAGE, "hidden": 100, "heads": 3}}},
+            "image encoder's hidden of 100 cannot be divided into 3 heads; change one of them",
+        ),
         (
             {"backbone": {**BACKBONE, "experts": {"many": 3}}, "encoders": {"image": IMAGE}},
             "The backbone cannot be built from",

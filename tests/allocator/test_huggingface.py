@@ -69,6 +69,15 @@ def test_a_backbones_passes_are_what_torch_counts_with_causal_attention_halved(l
         ({"model_type": "resnet"}, "model_type 'resnet' cannot be read; known are qwen2_vl, qwen2_5_vl, qwen3_vl"),
         ({}, "model_type 'None' cannot be read"),
         ({"model_type": "llava", "text_config": {"model_type": "mistral"}}, "'mistral' has no field"),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "'llava' has no field 'vision_config'"),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama", "num_hidden_layers": "32"}},
+            "num_hidden_layers is '32'; it must be a number above 0",
+        ),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama", "hidden_size": -1}},
+            "hidden_size is -1; it must be a number above 0",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_read_is_refused_with_what_is_missing(config, words):
