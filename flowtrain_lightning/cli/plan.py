@@ -45,6 +45,8 @@ def plan() -> None:
     names = ("global_batch_size", "token_budget", "encoder_budget")
     workload = read_workload(options.data, module, {name: getattr(options, name) for name in names})
     if options.sweep:
+        if options.out is not None:
+            raise PlanningError("--out writes one plan, but --sweep makes many; leave out one of them.")
         _sweep(options, module, device, per_node, workload)
         return
     cluster = Cluster(device, options.devices, per_node)
@@ -85,6 +87,11 @@ def _devices_per_node(options: argparse.Namespace, device: Device) -> int:
     if options.devices < 1:
         raise PlanningError(f"There are {options.devices} devices; a plan needs at least 1.")
     if options.nodes is None:
+        if options.devices > device.per_node and options.devices % device.per_node:
+            raise PlanningError(
+                f"{options.devices} devices cannot be divided into nodes of {device.per_node}, as is usual for "
+                f"{device.name}; say with --nodes how many nodes there are."
+            )
         return device.per_node
     if options.nodes < 1 or options.devices % options.nodes:
         raise PlanningError(f"{options.devices} devices cannot be divided into {options.nodes} equal nodes.")

@@ -154,7 +154,12 @@ def test_whole_copies_keep_to_what_replicates(plan):
         (("--model", "gpt-2", "--devices", "8"), "flowtrain plan: There is no model 'gpt-2'."),
         (("--model", "nowhere.json", "--devices", "8"), "nowhere.json cannot be read"),
         ((*MODEL, "--devices", "0"), "There are 0 devices; a plan needs at least 1."),
-        ((*MODEL, "--devices", "12"), "12 devices cannot be divided into nodes of 8"),
+        (
+            (*MODEL, "--devices", "12"),
+            "12 devices cannot be divided into nodes of 8, as is usual for",
+        ),
+        ((*MODEL, "--devices", "12", "--sweep"), "12 devices cannot be divided into nodes of 8"),
+        ((*MODEL, "--devices", "8", "--sweep", "--out", "plan.yaml"), "--out writes one plan, but --sweep makes many"),
         ((*MODEL, "--devices", "8", "--nodes", "3"), "8 devices cannot be divided into 3 equal nodes"),
         (("--model", "smolvlm-2.2b", "--devices", "8", "--device", "h300"), "There is no device 'h300'. Did you mean"),
         ((*MODEL, "--devices", "8", "--freeze", "tail"), "There is no half 'tail' to freeze; choose from encoder"),
