@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 
 PACK_DESCRIPTION = "pack the lengths in a Parquet file into microbatches of equal cost"
 
+_PERCENT = {
+    "pad",
+    "idle_sync",
+    "idle_acc",
+    "idle_enc",
+    "idle_two",
+    "over",
+    "encoder_idle",
+    "flow_gap",
+    "flow_bound",
+    "bound",
+}
+
 
 def pack() -> None:
     """Pack a file of lengths, and print how good the plan is.
@@ -29,6 +42,7 @@ def pack() -> None:
         PackingError: the file or an option cannot be used.
     """
     options = _parser().parse_args(sys.argv[2:])
+    _keep_apart(options)
     tokens, media_start, media_cost = _read(options.lengths)
     tokens, media_start, media_cost, kept = _fit(tokens, media_start, media_cost, options)
     settings = OfflineSettings(
@@ -55,7 +69,9 @@ def pack() -> None:
     if options.json:
         print(json.dumps(figures))
     else:
-        print("\n".join(f"{name:<24}{_in_words(value)}" for name, value in figures.items()))
+        print("\n".join(f"{name:<24}{_in_words(name, value)}" for name, value in figures.items()))
+        if not plan.steps:
+            print(f"{len(tokens):,} samples fill no step, so the plan is empty; make steps smaller.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,9 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--semantics", choices=SEMANTICS, default="samples", help="what a step is (default: %(default)s)")
     add("--objective", choices=OBJECTIVES, default="sync", help="ranks meet at every microbatch, or once a step")
     add("--cost-linear", type=float, default=1.0, help="cost of a token (default: %(default)s)")
-    add(
-        "--cost-quadratic", type=float, default=1 / 24_576, help="cost of a token pair in a sequence (default: 1/24576)"
-    )
+    pair = "cost of a token pair in a sequence (default: %(default).3g)"
+    add("--cost-quadratic", type=float, default=1 / 24_576, help=pair)
     add("--encoder-ranks", type=int, default=1, help="ranks that encode (default: %(default)s)")
     add("--row-width", type=int, help="microbatches of a row; the same on every layout (default: the ranks)")
     add("--max-delay", type=int, default=8, help="steps that a sample may wait, with tokens (default: %(default)s)")
@@ -85,6 +100,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print the figures as JSON")
     add("--plot", type=Path, metavar="PLOT.png", help="cost per microbatch, in sampler order and as packed")
     return parser
+
+
+def _keep_apart(options: argparse.Namespace) -> None:
+    """Files that are written may be neither what is read nor each other."""
+    written = {"--out": options.out, "--media-out": options.media_out, "--plot": options.plot}
+    seen = {options.lengths.resolve(): "LENGTHS.parquet"}
+    for name, path in written.items():
+        if path is None:
+            continue
+        if (other := seen.setdefault(path.resolve(), name)) != name:
+            raise PackingError(f"{name} would write over {path}, which is {other}; choose another name.")
 
 
 def _cost(options: argparse.Namespace) -> CostModel:
@@ -209,5 +235,8 @@ def _plot(plan: OfflinePlan, costs: FloatArray, settings: OfflineSettings, path:
     draw(plan, costs, settings, path)
 
 
-def _in_words(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _in_words(name: str, value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    tidy = round(value, 9) + 0.0  # what rounding errors leave of nothing is nothing, and not below it
+    return f"{tidy:.4g} %" if name in _PERCENT else f"{tidy:.4g}"

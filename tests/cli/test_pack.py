@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -15,6 +16,7 @@ from pyarrow import parquet  # noqa: E402
 
 OPTIONS = ("--token-budget", "100", "--ranks", "2")
 TOKENS = ("--semantics", "tokens", "--microbatches", "2", "--max-delay", "4")
+LENGTHS = "the file that is read"
 SAMPLES = ("--semantics", "samples", "--global-batch-size", "50")
 
 
@@ -80,6 +82,8 @@ def test_media_may_be_absent_and_figures_are_named(pack):
         assert name in printed
     assert "microseconds_per_sample" in printed
     assert "bound" in printed
+    assert re.search(r"^pad +[\d.]+ %$", printed, flags=re.MULTILINE)
+    assert re.search(r"^imb +[\d.]+$", printed, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize(("policy", "left", "rows"), [("drop", 1, 39), ("truncate", 0, 40)])
@@ -114,10 +118,17 @@ def test_a_picture_is_drawn(pack, tmp_path):
         ({"tokens": [5]}, ("--cost-linear", "-1"), "The linear coefficient of a cost model is -1.0"),
         ({"tokens": [5]}, ("--cost-quadratic", "nan"), "The quadratic coefficient of a cost model is nan"),
         ({"tokens": [5]}, (*TOKENS, "--max-delay", "-1"), "max_delay is -1; it must not be negative"),
+        (
+            {"tokens": [5]},
+            ("--out", LENGTHS),
+            "--out would write over .*, which is LENGTHS.parquet; choose another name",
+        ),
+        ({"tokens": [5]}, ("--out", "a", "--plot", "a"), "--plot would write over a, which is --out"),
     ],
 )
-def test_bad_input_gets_a_sentence(pack, columns, options, words):
+def test_bad_input_gets_a_sentence(pack, columns, options, words, tmp_path):
     options = options if "--semantics" in options else ("--global-batch-size", "1", *options)
+    options = [str(tmp_path / "lengths.parquet") if option is LENGTHS else option for option in options]
     with pytest.raises(SystemExit, match=f"flowtrain pack: .*{words}"):
         pack(columns, *OPTIONS, *options)
 
@@ -136,3 +147,8 @@ def test_too_few_samples_for_a_step_are_all_left_over(pack, tokens, semantics):
     _, printed = pack({"tokens": pyarrow.array(tokens, pyarrow.int64())}, *OPTIONS, *semantics, "--json")
     figures = json.loads(printed)
     assert (figures["steps"], figures["samples_left"]) == (0, len(tokens))
+
+
+def test_an_empty_plan_is_told(pack):
+    _, printed = pack({"tokens": [7] * 3}, *OPTIONS, *SAMPLES)
+    assert "3 samples fill no step, so the plan is empty" in printed
