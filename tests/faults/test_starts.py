@@ -1,0 +1,50 @@
+"""All ranks end together in jobs as users start them too: by Lightning and by torchrun."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.fault import Fault
+from tests.faults.job import run_script
+from tests.faults.verdict import (
+    BACKBONE,
+    ENCODER,
+    FIRST,
+    FRESH_HANG_TIMEOUT,
+    assert_all_ended,
+    assert_all_told,
+    named,
+    settings_for,
+)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("kill", FIRST, "train", step=3),
+        Fault("raise", ENCODER, "train", step=3),
+        pytest.param(Fault("kill", ENCODER, "train", step=0), marks=pytest.mark.full),
+        pytest.param(Fault("stop", FIRST, "wait", step=3), marks=pytest.mark.full),
+        pytest.param(Fault("kill", BACKBONE, "build"), marks=pytest.mark.full),
+    ],
+    ids=named,
+)
+def test_ranks_that_lightning_started_end_together(fault, job):
+    ended = run_script(job(fault, **settings_for(fault, FRESH_HANG_TIMEOUT)))
+    assert_all_ended(ended, fault)
+    assert_all_told(ended, fault)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("kill", ENCODER, "train", step=3),
+        pytest.param(Fault("raise", BACKBONE, "train", step=3), marks=pytest.mark.full),
+        pytest.param(Fault("stop", FIRST, "train", step=3), marks=pytest.mark.full),
+    ],
+    ids=named,
+)
+def test_ranks_that_torchrun_started_end_together(fault, job):
+    ended = run_script(job(fault, **settings_for(fault, FRESH_HANG_TIMEOUT)), torchrun=True)
+    assert_all_ended(ended, fault)
+    assert_all_told(ended, fault)
