@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.packing_data import TABLES, Lengths, load
-from benchmarks.packing_peers import Bins, WlbQueue, step_packers, window_packers
+from benchmarks.packing_papers import WlbQueue
+from benchmarks.packing_peers import step_packers, window_packers
+from benchmarks.packing_signatures import Bins
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.judging import judge
 from flowtrain_lightning.packing.metrics import encoder_idle, measure
