@@ -115,7 +115,10 @@ def _build(path: Path, measure: Measure) -> IndexTable:
     rows: list[IntArray] = []
     patches: list[IntArray] = []
     content = file_fingerprint(path)
-    progress = tqdm(total=path.stat().st_size, desc=f"Indexing {path.name}", unit="B", unit_scale=True, leave=False)
+    size = path.stat().st_size
+    name = f"Indexing {path.name}"
+    # Only where it takes a while: in a log file every move of the bar stays.
+    progress = tqdm(total=size, desc=name, unit="B", unit_scale=True, leave=False, delay=2, mininterval=1)
     with progress, ThreadPoolExecutor() as threads:
         for window in _windows(scan(path)):
             # Threads hide the latency of opening pictures; tokenizers need not be safe in threads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def scan(path: Path) -> Iterator[RecordPlace]:
     if not path.is_file():
         raise DataError(f"{path}: there is no such file.")
     with path.open("rb") as file:
-        start = file.read(4096).lstrip()
+        start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
     places = _scan_array(path) if start.startswith(b"[") else _scan_lines(path)
     for number, (offset, length, fields) in enumerate(places):
         yield RecordPlace(offset, length, parse(fields, path, number))
@@ -169,8 +170,10 @@ def _parts(parts: list[Any], where: str) -> tuple[str, list[Any]]:
 
 def _decoded(content: bytes, path: Path, number: int) -> Any:
     try:
-        return json.loads(content)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, record {number + 1}: not valid UTF-8 ({error}); save the file as UTF-8.") from error
+    except json.JSONDecodeError as error:
         raise DataError(f"{path}, record {number + 1}: not valid JSON ({error}).") from error
 
 
@@ -188,7 +191,7 @@ def _scan_array(path: Path) -> Iterator[tuple[int, int, Any]]:
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not valid UTF-8 ({error}).") from error
+        raise DataError(f"{path}: not valid UTF-8 ({error}); save the file as UTF-8.") from error
     decoder = json.JSONDecoder()
     place, offset, number = text.index("[") + 1, 0, 0
     offset = len(text[:place].encode())

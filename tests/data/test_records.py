@@ -31,6 +31,21 @@ def test_llava_records_are_read_from_an_array_and_from_lines(tmp_path, image, wr
     assert place.record.pictures == (tmp_path / "a.png",)
 
 
+@pytest.mark.parametrize("write", [lambda records: json.dumps(records, indent=1), lambda records: json.dumps(*records)])
+def test_a_byte_order_mark_and_the_line_ends_of_windows_are_no_part_of_the_records(tmp_path, write):
+    file = tmp_path / "d.json"
+    file.write_bytes(b"\xef\xbb\xbf" + write([LLAVA]).replace("\n", "\r\n").encode() + b"\r\n")
+    (place,) = scan(file)
+    assert place.record.id == "x"
+    assert read(file, 0, place.offset, place.length) == place.record
+
+
+def test_text_that_is_not_utf_8_is_told(tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(json.dumps(LLAVA).encode("utf-16"))
+    with pytest.raises(DataError, match=r"d.jsonl, record 1: not valid UTF-8 .*; save the file as UTF-8"):
+        list(scan(tmp_path / "d.jsonl"))
+
+
 def as_parts(*pictures):
     """A conversation whose contents are lists."""
     question = [*pictures, {"type": "text", "text": "What"}, {"type": "text", "text": "?"}]
