@@ -206,9 +206,8 @@ class FlowDataModule(L.LightningDataModule):
         """Steps of training."""
         loader = self._loader("train")
         self._training = weakref.ref(loader)
-        if self._resume is not None:
+        if self._resume is not None:  # kept: a loader of a later epoch has its settings too
             loader.load_state_dict(self._resume)
-            self._resume = None
         return loader
 
     def val_dataloader(self) -> StepLoader | list[StepLoader]:
@@ -236,11 +235,10 @@ class FlowDataModule(L.LightningDataModule):
         """Go on from that place, where training does."""
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
+        self._resume = state_dict["train"]
         loader = None if self._training is None else self._training()
-        if loader is None:
-            self._resume = state_dict["train"]
-        else:
-            loader.load_state_dict(state_dict["train"])
+        if loader is not None:
+            loader.load_state_dict(self._resume)
 
     def fingerprint(self, stage: str) -> str:
         """Changes with the content of the files of a stage: ranks that plan the same steps have the same."""
