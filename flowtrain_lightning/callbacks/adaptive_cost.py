@@ -126,7 +126,7 @@ class AdaptCosts(L.Callback):
                 errors[f"{role}_cost_error"] = model.error
             self._observed[role] = []
         for logger in trainer.loggers:
-            logger.log_metrics(errors, step=trainer.global_step)
+            logger.log_metrics(errors, step=trainer.global_step - 1)  # beside the step's own loss, counted from 0
         loader = _loader(trainer)
         cost, encoder_cost = (self._models[role].cost for role in (BACKBONE, ENCODER))
         # Whoever works ahead asks for so many steps beyond this one, and the loader plans more beyond these.

@@ -43,4 +43,4 @@ class FlowMonitor(L.Callback):
         figures = {f"flowtrain/{name}": figure for name, figure in engine.tell_figures(batch).items()}
         if trainer.is_global_zero:
             for logger in trainer.loggers:
-                logger.log_metrics(figures, step=trainer.global_step)
+                logger.log_metrics(figures, step=trainer.global_step - 1)  # beside the step's own loss, counted from 0

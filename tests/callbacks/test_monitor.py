@@ -24,7 +24,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logged(folder: Path, data: Path, layout: str, **arguments: object) -> list[dict[str, float]]:
-    """The monitor's figures, in the order in which they were logged."""
+    """The monitor's figures, in the order in which they were logged, each time with the loss of the same step."""
     job = Job(
         "train",
         "tests.callbacks.monitoring:train",
@@ -35,8 +35,9 @@ def logged(folder: Path, data: Path, layout: str, **arguments: object) -> list[d
     with log.open(newline="") as file:
         rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
     prefix = "flowtrain/"
-    told = [{name.removeprefix(prefix): row[name] for name in row if name.startswith(prefix)} for row in rows]
-    return [figures for figures in told if figures]
+    told = [row for row in rows if any(name.startswith(prefix) for name in row)]
+    assert {row["step"] for row in told} == {row["step"] for row in rows if "train_loss" in row}
+    return [{name.removeprefix(prefix): row[name] for name in row if name.startswith(prefix)} for row in told]
 
 
 @pytest.mark.parametrize(
