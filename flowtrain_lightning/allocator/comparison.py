@@ -55,7 +55,8 @@ class Comparison:
             missing = "All roles on the same devices" if together is None else "Roles on devices of their own"
             return f"Recommended: {self.best.name}. {missing} would not fit."
         if abs(gain) <= NOTICEABLE:
-            return f"Recommended: {self.best.name}. Separation neither wins nor loses ({100 * gain:+.1f} % samples/s)."
+            percent = round(100 * gain, 1) + 0.0  # nothing is not below nothing
+            return f"Recommended: {self.best.name}. Separation neither wins nor loses ({percent:+.1f} % samples/s)."
         word, over = ("wins", "over") if gain > 0 else ("loses", "to")
         said = f"Separation ({apart.name}) {word} {100 * abs(gain):.1f} % samples/s {over} {together.name}."
         return f"Recommended: {self.best.name}. {said}"

@@ -77,11 +77,14 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> Non
     left.plot(devices, [row["samples_per_second"] for row in fitting], "o-", color="#2a78d6")
     left.set(xscale="log", yscale="log", xlabel="devices", ylabel="samples/s")
     left.set_xticks(devices, [str(count) for count in devices])
+    left.set_yticks(
+        [row["samples_per_second"] for row in fitting], [f"{row['samples_per_second']:,.4g}" for row in fitting]
+    )
     left.minorticks_off()
     right = left.twinx()
     right.plot(devices, [100 * row["mfu"] for row in fitting], "s--", color="#e8a33d")
     right.set_ylabel("MFU, %")
-    right.set_ylim(bottom=0)
+    right.set_ylim(0, 115 * max(row["mfu"] for row in fitting))  # room for the names above the points
     for row in fitting:
         place = (row["devices"], 100 * row["mfu"])
         right.annotate(row["placement"], place, textcoords="offset points", xytext=(0, 7), ha="center", fontsize=8)

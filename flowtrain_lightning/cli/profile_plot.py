@@ -60,6 +60,9 @@ def _draw_half(axes: Any, role: str, half: RoleProfile) -> None:
 
 
 def _draw_lengths(axes: Any, name: str, values: IntArray) -> None:
-    axes.hist(values, bins=min(40, max(1, len(np.unique(values)))), color=_COLOUR)
+    width = max(1, -(-int(np.ptp(values)) // 40)) if len(values) else 1  # whole numbers, so no bar ends between two
+    edges = np.arange(values.min(), values.max() + 2 * width, width) - 0.5 if len(values) else 1
+    axes.hist(values, bins=edges, color=_COLOUR)
+    axes.set_ylabel("samples" if name.endswith("of a sample") else "media")
     mean = f", {values.mean():,.1f} at the mean" if len(values) else ""
     axes.set_title(f"{name}{mean}", loc="left", fontsize=10)
