@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,12 +25,16 @@ Features = dict[str, Tensor | tuple[Tensor, ...]]
 
 
 class Compute:
-    """Calls the user's methods with the right device, precision, random stream and logbook."""
+    """Calls the user's methods with the right device, precision, random stream and logbook.
+
+    Attributes:
+        logbooks: one for each stage, since a name may be logged with other options in validation than in training.
+    """
 
     def __init__(self, module: FlowModule, trainer: L.Trainer, device: torch.device) -> None:
         self.module = module
         self.device = device
-        self.logbook = Logbook()
+        self.logbooks: defaultdict[str, Logbook] = defaultdict(Logbook)
         self._trainer = trainer
         self._convert_input = trainer.precision_plugin.convert_input
 
@@ -71,7 +76,7 @@ class Compute:
     ) -> Any:
         """The user's ``backbone_step``: the summed loss, or what it returns for predictions.
 
-        The loss, its target tokens and the logged values go into the logbook; the loss is returned to be
+        The loss, its target tokens and the logged values go into the stage's logbook; the loss is returned to be
         differentiated.
 
         Raises:
@@ -82,9 +87,10 @@ class Compute:
         if stage == "predict":
             with self.module.logging_refused("predictions"), self._own_half(BACKBONE):
                 return self.module.backbone_step(batch, features, stage)
-        with self.module.logging_into(self.logbook), self._own_half(BACKBONE):
+        logbook = self.logbooks[stage]
+        with self.module.logging_into(logbook), self._own_half(BACKBONE):
             loss, tokens = self._loss_and_tokens(self.module.backbone_step(batch, features, stage))
-        self.logbook.close_microbatch(loss, tokens)
+        logbook.close_microbatch(loss, tokens)
         return loss
 
     @contextmanager

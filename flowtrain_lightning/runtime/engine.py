@@ -239,7 +239,7 @@ class FlowEngine:
             return self._await_report(step, steps_left)
         start = time.monotonic()
         self._enter("wait for the other backbone ranks", step)
-        report = self._compute.logbook.agree(
+        report = self._compute.logbooks[step.stage].agree(
             self._asked_to_stop(), self._groups.sum_over_role, self._groups.gather_over_role
         )
         if tells_times:

@@ -16,6 +16,9 @@ GatherOverRanks = Callable[[Any], list[Any]]
 _FIXED = 4
 """Leading numbers of the exchanged vector: summed loss, target tokens, stop flag, names not yet agreed."""
 
+_NOT_NEEDED = ("batch_size", "sync_dist", "sync_dist_group", "rank_zero_only")
+"""Options of ``log`` that change nothing here; their values may be what cannot be sent to other ranks."""
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -64,7 +67,8 @@ class Logbook:
                 f"log({name!r}, reduce_fx=...) inside a microbatch supports the token-weighted mean only. For another "
                 "reduction keep the values and log the result in the epoch-end hook."
             )
-        self._options.setdefault(name, options)
+        kept = {option: chosen for option, chosen in options.items() if option not in _NOT_NEEDED}
+        self._options.setdefault(name, kept)
         number = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
         self._pending.append((name, number.double().reshape(())))
 
@@ -74,8 +78,10 @@ class Logbook:
         self._loss = self._loss + loss.detach().double()
         self._tokens = self._tokens + weight
         for name, value in self._pending:
+            value = value.to(loss.device)
+            weighed = torch.where(weight > 0, value * weight, 0.0)  # a mean over no targets may be NaN
             total, weights = self._sums.get(name, (torch.zeros((), dtype=torch.float64), 0.0))
-            self._sums[name] = (total + value.to(loss.device) * weight, weights + weight)
+            self._sums[name] = (total + weighed, weights + weight)
         self._pending.clear()
 
     def agree(self, stop: bool, sum_over_ranks: SumOverRanks, gather_over_ranks: GatherOverRanks) -> StepReport:

@@ -43,7 +43,7 @@ class PlainEngine:
                 loss = self._microbatch(batch, number, "train")
                 if loss is not None and loss.requires_grad:
                     self._compute.backward((loss,), (torch.ones_like(loss),))
-        report = self._agree()
+        report = self._agree("train")
         for role in ROLES:
             reduce_gradients(half_parameters(self._module, role), 1 / max(report.tokens, 1))
         return self._module.log_report("train", report)
@@ -53,7 +53,7 @@ class PlainEngine:
         with own_streams():
             for number, _ in enumerate(batch.microbatches):
                 self._microbatch(batch, number, stage)
-        return self._module.log_report(stage, self._agree())
+        return self._module.log_report(stage, self._agree(stage))
 
     def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
         """What ``backbone_step`` returns for each microbatch."""
@@ -81,8 +81,8 @@ class PlainEngine:
             features = as_features(media.modality, self._compute.encode(media, step=step, number=stream))
         return self._compute.microbatch(packed, features, stage=stage, step=step, number=stream)
 
-    def _agree(self) -> StepReport:
-        return self._compute.logbook.agree(False, _sum_over_ranks, _gather_over_ranks)
+    def _agree(self, stage: str) -> StepReport:
+        return self._compute.logbooks[stage].agree(False, _sum_over_ranks, _gather_over_ranks)
 
     def _silence_ddp(self) -> None:
         # Under DDP Lightning calls this step inside DDP's forward. The step sums gradients itself, so DDP's own

@@ -30,6 +30,7 @@ class Chatty(TinyVLM):
         self.log("both", loss / tokens, on_step=True, on_epoch=True, prog_bar=True)
         self.log("epoch_only", outputs[chosen].mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
         self.log("unseen", 1.0, logger=False)
+        self.log("by_stage", 1.0, on_step=self.training, on_epoch=not self.training)
         means = {"label": batch.labels[chosen].double().mean(), "place": batch.position_ids[chosen].double().mean()}
         self.log_dict(means, on_step=True, on_epoch=True)
         return loss, tokens
@@ -95,6 +96,15 @@ def test_the_csv_file_is_the_one_that_plain_lightning_writes(theatre, layout):
     assert len(rows) == len(plain) > 8
     for row, expected in zip(rows, plain, strict=True):
         assert row == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["auto", *FLOWTRAIN])
+def test_a_name_may_be_logged_otherwise_in_validation_than_in_training(theatre, layout):
+    theatre.seen(log_everywhere, layout)
+    rows = _rows(theatre.folder(log_everywhere, layout))
+    assert any("train_loss" in row for row in rows)
+    assert any("val_loss" in row for row in rows)
+    assert all("by_stage" in row for row in rows if "train_loss" in row or "val_loss" in row)
 
 
 def _rows(folder: Path) -> list[dict[str, float]]:

@@ -125,6 +125,19 @@ def test_a_step_without_target_tokens_has_no_loss():
     assert (report.loss, report.tokens, report.values) == (0.0, 0.0, {})
 
 
+def test_a_microbatch_without_target_tokens_takes_no_part_whatever_its_mean_is():
+    report = step([Logbook()], [[(6.0, 3, {"a": 0.5}), (0.0, 0, {"a": float("nan")})]], Meeting(1))
+    assert report.values == {"a": 0.5}
+
+
+def test_options_that_are_not_needed_are_not_sent_to_other_ranks():
+    logbook = Logbook()
+    logbook.record("a", 1.0, {"prog_bar": True, "batch_size": torch.tensor(3), "sync_dist": True})
+    logbook.close_microbatch(torch.tensor(1.0), 3)
+    report = logbook.agree(False, lambda vector: vector, lambda value: [value])
+    assert report.options == {"a": {"prog_bar": True}}
+
+
 def test_that_one_rank_was_asked_to_stop_reaches_all():
     microbatch: Microbatches = [(1.0, 1, {})]
     assert step([Logbook(), Logbook()], [microbatch, microbatch], Meeting(2), stop=True).stop
