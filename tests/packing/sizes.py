@@ -1,11 +1,11 @@
-"""Sizes of made-up samples, by hand and by hypothesis."""
+"""Sizes of made-up samples, by hand and by hypothesis, and the plan of a step of them."""
 
 from __future__ import annotations
 
 import numpy as np
 from hypothesis import strategies as st
 
-from flowtrain_lightning.packing import SampleSizes
+from flowtrain_lightning.packing import SampleSizes, StepPlan, plan_step
 
 TOKEN_BUDGET = 100
 PATCHES_PER_ROW = 4
@@ -30,3 +30,14 @@ def sizes_strategy(max_samples: int = 40) -> st.SearchStrategy[SampleSizes]:
     """Steps of up to ``max_samples`` samples, each within ``TOKEN_BUDGET``, most with several media or none."""
     sample = st.tuples(st.integers(1, 40), st.lists(st.integers(1, 20), max_size=3))
     return st.lists(sample, max_size=max_samples).map(lambda samples: make_sizes(*samples))
+
+
+def plan_of(sizes: SampleSizes, encoder_ranks: int = 1, backbone_ranks: int = 1) -> StepPlan:
+    """The plan of one step of all these samples, within ``TOKEN_BUDGET``."""
+    return plan_step(
+        sizes,
+        np.arange(len(sizes)),
+        backbone_ranks=backbone_ranks,
+        encoder_ranks=encoder_ranks,
+        token_budget=TOKEN_BUDGET,
+    )

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.packing import StepPlan, plan_step
+from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.runtime.activations import recomputed_batches
-from tests.packing.sizes import TOKEN_BUDGET, make_sizes, sizes_strategy
+from tests.packing.sizes import make_sizes, plan_of, sizes_strategy
 
 RANKS = st.integers(1, 4)
-
-
-def plan_of(sizes, encoder_ranks: int, backbone_ranks: int) -> StepPlan:
-    return plan_step(
-        sizes,
-        np.arange(len(sizes)),
-        backbone_ranks=backbone_ranks,
-        encoder_ranks=encoder_ranks,
-        token_budget=TOKEN_BUDGET,
-    )
 
 
 @given(sizes_strategy(), RANKS, RANKS)

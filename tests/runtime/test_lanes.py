@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain_lightning.packing import SampleSizes, StepPlan, plan_step
+from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.pool import PoolError
 from flowtrain_lightning.runtime.room import least_room
-from tests.packing.sizes import TOKEN_BUDGET, make_sizes, sizes_strategy
+from tests.packing.sizes import make_sizes, plan_of, sizes_strategy
 from tests.runtime.rehearsal import SPEC, Rehearsal, direct_gradients
 
 RANKS = st.integers(1, 3)
 ROOM_ENOUGH = 1 << 20
 EVENTS = st.integers(0, 1 << 30)
 """Seeds of an order in which ranks run and messages arrive."""
-
-
-def plan_of(sizes: SampleSizes, encoder_ranks: int, backbone_ranks: int) -> StepPlan:
-    return plan_step(
-        sizes,
-        np.arange(len(sizes)),
-        backbone_ranks=backbone_ranks,
-        encoder_ranks=encoder_ranks,
-        token_budget=TOKEN_BUDGET,
-    )
 
 
 def rehearse(

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.packing import StepPlan, plan_step
 from flowtrain_lightning.pool import Reservation, entry_room
 from flowtrain_lightning.runtime.room import FeatureSpec, feature_order, gradient_order, least_room, step_room
-from tests.packing.sizes import TOKEN_BUDGET, make_sizes, sizes_strategy
+from tests.packing.sizes import make_sizes, plan_of, sizes_strategy
 
 SPEC = FeatureSpec(((8,), (2, 3)), (torch.float32, torch.float64))
-
-
-def plan_of(sizes, encoder_ranks: int = 1, backbone_ranks: int = 1) -> StepPlan:
-    return plan_step(
-        sizes,
-        np.arange(len(sizes)),
-        backbone_ranks=backbone_ranks,
-        encoder_ranks=encoder_ranks,
-        token_budget=TOKEN_BUDGET,
-    )
 
 
 def test_a_spec_tells_what_a_row_of_features_is():
