@@ -16,6 +16,7 @@ from torch.distributed import FileStore, HashStore
 from flowtrain_lightning.pool import Lease, Mesh, Pool
 from flowtrain_lightning.pool.device.opening import open_device_tier
 from flowtrain_lightning.pool.device.tier import DeviceTier
+from flowtrain_lightning.pool.record import Record
 from tests.pool.device.simulated import SimulatedRuntime, simulated
 
 Made = TypeVar("Made")
@@ -120,3 +121,12 @@ def lease_of(pool: Pool, key: tuple[int, int, int], seconds: float = 20.0) -> Le
         assert time.monotonic() < end, f"{key} did not come in time"
         pool.poll(0.5)
     return lease
+
+
+def receive_all(mesh: Mesh, count: int, seconds: float = 10.0) -> list[Record]:
+    """The records that came until there were ``count``, or until the time was over."""
+    got: list[Record] = []
+    end = time.monotonic() + seconds
+    while len(got) < count and time.monotonic() < end:
+        got.extend(mesh.receive(0.2))
+    return got

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import socket
 import threading
 import time
@@ -11,8 +12,11 @@ from torch.distributed import HashStore
 
 from flowtrain_lightning.pool import Mesh, PeerFailed, PoolError, State
 from flowtrain_lightning.pool.record import MAX_PAYLOAD, Kind, Record, encode_record
-from tests.pool.ranks import join_job, labels, meshes, on_all_ranks
+from tests.pool.ranks import join_job, labels, meshes, on_all_ranks, place, receive_all
 from tests.processes import assert_all_good, run_ranks
+
+EVERYWHERE = pytest.mark.parametrize("transport", ["shared_memory", "network", "both"])
+"""On one host, on hosts of their own, and two on each of two hosts."""
 
 
 def descriptors():
@@ -20,15 +24,9 @@ def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-def receive_all(mesh, count, seconds=10.0):
-    got, end = [], time.monotonic() + seconds
-    while len(got) < count and time.monotonic() < end:
-        got.extend(mesh.receive(0.2))
-    return got
-
-
-def test_every_rank_reaches_every_other_one_in_order():
-    with meshes(4) as made:
+@EVERYWHERE
+def test_every_rank_reaches_every_other_one_in_order(transport):
+    with meshes(4, transport) as made:
         for mesh in made:
             for peer in set(range(4)) - {mesh.rank}:
                 for number in range(5):
@@ -60,25 +58,27 @@ def test_one_rank_alone_needs_no_store_and_waits_as_asked():
     mesh.close()
 
 
-def test_sending_never_waits_and_what_is_queued_arrives():
-    with meshes(2) as (one, other):
+@EVERYWHERE
+def test_sending_never_waits_and_what_is_queued_arrives(transport):
+    with meshes(2, transport) as (one, other):
         start = time.monotonic()
-        for number in range(300):  # 9 MiB: far more than a socket holds
+        for number in range(600):  # 18 MiB: far more than a socket holds
             one.send(1, Record(Kind.DATA, 0, start=number, payload=bytes(MAX_PAYLOAD)))
         assert time.monotonic() - start < 5
         got = []
-        while len(got) < 300:
+        while len(got) < 600:
             got.extend(other.receive(0.05))
             one.receive()
-        assert [record.start for record in got] == list(range(300))
+        assert [record.start for record in got] == list(range(600))
 
 
-def test_a_goodbye_is_no_death_and_comes_after_what_was_sent():
-    with meshes(3) as (one, other, third):
+@EVERYWHERE
+def test_a_goodbye_is_no_death_and_comes_after_what_was_sent(transport):
+    with meshes(3, transport) as (one, other, third):
         other.send(0, Record(Kind.RELEASE, 1, number=5))
         other.close()
         assert [record.number for record in receive_all(one, 1)] == [5]
-        assert one.receive(0.3) == []
+        assert one.receive(0.5) == []
         assert one.has_left(1)
         assert not one.has_left(2)
         assert one.board[1].state is State.FINISHED
@@ -106,21 +106,29 @@ def test_what_a_process_sent_before_it_left_can_be_read_when_it_has_gone():
     assert_all_good(run_ranks(sends_and_leaves, 2))
 
 
-def test_leaving_without_a_goodbye_is_a_fault_that_names_the_rank():
-    with meshes(2) as (one, other):
+@pytest.mark.parametrize(
+    ("transport", "cause"),
+    [
+        ("shared_memory", "closed its connection without a goodbye"),
+        ("network", "died (its connection was closed)"),
+        ("both", "died (its connection was closed)"),
+    ],
+)
+def test_leaving_without_a_goodbye_is_a_fault_that_names_the_rank(transport, cause):
+    told = f"Rank 1 (encoder 0) {cause} in phase 'forward of encoder batch 3' of step 12"
+    with meshes(2, transport) as (one, other):
         other.page.enter("forward of encoder batch 3", 12)
         other.close(goodbye=False)
-        with pytest.raises(
-            PeerFailed, match=r"Rank 1 \(encoder 0\) .* in phase 'forward of encoder batch 3' of step 12"
-        ):
+        with pytest.raises(PeerFailed, match=re.escape(told)):
             one.receive(5)
         with pytest.raises(PeerFailed):
             one.receive()
         assert one.board[0].blames == 1
 
 
-def test_a_rank_that_failed_is_reported_with_its_error_though_it_closes_in_good_order():
-    with meshes(2) as (one, other):
+@EVERYWHERE
+def test_a_rank_that_failed_is_reported_with_its_error_though_it_closes_in_good_order(transport):
+    with meshes(2, transport) as (one, other):
         other.page.fail("Traceback: ValueError: bad picture")
         other.close()
         with pytest.raises(PeerFailed, match="ValueError: bad picture") as caught:
@@ -153,11 +161,12 @@ def test_waiting_costs_no_time_of_the_processor():
         assert time.process_time() - start < 0.05
 
 
-def test_ranks_that_do_not_come_are_named():
+@EVERYWHERE
+def test_ranks_that_do_not_come_are_named(transport):
     with pytest.raises(
         PoolError, match=r"waited 0\.3 s for these ranks to start, in vain: 1 \(encoder 0\), 2 \(encoder 1\)"
     ):
-        Mesh.connect(HashStore(), 0, 3, labels(3), timeout=0.3)
+        Mesh.connect(HashStore(), 0, 3, labels(3), timeout=0.3, **place(transport, 0))
 
 
 def test_a_rank_waits_no_longer_than_asked_for_another_one_whose_name_the_store_does_not_know():
