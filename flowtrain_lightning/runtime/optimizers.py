@@ -24,15 +24,14 @@ class NamedOptimizer:
 
     def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
         self._optimizer = optimizer
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._parameters: dict[str, nn.Parameter] = {}
         self.groups: list[list[str]] = []
-        for group in optimizer.param_groups:
-            self.groups.append([_name(parameter, names) for parameter in group["params"]])
-            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
-        self._parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        self._take_groups()
 
     def state(self) -> NamedState:
         """This rank's state by name; the groups name all parameters."""
+        self._take_groups()
         state = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._parameters.items()}
         return {
             "state": {name: dict(entries) for name, entries in state.items() if entries},
@@ -48,6 +47,7 @@ class NamedOptimizer:
         Raises:
             ValueError: the groups do not match those of ``configure_optimizers``.
         """
+        self._take_groups()
         by_name = with_names(saved, self.groups)
         numbers = {name: n for n, name in enumerate(self._parameters)}
         if len(by_name["param_groups"]) != len(self.groups):
@@ -68,6 +68,13 @@ class NamedOptimizer:
             groups.append({**_settings(settings), "params": own})
         state = {numbers[name]: entries for name, entries in by_name["state"].items() if name in numbers}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _take_groups(self) -> None:
+        """Takes in the groups that are there, and later those that ``optimizer.add_param_group`` has brought since."""
+        for group in self._optimizer.param_groups[len(self.groups) :]:
+            self.groups.append([_name(parameter, self._names) for parameter in group["params"]])
+            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+            self._parameters |= {self._names[id(parameter)]: parameter for parameter in group["params"]}
 
 
 def with_names(saved: Mapping[str, Any], groups: list[list[str]]) -> NamedState:

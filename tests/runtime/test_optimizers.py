@@ -57,6 +57,29 @@ def test_parameters_of_an_absent_half_are_dropped_and_emptied_groups_stay():
     assert named.groups == GROUPS
 
 
+@pytest.mark.parametrize("absent", [None, "encoder", "backbone"])
+def test_a_group_that_is_added_in_the_course_of_the_run_is_saved_and_loaded_as_well(absent: str | None):
+    def grown() -> tuple[torch.optim.Optimizer, NamedOptimizer]:
+        module = TwoHalves(absent)
+        optimizer = torch.optim.AdamW(module.backbone.parameters())
+        named = NamedOptimizer(optimizer, module)
+        optimizer.add_param_group({"params": list(module.encoder.parameters()), "lr": 0.5})
+        return optimizer, named
+
+    optimizer, named = grown()
+    step(optimizer)
+    saved = named.state()
+    assert [group["params"] for group in saved["param_groups"]] == [
+        ["backbone.weight", "backbone.bias"],
+        ["encoder.weight", "encoder.bias"],
+    ]
+    assert saved["param_groups"][1]["lr"] == 0.5
+    assert len(saved["state"]) == (4 if absent is None else 2)
+    other = grown()[1]
+    other.load(saved)
+    assert other.state()["state"].keys() == saved["state"].keys()
+
+
 def test_a_scheduler_moves_every_group_also_an_emptied_one():
     _, optimizer, _ = trained(absent="encoder")
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 0.5, lambda _: 0.25, lambda _: 0.125])
