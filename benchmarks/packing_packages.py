@@ -1,4 +1,4 @@
-"""Packers from PyPI; each function asks for its package when it is called."""
+"""Packers from installed packages; each function asks for its own when it is called."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from benchmarks.packing_signatures import Bins, Floats, Ints, StepPacker, Window
 
 
 def trl(strategy: str) -> WindowPacker:
+    """TRL's packing of a dataset, by the name of its strategy."""
     import pyarrow
     from datasets import Dataset, disable_progress_bars
     from trl.data_utils import pack_dataset
@@ -24,12 +25,14 @@ def trl(strategy: str) -> WindowPacker:
 
 
 def binpacking_volume(tokens: Ints, budget: int) -> Bins:
+    """binpacking: bins of a size."""
     import binpacking
 
     return [list(members) for members in binpacking.to_constant_volume(dict(enumerate(tokens.tolist())), budget)]
 
 
 def prtpy_fit() -> WindowPacker:
+    """prtpy: first fit, longest first."""
     import prtpy
 
     def pack(tokens: Ints, budget: int) -> Bins:
@@ -40,6 +43,7 @@ def prtpy_fit() -> WindowPacker:
 
 
 def prtpy_partition(name: str) -> StepPacker:
+    """prtpy: a number of bins of like cost, by the name of the algorithm."""
     import prtpy
 
     algorithm = getattr(prtpy.partitioning, name)
@@ -51,6 +55,7 @@ def prtpy_partition(name: str) -> StepPacker:
 
 
 def numberpartitioning_kk(tokens: Ints, costs: Floats, bins: int, budget: int) -> Bins:
+    """numberpartitioning: Karmarkar-Karp over costs."""
     from numberpartitioning import karmarkar_karp
 
     found = karmarkar_karp(costs.tolist(), num_parts=bins, return_indices=True)
@@ -58,12 +63,14 @@ def numberpartitioning_kk(tokens: Ints, costs: Floats, bins: int, budget: int) -
 
 
 def binpacking_number(tokens: Ints, costs: Floats, bins: int, budget: int) -> Bins:
+    """binpacking: a number of bins of like cost."""
     import binpacking
 
     return [list(m) for m in binpacking.to_constant_bin_number(dict(enumerate(costs.tolist())), bins)]
 
 
 def cp_sat(seconds: float) -> StepPacker:
+    """OR-tools' constraint solver for so many seconds, from the greedy answer on."""
     from ortools.sat.python import cp_model
 
     def pack(tokens: Ints, costs: Floats, bins: int, budget: int) -> Bins:
@@ -92,6 +99,7 @@ def cp_sat(seconds: float) -> StepPacker:
 
 
 def milp(seconds: float) -> StepPacker:
+    """SciPy's mixed-integer solver for so many seconds; the greedy answer where it finds none."""
     from scipy import optimize, sparse
 
     def pack(tokens: Ints, costs: Floats, bins: int, budget: int) -> Bins:

@@ -1,3 +1,5 @@
+"""Token sequences become a microbatch, and pictures an encoder batch, exactly."""
+
 import numpy as np
 import torch
 

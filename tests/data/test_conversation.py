@@ -1,3 +1,5 @@
+"""Conversations become tokens, and labels on what the assistant says."""
+
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Cost models come one by one or from a profile, never from both."""
+
 import json
 
 import pytest

@@ -1,3 +1,5 @@
+"""Pictures get the sizes of Qwen's rule, and their pixels become patches in the order that encoders expect."""
+
 import math
 import sys
 

@@ -1,3 +1,5 @@
+"""A data file is measured once; a cache that is old, damaged or in the way is no obstacle."""
+
 import os
 from dataclasses import replace
 

@@ -1,3 +1,5 @@
+"""The samples of files: which records are kept, cut, dropped or refused, and how several files are one."""
+
 from dataclasses import replace
 
 import numpy as np

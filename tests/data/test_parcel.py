@@ -1,3 +1,5 @@
+"""A step travels from a worker to its rank unchanged, in one block."""
+
 import pickle
 
 import numpy as np

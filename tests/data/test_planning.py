@@ -1,3 +1,5 @@
+"""Costs decide how a step is packed, and a checkpoint gives back those that were left open."""
+
 import json
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Records are read in every form that people write, and a broken one is named."""
+
 import json
 
 import pytest

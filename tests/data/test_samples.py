@@ -1,3 +1,5 @@
+"""A sample's chance depends on its own name alone, and data that changed since they were measured are named."""
+
 from dataclasses import replace
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Which samples are in which step: every sample in its turn, alike on every machine."""
+
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Every layout loads the same steps, and every rank its own part only."""
+
 import numpy as np
 import pytest
 from PIL import Image

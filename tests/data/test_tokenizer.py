@@ -1,3 +1,5 @@
+"""Every kind of tokenizer that people have is adapted, and told from others."""
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -30,17 +30,21 @@ class Recorder(L.LightningModule):
 
 
 class Scheduled(Recorder):
+    """Asks for the number of steps while it makes its optimizer."""
+
     def configure_optimizers(self):
         self.estimate = self.trainer.estimated_stepping_batches
         return super().configure_optimizers()
 
 
 def trainer_of(folder, **settings):
+    """A Trainer that prints and writes nothing by itself."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     return L.Trainer(default_root_dir=folder, **(quiet | {"enable_checkpointing": False} | settings))
 
 
 def trained(folder, data, checkpoint=None, **settings):
+    """Epoch, step and samples of every batch of a training."""
     model = Recorder()
     trainer_of(folder, **settings).fit(model, data, ckpt_path=checkpoint, weights_only=True)
     return model.trained

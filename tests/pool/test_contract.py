@@ -98,7 +98,7 @@ def test_when_there_is_no_room_nothing_changes_until_a_release_makes_some(pools)
     assert owner.put(Key(0, 0, 4), [floats()], [1], ahead=True) is None
     assert owner.counters.ahead == before.ahead
     assert (owner.counters.refused, owner.counters.entries) == (1, 4)
-    assert owner.fits(FLOATS), "the other arena has room"
+    assert owner.fits(FLOATS), "the other part has room"
     lease_of(reader, Key(0, 0, 2)).release()
     wait_for(owner, lambda: owner.fits(FLOATS, ahead=True))
     assert not owner.fits([FLOATS, FLOATS], ahead=True)

@@ -1,3 +1,5 @@
+"""How many samples it takes to know a data set, and what is kept of them."""
+
 from dataclasses import replace
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Planning with a profile predicts the times that were measured."""
+
 from dataclasses import replace
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Fitted cost models keep the terms that the times show, and no others."""
+
 import numpy as np
 import pytest
 

@@ -1,3 +1,5 @@
+"""Probes fill shares of the budget with real samples, few long ones and many short ones."""
+
 import numpy as np
 import pytest
 

@@ -1,3 +1,5 @@
+"""A profile is read as it was written, and a file that is none is refused."""
+
 import json
 from dataclasses import replace
 
