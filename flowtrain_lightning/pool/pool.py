@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -181,6 +181,10 @@ class Pool:
         for record in records:
             self._take(record)
         return bool(records)
+
+    def arrived(self, keys: Iterable[Key]) -> list[Key]:
+        """Those of ``keys`` whose entries were published to this rank and that `get` would lease, in the same order."""
+        return [key for key in keys if key in self._published]
 
     def get(self, key: Key) -> Lease | None:
         """A lease of an entry that was published to this rank; None while it was not (see `poll`).

@@ -6,13 +6,12 @@ from collections import deque
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flowtrain_lightning.allocator.roles import BACKBONE
 from flowtrain_lightning.data import PackedBatch
-from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.compute import Features, as_features
 from flowtrain_lightning.runtime.lane import Desk, Turns
 from flowtrain_lightning.runtime.room import FeatureSpec, gradient_order
@@ -54,8 +53,8 @@ class BackboneLane:
             while not mailbox.is_full:
                 # The next microbatch's features are fetched as well: so the encoder's room is free sooner, and the
                 # backbone finds them here when it gets there.
-                arrived = [self._fetch(each) for each in islice(mailboxes, 2)]
-                if not mailbox.is_full and not any(arrived):
+                fetched = [self._fetch(each) for each in islice(mailboxes, 2)]
+                if not mailbox.is_full and not any(fetched):
                     yield f"features of microbatch {number}"
             mailboxes.popleft()
             if packed is not None:
@@ -90,9 +89,9 @@ class BackboneLane:
             yield "room for gradients in the pool"
 
     def _return_gradients(self, step: Step, mailbox: Mailbox, leaves: tuple[Tensor, ...]) -> Turns:
-        for entry, places in mailbox.places.items():
+        for entry, runs in mailbox.places.items():
             # No rows stand for no gradient: what took no part in the loss keeps None, as it would in one process.
-            gradients = [leaf.detach()[:0] if leaf.grad is None else _rows(leaf.grad, places) for leaf in leaves]
+            gradients = [leaf.detach()[:0] if leaf.grad is None else _rows(leaf.grad, runs) for leaf in leaves]
             while not self._put(step, entry, gradients):
                 yield "room for gradients in the pool"
 
@@ -104,10 +103,11 @@ class BackboneLane:
             return self._desk.pool.put(step.gradient_key(entry), gradients, [reader], ahead=True) is not None
 
     def _fetch(self, mailbox: Mailbox) -> bool:
-        if mailbox.is_full:
-            return False
-        with self._desk.timeline.span(BACKBONE, COMMUNICATION, "features", mailbox.step.place):
-            return mailbox.fetch(self._desk)
+        arrived = self._desk.pool.arrived(mailbox.missing)
+        if arrived:
+            with self._desk.timeline.span(BACKBONE, COMMUNICATION, "features", mailbox.step.place):
+                mailbox.fetch(arrived, self._desk)
+        return bool(arrived)
 
 
 class Mailbox:
@@ -115,58 +115,48 @@ class Mailbox:
 
     Attributes:
         step: the step.
-        places: entry number -> the rows of the microbatch's features in which its rows belong.
+        places: entry number -> the runs of rows of the microbatch's features in which its rows belong.
+        missing: key of an entry that is not here yet -> its number.
     """
 
     def __init__(self, step: Step, entries: list[int]) -> None:
         self.step = step
-        self._missing = list(entries)
+        self.places: dict[int, list[slice]] = {}
+        self.missing = {step.feature_key(entry): entry for entry in entries}
         self._rows = 0
         self._tensors: tuple[Tensor, ...] = ()
-        self.places: dict[int, slice | Tensor] = {}
         if entries:
             self._rows, places = feature_places(step.plan, [step.plan.entries[entry] for entry in entries])
-            self.places = {entry: _index(rows) for entry, rows in zip(entries, places, strict=True)}
+            self.places = dict(zip(entries, places, strict=True))
 
     @property
     def is_full(self) -> bool:
         """All features are here."""
-        return not self._missing
+        return not self.missing
 
-    def fetch(self, desk: Desk) -> bool:
-        """Copies what has arrived and gives its room back at once; True if anything had."""
-        still_missing = []
-        for entry in self._missing:
-            lease = desk.pool.get(self.step.feature_key(entry))
-            if lease is None:
-                still_missing.append(entry)
-                continue
+    def fetch(self, arrived: list[Key], desk: Desk) -> None:
+        """Copies entries that have arrived and gives their room back at once."""
+        for key in arrived:
+            lease = desk.pool.get(key)
+            assert lease is not None, "it has arrived"
             if not self._tensors:
                 device = desk.compute.device
                 self._tensors = tuple(
                     torch.empty((self._rows, *part.shape[1:]), dtype=part.dtype, device=device)
                     for part in lease.tensors
                 )
+            runs = self.places[self.missing.pop(key)]
             for whole, part in zip(self._tensors, lease.tensors, strict=True):
-                whole[self.places[entry]] = part.to(whole.device)
+                for run, rows in zip(runs, torch.split(part, [run.stop - run.start for run in runs]), strict=True):
+                    whole[run] = rows
             lease.release()
-        arrived = len(still_missing) < len(self._missing)
-        self._missing = still_missing
-        return arrived
 
     def leaves(self, trains: bool) -> tuple[Tensor, ...]:
         """The features as leaves of the backbone's graph; ``()`` where the microbatch has no media."""
         return tuple(t.requires_grad_(trains and t.is_floating_point()) for t in self._tensors)
 
 
-def _rows(gradient: Tensor, places: slice | Tensor) -> Tensor:
-    if isinstance(places, slice):
-        return gradient[places]
-    return gradient.index_select(0, places.to(gradient.device))  # several times as fast as indexing
-
-
-def _index(rows: IntArray) -> slice | Tensor:
-    """Adjacent rows as a slice, which is copied faster."""
-    if (np.diff(rows) == 1).all():
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows)
+def _rows(gradient: Tensor, runs: list[slice]) -> Tensor:
+    if len(runs) == 1:
+        return gradient[runs[0]]
+    return torch.cat([gradient[run] for run in runs])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from flowtrain_lightning.allocator.roles import ENCODER
 from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.activations import recomputed_batches
 from flowtrain_lightning.runtime.lane import Desk, Turns
 from flowtrain_lightning.runtime.room import FeatureSpec, feature_order
@@ -99,9 +101,9 @@ class EncoderLane:
             may_run = bool(forwards) and (forwards[0] in recomputed or kept < self._kept_batches)
             if may_run and self._has_room(step, forwards[0]):
                 number = forwards.popleft()
-                features = self._forward(step, number, keep=number not in recomputed)
-                batch = AwaitingBackward(number, self._entries(step, number), features, number not in recomputed)
-                backwards.append(batch)
+                entries, keep = self._entries(step, number), number not in recomputed
+                features = self._forward(step, number, keep=keep)
+                backwards.append(AwaitingBackward(step, number, entries, features, keep))
                 for reason in self._publish(step, number, features):
                     yield None if self._collect_gradients(step, backwards) else reason
             elif backwards and backwards[0].is_complete:
@@ -119,9 +121,13 @@ class EncoderLane:
     def _collect_gradients(self, step: Step, backwards: deque[AwaitingBackward]) -> bool:
         # Whatever has arrived is copied out at once, so that a backbone rank never waits for room because this lane
         # has not come to that batch yet.
-        with self._desk.timeline.span(ENCODER, COMMUNICATION, "gradients", step.place):
-            collected = [batch.collect(step, self._desk) for batch in backwards]
-        return any(collected)
+        pool = self._desk.pool
+        arrived = [(batch, keys) for batch in backwards if (keys := pool.arrived(batch.missing))]
+        if arrived:
+            with self._desk.timeline.span(ENCODER, COMMUNICATION, "gradients", step.place):
+                for batch, keys in arrived:
+                    batch.collect(keys, self._desk)
+        return bool(arrived)
 
     def _backward(self, step: Step, batch: AwaitingBackward) -> None:
         desk = self._desk
@@ -188,35 +194,32 @@ class AwaitingBackward:
         outputs: its features with their graph, or None where the forward will be computed again.
         gradients: what has arrived so far, shaped as the features; None for a tensor of them that took no part in the
             loss.
+        missing: key of gradients that are not here yet -> the first of their rows.
     """
 
-    def __init__(self, number: int, entries: list[int], features: tuple[Tensor, ...], keep: bool) -> None:
+    def __init__(self, step: Step, number: int, entries: list[int], features: tuple[Tensor, ...], keep: bool) -> None:
         self.number = number
         self.outputs = features if keep else None
         self.gradients: list[Tensor | None] = [None] * len(features)
+        starts = accumulate((step.plan.entries[entry].rows for entry in entries[:-1]), initial=0)
+        self.missing = {step.gradient_key(entry): start for entry, start in zip(entries, starts, strict=True)}
         self._rows = features[0].shape[0]
-        self._missing = dict.fromkeys(entries)
-        self._entries = entries
 
     @property
     def is_complete(self) -> bool:
         """All gradients are here."""
-        return not self._missing
+        return not self.missing
 
-    def collect(self, step: Step, desk: Desk) -> bool:
-        """Copies the gradients that have arrived and gives their room back; True if anything had."""
-        missing = len(self._missing)
-        for entry in list(self._missing):
-            lease = desk.pool.get(step.gradient_key(entry))
-            if lease is None:
-                continue
-            start = sum(step.plan.entries[other].rows for other in self._entries[: self._entries.index(entry)])
+    def collect(self, arrived: list[Key], desk: Desk) -> None:
+        """Copies gradients that have arrived and gives their room back."""
+        for key in arrived:
+            lease = desk.pool.get(key)
+            assert lease is not None, "it has arrived"
+            start = self.missing.pop(key)
             for level, part in enumerate(lease.tensors):
                 if part.shape[0]:
                     self._whole(level, part, desk.compute.device)[start : start + part.shape[0]].copy_(part)
             lease.release()
-            del self._missing[entry]
-        return len(self._missing) < missing
 
     def _whole(self, level: int, part: Tensor, device: torch.device) -> Tensor:
         whole = self.gradients[level]

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from flowtrain_lightning.data import Entry, StepBatch
-from flowtrain_lightning.packing import IntArray, StepPlan
+from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.pool import Key
 
 STAGES = ("train", "val", "test", "predict")
@@ -54,16 +54,16 @@ class Step:
 
     def feature_key(self, entry: int) -> Key:
         """Where the features of entry number ``entry`` are found."""
-        return Key(self._channel(_FEATURES), self.index, entry)
+        return Key(self._first_channel + _FEATURES, self.index, entry)
 
     def gradient_key(self, entry: int) -> Key:
         """Where the gradients of entry number ``entry`` are found."""
-        return Key(self._channel(_GRADIENTS), self.index, entry)
+        return Key(self._first_channel + _GRADIENTS, self.index, entry)
 
     @property
     def report_key(self) -> Key:
         """Where encoder ranks find the step's report."""
-        return Key(self._channel(_REPORT), self.index, 0)
+        return Key(self._first_channel + _REPORT, self.index, 0)
 
     @cached_property
     def entries_of_encoder_batch(self) -> dict[tuple[int, int], list[int]]:
@@ -89,21 +89,22 @@ class Step:
         """A microbatch's number within the step, over all backbone ranks."""
         return position * len(self.plan.microbatches) + backbone_rank
 
-    def _channel(self, kind: int) -> int:
-        return _channel(self.stage, kind)
+    @cached_property
+    def _first_channel(self) -> int:
+        return _first_channel(self.stage)
 
 
 def times_key(index: int, encoder_rank: int) -> Key:
     """Where the first backbone rank finds how long an encoder rank's batches took in training step ``index``."""
-    return Key(_channel("train", _TIMES), index, encoder_rank)
+    return Key(_first_channel("train") + _TIMES, index, encoder_rank)
 
 
 def figures_key(number: int, encoder_rank: int) -> Key:
     """Where the first backbone rank finds the figures that an encoder rank tells for the ``number``-th time."""
-    return Key(_channel("train", _FIGURES), number, encoder_rank)
+    return Key(_first_channel("train") + _FIGURES, number, encoder_rank)
 
 
-def feature_places(plan: StepPlan, entries: list[Entry]) -> tuple[int, list[IntArray]]:
+def feature_places(plan: StepPlan, entries: list[Entry]) -> tuple[int, list[list[slice]]]:
     """Where the features of one microbatch's entries belong.
 
     Args:
@@ -111,21 +112,28 @@ def feature_places(plan: StepPlan, entries: list[Entry]) -> tuple[int, list[IntA
         entries: all entries of one microbatch.
 
     Returns:
-        rows of features of the microbatch, and for each entry the rows in which its own rows belong: ``[entry.rows]``,
-        in order of appearance of the media in the microbatch.
+        rows of features of the microbatch, which has its media in order of appearance; and for each entry the runs of
+        adjacent rows in which its own rows belong, one after another.
     """
     members = plan.microbatches[entries[0].backbone_rank][entries[0].microbatch]
     sizes = plan.sizes
     media = np.concatenate([np.arange(sizes.media_start[s], sizes.media_start[s + 1]) for s in members])
-    rows = sizes.media_rows[media]
-    start = dict(zip(media.tolist(), (np.cumsum(rows) - rows).tolist(), strict=True))
-    places = []
-    for entry in entries:
-        counts = sizes.media_rows[entry.media]
-        before = np.array([start[m] for m in entry.media.tolist()]) - (np.cumsum(counts) - counts)
-        places.append(np.repeat(before, counts) + np.arange(entry.rows))
-    return int(rows.sum()), places
+    ends = np.cumsum(sizes.media_rows[media])
+    start = dict(zip(media.tolist(), (ends - sizes.media_rows[media]).tolist(), strict=True))
+    return int(ends[-1]), [
+        _runs([(start[m], int(sizes.media_rows[m])) for m in entry.media.tolist()]) for entry in entries
+    ]
 
 
-def _channel(stage: str, kind: int) -> int:
-    return STAGES.index(stage) * _KINDS + kind
+def _runs(places: list[tuple[int, int]]) -> list[slice]:
+    """Starts and lengths as slices, those that meet as one."""
+    runs: list[slice] = []
+    for start, length in places:
+        if runs and runs[-1].stop == start:
+            start, length = runs[-1].start, length + start - runs.pop().start
+        runs.append(slice(start, start + length))
+    return runs
+
+
+def _first_channel(stage: str) -> int:
+    return STAGES.index(stage) * _KINDS

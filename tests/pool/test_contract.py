@@ -46,6 +46,18 @@ def test_nothing_can_be_got_before_it_was_put(pools):
     assert not pools[1].poll(0.01)
 
 
+def test_what_has_arrived_is_told_until_it_is_got(pools):
+    owner, reader, _ = pools
+    asked = [Key(0, 0, number) for number in (3, 1, 2)]
+    assert reader.arrived(asked) == []
+    for number in (1, 3):
+        owner.put(Key(0, 0, number), [floats()], [1])
+    wait_for(reader, lambda: len(reader.arrived(asked)) == 2)
+    assert reader.arrived(asked) == [Key(0, 0, 3), Key(0, 0, 1)]
+    lease_of(reader, Key(0, 0, 3)).release()
+    assert reader.arrived(asked) == [Key(0, 0, 1)]
+
+
 def test_a_reader_gets_an_entry_that_was_put_for_it_only(pools):
     owner, reader, other = pools
     owner.put(Key(0, 0, 0), [floats()], [1])

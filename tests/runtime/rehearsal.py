@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +129,9 @@ class StagePool:
     def publish(self, key: Key, lease: StageLease) -> None:
         assert key not in self._published
         self._published[key] = lease
+
+    def arrived(self, keys: Iterable[Key]) -> list[Key]:
+        return [key for key in keys if key in self._published]
 
     def get(self, key: Key) -> StageLease | None:
         return self._published.pop(key, None)
