@@ -1,4 +1,9 @@
-"""Data: samples, media, packed batches, metadata sources, readers and the data module."""
+"""Data: samples, media, packed batches, metadata sources, readers and the data module.
+
+Begin with `module.py` and `stages.py` (settings to loaders) and `batch.py` (what ranks compute on). `records.py`,
+`conversation.py` and `images.py` read samples, `index.py` and `metadata.py` know their sizes, `sampling.py` and
+`token_stream.py` say which are in a step, `planning.py` and `steps.py` plan and load it, `loader.py` gives it out.
+"""
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch, PackedMedia, StepBatch, StepPart
 from flowtrain_lightning.data.conversation import ChatTemplate, TokenSequence
