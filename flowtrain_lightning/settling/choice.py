@@ -13,8 +13,9 @@ from flowtrain_lightning.allocator import Allocation, default_allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.settling.prediction import Prediction
 
-TELLABLE = 0.03
-"""Predictions that differ by less than this share cannot be told apart; then the simpler placement is taken."""
+TELLABLE = 0.01
+"""Predictions from measured costs that differ by less than this share count as equal; then the simpler placement is
+taken."""
 
 _SHOWN = 4
 _TRIED_AT_ONCE = 12
