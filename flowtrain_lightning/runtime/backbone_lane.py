@@ -98,7 +98,7 @@ class BackboneLane:
     def _put(self, step: Step, entry: int, gradients: list[Tensor]) -> bool:
         reader = self._encoder_ranks[step.plan.entries[entry].encoder_rank]
         with self._desk.timeline.span(BACKBONE, COMMUNICATION, "gradients", step.place):
-            # An encoder that trains never works ahead, so that arena is free for gradients. Were they to share one with
+            # An encoder that trains never works ahead, so that part is free for gradients. Were they to share one with
             # features, two ranks with both lanes could each fill it with what the other must read first.
             return self._desk.pool.put(step.gradient_key(entry), gradients, [reader], ahead=True) is not None
 

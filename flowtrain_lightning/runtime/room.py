@@ -14,8 +14,8 @@ from torch import Tensor
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.pool import Reservation, entry_room, lay_out
 
-LEAST_ARENA = 16 << 20
-"""Bytes of an arena that nobody asked to be smaller."""
+LEAST_PART = 16 << 20
+"""Bytes of a part of the pool that nobody asked to be smaller."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.lane import Desk
 from flowtrain_lightning.runtime.random import own_streams
-from flowtrain_lightning.runtime.room import LEAST_ARENA, FeatureSpec, least_room, step_room
+from flowtrain_lightning.runtime.room import LEAST_PART, FeatureSpec, least_room, step_room
 from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import Timeline
 
@@ -59,7 +59,7 @@ class RoomKeeper:
         self._pool_bytes = pool_bytes
         self._pool_tier = pool_tier
         self._pool_network = pool_network
-        self._arena_bytes = 0
+        self._part_bytes = 0
         self._desk: Desk | None = None
         self._last_counters: PoolCounters | None = None
         self._tier: DeviceTier | None = None
@@ -91,8 +91,8 @@ class RoomKeeper:
         if step.plan.entries and self.spec is None:
             self.spec = self._agree_on_spec(step)
         needed = least_room(step.plan, self.spec) if step.plan.entries and self.spec else 0
-        if self._desk is None or needed > self._arena_bytes:
-            self._arena_bytes = self._choose_bytes(step, needed)
+        if self._desk is None or needed > self._part_bytes:
+            self._part_bytes = self._choose_bytes(step, needed)
         elif not anew:
             return False
         self._open(step)
@@ -119,7 +119,7 @@ class RoomKeeper:
             )
         wanted = step_room(step.plan, self.spec) if step.plan.entries and self.spec else 0
         # What is reserved stands apart, so that beside it there is room for the whole step.
-        chosen = limit // 2 if limit is not None else max(needed + wanted, LEAST_ARENA)
+        chosen = limit // 2 if limit is not None else max(needed + wanted, LEAST_PART)
         rank_zero_info(
             f"flowtrain: a pool of {2 * chosen:,} bytes on each rank, half for the features of the running "
             f"step, half for gradients or work ahead. This step has {wanted:,} bytes of features on the busiest "
@@ -130,7 +130,7 @@ class RoomKeeper:
     def _open(self, step: Step) -> None:
         former, page = self._desk, self._job.mesh.page
         page.enter(step.phase("wait for all ranks to open the pool"), step.index)
-        room, tier = self._arena_bytes, self._open_tier()
+        room, tier = self._part_bytes, self._open_tier()
         pool = Pool.open(self._job.mesh, room, room, self._pool_network, tier)
         self._desk = Desk(pool, self._compute, page, self._timeline)
         if former is not None:
@@ -142,7 +142,7 @@ class RoomKeeper:
             # As much as one half of the pool: a rank with one role uses one half, and what is too much goes through
             # host memory, where there is room for everything.
             device = self._compute.device
-            self._tier = choose_device_tier(self._pool_tier, self._job.mesh, device, self._arena_bytes)
+            self._tier = choose_device_tier(self._pool_tier, self._job.mesh, device, self._part_bytes)
             if self._tier is not None:
                 rank_zero_info(f"flowtrain: {self._tier.sentence}")
         return self._tier

@@ -212,14 +212,14 @@ class Rehearsal:
     Args:
         plan: the step's plan.
         colocated: every rank has both lanes; else backbone ranks come first.
-        arena_bytes: room for the features of a rank, and again for its gradients.
+        part_bytes: room for the features of a rank, and again for its gradients.
         kept_batches: encoder batches whose activations may be kept.
         trains: gradients go back.
         seed: of the order in which ranks run and messages arrive.
     """
 
     def __init__(
-        self, plan: StepPlan, *, colocated: bool, arena_bytes: int, kept_batches: int, trains: bool, seed: int
+        self, plan: StepPlan, *, colocated: bool, part_bytes: int, kept_batches: int, trains: bool, seed: int
     ) -> None:
         encoders, backbones = len(plan.encoder_batches), len(plan.microbatches)
         ranks = max(encoders, backbones) if colocated else encoders + backbones
@@ -227,7 +227,7 @@ class Rehearsal:
         encoder_ranks = tuple(range(encoders)) if colocated else tuple(range(backbones, ranks))
         stage = Stage(ranks, seed)
         self.pools: list[StagePool] = []
-        self.pools += [StagePool(stage, self.pools, rank, arena_bytes) for rank in range(ranks)]
+        self.pools += [StagePool(stage, self.pools, rank, part_bytes) for rank in range(ranks)]
         self.compute = [NumbersCompute() for _ in range(ranks)]
         parts = []
         for rank in range(ranks):

@@ -24,7 +24,7 @@ def rehearse(
 ) -> Rehearsal:
     """Plays a step, by default in the least room that cannot block."""
     room = least_room(plan, SPEC) if room is None else room
-    return Rehearsal(plan, colocated=colocated, arena_bytes=room, kept_batches=kept, trains=trains, seed=events)
+    return Rehearsal(plan, colocated=colocated, part_bytes=room, kept_batches=kept, trains=trains, seed=events)
 
 
 @settings(max_examples=60)
