@@ -187,9 +187,10 @@ class FlowModule(L.LightningModule):
         algorithm = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
         if limit is None:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "value":
-            nn.utils.clip_grad_value_(parameters, limit)
+            if parameters:  # a step without pictures leaves encoder ranks without gradients, which PyTorch refuses
+                nn.utils.clip_grad_value_(parameters, limit)
         else:
             norm = self._running_engine().gradient_norm(parameters)
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)

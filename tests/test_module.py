@@ -270,3 +270,10 @@ def two_steps(folder: Path, root: Path) -> Tensor:
     trainer = trainer_for("auto", max_steps=2, limit_val_batches=0, default_root_dir=root)
     trainer.fit(module, datamodule=tiny_data(folder))
     return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def test_clipping_by_value_takes_a_step_without_gradients():
+    module = TinyVLM()
+    module.configure_model()
+    module.clip_gradients(torch.optim.SGD(module.parameters(), lr=1.0), 0.1, "value")
+    assert all(parameter.grad is None for parameter in module.parameters())
