@@ -88,8 +88,8 @@ class FlowEngine:
         self._roles = tuple(role for role in (BACKBONE, ENCODER) if role in job.roles)
         self._listeners = [r for r in job.allocation.ranks[ENCODER] if r not in job.allocation.ranks[BACKBONE]]
         first = job.allocation.ranks[BACKBONE][0]
-        self._times_news = News(job.groups, self._listeners, first, times_key)
-        self._figures_news = News(job.groups, self._listeners, first, figures_key)
+        self._times_news = News(job.groups, job.mesh, self._listeners, first, times_key)
+        self._figures_news = News(job.groups, job.mesh, self._listeners, first, figures_key)
         self._figures_told = 0
         lanes = {role: f"{role} {job.allocation.ranks[role].index(job.rank)}" for role in self._roles}
         self._figures = FiguresTaker(lanes, job.labels[job.rank], self.timeline)

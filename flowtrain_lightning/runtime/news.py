@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flowtrain_lightning.pool import Key, Pool
+from flowtrain_lightning.pool import Key, Mesh, Pool
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 from flowtrain_lightning.runtime.groups import Groups
 
@@ -20,18 +20,22 @@ class News:
     """News of one kind, in rounds.
 
     Backbone ranks meet at the end of a step, and tell each other then. Encoder ranks send theirs through the pool, as
-    an encoder that works ahead must not be made to wait: what finds no room is not sent, and what has not arrived is
-    in a later round.
+    an encoder that works ahead must not be made to wait: what finds no room is not sent, what has not arrived is in a
+    later round, and nothing is sent to a reader whose run is over.
 
     Args:
         groups: of this rank.
+        mesh: of this rank.
         senders: global rank of every encoder rank that has no backbone lane, by its rank within the role.
         reader: global rank of the first backbone rank.
         key: where news are found, by round and encoder rank.
     """
 
-    def __init__(self, groups: Groups, senders: Sequence[int], reader: int, key: Callable[[int, int], Key]) -> None:
+    def __init__(
+        self, groups: Groups, mesh: Mesh, senders: Sequence[int], reader: int, key: Callable[[int, int], Key]
+    ) -> None:
         self._groups = groups
+        self._mesh = mesh
         self._senders = senders
         self._reader = reader
         self._key = key
@@ -45,6 +49,8 @@ class News:
             news: what JSON can hold.
             pool: carries it.
         """
+        if self._mesh.has_left(self._reader):
+            return
         text = torch.frombuffer(bytearray(json.dumps(news).encode()), dtype=torch.uint8)
         # In the room of later steps: so news that nobody has read yet never stand where a step's features must go.
         pool.put(self._key(number, encoder_rank), [text], [self._reader], ahead=True)
