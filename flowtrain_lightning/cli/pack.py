@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowtrain_lightning.packing import CostModel, PackingError
+from flowtrain_lightning.packing.compiled import tell_of_compiling
 from flowtrain_lightning.packing.judging import judge
 from flowtrain_lightning.packing.microbatches import OBJECTIVES
 from flowtrain_lightning.packing.offline import SEMANTICS, OfflinePlan, OfflineSettings, pack_offline, warm_up
@@ -58,6 +59,7 @@ def pack() -> None:
         max_delay=options.max_delay,
         lookahead=options.lookahead,
     )
+    tell_of_compiling(lambda sentence: print(sentence, file=sys.stderr))
     compiling = warm_up(settings)
     plan = pack_offline(tokens, media_start, media_cost, settings)
     _write(plan, options.out, options.media_out, kept, media_start, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Mapping
 from functools import cached_property
@@ -34,8 +35,12 @@ from flowtrain_lightning.data.samples import Augment
 from flowtrain_lightning.data.stages import stage_loader, stage_source
 from flowtrain_lightning.data.tokenizer import Tokenizer, open_tokenizer
 from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing.compiled import tell_of_compiling
 from flowtrain_lightning.packing.microbatches import OBJECTIVES, Objective
 from flowtrain_lightning.packing.offline import SEMANTICS, Semantics
+
+# Without a validation file there is no loader, on purpose, so this advice would mislead.
+warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
 
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
@@ -196,6 +201,7 @@ class FlowDataModule(L.LightningDataModule):
             DataError: this rank has other settings than rank 0, and so would plan other steps.
         """
         self._training = self._resume = None
+        tell_of_compiling(rank_zero_info)
         if self.trainer is not None:
             settings = self._planned_by()
             refuse_unlike_ranks(self.trainer.global_rank, settings, self.trainer.strategy.broadcast(settings))

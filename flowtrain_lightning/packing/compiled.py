@@ -7,10 +7,16 @@ from typing import Any, TypeVar, cast
 
 try:
     import numba
+    from numba.core import event
 except ImportError:
     numba = None  # type: ignore[assignment]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_COMPILING = "numba:compile"
+_COMPILES = "flowtrain: numba compiles the packer's inner loops, once on this machine; that takes about a minute."
+
+_listeners: list[Any] = []  # one at most, of this process
 
 
 def compiled(function: Function) -> Function:
@@ -19,3 +25,28 @@ def compiled(function: Function) -> Function:
         return function
     fast: Any = numba.njit(cache=True)(function)
     return cast(Function, fast)
+
+
+def tell_of_compiling(tell: Callable[[str], object]) -> None:
+    """Have ``tell`` called with a sentence before a loop is compiled, where none of its kind lies on the disk.
+
+    It is called once, however many loops there are; a later call of this function puts another ``tell`` in its place.
+    """
+    if numba is None:
+        return
+
+    class Listener(event.Listener):  # type: ignore[misc]
+        told = False
+
+        def on_start(self, started: Any) -> None:
+            if not self.told and started.data["dispatcher"].py_func.__module__.startswith(__package__):
+                self.told = True
+                tell(_COMPILES)
+
+        def on_end(self, ended: Any) -> None:
+            pass
+
+    while _listeners:
+        event.unregister(_COMPILING, _listeners.pop())  # type: ignore[no-untyped-call]
+    _listeners.append(Listener())
+    event.register(_COMPILING, _listeners[0])  # type: ignore[no-untyped-call]

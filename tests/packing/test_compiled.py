@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -44,3 +45,33 @@ def test_plans_are_the_same_with_and_without_numba():
     )
     assert len(with_numba) > 1000
     assert with_numba == without
+
+
+COUNTING = """if True:
+    import numpy as np
+    from flowtrain_lightning.packing.compiled import tell_of_compiling
+    from flowtrain_lightning.packing.grouping import fitting_count
+    tell_of_compiling(lambda sentence: print("another one is asked to tell"))
+    tell_of_compiling(print)
+    fitting_count(np.arange(9), 3, 20)
+"""
+
+
+def test_that_loops_are_compiled_is_told_once_and_not_where_they_lie_on_the_disk(tmp_path):
+    pytest.importorskip("numba")
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", COUNTING],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=True,
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        ).stdout
+        for _ in range(2)
+    )
+    assert (
+        first
+        == "flowtrain: numba compiles the packer's inner loops, once on this machine; that takes about a minute.\n"
+    )
+    assert second == ""
