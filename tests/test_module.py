@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 import flowtrain_lightning as flow
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, StepBatch
 from flowtrain_lightning.runtime.compute import Compute
+from flowtrain_lightning.runtime.room import FeatureSpec
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, read_down, run_jobs
 from tests.saved_tensors import KEPT_BATCHES
@@ -178,6 +179,19 @@ def test_an_encoder_with_other_rows_than_planned_is_told_both_numbers(folder, tm
     trainer = trainer_for("auto", max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
     with pytest.raises(ValueError, match=r"DropsRow.encode returned \d+ rows of features .* promise \d+"):
         trainer.fit(DropsRow(), datamodule=tiny_data(folder))
+
+
+def test_an_encoder_whose_features_need_more_room_than_was_reserved_is_told_of_both(folder, tmp_path):
+    module = TinyVLM(levels=2)
+    module.configure_model()
+    compute = Compute(module, trainer_for("auto", default_root_dir=tmp_path), torch.device("cpu"))
+    compute.spec = FeatureSpec(((16,),), (torch.float32,))
+    data = tiny_data(folder)
+    data.setup("fit")
+    media = next(batch for batch in next(iter(data.train_dataloader())).encoder_batches if batch is not None)
+    words = r"returned features of \[16\] torch.float32 and \[16\] torch.float32, but of \[16\] torch.float32 when"
+    with pytest.raises(ValueError, match=words):
+        compute.encode(media, step=(0, 0), number=0)
 
 
 @pytest.mark.parametrize(

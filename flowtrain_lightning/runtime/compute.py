@@ -15,6 +15,7 @@ from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.data import PackedBatch, PackedMedia
 from flowtrain_lightning.runtime.logbook import Logbook
 from flowtrain_lightning.runtime.random import enter_stream, global_seed
+from flowtrain_lightning.runtime.room import FeatureSpec
 
 if TYPE_CHECKING:
     import lightning as L
@@ -29,12 +30,14 @@ class Compute:
 
     Attributes:
         logbooks: one for each stage, since a name may be logged with other options in validation than in training.
+        spec: what a row of features was found to be, for which room is reserved; None where nobody reserves any.
     """
 
     def __init__(self, module: FlowModule, trainer: L.Trainer, device: torch.device) -> None:
         self.module = module
         self.device = device
         self.logbooks: defaultdict[str, Logbook] = defaultdict(Logbook)
+        self.spec: FeatureSpec | None = None
         self._trainer = trainer
         self._convert_input = trainer.precision_plugin.convert_input
 
@@ -48,7 +51,8 @@ class Compute:
 
         Raises:
             TypeError: the user's ``encode`` returned no tensors.
-            ValueError: it returned another number of rows than the plan promises.
+            ValueError: it returned another number of rows than the plan promises, or rows that take more room than when
+                it was first tried.
         """
         media = media.to(self.device, non_blocking=True)
         media = media.with_patches(self._convert_input(media.patches))
@@ -69,6 +73,12 @@ class Compute:
                     f"{len(media.rows)} media, but their sizes promise {expected} (PackedMedia.rows). Check that the "
                     "encoder merges patches as the data module's image processor says."
                 )
+        if self.spec is not None and (found := FeatureSpec.of(features)).room(expected) > self.spec.room(expected):
+            raise ValueError(
+                f"{type(self.module).__name__}.encode returned features of {found}, but of {self.spec} when it was "
+                "tried before the first step, in evaluation mode, to reserve room for them. Return as many tensors, as "
+                "wide and of the same type, in training and in evaluation."
+            )
         return features
 
     def microbatch(

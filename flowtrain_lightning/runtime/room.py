@@ -39,6 +39,9 @@ class FeatureSpec:
         """Bytes that an entry of so many rows takes."""
         return entry_room([rows * width for width in self._row_bytes])
 
+    def __str__(self) -> str:
+        return " and ".join(f"{list(shape)} {dtype}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
     @cached_property
     def _row_bytes(self) -> list[int]:
         return [math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]

@@ -89,7 +89,7 @@ class RoomKeeper:
             PoolError: ``pool_bytes`` is too little for this step; the text says how much would do.
         """
         if step.plan.entries and self.spec is None:
-            self.spec = self._agree_on_spec(step)
+            self.spec = self._compute.spec = self._agree_on_spec(step)
         needed = least_room(step.plan, self.spec) if step.plan.entries and self.spec else 0
         if self._desk is None or needed > self._part_bytes:
             self._part_bytes = self._choose_bytes(step, needed)
