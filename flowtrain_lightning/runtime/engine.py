@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,7 +156,7 @@ class FlowEngine:
             TypeError: the value is no single number.
             ValueError: rank 0 logs another name.
         """
-        if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
+        if not isinstance(value, Real | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
             raise TypeError(
                 f"log({name!r}, ...) takes a number or a tensor of one element under flowtrain, but got "
                 f"{type(value).__name__}. Log a metric's value (`metric.compute()`), not the object."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Logbook:
 
     def record(self, name: str, value: Number, options: dict[str, Any]) -> None:
         """Takes a value that was logged in the current microbatch."""
-        if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
+        if not isinstance(value, Real | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
             raise TypeError(
                 f"log({name!r}, ...) inside a microbatch takes a number or a tensor of one element, but got "
                 f"{type(value).__name__}. Log a metric's value (`metric(...)` or `metric.compute()`), not the object."

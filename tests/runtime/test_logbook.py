@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -142,6 +143,11 @@ def test_that_one_rank_was_asked_to_stop_reaches_all():
     microbatch: Microbatches = [(1.0, 1, {})]
     assert step([Logbook(), Logbook()], [microbatch, microbatch], Meeting(2), stop=True).stop
     assert not step([Logbook(), Logbook()], [microbatch, microbatch], Meeting(2)).stop
+
+
+def test_numbers_of_numpy_can_be_logged():
+    report = step([Logbook()], [[(1.0, 1, {"a": np.float32(0.5), "b": np.int64(2)})]], Meeting(1))
+    assert report.values == {"a": 0.5, "b": 2.0}
 
 
 def test_only_single_numbers_can_be_logged():
