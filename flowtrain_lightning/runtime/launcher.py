@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from flowtrain_lightning.runtime.watchdog import end_children, say_fault
@@ -46,6 +48,8 @@ class RankLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         if not self.cluster_environment.creates_processes_externally:
+            if self.num_processes > 1:
+                _refuse_what_cannot_run_again()
             self._check(trainer)
             os.environ[_LAUNCHER] = str(os.getpid())
             self._call_children_scripts()
@@ -64,6 +68,15 @@ class RankLauncher(_SubprocessScriptLauncher):
             trainer.state.fn, self._ckpt_path, model_provided=True, model_connected=True
         )
         return None if found is None else str(found)
+
+
+def _refuse_what_cannot_run_again() -> None:
+    """Raises where Python was given no script and no module that another rank could run."""
+    if sys.modules["__main__"].__spec__ is None and not Path(sys.argv[0]).is_file():
+        raise MisconfigurationException(
+            "Every rank runs your script once more, but Python got it from its command line (`python -c`) or from "
+            "standard input. Save it as a file and run that, or set Trainer(devices=1)."
+        )
 
 
 class Kin:

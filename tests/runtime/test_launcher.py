@@ -1,10 +1,15 @@
 """The ranks that a process started, or that started it, while no watchdog looks at them."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
-from flowtrain_lightning.runtime.launcher import Kin
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from flowtrain_lightning.runtime.launcher import Kin, RankLauncher
 from tests.processes import run_ranks
 
 
@@ -40,3 +45,13 @@ def test_a_child_that_has_done_its_work_does_not():
 
 def test_what_happens_while_a_watchdog_runs_is_left_to_it():
     assert outcome(3, "needed", "watched") == (0, "False\n")
+
+
+@pytest.mark.parametrize("first", ["-c", "-", ""])  # python -c, python -, python < script.py
+def test_what_no_other_rank_could_run_is_refused_before_any_starts(first, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "argv", [first])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    launcher = RankLauncher(LightningEnvironment(), 2, 1, check=lambda trainer: pytest.fail("planned in vain"))
+    with pytest.raises(MisconfigurationException, match=r"Save it as a file and run that, or set Trainer\(devices=1\)"):
+        launcher.launch(pytest.fail)
