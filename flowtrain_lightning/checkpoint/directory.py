@@ -221,8 +221,8 @@ def _tell_differences(saved: Mapping[str, Any], path: Path, allocation: Allocati
         )
     if saved["ranks"] != {role: list(ranks) for role, ranks in allocation.ranks.items()}:
         rank_zero_info(
-            f"flowtrain: {path} was saved by the ranks {saved['ranks']} ({saved['placement']}). The run goes on with "
-            "the same samples; sums in another order differ in their last bits."
+            f"flowtrain: {path} was saved on another allocation ({Allocation.from_state(saved).describe()}). The run "
+            "goes on with the same samples; sums in another order differ in their last bits."
         )
 
 
