@@ -26,6 +26,7 @@ def export_checkpoint(source: str | Path, target: str | Path) -> None:
 
     Raises:
         ValueError: ``source`` is no checkpoint directory, or of a later format.
+        OSError: ``target`` cannot be written; nothing is left of it.
     """
     _replace(_read_plain(Path(source)), Path(target).absolute())
 
@@ -72,5 +73,12 @@ def _read_plain(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
 
 def _replace(checkpoint: dict[str, Any], path: Path) -> None:
     temporary = temporary_name(path)
-    write_file(checkpoint, temporary)
-    take_name(temporary, path)
+    try:
+        write_file(checkpoint, temporary)
+        take_name(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if not isinstance(error, RuntimeError):
+            raise
+        # torch's way to tell of a full disk
+        raise OSError(f"{path} cannot be written; is there room enough in {path.parent}? ({error})") from error

@@ -85,7 +85,7 @@ def export() -> None:
     """Write a checkpoint directory as one plain Lightning ``.ckpt`` file.
 
     Raises:
-        UsageError: if the directory is no checkpoint, or the file exists.
+        UsageError: if the directory is no checkpoint, or the file exists or cannot be written.
     """
     parser = argparse.ArgumentParser(prog="flowtrain export", description=COMMANDS["export"][1])
     parser.add_argument("checkpoint", type=Path, help="a checkpoint directory that flowtrain wrote")
@@ -97,7 +97,7 @@ def export() -> None:
         raise UsageError(f"{options.out} exists; choose another name.")
     try:
         export_checkpoint(options.checkpoint, options.out)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     print(f"Wrote {options.out} ({options.out.stat().st_size / 2**20:.1f} MiB).")
 
