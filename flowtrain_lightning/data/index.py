@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -172,14 +173,23 @@ def _pictures(record: Record, measure: Measure) -> _Pictures:
     return _Pictures(patches, rows, True)
 
 
+def cache_folders(path: Path) -> list[Path]:
+    """Where to keep what is measured of a data file: beside it, or, where that cannot be written, with the user."""
+    folders = [path.parent / ".flowtrain"]
+    with suppress(RuntimeError):  # who runs in a container may have no home
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folders.append(home / "flowtrain" / _apart(path))
+    return folders
+
+
+def _apart(path: Path) -> str:
+    """A name for the file's folder: what serves several data folders keeps files of the same name apart."""
+    return fingerprint(str(path.parent.resolve()))
+
+
 def _cache_files(path: Path, measure: Measure, cache_dir: Path | None) -> list[Path]:
-    name = f"{path.name}.{measure.fingerprint}.npz"
-    # A folder that serves several data folders keeps files of the same name apart.
-    apart = fingerprint(str(path.parent.resolve()))
-    if cache_dir is not None:
-        return [cache_dir / apart / name]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return [path.parent / ".flowtrain" / name, home / "flowtrain" / apart / name]
+    folders = cache_folders(path) if cache_dir is None else [cache_dir / _apart(path)]
+    return [folder / f"{path.name}.{measure.fingerprint}.npz" for folder in folders]
 
 
 def _load(place: Path, path: Path) -> IndexTable | None:

@@ -23,7 +23,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.data import FlowDataModule
-from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.data.index import cache_folders
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.profiling import (
     Origin,
@@ -127,12 +127,8 @@ def _measure(deadline: float) -> Profile:
 def _places(data: FlowDataModule, origin: Origin) -> Iterator[Path]:
     """Where profiles are kept: beside the index of the training data."""
     name = f"profile.{origin.key}.json"
-    if data.cache_dir is not None:
-        yield data.cache_dir / name
-        return
-    yield data.files["train"][0].parent / ".flowtrain" / name
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    yield home / "flowtrain" / fingerprint(str(data.files["train"][0].parent.resolve())) / name
+    folders = cache_folders(data.files["train"][0]) if data.cache_dir is None else [data.cache_dir]
+    yield from (folder / name for folder in folders)
 
 
 def _keep(profile: Profile, places: list[Path]) -> None:

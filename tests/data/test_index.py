@@ -113,6 +113,15 @@ def test_beside_a_folder_that_cannot_be_written_the_cache_goes_home(file, scans,
     assert list((tmp_path / "home/flowtrain").rglob("d.jsonl.*.npz"))
 
 
+def test_a_user_without_a_home_has_the_cache_beside_the_data(file, scans, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 987_654_321)
+    for _ in range(2):
+        index_table(file, MEASURE, None)
+    assert len(scans) == 1
+
+
 def test_without_any_place_for_the_cache_it_says_so_and_goes_on(file, scans, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     (file.parent / ".flowtrain").write_text("in the way")
