@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -68,6 +69,30 @@ class PackedMedia:
     def with_patches(self, patches: Tensor) -> PackedMedia:
         """The same media with other patches, for example in another precision."""
         return replace(self, patches=patches)
+
+    def pictures(self, channels: int = 3) -> Tensor:
+        """Whole pictures instead of patches, for encoders that take pictures of one size.
+
+        Args:
+            channels: of a picture.
+
+        Returns:
+            ``[media, channels, height, width]``, in pixels.
+
+        Raises:
+            ValueError: the media differ in size.
+        """
+        if (self.grid != self.grid[0]).any():
+            raise ValueError(
+                "The media of an encoder batch differ in size and cannot be stacked as pictures. Give the data module "
+                "images=ImageProcessor(fixed_size=(height, width), ...)."
+            )
+        rows, columns = self.grid[0].tolist()
+        merge = math.isqrt(rows * columns // self.rows[0])
+        side = math.isqrt(self.patches.shape[1] // channels)
+        blocks = self.patches.view(-1, rows // merge, columns // merge, merge, merge, channels, side, side)
+        # -> media, channel, block row, row in block, pixel row, block column, column in block, pixel column
+        return blocks.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, channels, rows * side, columns * side)
 
     def pin_memory(self) -> PackedMedia:
         """The same media in page-locked memory."""

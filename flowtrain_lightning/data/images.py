@@ -27,9 +27,10 @@ class PictureError(ValueError):
 class ImageProcessor:
     """The size rule of Qwen2-VL, Qwen2.5-VL and (with ``patch_size=16``) Qwen3-VL, and the pixels that follow from it.
 
-    A picture keeps its aspect ratio; both sides become multiples of ``patch_size * merge_size``. Patches are ordered
-    in blocks of ``merge_size x merge_size``, row by row, so an encoder merges ``merge_size ** 2`` consecutive patches
-    into one row of features. Inside a patch the order is channel, row, column. Transparent pictures lie on white.
+    A picture keeps its aspect ratio, unless ``fixed_size`` makes all alike; both sides become multiples of
+    ``patch_size * merge_size``. Patches are ordered in blocks of ``merge_size x merge_size``, row by row, so an encoder
+    merges ``merge_size ** 2`` consecutive patches into one row of features. Inside a patch the order is channel, row,
+    column. Transparent pictures lie on white.
 
     Attributes:
         patch_size: side of a patch in pixels.
@@ -39,6 +40,8 @@ class ImageProcessor:
         channels: 3 for colour, 1 for grey.
         mean: per channel, subtracted from values in 0..1.
         std: per channel, divides what is left.
+        fixed_size: height and width in pixels that every picture is scaled to, for towers that were trained on one size
+            (CLIP, SigLIP); ``min_pixels`` and ``max_pixels`` say nothing then. See `PackedMedia.pictures`.
     """
 
     patch_size: int = 14
@@ -48,6 +51,7 @@ class ImageProcessor:
     channels: int = 3
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    fixed_size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.channels not in (1, 3):
@@ -57,7 +61,12 @@ class ImageProcessor:
                 f"ImageProcessor got {len(self.mean)} values in mean and {len(self.std)} in std "
                 f"for channels={self.channels}; give one per channel."
             )
-        if not self._block**2 <= self.min_pixels <= self.max_pixels:
+        if self.fixed_size is not None and any(side < 1 or side % self._block for side in self.fixed_size):
+            raise ValueError(
+                f"ImageProcessor got fixed_size={self.fixed_size}; both sides must be multiples of patch_size * "
+                f"merge_size = {self._block}."
+            )
+        if self.fixed_size is None and not self._block**2 <= self.min_pixels <= self.max_pixels:
             raise ValueError(
                 f"ImageProcessor got min_pixels={self.min_pixels} and max_pixels={self.max_pixels}; "
                 f"(patch_size * merge_size) ** 2 = {self._block**2} <= min_pixels <= max_pixels must hold."
@@ -107,6 +116,9 @@ class ImageProcessor:
                 f"it is {heights[first]} pixels high and {widths[first]} wide, "
                 f"but one side may be at most {LARGEST_ASPECT} times the other"
             )
+        if self.fixed_size is not None:
+            rows, columns = (side // self.patch_size for side in self.fixed_size)
+            return np.full(len(heights), rows), np.full(len(widths), columns)
         block, pixels = self._block, heights * widths
         rounded = np.rint(heights / block), np.rint(widths / block)
         area = rounded[0] * rounded[1] * block**2

@@ -2,14 +2,16 @@
 
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from flowtrain_lightning.data import ImageProcessor, PictureError
+from flowtrain_lightning.data import ImageProcessor, PackedMedia, PictureError
 from tests.data.support import IMAGES, write_picture
 
 
@@ -67,6 +69,30 @@ def test_inside_a_patch_the_order_is_channel_row_column(tmp_path):
     patches, _ = images.load(tmp_path / "p.png")
     np.testing.assert_allclose(patches[0], [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11], atol=1e-4)
     assert images.patch_dim == 12
+
+
+@pytest.mark.parametrize("merge", [1, 2])
+def test_pictures_of_one_size_can_be_had_whole(tmp_path, merge):
+    images = ImageProcessor(2, merge, 4, 64, mean=(0.0,) * 3, std=(1 / 255,) * 3, fixed_size=(4, 8))
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 4, 8, 3), dtype=np.uint8)
+    loaded = []
+    for number, picture in enumerate(pixels):
+        Image.fromarray(picture).save(tmp_path / f"{number}.png")
+        loaded.append(images.load(tmp_path / f"{number}.png"))
+    grid = torch.tensor([grid for _, grid in loaded])
+    patches = torch.from_numpy(np.concatenate([patches for patches, _ in loaded]))
+    media = PackedMedia("image", patches, torch.tensor([0, 8, 16]), grid, 8, (8 // merge**2,) * 2)
+    np.testing.assert_allclose(media.pictures(), pixels.transpose(0, 3, 1, 2), atol=1e-3)
+    with pytest.raises(ValueError, match="differ in size"):
+        replace(media, grid=torch.tensor([[2, 4], [4, 2]])).pictures()
+
+
+def test_with_a_fixed_size_every_picture_has_as_many_tokens(tmp_path):
+    images = ImageProcessor(patch_size=14, merge_size=1, fixed_size=(336, 336))
+    patches, rows = images.sizes(np.array([10, 4000, 336]), np.array([300, 100, 336]))
+    assert patches.tolist() == rows.tolist() == [576] * 3
+    write_picture(tmp_path / "wide.png", 20, 90)
+    assert images.load(tmp_path / "wide.png")[0].shape == (576, images.patch_dim)
 
 
 def test_values_are_normalised_per_channel(tmp_path):
@@ -144,6 +170,7 @@ def test_bad_pictures_are_told_apart(tmp_path):
         ({"mean": (0.0,)}, "1 values in mean"),
         ({"min_pixels": 100}, r"784 <= min_pixels"),
         ({"max_pixels": 1000}, "max_pixels=1000"),
+        ({"fixed_size": (336, 340)}, r"fixed_size=\(336, 340\); both sides must be multiples of .* = 28"),
     ],
 )
 def test_a_rule_that_cannot_hold_is_refused(change, words):
