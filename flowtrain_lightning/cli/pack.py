@@ -146,6 +146,13 @@ def _read(path: Path) -> tuple[IntArray, IntArray, FloatArray]:
         raise PackingError(f"The column 'tokens' of {path} must hold whole numbers, none missing.")
     tokens = column.to_numpy(zero_copy_only=False).astype(np.int64)
     if "media_cost" not in table.column_names:
+        counted = [name for name in table.column_names if name.endswith("_tokens")]
+        if counted:
+            print(
+                f"{path} has a column {counted[0]!r} but none that says what encoding each media costs ('media_cost'), "
+                "so media cost nothing here.",
+                file=sys.stderr,
+            )
         return tokens, np.zeros(len(tokens) + 1, dtype=np.int64), np.empty(0)
     return tokens, *_media(table["media_cost"].combine_chunks(), path)
 

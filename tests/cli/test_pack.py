@@ -22,14 +22,15 @@ SAMPLES = ("--semantics", "samples", "--global-batch-size", "50")
 
 @pytest.fixture
 def pack(monkeypatch, tmp_path, capsys):
-    """Packs a table in this process; answers with the folder and what was printed."""
+    """Packs a table in this process; answers with the folder and what was printed, and keeps what was said beside."""
 
     def run(columns, *arguments):
         parquet.write_table(pyarrow.table(columns), tmp_path / "lengths.parquet")
         command = ["flowtrain", "pack", str(tmp_path / "lengths.parquet"), "--out", str(tmp_path / "plan.parquet")]
         monkeypatch.setattr(sys, "argv", [*command, "--media-out", str(tmp_path / "media.parquet"), *arguments])
         main()
-        return tmp_path, capsys.readouterr().out
+        out, run.said = capsys.readouterr()
+        return tmp_path, out
 
     return run
 
@@ -131,6 +132,13 @@ def test_bad_input_gets_a_sentence(pack, columns, options, words, tmp_path):
     options = [str(tmp_path / "lengths.parquet") if option is LENGTHS else option for option in options]
     with pytest.raises(SystemExit, match=f"flowtrain pack: .*{words}"):
         pack(columns, *OPTIONS, *options)
+
+
+def test_media_of_which_only_tokens_are_known_cost_nothing_and_that_is_said(pack):
+    columns = {"tokens": [5, 9], "image_tokens": [[3], [4]]}
+    _, printed = pack(columns, *OPTIONS, *SAMPLES, "--json")
+    assert "has a column 'image_tokens' but none that says what encoding each media costs" in pack.said
+    assert json.loads(printed)["samples"] == 2
 
 
 def test_a_file_that_is_not_there_gets_a_sentence(monkeypatch, tmp_path):
