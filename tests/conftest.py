@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the scripts that tests start
@@ -14,11 +17,28 @@ import torch.distributed as dist
 from hypothesis import settings
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+import flowtrain_lightning.packing
+from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing.compiled import tell_of_compiling
+from flowtrain_lightning.packing.microbatches import OBJECTIVES
+from flowtrain_lightning.packing.offline import SEMANTICS, OfflineSettings, warm_up
 from flowtrain_lightning.runtime.groups import disconnect_groups
 
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, derandomize=True, database=None)
 settings.load_profile("tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiles the packer's loops in a fresh clone: else many ranks do so at the same time, each within a deadline."""
+    starts_workers_or_tests = not hasattr(config, "workerinput")
+    folder = Path(flowtrain_lightning.packing.__path__[0])
+    if find_spec("numba") is None or not starts_workers_or_tests or any(folder.glob("__pycache__/*.nbi")):
+        return
+    tell_of_compiling(print)
+    tiny = OfflineSettings(64, 2, CostModel(1.0, 0.01, 0.0), 2, encoder_ranks=2, global_batch_size=64)
+    for semantics, objective in itertools.product(SEMANTICS, OBJECTIVES):
+        warm_up(replace(tiny, semantics=semantics, objective=objective))
 
 
 @pytest.fixture(autouse=True)
