@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -188,7 +189,8 @@ def test_roles_that_the_devices_cannot_take_are_refused(one_rank, settings, erro
         ({}, BoringModel, "Derive it from FlowModule"),
     ],
 )
-def test_no_other_rank_is_started_in_vain(one_rank, settings, module, words):
+def test_no_other_rank_is_started_in_vain(one_rank, settings, module, words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [__file__])  # a script, as a process of pytest-xdist is not
     trainer = L.Trainer(**{"accelerator": "cpu", "devices": 2, "strategy": "flowtrain", "logger": False, **settings})
     with pytest.raises((ValueError, TypeError), match=words):
         trainer.fit(module(), one_rank.data())
