@@ -23,10 +23,10 @@ def fault_sentence(status: Status, cause: str) -> str:
 
 
 def find_fault(board: StatusBoard, rank: int) -> tuple[int, str] | None:
-    """The rank that is to blame for a peer's end, and the sentence about it; None when no peer failed or died.
+    """The rank that is to blame for a peer's end, and the sentence about it; None when no peer failed, died or hangs.
 
     A rank that ended because of another one says so in its page, so the trail leads back to the first. It may lead
-    to ``rank`` itself, when it hangs and the others have ended for that.
+    to ``rank`` itself, when it hangs and others have found that.
     """
     ended: dict[int, str] = {}
     for peer in range(len(board)):
@@ -35,17 +35,32 @@ def find_fault(board: StatusBoard, rank: int) -> tuple[int, str] | None:
             sentence = _ended(board[peer], died)
             if sentence is not None:
                 ended[peer] = sentence
+    hang = _found_by_peer(board, rank)
     if not ended:
-        return None
+        return hang
     first = min(ended, key=lambda peer: (board[peer].blames is not None, _when(board[peer]), peer))
     blamed = board[first].blames
     if blamed is None or blamed >= len(board):  # what stands in another rank's memory may be damaged
-        return first, ended[first]
+        blamed = first
+    if hang is not None and hang[0] == blamed and board.pages[blamed].state is not State.FAILED:
+        return hang  # by now it may have been killed for that
     sentence = _ended(board[blamed], board.died(blamed))  # looked at again: it may have ended since
     if sentence is not None:
         return blamed, sentence
     cause = "was stopped" if board.stopped(blamed) else f"was held to blame by rank {first} ({board[first].label})"
     return blamed, fault_sentence(board[blamed], cause)
+
+
+def _found_by_peer(board: StatusBoard, rank: int) -> tuple[int, str] | None:
+    """The rank that hangs, and what the peer that has found that says of it."""
+    for peer in (peer for peer in range(len(board)) if peer != rank):
+        status = board[peer]
+        blamed = status.blames
+        if blamed is None or blamed >= len(board) or status.state is State.FAILED:
+            continue
+        if status.error.startswith(f"Rank {blamed} ("):  # what stands in another rank's memory may be damaged
+            return blamed, status.error.rstrip()
+    return None
 
 
 def blame_fault(board: StatusBoard, rank: int, peer: int, wait: float) -> tuple[int, str]:
@@ -59,7 +74,7 @@ def blame_fault(board: StatusBoard, rank: int, peer: int, wait: float) -> tuple[
     """
     deadline = time.monotonic() + wait
     found = find_fault(board, rank)
-    while (found is None or not _has_ended(board, found[0])) and time.monotonic() < deadline:
+    while (found is None or not has_ended(board, found[0])) and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS / 2)
         found = find_fault(board, rank)
     blamed, sentence = found or (peer, fault_sentence(board[peer], "closed its connection without a goodbye"))
@@ -92,7 +107,8 @@ def first_fault(board: StatusBoard, rank: int, wait: float = 1.0) -> str | None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _has_ended(board: StatusBoard, rank: int) -> bool:
+def has_ended(board: StatusBoard, rank: int) -> bool:
+    """Whether the process of ``rank`` is gone, or has said why it ends."""
     return board.died(rank) or board.pages[rank].state is State.FAILED
 
 

@@ -52,7 +52,7 @@ class Status:
         heartbeat_time: when it last did, in seconds of ``time.monotonic()``, which all processes share.
         sigterm: whether it was asked to end by SIGTERM.
         blames: the rank that it holds to blame for its own end, or None.
-        error: the first error with its traceback; empty unless it failed.
+        error: the first error with its traceback, if it failed; if it blames another rank, what it found wrong with it.
         failed_time: when it failed, in seconds of ``time.monotonic()``; 0 unless it did.
         in_collective: whether it is in a collective of ``torch.distributed``, whatever its phase.
         lost: a verb and what belongs to it, when it runs on another host and nothing more will come from it.
@@ -166,15 +166,20 @@ class StatusPage:
         """
         if self._words[_STATE] == State.FAILED or self._words[_BLAMES] >= 0:
             return
-        error = text.encode(errors="replace")[-_ERROR_BYTES:]
-        self.memory[_ERROR : _ERROR + len(error)] = error
-        self._words[_ERROR_LENGTH] = len(error)
+        self._write_error(text)
         self._words[_FAILED_TIME] = time.monotonic_ns()
         self._words[_STATE] = State.FAILED
 
-    def blame(self, rank: int) -> None:
-        """Say that this rank ends because of another one, so that nobody takes its end for the first fault."""
+    def blame(self, rank: int, sentence: str = "") -> None:
+        """Say that this rank ends because of another one, so that nobody takes its end for the first fault.
+
+        Args:
+            rank: who is to blame.
+            sentence: what is wrong with it, where that cannot be seen for ever: one that is stopped is killed soon.
+        """
         if self._words[_BLAMES] < 0 and rank != self.rank:
+            if self._words[_STATE] != State.FAILED:  # then its own error stands there
+                self._write_error(sentence)
             self._words[_BLAMES] = rank
 
     def finish(self) -> None:
@@ -247,6 +252,11 @@ class StatusPage:
     def _text(self, start: int, length: int, limit: int) -> str:
         nbytes = min(max(self._words[length], 0), limit)
         return self.memory[start : start + nbytes].decode(errors="replace")
+
+    def _write_error(self, text: str) -> None:
+        error = text.encode(errors="replace")[-_ERROR_BYTES:]
+        self.memory[_ERROR : _ERROR + len(error)] = error
+        self._words[_ERROR_LENGTH] = len(error)
 
     def _remember(self, phase: str) -> bytes:
         if len(self._phases) >= 1024:

@@ -20,7 +20,7 @@ from types import FrameType
 from torch.distributed import distributed_c10d
 
 from flowtrain_lightning.pool import Mesh, State, fault_sentence, first_fault
-from flowtrain_lightning.pool.faults import find_fault
+from flowtrain_lightning.pool.faults import find_fault, has_ended
 
 __all__ = ["Watchdog", "die_with_parent", "fault_sentence", "first_fault"]
 
@@ -124,7 +124,7 @@ class Watchdog:
         found = find_fault(self._board, self._rank)
         if found is not None:
             rank, sentence = found
-            return Fault(rank, sentence, hang=rank == self._rank)
+            return Fault(rank, sentence, hang=rank == self._rank or not has_ended(self._board, rank))
         own = self._board[self._rank]
         if own.state is State.FAILED:
             return Fault(self._rank, f"{fault_sentence(own, 'failed')} Its error was:\n{own.error}", hang=False)
@@ -155,7 +155,7 @@ class Watchdog:
         if fault.rank == self._rank:
             page.fail(text)
         elif fault.rank is not None:
-            page.blame(fault.rank)
+            page.blame(fault.rank, fault.sentence if fault.hang else "")
         say_fault(text, self._fault_dir, self._rank)
         _found_fault.set()
         # Where the interpreter's own end hangs, or something holds its lock, the system ends this process by SIGALRM.

@@ -65,6 +65,24 @@ def test_the_trail_leads_back_to_the_first_fault(board):
     assert "held to blame by rank 1 (role 1)" in sentence
 
 
+def test_what_a_rank_has_found_wrong_with_one_that_hangs_holds_whatever_becomes_of_either(board):
+    sentence = fault_sentence(board[2], "was stopped")
+    board.pages[1].blame(2, sentence)
+    assert find_fault(board, 0) == find_fault(board, 2) == (2, sentence)
+    assert find_fault(board, 1) is None  # it has found that itself
+    for dead in ({2}, {1, 2}, {1}):
+        board.dead = dead
+        assert find_fault(board, 0) == (2, sentence)
+    board.pages[2].fail("Rank 2 (role 2) made no progress for 5 s. Its main thread was at: ...")
+    assert find_fault(board, 0) == (2, "Rank 2 (role 2) made no progress for 5 s. Its main thread was at: ...")
+
+
+def test_a_rank_that_failed_by_itself_is_to_blame_before_one_that_hangs(board):
+    board.pages[3].fail("ValueError: bad picture")
+    board.pages[1].blame(2, "Rank 2 (role 2) made no progress for 5 s.")
+    assert find_fault(board, 0)[0] == 3
+
+
 def test_an_error_that_followed_from_a_death_is_not_the_first_fault(board):
     board.pages[1].beat()
     board.dead = {1}
