@@ -30,7 +30,7 @@ from benchmarks.splits import compare_splits
 from benchmarks.variants import Job
 from flowtrain_lightning.profiling import Profile, profile_module, read_profile, write_profile
 from flowtrain_lightning.settling.choice import Choice
-from flowtrain_lightning.settling.planning import Planner, machine_of
+from flowtrain_lightning.settling.planning import Planner, processors_of
 from flowtrain_lightning.settling.steps import training_steps
 
 MODULES = {"1:4": 32, "1:2": 32, "1:1": 32, "3:1": 32, "frozen": 8, "vocabulary": 8}
@@ -111,7 +111,7 @@ def _profile(job: tuple[str, Work, Path]) -> None:
 
 def choose(work: Work, profile: Profile) -> Choice:
     """What a run on two ranks of one thread each would choose."""
-    cores = replace(machine_of(torch.device("cpu"), 2, 1), capacity=float(len(os.sched_getaffinity(0))))
+    cores = replace(processors_of(torch.device("cpu"), 2, 1), capacity=float(len(os.sched_getaffinity(0))))
     return Planner(training_steps(work.data()), 2, cores, KEPT_BATCHES).choose(profile)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet
@@ -59,13 +61,21 @@ def tile_tokens(height: float, width: float, most: int = 12) -> int:
     return 256 * (tiles + (tiles > 1)) + 2
 
 
+def _columns(table: str) -> dict[str, list[Any]]:
+    path = FOLDER / f"{table}.parquet"
+    if not path.is_file():
+        sys.exit(f"There is no file {path}. Set FLOWTRAIN_DATA to the folder that docs/packing.md describes.")
+    columns: dict[str, list[Any]] = pyarrow.parquet.read_table(path).to_pydict()
+    return columns
+
+
 def load(rule: str, tables: tuple[str, ...], count: int, budget: int, seed: int = 0) -> Lengths:
     """``count`` samples of ``tables``, shuffled, and shuffled anew each time they run out; cut to ``budget``."""
     tokens: list[int] = []
     media: list[list[float]] = []
     known: dict[tuple[int, int], int] = {}
     for table in tables:
-        columns = pyarrow.parquet.read_table(FOLDER / f"{table}.parquet").to_pydict()
+        columns = _columns(table)
         for text, heights, widths in zip(columns["text_tokens"], columns["img_h"], columns["img_w"], strict=True):
             sizes = list(zip(heights, widths, strict=True))
             for size in sizes:

@@ -7,7 +7,8 @@ chrt -r 1 python benchmarks/pool.py        as root, where other programs use the
 Every sample of every way is taken in turn with those of all others, in the same processes; ratios are medians of the
 ratios of such neighbours. A reader sleeps when the owner begins; the owner has slept for a millisecond or, where
 the tables say so, worked. Times run from there until the last reader has a
-tensor, processor time is that of all processes until the entry is given back.
+tensor, processor time is that of all processes until the entry is given back. memcpy copies into shared memory of the
+kind that the pool has.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from benchmarks.pool_peers import Way, free_port, open_ways
 from benchmarks.pool_report import draw_ways, report
 from benchmarks.pool_wakeups import answer, bells, pause, wake_up_seconds
 from benchmarks.report import write_results
+from flowtrain_lightning.pool.memory import create_memory, map_memory
 
 KIB, MIB = 1 << 10, 1 << 20
 SAMPLES = {4 * KIB: 300, 64 * KIB: 200, MIB: 100, 16 * MIB: 30, 64 * MIB: 12}
@@ -150,7 +152,7 @@ def measure_size(
     ways: dict[str, Way], ends: Sequence[Any], nbytes: int, samples: int, idle: bool = True
 ) -> list[dict[str, Any]]:
     """All ways at one size, in turn."""
-    tensor, target = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    tensor, target = torch.zeros(nbytes, dtype=torch.uint8), shared_bytes(nbytes)
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     names = [name for name, way in ways.items() if nbytes <= way.most_bytes]
     for _ in range(samples + 2):
@@ -195,22 +197,40 @@ def measure_size(
 
 
 def measure_stream(way: Way, end: Any, rounds: int) -> list[dict[str, Any]]:
-    """Processor time of put, get and release together, for entries that are put one after another."""
+    """Entries that are put one after another: processor time of put, get and release, and the time of puts alone."""
     runs = []
     tensor = torch.zeros(STREAMED, dtype=torch.uint8)
     for burst in (1, 16, 64):
-        costs = []
+        costs, puts, copies = [], [], []
+        shared = shared_bytes(burst * STREAMED)
+        targets = [shared[place : place + STREAMED] for place in range(0, len(shared), STREAMED)]
         for _ in range(max(rounds // burst, 5) + 3):
             turns = [next(TURNS) for _ in range(burst)]
+            start = time.perf_counter()
+            for target in targets:
+                target.copy_(tensor)
+            copies.append((time.perf_counter() - start) / burst)
             end.send(("pool", turns, STREAMED, False))
-            cpu = time.process_time()
+            cpu, start = time.process_time(), time.perf_counter()
             for turn in turns:
                 way.send(turn, tensor, 1)
+            puts.append((time.perf_counter() - start) / burst)
             way.finish(turns[-1])
             own = time.process_time() - cpu
             costs.append((own + end.recv()[1]) / burst)
-        runs.append({"way": "stream", "burst": burst, "cpu_us": 1e6 * float(np.median(costs[3:]))})
+        medians = {"cpu_us": costs, "put_us": puts, "copy_us": copies}
+        figures = {name: 1e6 * float(np.median(values[3:])) for name, values in medians.items()}
+        runs.append({"way": "stream", "burst": burst, **figures})
     return runs
+
+
+def shared_bytes(nbytes: int) -> torch.Tensor:
+    """Memory of the kind that the pool has."""
+    descriptor = create_memory("flowtrain benchmark", nbytes)
+    try:
+        return torch.frombuffer(map_memory(descriptor, nbytes), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
 
 
 def measure_waiting(end: Any) -> dict[str, Any]:

@@ -65,11 +65,16 @@ def hot_table(runs: Runs) -> str:
 
 
 def stream_table(runs: Runs) -> str:
-    """Processor time per entry of 4 KiB."""
+    """An entry of 4 KiB among several."""
     rows = [
-        [f"{run['cores']}, {run['burst']} at once", f"{run['cpu_us']:.1f} us"] for run in runs if run["way"] == "stream"
+        [
+            f"{run['cores']}, {run['burst']} at once",
+            *(f"{run[name]:.1f} us" for name in ("cpu_us", "put_us", "copy_us")),
+        ]
+        for run in runs
+        if run["way"] == "stream"
     ]
-    return table(["put + get + release of 4 KiB", "processor time of both"], rows)
+    return table(["put + get + release of 4 KiB", "processor time of both", "put", "memcpy"], rows)
 
 
 def device_table(runs: Runs) -> str:

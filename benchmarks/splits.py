@@ -19,7 +19,7 @@ from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.profiling import Origin, Profile, RoleProfile
 from flowtrain_lightning.settling.choice import Choice
 from flowtrain_lightning.settling.planning import Planner
-from flowtrain_lightning.settling.prediction import Machine
+from flowtrain_lightning.settling.prediction import Processors
 from flowtrain_lightning.settling.steps import training_steps
 
 OPTIMIZER_SECONDS = 0.08
@@ -89,7 +89,7 @@ def _choose(job: EmulatedJob) -> Choice:
     profile = Profile(Origin("emulated", "emulated", {}, {}), roles, feature_bytes=0)
     steps = training_steps(emulated_data(job.data, job.global_batch_size, job.token_budget))
     # Ranks sleep, so any number of them share the cores.
-    cores = Machine((tuple(range(job.ranks)),), inf)
+    cores = Processors((tuple(range(job.ranks)),), inf)
     return Planner(steps, job.ranks, cores, job.kept_batches).choose(profile)
 
 

@@ -5,6 +5,7 @@ __version__ = "0.1.0"
 try:
     from lightning.pytorch.strategies import StrategyRegistry
 
+    from flowtrain_lightning import models
     from flowtrain_lightning.checkpoint import FlowCheckpointIO, export_checkpoint
     from flowtrain_lightning.data import FlowDataModule, ImageProcessor, PackedBatch, PackedMedia
     from flowtrain_lightning.module import FlowModule
@@ -26,4 +27,5 @@ __all__ = [
     "PackedBatch",
     "PackedMedia",
     "export_checkpoint",
+    "models",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable
 
 import lightning as L
@@ -49,6 +50,20 @@ REFUSED_CALLBACKS: dict[type[L.Callback], str] = {
 """Callbacks, subclasses included, with the reason and what to do instead."""
 
 _OWN_METHODS = ("backward", "clip_gradients", "optimizer_zero_grad")
+
+
+def refuse_other_systems() -> None:
+    """Raises where ranks could not share memory and notice each other's end.
+
+    Raises:
+        RuntimeError: says what this system is, and what works on it.
+    """
+    if platform.system() != "Linux":
+        raise RuntimeError(
+            f"strategy='flowtrain' connects processes by what only Linux has, and this is {platform.system()}. Debug "
+            "here with strategy='auto': the same module, data and losses. `flowtrain plan`, `pack` and `simulate` "
+            "work here, too."
+        )
 
 
 def refuse_foreign_module(module: L.LightningModule) -> None:

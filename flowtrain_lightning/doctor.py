@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from flowtrain_lightning.pool import WAIT_LIMITS, PoolError
+from flowtrain_lightning.pool import WAIT_LIMITS, Mesh, PoolError
 from flowtrain_lightning.pool.address import MAX_OWNERS, MAX_SEGMENT_BYTES, address_layout
+from flowtrain_lightning.pool.device.cuda import CudaRuntime
+from flowtrain_lightning.pool.device.opening import open_device_tier
+from flowtrain_lightning.pool.device.runtime import DeviceRuntime
 from flowtrain_lightning.pool.inbox import ORDERED_STORES
 from flowtrain_lightning.pool.memory import available_memory
 from flowtrain_lightning.pool.self_test import self_test
+
+_TIER = "device tier"
 
 REQUIRED = ("flowtrain-lightning", "torch", "lightning", "torchmetrics", "numpy", "scipy")
 
@@ -65,10 +74,8 @@ def examine_pool() -> Iterator[Finding]:
     yield Finding("address", True, f"64 bits: {address_layout()}")
     yield Finding("owners", True, f"up to {MAX_OWNERS:,} ranks")
     yield Finding("segment", True, f"up to {MAX_SEGMENT_BYTES / 2**30:,.0f} GiB per rank, as far as addresses reach")
-    yield Finding("memory", True, f"{available_memory() / 2**30:.1f} GiB for the segments of all ranks of this machine")
-    yield Finding(
-        "shared_memory", _works(_probe_memfd), "between ranks of one machine: readers map the owner's segment"
-    )
+    yield Finding("memory", True, f"{available_memory() / 2**30:.1f} GiB for the segments of all ranks of this host")
+    yield Finding("shared_memory", _works(_probe_memfd), "between ranks of one host: readers map the owner's segment")
     yield Finding("network", True, "between hosts: TCP, both ends prove that they know the job's secret")
     yield Finding("remote", True, "copies in messages, for tests")
     yield Finding("inboxes", ORDERED_STORES, "records without system calls; elsewhere they go through sockets")
@@ -88,6 +95,57 @@ def examine_pool() -> Iterator[Finding]:
     )
     yield Finding("waits", True, f"{counters.waits}: {waits}")
     yield _examine_network()
+
+
+def examine_device_tier(make_runtime: Callable[[int], DeviceRuntime], seconds: float = 60.0) -> Finding:
+    """Whether two processes can read each other's device memory, tried out as at the start of a run.
+
+    Args:
+        make_runtime: the device of process 0 or 1; called in that process, which is spawned.
+        seconds: after which it has failed.
+    """
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not work in forks
+    told, tells = spawn.Pipe(duplex=False)
+    reasons: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="flowtrain-") as folder:
+        arguments = (Path(folder) / "store", make_runtime, seconds, tells)
+        ranks = [spawn.Process(target=_open_tier, args=(rank, *arguments), daemon=True) for rank in range(2)]
+        try:
+            for rank in ranks:
+                rank.start()
+            tells.close()
+            while len(reasons) < len(ranks) and told.poll(seconds):
+                reasons.append(told.recv())
+        except EOFError:  # they have ended
+            reasons.append("a process that opens it ended at once")
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+    failed = [reason for reason in (*reasons, "it took too long")[: len(ranks)] if reason]
+    if failed:
+        return Finding(_TIER, False, f"{failed[0]}: features and gradients go through host memory")
+    return Finding(_TIER, True, "features and gradients pass between processes in GPU memory, by CUDA IPC")
+
+
+def _open_tier(
+    rank: int, store: Path, make_runtime: Callable[[int], DeviceRuntime], seconds: float, tells: Connection
+) -> None:
+    """What each process does: says why it cannot, or an empty text."""
+    try:
+        mesh = Mesh.connect(FileStore(str(store), 2), rank, 2, ("process 0", "process 1"), seconds)
+        tier = open_device_tier(mesh, make_runtime(rank), 1 << 20)
+        tells.send("; ".join(tier.refusals))
+        tier.close()
+        mesh.close()
+    except (RuntimeError, OSError) as error:
+        tells.send(str(error))
+
+
+def _cuda_of(rank: int) -> CudaRuntime:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return CudaRuntime(device)
 
 
 def _examine_network() -> Finding:
@@ -118,8 +176,10 @@ def _devices() -> Iterator[Finding]:
     if torch.cuda.is_available():
         names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
         yield Finding("CUDA", True, f"{torch.cuda.device_count()} GPUs, {names}")
+        yield examine_device_tier(_cuda_of)
     else:
         yield Finding("CUDA", False, "training runs on the CPU")
+        yield Finding(_TIER, False, "no GPU: features and gradients go through host memory, as with pool_tier='host'")
     yield Finding("gloo", dist.is_gloo_available(), "process groups on the CPU; no run of several ranks without it")
     yield Finding("NCCL", dist.is_nccl_available(), "process groups on GPUs")
 
@@ -128,8 +188,8 @@ def _kernel_services() -> Iterator[Finding]:
     for name, probe, purpose in (
         ("memfd", _probe_memfd, "the pool's memory: without a name, so nothing is left behind"),
         ("pidfd", _probe_pidfd, "the death of a rank is noticed at once"),
-        ("abstract sockets", _probe_abstract_socket, "ranks of a node meet without a file"),
-        ("descriptor passing", _probe_descriptor_passing, "ranks of a node map each other's memory"),
+        ("abstract sockets", _probe_abstract_socket, "ranks of one host meet without a file"),
+        ("descriptor passing", _probe_descriptor_passing, "ranks of one host map each other's memory"),
     ):
         yield Finding(name, _works(probe), purpose)
 

@@ -134,6 +134,14 @@ class FlowModule(L.LightningModule):
         """
         return generate_greedily(self, batch, features)
 
+    def logits(self, outputs: Any) -> Tensor:
+        """The backbone's outputs -> ``[tokens, vocabulary]``, for ``generate``.
+
+        By default the outputs themselves, or their ``logits`` as in Hugging Face models.
+        """
+        logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
+        return logits.reshape(-1, logits.shape[-1])
+
     # ---- what Lightning calls -----------------------------------------------------------------------------------
 
     @property

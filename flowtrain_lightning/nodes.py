@@ -56,6 +56,6 @@ def _refuse_other_data(trainer: L.Trainer, cross: CrossGroup) -> None:
     if others:
         raise DataError(
             f"{'Rank' if len(others) == 1 else 'Ranks'} {', '.join(map(str, others))} would read other data than rank "
-            "0: the files of that name differ between the hosts, and so would the steps that the ranks plan. Put the "
-            "same files onto every host, or onto a file system that all hosts share."
+            "0: the files of that name differ between the nodes, and so would the steps that the ranks plan. Put the "
+            "same files onto every node, or onto a file system that all nodes share."
         )

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
 import lightning as L
-import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_only
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from flowtrain_lightning.allocator import Allocation, Placement
 from flowtrain_lightning.allocator.roles import BACKBONE
-from flowtrain_lightning.compatibility import refuse_foreign_module, refuse_optimizers, refuse_unsupported
+from flowtrain_lightning.compatibility import (
+    refuse_foreign_module,
+    refuse_optimizers,
+    refuse_other_systems,
+    refuse_unsupported,
+)
 from flowtrain_lightning.data import StepPart
+from flowtrain_lightning.launching import LaunchingRanks
 from flowtrain_lightning.nodes import refuse_unlike_nodes, refuse_unmet_nodes
 from flowtrain_lightning.parallel import broadcast_half
 from flowtrain_lightning.pool.device.choice import TierChoice
 from flowtrain_lightning.pool.ways import NetworkChoice
 from flowtrain_lightning.preemption import PreemptionCheckpoint
 from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
-from flowtrain_lightning.runtime.groups import root_store
 from flowtrain_lightning.runtime.halves import half_tensors, without_absent_halves
 from flowtrain_lightning.runtime.invariance import not_layout_invariant
-from flowtrain_lightning.runtime.job import Job, patience
-from flowtrain_lightning.runtime.launcher import RankLauncher, kin
+from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.runtime.launcher import kin
 from flowtrain_lightning.runtime.optimizers import NamedOptimizer
-from flowtrain_lightning.runtime.start_watch import StartWatch
-from flowtrain_lightning.runtime.watchdog import die_with_parent
 from flowtrain_lightning.saving import SavingHalves
 from flowtrain_lightning.settling import (
     Settled,
@@ -48,7 +45,7 @@ from flowtrain_lightning.settling import (
 )
 
 
-class FlowTrainStrategy(SavingHalves):
+class FlowTrainStrategy(LaunchingRanks, SavingHalves):
     """Encoder ranks and backbone ranks, bridged by one pool. ``Trainer(strategy="flowtrain")``.
 
     Where nothing is said about who does what, the halves are measured in a process of their own before roles are
@@ -93,43 +90,21 @@ class FlowTrainStrategy(SavingHalves):
         hang_timeout: float = 600.0,
         timeout: float = 1800.0,
     ) -> None:
-        super().__init__()
-        if ranks_per_device < 1:
-            raise ValueError(f"ranks_per_device is {ranks_per_device}; at least 1 process must use each device.")
+        refuse_other_systems()
+        super().__init__(ranks_per_device, hang_timeout, timedelta(seconds=timeout))
         if encoder_activations < 0:
             raise ValueError(f"encoder_activations is {encoder_activations}; it counts batches, from 0.")
         if pool_tier not in get_args(TierChoice):
             raise ValueError(f"pool_tier is {pool_tier!r}; it is 'auto', 'host' or 'device'.")
         if pool_network not in get_args(NetworkChoice):
             raise ValueError(f"pool_network is {pool_network!r}; it is 'auto' or 'nixl'.")
-        self.num_nodes = 1
         self._request = make_request(allocation, placement, encoder_ranks, profile)
-        self._ranks_per_device = ranks_per_device
         kept = 0 if recompute_encoder else encoder_activations
         self._settings = EngineSettings(kept, pool_bytes, pool_tier, pool_network)
-        self._hang_timeout = hang_timeout
-        self._timeout = timedelta(seconds=timeout)
-        self._ranks: RankLauncher | None = None
         self._settled: Settled | None = None
         self._engine: FlowEngine | None = None
 
-    # ---- who and where ------------------------------------------------------------------------------------------
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning asks for this name to switch ``sync_dist`` and its like on."""
-        return True
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices or ()) * self._ranks_per_device
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this rank."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank // self._ranks_per_device]
+    # ---- who does what ------------------------------------------------------------------------------------------
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -155,26 +130,6 @@ class FlowTrainStrategy(SavingHalves):
         assert self._engine is not None, "the engine exists from setup to teardown"
         return self._engine
 
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = self._ranks = RankLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, self._check_before_start
-        )
-        if not self.cluster_environment.creates_processes_externally:
-            return
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent()  # torchrun's agent
-        else:
-            kin.rank = self.global_rank
-            kin.know_launcher(first=self.global_rank - self.local_rank)
-
-    def set_world_ranks(self) -> None:
-        """Called by Lightning when the cluster environment is known."""
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
     # ---- start and end ------------------------------------------------------------------------------------------
 
     def connect(self, model: L.LightningModule) -> None:
@@ -182,7 +137,8 @@ class FlowTrainStrategy(SavingHalves):
         refuse_foreign_module(model)
         super().connect(model)
 
-    def _check_before_start(self, trainer: L.Trainer) -> None:
+    def check_before_start(self, trainer: L.Trainer) -> None:
+        """Refuses what can be known to be in vain before there are other ranks."""
         refuse_foreign_module(trainer.lightning_module)
         refuse_unsupported(trainer)
         refuse_unmet_nodes(trainer)
@@ -193,47 +149,30 @@ class FlowTrainStrategy(SavingHalves):
         super().setup_environment()
         refuse_unsupported(self.flow_module.trainer)  # once more, with the callbacks that the module brings
         answer_if_wanted(self.flow_module.trainer, self.flow_module)
-        self._name_main_address()
+        self.name_main_address()
         reset_seed()
         self.set_world_ranks()
-        with self._watched_start():
+        with self.watched_start():
             self._settled = self._settle()
             remember(self.flow_module, self.settled.allocation)
             self._job = Job(
                 self.global_rank,
                 self.settled.allocation,
-                backend=self._backend(),
-                hang_timeout=self._hang_timeout,
-                timeout=self._timeout,
-                fault_folder=self._fault_folder,
+                backend=self.backend,
+                hang_timeout=self.hang_timeout,
+                timeout=self.timeout,
+                fault_folder=self.fault_folder,
                 nodes=self.num_nodes,
             )
         self.flow_module.live_on(self.job.roles)
         rank_zero_info(f"flowtrain: {self.settled.text}")
 
-    def _name_main_address(self) -> None:
-        """Tells torch.distributed where rank 0 is; SLURM, for one, has a way of its own to say so."""
-        assert self.cluster_environment is not None
-        if not isinstance(self.cluster_environment, LightningEnvironment):  # which reads them, or makes a port up
-            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
-            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-
-    def _watched_start(self) -> AbstractContextManager[Any]:
-        """Inside, the end of a rank of another node is noticed; on one node `kin` sees them all."""
-        if self.num_nodes == 1:
-            return nullcontext()
-        kin.folder, kin.needed = self._fault_folder, True
-        return StartWatch(self._root_store(), self.global_rank, self.world_size, self._fault_folder)
-
-    def _root_store(self) -> Store:
-        return root_store(self.global_rank, self.world_size, patience(self._hang_timeout, self._timeout))
-
     def _settle(self) -> Settled:
         given = self._request.answer(self.world_size, self.num_nodes)
         if given is not None:
             return Settled(given, "there is one rank" if self.world_size == 1 else "it was asked for")
-        assert self._ranks is not None
-        kin.folder, kin.needed = self._fault_folder, True
+        assert self.rank_launcher is not None
+        kin.folder, kin.needed = self.fault_folder, True
         starting = Starting(
             self.flow_module.trainer,
             self.flow_module,
@@ -241,11 +180,11 @@ class FlowTrainStrategy(SavingHalves):
             self.global_rank,
             self.world_size,
             self.num_nodes,
-            self._ranks_per_device,
+            self.ranks_per_device,
             self._settings.encoder_activations,
-            self._ranks,
+            self.rank_launcher,
         )
-        return settle(starting, self._root_store(), self._timeout)
+        return settle(starting, self.root_store(), self.timeout)
 
     def setup(self, trainer: L.Trainer) -> None:
         """Places this rank's halves, and sets up optimizers and engine."""
@@ -309,12 +248,3 @@ class FlowTrainStrategy(SavingHalves):
             self.cluster_environment.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
-
-    @property
-    def _fault_folder(self) -> Path:
-        root = str(self.flow_module.trainer.default_root_dir)
-        return Path() if "://" in root else Path(root)
-
-    def _backend(self) -> str:
-        # NCCL refuses two ranks of one group on the same device.
-        return "nccl" if self.root_device.type == "cuda" and self._ranks_per_device == 1 else "gloo"

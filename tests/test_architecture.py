@@ -42,6 +42,7 @@ STOREYS = [
     {
         "strategy",
         "across_roles",
+        "launching",
         "module",
         "checkpoint",
         "saving",
@@ -103,6 +104,13 @@ def test_a_room_leans_on_nothing_but_what_the_design_names(room):
     for file in (PACKAGE / room).rglob("*.py"):
         top = {name.split(".")[0] for name in imports(file)} - set(sys.stdlib_module_names) - {NAME}
         assert top <= OUTSIDE[room], f"{file.name} imports {sorted(top - OUTSIDE[room])}"
+
+
+def test_models_of_hugging_face_cost_nothing_before_one_is_built():
+    for file in (PACKAGE / "models").rglob("*.py"):
+        for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                assert "transformers" not in ast.unparse(statement), file.name
 
 
 def test_planning_for_a_thousand_ranks_works_where_there_is_no_torch(tmp_path):

@@ -16,11 +16,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_every_linked_file_exists(link):
-    assert (ROOT / link).exists()
-
-
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"^make ([\w-]+)", README, flags=re.MULTILINE))))
 def test_every_make_target_exists(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from flowtrain_lightning.checkpoint.names import take_name, write_file
 from flowtrain_lightning.checkpoint.random_states import random_states, restore_random_states
 from flowtrain_lightning.checkpoint.shared import make_temporary, refuse_unseen
 from flowtrain_lightning.checkpoint.tensors import load_tensors, save_tensors
+from flowtrain_lightning.checkpoint.together import written_together
 from flowtrain_lightning.runtime.groups import Groups
 from flowtrain_lightning.runtime.halves import role_of
 from flowtrain_lightning.runtime.optimizers import NamedState
@@ -53,7 +55,8 @@ def save_checkpoint(
         groups: of this rank.
 
     Raises:
-        FileNotFoundError: a rank does not see the directory: its host has another file system there.
+        FileNotFoundError: a rank does not see the directory: its node has another file system there.
+        OSError: on every rank, where one could not write its part; nothing of it is left.
         ValueError: ``filepath`` is a URL.
     """
     if "://" in str(filepath):
@@ -63,35 +66,53 @@ def save_checkpoint(
         )
     cross = groups.cross
     path = Path(filepath).absolute()
-    temporary: Path = cross.broadcast_object(make_temporary(path) if cross.rank == 0 else None, 0)
+    with written_together(path, cross):
+        made = make_temporary(path) if cross.rank == 0 else None
+    temporary: Path = cross.broadcast_object(made, 0)
     refuse_unseen(temporary, cross)
-    weights: dict[str, Any] = checkpoint.pop("state_dict")
-    optimizers: list[NamedState] | None = checkpoint.pop("optimizer_states", None)
-    for role in ROLES:
-        if cross.rank in allocation.ranks[role]:
-            own = {key: value for key, value in _flat(weights, optimizers or []) if _role_of_key(key, halves) == role}
-            _save_role(temporary / role, own, is_first=groups.role_rank == 0)
     states = cross.gather_objects(random_states())
-    if cross.rank == 0:
-        checkpoint["state_dict"] = {name: value for name, value in weights.items() if role_of(name, halves) is None}
-        checkpoint["flowtrain"] = {
-            "format": FORMAT,
-            "seed": global_seed(),
-            **allocation.state_dict(),
-            "halves": {role: list(paths) for role, paths in halves.items()},
-            "param_groups": None if optimizers is None else [state["param_groups"] for state in optimizers],
-        }
-        _save_meta(checkpoint, temporary)
-        write_file(states, temporary / RANDOM_STATES)
-    cross.barrier()
+    try:
+        with written_together(path, cross):
+            _save_roles(checkpoint, temporary, halves, allocation, groups)
+            if cross.rank == 0:
+                _save_rest(checkpoint, states, temporary)
+    except OSError:  # of all ranks together
+        if cross.rank == 0:
+            shutil.rmtree(temporary)
+        cross.barrier()
+        raise
     if cross.rank == 0:
         take_name(temporary, path)
 
 
-def _save_role(folder: Path, own: Mapping[str, Any], is_first: bool) -> None:
-    save_tensors(folder, {key: value for key, value in own.items() if isinstance(value, Tensor)})
-    if is_first:
-        write_file({key: value for key, value in own.items() if not isinstance(value, Tensor)}, folder / VALUES)
+def _save_roles(
+    checkpoint: dict[str, Any], folder: Path, halves: Halves, allocation: Allocation, groups: Groups
+) -> None:
+    """Writes this rank's part of the halves, and puts in their place what the meta file keeps of them."""
+    weights: dict[str, Any] = checkpoint.pop("state_dict")
+    optimizers: list[NamedState] | None = checkpoint.pop("optimizer_states", None)
+    values: dict[str, dict[str, Any]] = {}
+    for role in ROLES:
+        if groups.cross.rank in allocation.ranks[role]:
+            own = {key: value for key, value in _flat(weights, optimizers or []) if _role_of_key(key, halves) == role}
+            save_tensors(folder / role, {key: value for key, value in own.items() if isinstance(value, Tensor)})
+            values[role] = {key: value for key, value in own.items() if not isinstance(value, Tensor)}
+    if groups.role_rank == 0:
+        for role in values:  # behind the last collective: who has no room for it keeps no other rank waiting
+            write_file(values[role], folder / role / VALUES)
+    checkpoint["state_dict"] = {name: value for name, value in weights.items() if role_of(name, halves) is None}
+    checkpoint["flowtrain"] = {
+        "format": FORMAT,
+        "seed": global_seed(),
+        **allocation.state_dict(),
+        "halves": {role: list(paths) for role, paths in halves.items()},
+        "param_groups": None if optimizers is None else [state["param_groups"] for state in optimizers],
+    }
+
+
+def _save_rest(checkpoint: dict[str, Any], states: list[Any], folder: Path) -> None:
+    _save_meta(checkpoint, folder)
+    write_file(states, folder / RANDOM_STATES)
 
 
 def _save_meta(checkpoint: dict[str, Any], folder: Path) -> None:

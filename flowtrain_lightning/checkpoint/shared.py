@@ -1,4 +1,4 @@
-"""Whether the ranks of all hosts see one folder, or each host has a folder of its own under the same name."""
+"""Whether the ranks of all nodes see one folder, or each node has a folder of its own under the same name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from flowtrain_lightning.checkpoint.names import remove, temporary_name
 from flowtrain_lightning.runtime.groups import CrossGroup
 
-_PATIENCE_SECONDS = 10.0  # a network file system may show a moment later what another host has made
+_PATIENCE_SECONDS = 10.0  # a network file system may show a moment later what another node has made
 _LOOK_SECONDS = 0.1
 
 
@@ -48,7 +48,7 @@ def refuse_unseen(made: Path, cross: CrossGroup) -> None:
         remove(made)
     raise FileNotFoundError(
         f"{'Rank' if len(blind) == 1 else 'Ranks'} {', '.join(map(str, blind))} cannot see what rank 0 writes into "
-        f"{made.parent}, so a checkpoint there would lack their parts. Name a folder on a file system that all hosts "
+        f"{made.parent}, so a checkpoint there would lack their parts. Name a folder on a file system that all nodes "
         "share: Trainer(default_root_dir=...), or ModelCheckpoint(dirpath=...)."
     )
 

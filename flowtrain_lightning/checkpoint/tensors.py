@@ -34,6 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from flowtrain_lightning.checkpoint.together import OtherRankFailed
+
 INDEX = "index.json"
 
 
@@ -41,14 +43,15 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a folder of tensors. All ranks of the default group call it; what several hold is written once.
 
     Raises:
-        Exception: what this rank met, or a RuntimeError where only other ranks met something.
+        Exception: what this rank met.
+        OtherRankFailed: only other ranks met something.
     """
     try:
         save(dict(tensors), storage_writer=_Writer(folder))
     except CheckpointException as error:  # all ranks get it, with the errors of those that failed
         own = error.failures.get(dist.get_rank() if dist.is_initialized() else 0)
         if own is None:
-            raise RuntimeError(f"Another rank failed to write its part of {folder}.") from error
+            raise OtherRankFailed(f"Another rank failed to write its part of {folder}.") from error
         raise own[0] from error
 
 

@@ -24,11 +24,14 @@ class BriefParser(LightningArgumentParser):
         """Prints nothing; ``--help`` prints all."""
 
 
-def configured(kind: type[LightningCLI] = LightningCLI, **settings: Any) -> LightningCLI:
+def configured(
+    kind: type[LightningCLI] = LightningCLI, parser: type[BriefParser] = BriefParser, **settings: Any
+) -> LightningCLI:
     """Reads configuration and command line. Classes are found in installed packages and in the current folder.
 
     Args:
         kind: what reads them.
+        parser: what understands them.
         settings: further arguments of a ``LightningCLI``.
 
     Raises:
@@ -42,7 +45,7 @@ def configured(kind: type[LightningCLI] = LightningCLI, **settings: Any) -> Ligh
     return kind(
         FlowModule,
         FlowDataModule,
-        parser_class=BriefParser,
+        parser_class=parser,
         subclass_mode_model=True,
         subclass_mode_data=True,
         auto_configure_optimizers=False,

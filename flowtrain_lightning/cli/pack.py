@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flowtrain_lightning.cli.lengths import read_lengths
 from flowtrain_lightning.packing import CostModel, PackingError
 from flowtrain_lightning.packing.compiled import tell_of_compiling
 from flowtrain_lightning.packing.judging import judge
@@ -124,27 +125,7 @@ def _cost(options: argparse.Namespace) -> CostModel:
 
 def _read(path: Path) -> tuple[IntArray, IntArray, FloatArray]:
     """Tokens, starts of each sample's media, and costs of the media."""
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise PackingError(
-            "reading Parquet needs pyarrow; install it with `pip install flowtrain-lightning[pack]`."
-        ) from error
-    if not path.is_file():
-        raise PackingError(f"there is no file {path}.")
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise PackingError(f"{path} is no Parquet file that can be read: {error}") from error
-    if "tokens" not in table.column_names:
-        raise PackingError(
-            f"{path} has no column 'tokens' (its columns: {', '.join(table.column_names) or 'none'}); "
-            "it must hold the tokens of each sequence."
-        )
-    column = table["tokens"].combine_chunks()
-    if not pyarrow.types.is_integer(column.type) or column.null_count:
-        raise PackingError(f"The column 'tokens' of {path} must hold whole numbers, none missing.")
-    tokens = column.to_numpy(zero_copy_only=False).astype(np.int64)
+    tokens, table = read_lengths(path)
     if "media_cost" not in table.column_names:
         counted = [name for name in table.column_names if name.endswith("_tokens")]
         if counted:

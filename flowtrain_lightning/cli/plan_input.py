@@ -23,6 +23,7 @@ from flowtrain_lightning.allocator import (
     typical_workload,
 )
 from flowtrain_lightning.allocator.flops import IntArray
+from flowtrain_lightning.cli.lengths import read_lengths
 from flowtrain_lightning.packing import SampleSizes
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ def read_workload(path: Path | None, module: ModuleDescription, settings: Mappin
     """
     if path is None:
         return typical_workload(module, **settings)
-    table = _table(path)
-    tokens = table["tokens"].to_numpy().astype(np.int64)
+    tokens, table = read_lengths(path)
     media = {}
     for modality in module.encoders:
         names = (f"{modality}_tokens", *(("media_tokens",) if len(module.encoders) == 1 else ()))
@@ -73,8 +73,7 @@ def read_sizes(path: Path) -> SampleSizes:
 
     The file says nothing of target tokens and rows of features: all tokens, and a row for every patch, stand for them.
     """
-    table = _table(path)
-    tokens = table["tokens"].to_numpy().astype(np.int64)
+    tokens, table = read_lengths(path)
     name = next((name for name in table.column_names if name.endswith("_tokens")), None)
     if name is None:
         nothing = np.empty(0, dtype=np.int64)
@@ -96,25 +95,6 @@ def _content(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise PlanningError(f"{path} must hold names with values, but holds {type(content).__name__}.")
     return content
-
-
-def _table(path: Path) -> pyarrow.Table:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise PlanningError(
-            "reading Parquet needs pyarrow; install it with `pip install flowtrain-lightning[pack]`."
-        ) from error
-    if not path.is_file():
-        raise PlanningError(f"there is no file {path}.")
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise PlanningError(f"{path} is no Parquet file that can be read: {error}") from error
-    tokens = table["tokens"] if "tokens" in table.column_names else None
-    if tokens is None or not pyarrow.types.is_integer(tokens.type) or tokens.null_count:
-        raise PlanningError(f"{path} must have a column 'tokens' of whole numbers, none missing: those of each sample.")
-    return table
 
 
 def _lengths(column: pyarrow.ChunkedArray, path: Path, name: str) -> IntArray:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from flowtrain_lightning.cli.configuration import configured
+from flowtrain_lightning.cli.configuration import BriefParser, configured
 from flowtrain_lightning.cli.profile_text import data_as_text, profile_as_text
 from flowtrain_lightning.profiling import DataProfile, ProfileError, profile_data, profile_module, write_profile
 
 PROFILE_DESCRIPTION = "measure how long the halves of a module take on this device, and what its data ask of them"
 
+_NAME = "flowtrain profile"
 _LEAST_DEVICES = 8
 """Of a split that the number of drawn samples is to settle: two devices could be split in one way only."""
 
@@ -24,10 +27,35 @@ class ProfileCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The options of this command."""
-        parser.add_argument("--out", type=Path, default=Path("profile.json"), help="the file to write")
-        parser.add_argument("--seconds", type=float, default=20.0, help="about how long to measure")
-        parser.add_argument("--plot", type=Path, help="a PNG to draw: times as fitted, and lengths of the data")
-        parser.add_argument("--lengths", type=Path, help="a Parquet file to write: lengths for `flowtrain plan --data`")
+        _add_own_options(parser)
+
+
+class ProfileParser(BriefParser):
+    """Shows this command's own options in its help, and where those are that make up the configuration."""
+
+    def print_help(self, *args: Any, **kwargs: Any) -> None:
+        """What ``--help`` prints."""
+        if self.prog != _NAME:  # of a class, such as `--trainer.accelerator.help` asks for
+            super().print_help(*args, **kwargs)
+            return
+        own = argparse.ArgumentParser(
+            _NAME,
+            f"{_NAME} --config CONFIG [options]",
+            PROFILE_DESCRIPTION,
+            "What the configuration says may also be given as options, such as --data.token_budget 4096: `flowtrain "
+            "fit --help` shows them. Of the Trainer only accelerator, devices, num_nodes and precision count here.",
+        )
+        own.add_argument("-c", "--config", help="the YAML file that `flowtrain fit` takes")
+        _add_own_options(own)
+        own.print_help(*args, **kwargs)
+
+
+def _add_own_options(parser: argparse.ArgumentParser | LightningArgumentParser) -> None:
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("profile.json"), help="the file to write (default: profile.json)")
+    add("--seconds", type=float, default=20.0, help="about how long to measure (default: 20)")
+    add("--plot", type=Path, help="a PNG to draw: times as fitted, and lengths of the data")
+    add("--lengths", type=Path, help="a Parquet file to write: lengths for `flowtrain plan --data`")
 
 
 def profile() -> None:
@@ -39,12 +67,12 @@ def profile() -> None:
         DataError: there are no training data, or they cannot be read.
     """
     del sys.argv[1]  # Lightning reads the rest of the command line, where it would take this word for an option's
-    cli = configured(ProfileCLI, run=False, save_config_callback=None, parser_kwargs={"prog": "flowtrain profile"})
+    cli = configured(ProfileCLI, ProfileParser, run=False, save_config_callback=None, parser_kwargs={"prog": _NAME})
     options, trainer = cli.config, cli.trainer
     for path in filter(None, (options.out, options.plot, options.lengths)):
         if not path.parent.is_dir():
             raise ProfileError(f"{path} cannot be written: there is no folder {path.parent}.")
-    if "OMP_NUM_THREADS" not in os.environ:  # in training, the ranks of a machine share its processors
+    if "OMP_NUM_THREADS" not in os.environ:  # in training, the ranks of a node share its processors
         torch.set_num_threads(max(1, torch.get_num_threads() // trainer.num_devices))
     device = trainer.strategy.root_device
     found = profile_module(

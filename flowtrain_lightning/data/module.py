@@ -6,6 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ class FlowDataModule(L.LightningDataModule):
         return open_tokenizer(self._tokenizer)
 
     def prepare_data(self) -> None:
-        """Index the files of the running stage, once for all ranks of a machine."""
+        """Index the files of the running stage, once for all ranks of a node."""
         running = self.trainer.state.fn if self.trainer is not None else None
         for name in self._wanted(running):
             for index in stage_source(self, name).sources:
@@ -269,7 +270,12 @@ class FlowDataModule(L.LightningDataModule):
             *("global_batch_size", "token_budget", "shuffle", "drop_last", "too_long", "unreadable", "objective"),
             *("semantics", "microbatches", "row_width", "max_delay", "weights", "cost", "encoder_cost"),
         )
-        return {"seed": self.seed} | {name: getattr(self, name) for name in names}
+        measured_by = {
+            "tokenizer": self.tokenizer.fingerprint,
+            "images": asdict(self.images),
+            "template": asdict(self.template),
+        }
+        return {"seed": self.seed, **{name: getattr(self, name) for name in names}, **measured_by}
 
     def _wanted(self, stage: str | None) -> list[str]:
         names = self.files if stage is None else _STAGES[stage]

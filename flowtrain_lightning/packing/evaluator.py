@@ -119,7 +119,7 @@ def step_time(
 
 
 def run_time(steps: Sequence[StepWork], lanes: Lanes, stretches: list[Stretch] | None = None) -> list[float]:
-    """When the backbone has ended each of some consecutive steps, from the begin of the first.
+    """When the backbone has ended each of some consecutive steps, from the beginning of the first.
 
     Backbone ranks begin a step when all of them have ended the one before; encoder ranks when all ranks have, or, if
     they only encode and may work ahead, when they are done themselves.

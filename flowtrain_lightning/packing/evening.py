@@ -99,17 +99,9 @@ def _even_group(
             )
             if item < 0:
                 continue
-            bin_of[item] = other
-            fill[top] -= tokens[item]
-            fill[other] += tokens[item]
-            cost[top] -= costs[item]
-            cost[other] += costs[item]
+            _move(item, other, bin_of, tokens, costs, fill, cost)
             if back >= 0:
-                bin_of[back] = top
-                fill[top] += tokens[back]
-                fill[other] -= tokens[back]
-                cost[top] += costs[back]
-                cost[other] -= costs[back]
+                _move(back, top, bin_of, tokens, costs, fill, cost)
             break
         else:
             if splits == 0:
@@ -140,16 +132,23 @@ def _split_with_any(
         theirs = members[bin_of[members] == other]
         changed = split_evenly(ours, theirs, tokens, costs, both, budget, cost[top] - cost[other])
         for item in changed:
-            source = bin_of[item]
-            target = other if source == top else top
-            bin_of[item] = target
-            fill[source] -= tokens[item]
-            fill[target] += tokens[item]
-            cost[source] -= costs[item]
-            cost[target] += costs[item]
+            _move(item, other if bin_of[item] == top else top, bin_of, tokens, costs, fill, cost)
         if len(changed):
             return True
     return False
+
+
+@compiled
+def _move(
+    item: int, target: int, bin_of: IntArray, tokens: IntArray, costs: FloatArray, fill: IntArray, cost: FloatArray
+) -> None:
+    """Move a sample from its bin to another one."""
+    source = bin_of[item]
+    bin_of[item] = target
+    fill[source] -= tokens[item]
+    fill[target] += tokens[item]
+    cost[source] -= costs[item]
+    cost[target] += costs[item]
 
 
 @compiled

@@ -30,7 +30,7 @@ def least_step_time(rows: FloatArray, costs: FloatArray, encoder: FloatArray, *,
     poorest = np.argsort(encoder / np.maximum(costs, 1e-300), kind="stable")
     cost_up_to = np.concatenate([[0.0], np.cumsum(costs[poorest])])
     media_up_to = np.concatenate([[0.0], np.cumsum(encoder[poorest])]) / encoder_ranks
-    # Unknown are the begin of each position, the media that each reads, and the end of the step.
+    # Unknown are the beginning of each position, the media that each reads, and the end of the step.
     begin, reads, end = np.arange(count), count + np.arange(count), 2 * count
     lines: list[FloatArray] = []
     limits: list[float] = []

@@ -12,7 +12,7 @@ from flowtrain_lightning.packing.arrange import arrange
 from flowtrain_lightning.packing.cost import CostModel
 from flowtrain_lightning.packing.encoder_batches import pack_encoder_batches
 from flowtrain_lightning.packing.errors import PackingError
-from flowtrain_lightning.packing.exchange import flow_rows
+from flowtrain_lightning.packing.flowing import flow_rows
 from flowtrain_lightning.packing.microbatches import OBJECTIVES, Objective, pack_sorted, positive_costs
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 from flowtrain_lightning.packing.stream import StreamPacker, StreamSettings

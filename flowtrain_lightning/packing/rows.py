@@ -105,31 +105,46 @@ def _take_longest(
         if placed >= _LONG_SHARE * wanted and (level >= highest or placed >= 0.99 * width * budget):
             break
         excess = costs[item] - density * tokens[item]
-        # The cost that all bins of the row can reach together; a bin above it would only be waited for.
-        reach = max(highest, density * 0.99 * budget + (total_excess + excess) / width)
-        for column in range(width):
-            if budget - fill[column] < tokens[item]:  # short samples alone will fill this bin
-                reach = min(reach, max(highest, cost[column] + density * (_HEADROOM * budget - fill[column])))
-        best = -1
-        least = 0.0
-        for column in range(width):
-            if budget - fill[column] < tokens[item] or (fill[column] > 0 and cost[column] + costs[item] > reach):
-                continue
-            own = cost[column] - density * fill[column]
-            if best < 0 or own < least or (own == least and cost[column] < cost[best]):
-                best = column
-                least = own
+        shared = (total_excess + excess) / width
+        best = _least_attention(fill, cost, tokens[item], costs[item], density, shared, highest, budget)
         if best < 0:
             misses += 1
         else:
-            bin_of[item] = first + best
-            follower[item] = item + 1
-            fill[best] += tokens[item]
-            cost[best] += costs[item]
+            _put(item, best, first, bin_of, follower, fill, cost, tokens, costs)
             placed += tokens[item]
             total_excess += excess
             highest = max(highest, cost[best])
         item = first_free(follower, item + 1)
+
+
+@compiled
+def _least_attention(
+    fill: IntArray,
+    cost: FloatArray,
+    tokens: int,
+    costs: float,
+    density: float,
+    shared_excess: float,
+    highest: float,
+    budget: int,
+) -> int:
+    """The bin of a row with the least excess that a sample of these tokens and costs may go to, or -1."""
+    width = len(fill)
+    # The cost that all bins of the row can reach together; a bin above it would only be waited for.
+    reach = max(highest, density * 0.99 * budget + shared_excess)
+    for column in range(width):
+        if budget - fill[column] < tokens:  # short samples alone will fill this bin
+            reach = min(reach, max(highest, cost[column] + density * (_HEADROOM * budget - fill[column])))
+    best = -1
+    least = 0.0
+    for column in range(width):
+        if budget - fill[column] < tokens or (fill[column] > 0 and cost[column] + costs > reach):
+            continue
+        own = cost[column] - density * fill[column]
+        if best < 0 or own < least or (own == least and cost[column] < cost[best]):
+            best = column
+            least = own
+    return best
 
 
 @compiled
@@ -147,20 +162,7 @@ def _take_shortest(
     short: IntArray,
     used: int,
 ) -> int:
-    width = len(fill)
-    total_excess = 0.0
-    least = cost[0] - density * fill[0]
-    highest = 0.0
-    for column in range(width):  # by hand: NumPy's sums add in another order than compiled ones
-        excess = cost[column] - density * fill[column]
-        total_excess += excess
-        least = min(least, excess)
-        highest = max(highest, cost[column])
-    level = min((density * wanted + total_excess) / width, density * _HEADROOM * budget + least)
-    level = max(level, highest)
-    demand = 0.0
-    for column in range(width):
-        demand += min(max(0.0, (level - cost[column]) / density), float(budget - fill[column]))
+    demand = _demand(fill, cost, density, wanted, budget)
     chosen = np.empty(len(short) - used, dtype=np.int64)
     size = 0
     taken = 0.0
@@ -175,15 +177,51 @@ def _take_shortest(
         used += 1
     for item in np.sort(chosen[:size]):
         best = -1
-        for column in range(width):
+        for column in range(len(fill)):
             if budget - fill[column] >= tokens[item] and (best < 0 or cost[column] < cost[best]):
                 best = column
         if best >= 0:
-            bin_of[item] = first + best
-            follower[item] = item + 1
-            fill[best] += tokens[item]
-            cost[best] += costs[item]
+            _put(item, best, first, bin_of, follower, fill, cost, tokens, costs)
     return used
+
+
+@compiled
+def _demand(fill: IntArray, cost: FloatArray, density: float, wanted: float, budget: int) -> float:
+    """Tokens of short samples that bring all bins of a row to one cost, as far as the budget allows."""
+    width = len(fill)
+    total_excess = 0.0
+    least = cost[0] - density * fill[0]
+    highest = 0.0
+    for column in range(width):  # by hand: NumPy's sums add in another order than compiled ones
+        excess = cost[column] - density * fill[column]
+        total_excess += excess
+        least = min(least, excess)
+        highest = max(highest, cost[column])
+    level = min((density * wanted + total_excess) / width, density * _HEADROOM * budget + least)
+    level = max(level, highest)
+    demand = 0.0
+    for column in range(width):
+        demand += min(max(0.0, (level - cost[column]) / density), float(budget - fill[column]))
+    return demand
+
+
+@compiled
+def _put(
+    item: int,
+    column: int,
+    first: int,
+    bin_of: IntArray,
+    follower: IntArray,
+    fill: IntArray,
+    cost: FloatArray,
+    tokens: IntArray,
+    costs: FloatArray,
+) -> None:
+    """Put a sample into a column of the row whose first bin is ``first``."""
+    bin_of[item] = first + column
+    follower[item] = item + 1
+    fill[column] += tokens[item]
+    cost[column] += costs[item]
 
 
 @compiled

@@ -10,7 +10,7 @@ import numpy as np
 from flowtrain_lightning.packing.cost import DEFAULT_COST, CostModel
 from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches
 from flowtrain_lightning.packing.errors import PackingError
-from flowtrain_lightning.packing.exchange import flow_rows
+from flowtrain_lightning.packing.flowing import flow_rows
 from flowtrain_lightning.packing.microbatches import Objective, as_microbatches, pack_microbatches, positive_costs
 from flowtrain_lightning.packing.order import flow_order
 from flowtrain_lightning.packing.plan import FloatArray, IntArray, SampleSizes, StepPlan

@@ -24,6 +24,7 @@ GENERATIONS = 1 << GENERATION_BITS
 _OWNER_SHIFT = 64 - OWNER_BITS
 _TIER_SHIFT = _OWNER_SHIFT - TIER_BITS
 _MAX_OFFSET_PLACE = (1 << OFFSET_BITS) - 1
+_OFFSET_SHIFT = GENERATION_BITS - ALIGNMENT.bit_length() + 1  # of an offset in bytes, whose lowest bits are zero
 
 
 class Tier(IntEnum):
@@ -67,6 +68,10 @@ class Address(int):
                 f"generation below {GENERATIONS}."
             )
         return cls(owner << _OWNER_SHIFT | tier << _TIER_SHIFT | place << GENERATION_BITS | generation)
+
+    def at(self, offset: int, generation: int) -> Address:
+        """Another place and use of the segment whose first address this is. Both are taken to lie within their bits."""
+        return Address(self | offset << _OFFSET_SHIFT | generation)
 
     @property
     def owner(self) -> int:

@@ -45,10 +45,12 @@ class Arena:
         found = bisect_left(self._free, (nbytes, 0))
         if found == len(self._free):
             return None
-        available, offset = self._free[found]
-        self._remove_free(offset, available)
+        available, offset = self._free.pop(found)
+        del self._free_at[offset]
         if available > nbytes:
-            self._add_free(offset + nbytes, available - nbytes)
+            self._add_free(offset + nbytes, available - nbytes)  # whose end is that of the whole stretch
+        else:
+            del self._free_until[offset + nbytes]
         self._taken[offset] = nbytes
         self.used += nbytes
         return offset

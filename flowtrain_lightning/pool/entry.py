@@ -27,6 +27,7 @@ from torch import Tensor
 
 from flowtrain_lightning.pool.address import Address, aligned
 from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.key import Key
 
 Memory = mmap | bytearray
 """Writable bytes that tensors can be views of."""
@@ -47,7 +48,6 @@ _LONGEST_HEADER = _HEAD.size + MAX_TENSORS * _TENSOR.size
 _PADDING = tuple((0,) * (MAX_DIMENSIONS - dimensions) for dimensions in range(MAX_DIMENSIONS + 1))
 _HEADER_BYTES = tuple(aligned(_HEAD.size + count * _TENSOR.size) for count in range(MAX_TENSORS + 1))
 _SMALL_BYTES = 64 * 1024  # what is larger is copied by several threads, where torch has them
-_Place = ctypes.c_char * 1  # as a pointer into memory
 _ERASED = bytes(_CHECKED_FROM)
 _OUTSIDE = "The header of an entry describes a tensor that lies outside of it."
 
@@ -71,36 +71,6 @@ _DTYPES = (
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
-class Key(NamedTuple):
-    """The name of an entry, given by those who use the pool and never given twice.
-
-    Attributes:
-        channel: 0 .. 255, what kind of entry it is.
-        index: 0 .. 2**40 - 1, never falls within a channel: for example the step.
-        item: 0 .. 2**24 - 1, which of its kind and index.
-    """
-
-    channel: int
-    index: int  # type: ignore[assignment]  # the name hides a tuple's method, which no one needs of a key
-    item: int
-
-    def pack(self) -> int:
-        """Index and item as one number of 64 bits; the channel stands beside it.
-
-        Raises:
-            PoolError: when a part lies outside of its bits.
-        """
-        channel, index, item = self
-        if not (0 <= channel < 256 and 0 <= index < 1 << 40 and 0 <= item < 1 << 24):
-            raise PoolError(f"{self} is no key: expected channel < 256, index < 2**40, item < 2**24, none negative.")
-        return index << 24 | item
-
-    @classmethod
-    def unpack(cls, channel: int, number: int) -> Key:
-        """The key behind a channel and a number made by ``pack``."""
-        return cls(channel, number >> 24, number & 0xFFFFFF)
-
-
 class Body(NamedTuple):
     """Where the tensors of an entry lie when they are in device memory.
 
@@ -115,13 +85,23 @@ class Body(NamedTuple):
 
 _IN_HOST_MEMORY = Body(0, 0)
 
+
+class Outline(NamedTuple):
+    """How a tuple of tensors lies in an entry.
+
+    Attributes:
+        nbytes: room that the entry takes, header and alignment included.
+        descriptions: of the tensors, as the header has them.
+        places: where each tensor begins, in bytes from the entry's start on.
+    """
+
+    nbytes: int
+    descriptions: bytes
+    places: list[int]
+
+
 DeviceView = Callable[[int, torch.dtype, Sequence[int]], Tensor]
 """Looks at a tensor of an entry in device memory: where it begins, from the entry's start on, its dtype and shape."""
-
-
-def header_bytes(tensors: int) -> int:
-    """Bytes from the start of an entry of so many tensors to the first of them."""
-    return _HEADER_BYTES[tensors]
 
 
 def entry_room(nbytes: Sequence[int]) -> int:
@@ -129,45 +109,62 @@ def entry_room(nbytes: Sequence[int]) -> int:
     return aligned(_HEAD.size + len(nbytes) * _TENSOR.size) + sum(map(aligned, nbytes))
 
 
-def entry_bytes(tensors: Sequence[Tensor]) -> int:
-    """Room that an entry of ``tensors`` takes.
+def outline(tensors: Sequence[Tensor]) -> Outline:
+    """How an entry of ``tensors`` will lie.
 
     Raises:
         PoolError: when the tuple is one that no header can describe.
     """
     if len(tensors) > MAX_TENSORS:
         raise PoolError(f"An entry of {len(tensors)} tensors was given; it can hold {MAX_TENSORS} at most.")
-    total = _HEADER_BYTES[len(tensors)]
+    position, descriptions, places = _HEADER_BYTES[len(tensors)], b"", []
     for tensor in tensors:
-        if tensor.dim() > MAX_DIMENSIONS or tensor.dtype not in _CODES:
+        shape, code = tensor.shape, _CODES.get(tensor.dtype)
+        dimensions = len(shape)
+        if code is None or dimensions > MAX_DIMENSIONS:
             raise PoolError(
-                f"A tensor of shape {tuple(tensor.shape)} and {tensor.dtype} cannot pass through the pool: expected "
+                f"A tensor of shape {tuple(shape)} and {tensor.dtype} cannot pass through the pool: expected "
                 f"at most {MAX_DIMENSIONS} dimensions and one of {', '.join(str(d)[6:] for d in _DTYPES)}."
             )
-        total += aligned(tensor.nbytes)
-    return total
+        descriptions += _TENSOR.pack(code, dimensions, position, *shape, *_PADDING[dimensions])
+        places.append(position)
+        position += aligned(tensor.nbytes)
+    return Outline(position, descriptions, places)
 
 
-def write_entry(
-    memory: Memory, address: Address, key: Key, tensors: Sequence[Tensor], body: Body = _IN_HOST_MEMORY
-) -> None:
-    """Copy ``tensors`` to ``address``; the header comes last, so that a half-written entry is never a valid one.
+def write_tensors(memory: Memory, first_byte: int, offset: int, tensors: Sequence[Tensor], lines: Outline) -> None:
+    """Copy ``tensors`` into the entry at ``offset``.
 
-    With a ``body`` in device memory only the header is written: the tensors will be there for all who read them.
+    Args:
+        memory: holds the entry.
+        first_byte: where this process has ``memory``.
+        offset: of the entry.
+        tensors: on any device, contiguous or not.
+        lines: their outline.
     """
-    base = address.offset
-    position = _HEADER_BYTES[len(tensors)]
-    descriptions = b""
-    for tensor in tensors:
-        shape = tensor.shape
-        descriptions += _TENSOR.pack(_CODES[tensor.dtype], len(shape), position, *shape, *_PADDING[len(shape)])
+    for tensor, place in zip(tensors, lines.places, strict=True):
         nbytes = tensor.nbytes
-        if body is _IN_HOST_MEMORY and not _copy_plainly(memory, base + position, tensor, nbytes):
-            view = _view(memory, base + position, tensor.dtype, shape, tensor.numel())
+        if 0 < nbytes <= _SMALL_BYTES and _is_plain(tensor):  # saves two microseconds
+            ctypes.memmove(first_byte + offset + place, tensor.data_ptr(), nbytes)
+        else:
+            view = _view(memory, offset + place, tensor.dtype, tensor.shape, tensor.numel())
             view.copy_(tensor.detach() if tensor.requires_grad else tensor)
-        position += aligned(nbytes)
-    head = _CHECKED.pack(address, key.pack(), position, key.channel, len(tensors), *body) + descriptions
-    memory[base : base + _CHECKED_FROM + len(head)] = _UNCHECKED.pack(_MAGIC, zlib.crc32(head)) + head
+
+
+def write_header(memory: Memory, address: Address, key: Key, lines: Outline, body: Body = _IN_HOST_MEMORY) -> None:
+    """Say what the entry at ``address`` holds. It comes last: a half-written entry is never a valid one.
+
+    Args:
+        memory: holds the entry, or with a ``body`` only its header.
+        address: of the entry.
+        key: of the entry.
+        lines: the outline of its tensors.
+        body: where they are, or will be for all who read them, if that is device memory.
+    """
+    nbytes, descriptions, places = lines
+    head = _CHECKED.pack(address, key.pack(), nbytes, key.channel, len(places), *body) + descriptions
+    start = address.offset
+    memory[start : start + _CHECKED_FROM + len(head)] = _UNCHECKED.pack(_MAGIC, zlib.crc32(head)) + head
 
 
 def erase_entry(memory: Memory, offset: int) -> None:
@@ -227,22 +224,17 @@ def read_entry(
     return tuple(tensors)
 
 
-def _copy_plainly(memory: Memory, offset: int, tensor: Tensor, nbytes: int) -> bool:
-    """Copy a small tensor as plain bytes, which saves two microseconds, where its bytes are what it is."""
-    if (
-        not 0 < nbytes <= _SMALL_BYTES
-        or type(tensor) is not Tensor
-        or not tensor.is_cpu
-        or tensor.layout is not torch.strided
-        or not tensor.is_contiguous()
-        or tensor.is_conj()
-        or tensor.is_neg()
-    ):
-        return False
-    source = tensor.data_ptr()
-    if source:
-        ctypes.memmove(_Place.from_buffer(memory, offset), source, nbytes)
-    return source != 0
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's bytes, one after another, are what it is."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.data_ptr() != 0
+    )
 
 
 def _view(memory: Memory, offset: int, dtype: torch.dtype, shape: Sequence[int], elements: int) -> Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from flowtrain_lightning.pool.entry import Key
 from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.key import Key
 
 
 class Lease:

@@ -19,7 +19,7 @@ _ERROR_BYTES = 16 * 1024
 
 # Words of 64 bits, counted from the page's start. Each is stored whole, so a reader never sees half of one.
 _PID, _STATE, _STEP, _PROGRESS, _HEARTBEAT, _HEARTBEAT_TIME, _SIGTERM, _BLAMES, _FAILED_TIME = range(9)
-_LABEL_LENGTH, _PHASE_LENGTH, _ERROR_LENGTH, _VERSION, _IN_COLLECTIVE = range(9, 14)
+_LABEL_LENGTH, _PHASE_LENGTH, _ERROR_LENGTH, _VERSION, _IN_COLLECTIVE, _BEGUN = range(9, 15)
 # Texts, in bytes from the page's start.
 _LABEL, _PHASE, _ERROR = 1024, 2048, 4096
 
@@ -55,6 +55,7 @@ class Status:
         error: the first error with its traceback, if it failed; if it blames another rank, what it found wrong with it.
         failed_time: when it failed, in seconds of ``time.monotonic()``; 0 unless it did.
         in_collective: whether it is in a collective of ``torch.distributed``, whatever its phase.
+        begun: how many steps it has begun, of all stages.
         lost: a verb and what belongs to it, when it runs on another host and nothing more will come from it.
     """
 
@@ -72,6 +73,7 @@ class Status:
     error: str
     failed_time: float
     in_collective: bool
+    begun: int = 0
     lost: str = ""
 
     @property
@@ -151,6 +153,10 @@ class StatusPage:
         self.enter(phase, former.step)
         yield
         self.enter(former.phase, former.step)
+
+    def begin_step(self) -> None:
+        """Count a step, of whatever stage: all ranks begin the same ones in the same order."""
+        self._words[_BEGUN] += 1
 
     def advance(self) -> None:
         """Count progress within a phase."""
@@ -239,6 +245,7 @@ class StatusPage:
             error=self._text(_ERROR, _ERROR_LENGTH, _ERROR_BYTES),
             failed_time=words[_FAILED_TIME] / 1e9,
             in_collective=bool(words[_IN_COLLECTIVE]),
+            begun=words[_BEGUN],
         )
 
     def stopped(self) -> bool:

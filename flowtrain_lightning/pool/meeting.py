@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flowtrain_lightning.pool.between_hosts.hosts import HostMeeting, RemoteConnection
-from flowtrain_lightning.pool.sockets import Connection, Rendezvous, Store
+from flowtrain_lightning.pool.rendezvous import Connection, Rendezvous
+from flowtrain_lightning.pool.store import Store
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@ It has no name, so nothing can be left behind, and it does not count against the
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 from pathlib import Path
 
 from flowtrain_lightning.pool.errors import PoolError
-
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def create_memory(name: str, nbytes: int) -> int:
@@ -37,7 +36,7 @@ def create_memory(name: str, nbytes: int) -> int:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
     except OSError as error:
         os.close(descriptor)
         raise PoolError(_lack(name, nbytes, f"the system refused it ({error.strerror})")) from error
@@ -55,7 +54,7 @@ def map_memory(descriptor: int, nbytes: int) -> mmap.mmap:
         PoolError: when it is smaller than that, or its size could still be changed.
     """
     size = os.fstat(descriptor).st_size
-    sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() == _seals()
     if size < nbytes or not sealed:
         raise PoolError(
             f"A peer passed memory of {size:,} bytes ({'sealed' if sealed else 'not sealed'}); expected {nbytes:,} "
@@ -64,11 +63,20 @@ def map_memory(descriptor: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
+def first_byte_of(memory: mmap.mmap | bytearray) -> int:
+    """Where this process has these bytes, as a number. It means nothing any more when they are gone."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 def available_memory() -> int:
     """Bytes that this process can take without swapping: the machine's, or its control group's when that is less."""
     machine = _machine_memory()
     group = _group_memory()
     return machine if group is None else min(machine, group)
+
+
+def _seals() -> int:  # no constant, so that the package can be imported where there are none
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _machine_memory() -> int:

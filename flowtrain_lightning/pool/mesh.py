@@ -17,7 +17,7 @@ from flowtrain_lightning.pool.inbox import ORDERED_STORES, Inbox, Slot, inbox_by
 from flowtrain_lightning.pool.liveness import PAGE_BYTES, State, StatusPage
 from flowtrain_lightning.pool.meeting import Met, meet
 from flowtrain_lightning.pool.record import Kind, Numbered, Record, encode_record
-from flowtrain_lightning.pool.sockets import Store
+from flowtrain_lightning.pool.store import Store
 from flowtrain_lightning.pool.stream import Stream
 from flowtrain_lightning.pool.turns import Turns
 
@@ -26,7 +26,6 @@ _PAGE_SECONDS = 0.2  # how long a closed connection waits for its process to be 
 _FAR_PAGE_SECONDS = 1.0  # the same where it, or who is to blame, runs on another host
 _GOODBYE_SECONDS = 2.0  # how long closing waits for peers to read what is still queued
 _LAST_WORD_SECONDS = 0.3  # how long closing after a fault waits for other hosts to learn of it
-_READABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
 
 
 class Mesh:
@@ -238,7 +237,7 @@ class Mesh:
                 if event & select.EPOLLOUT:
                     stream.flush()
                     stream.watch(self._epoll)
-                if event & _READABLE:
+                if event & ~select.EPOLLOUT:
                     self._read_stream(stream, records)
             elif descriptor == self._alarm.bell:
                 os.eventfd_read(descriptor)

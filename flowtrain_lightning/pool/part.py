@@ -9,8 +9,8 @@ from typing import NamedTuple
 from flowtrain_lightning.pool.address import aligned
 from flowtrain_lightning.pool.arena import Arena
 from flowtrain_lightning.pool.counters import Occupancy
-from flowtrain_lightning.pool.entry import Key
 from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.key import Key
 from flowtrain_lightning.pool.reservations import Reservation, lay_out
 
 

@@ -11,8 +11,9 @@ from flowtrain_lightning.pool.address import Address, Tier
 from flowtrain_lightning.pool.counters import Occupancy, PoolCounters, Waits
 from flowtrain_lightning.pool.device.entries import DeviceEntries
 from flowtrain_lightning.pool.device.tier import DeviceTier
-from flowtrain_lightning.pool.entry import Key, entry_bytes, erase_entry, read_entry, write_entry
+from flowtrain_lightning.pool.entry import erase_entry, outline, read_entry, write_header, write_tensors
 from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.key import Key
 from flowtrain_lightning.pool.lease import Lease
 from flowtrain_lightning.pool.link import Link
 from flowtrain_lightning.pool.mesh import Mesh
@@ -129,22 +130,24 @@ class Pool:
         """
         number = key.pack()
         waiting = self._check(key, readers)
-        nbytes = entry_bytes(tensors)
-        part = self._segment.part(ahead)
-        if nbytes > part.capacity:
-            raise PoolError(_never_fits(key, nbytes, part, ahead))
-        address = self._segment.allocate(key, nbytes, ahead)
+        lines = outline(tensors)
+        nbytes, segment = lines.nbytes, self._segment
+        address = segment.allocate(key, nbytes, ahead)
         if address is None:
+            part = segment.part(ahead)
+            if nbytes > part.capacity:
+                raise PoolError(_never_fits(key, nbytes, part, ahead))
             self._refused += 1
             return None
         try:
             if self._device is None or (placed := self._device.place(tensors, nbytes, waiting)) is None:
-                write_entry(self._segment.memory, address, key, tensors)
+                write_tensors(segment.memory, segment.first_byte, address.offset, tensors, lines)
+                write_header(segment.memory, address, key, lines)
             else:
-                address = self._segment.in_device_memory(address)
-                self._device.write(placed, self._segment.memory, address, key, tensors)
+                address = segment.in_device_memory(address)
+                self._device.write(placed, segment.memory, address, key, tensors, lines)
         except BaseException:
-            self._segment.free(address)
+            segment.free(address)
             raise
         publication = Publication(key, number, address, nbytes)
         self._own[key] = publication, waiting

@@ -48,7 +48,7 @@ class Record(NamedTuple):
         sender: rank that says it.
         link: number of the link, and so of the pool, that it belongs to.
         channel: of a key.
-        number: index and item of a key, or a count.
+        number: a key but for its channel, or a count.
         address: of an entry.
         size: bytes.
         start: bytes.
@@ -85,7 +85,7 @@ _new = tuple.__new__  # half the time of a call of the class, once per record th
 def encode_record(record: Record, place: int = 0) -> bytes:
     """The bytes that carry ``record``, but for its descriptors."""
     kind, sender, link, channel, number, address, size, start, payload, _ = record
-    length, payload_sum = len(payload), zlib.crc32(payload)
+    length, payload_sum = len(payload), zlib.crc32(payload) if payload else 0
     body = _BODY.pack(_MAGIC, kind, channel, sender, link, length, place, number, address, size, start, payload_sum)
     return body + _CHECKSUM.pack(zlib.crc32(body)) + payload
 
@@ -117,7 +117,7 @@ def decode_records(arrived: bytes, sender: int | None = None) -> tuple[list[Numb
         end = begin + RECORD_BYTES + length
         if end > available:
             break
-        payload = arrived[begin + RECORD_BYTES : end]
+        payload = arrived[begin + RECORD_BYTES : end] if length else b""
         if payload_sum != zlib.crc32(payload):
             raise PoolError(_damaged(sender, "the checksum of what follows it does not match"))
         found.append(

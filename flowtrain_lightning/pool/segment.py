@@ -6,9 +6,9 @@ import mmap
 import os
 
 from flowtrain_lightning.pool.address import GENERATIONS, MAX_SEGMENT_BYTES, Address, Tier, aligned
-from flowtrain_lightning.pool.entry import Key
 from flowtrain_lightning.pool.errors import PoolError
-from flowtrain_lightning.pool.memory import create_memory, map_memory
+from flowtrain_lightning.pool.key import Key
+from flowtrain_lightning.pool.memory import create_memory, first_byte_of, map_memory
 from flowtrain_lightning.pool.part import Part
 
 
@@ -26,6 +26,7 @@ class Segment:
         ahead: room for later steps.
         nbytes: bytes of the whole segment.
         memory: the mapped bytes.
+        first_byte: where this process has them.
 
     Raises:
         PoolError: when there is not enough memory, or an address could not reach all of it.
@@ -43,6 +44,8 @@ class Segment:
             )
         self.descriptor = create_memory(f"flowtrain segment of rank {rank}", self.nbytes)
         self.memory = map_memory(self.descriptor, self.nbytes)
+        self.first_byte = first_byte_of(self.memory)
+        self._first = Address.of(rank, Tier.HOST, 0, 0)
         self._generation = 0
         self._live: dict[int, int] = {}  # offset -> address
 
@@ -56,7 +59,7 @@ class Segment:
         if offset is None:
             return None
         self._generation = (self._generation + 1) % GENERATIONS
-        address = Address.of(self.rank, Tier.HOST, offset, self._generation)
+        address = self._first.at(offset, self._generation)
         self._live[offset] = address
         return address
 

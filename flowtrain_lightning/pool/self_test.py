@@ -13,8 +13,9 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from flowtrain_lightning.pool.counters import PoolCounters
-from flowtrain_lightning.pool.entry import Key, entry_room
+from flowtrain_lightning.pool.entry import entry_room
 from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.key import Key
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.pool import Pool
 

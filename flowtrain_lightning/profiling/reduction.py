@@ -1,4 +1,4 @@
-"""How long ranks of this machine take to sum their gradients: two processes do it."""
+"""How long ranks of one node take to sum their gradients: two processes do it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def measure_reduction(deadline: float = 30.0) -> Reduction:
             seconds = json.loads(_result(folder).read_text())
         except OSError as error:
             raise ProfileError(
-                f"Two ranks of this machine did not sum gradients: they failed, or took more than {deadline:g} s."
+                f"Two ranks on this machine did not sum gradients: they failed, or took more than {deadline:g} s."
             ) from error
     cost = fit_cost([Observation(size, 0.0, each) for size, each in zip(_SIZES, seconds, strict=True)])
     return Reduction(_RANKS, cost.constant, cost.linear)

@@ -1,11 +1,8 @@
-"""Runs the steps of one rank under flowtrain: its lanes, the pool, and the report in which a step ends."""
+"""Runs the steps of one rank under flowtrain: its lanes over the pool, and the gradients that they leave."""
 
 from __future__ import annotations
 
-import json
-import time
-from dataclasses import asdict, dataclass, replace
-from numbers import Real
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,24 +18,25 @@ from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
 from flowtrain_lightning.runtime.figures import Figures, FiguresTaker
+from flowtrain_lightning.runtime.frozen import FrozenEncoder
 from flowtrain_lightning.runtime.halves import half_parameters, half_trains
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.lane import Turns, take_turns
 from flowtrain_lightning.runtime.logbook import StepReport
+from flowtrain_lightning.runtime.logged import LoggedOutside
 from flowtrain_lightning.runtime.news import News
 from flowtrain_lightning.runtime.random import own_streams
+from flowtrain_lightning.runtime.reporting import Reporter
 from flowtrain_lightning.runtime.room_keeper import RoomKeeper
-from flowtrain_lightning.runtime.step import STAGES, Step, figures_key, times_key
-from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, Span, Timeline
-from flowtrain_lightning.runtime.times import Times, measured, of_all_ranks
+from flowtrain_lightning.runtime.step import STAGES, Step, figures_key
+from flowtrain_lightning.runtime.timeline import COMMUNICATION, Timeline
+from flowtrain_lightning.runtime.times import Times
 from flowtrain_lightning.runtime.unused_features import UnusedFeatures
 
 if TYPE_CHECKING:
     import lightning as L
 
     from flowtrain_lightning.module import FlowModule
-
-_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,6 @@ class FlowEngine:
         self._roles = tuple(role for role in (BACKBONE, ENCODER) if role in job.roles)
         self._listeners = [r for r in job.allocation.ranks[ENCODER] if r not in job.allocation.ranks[BACKBONE]]
         first = job.allocation.ranks[BACKBONE][0]
-        self._times_news = News(job.groups, job.mesh, self._listeners, first, times_key)
         self._figures_news = News(job.groups, job.mesh, self._listeners, first, figures_key)
         self._figures_told = 0
         lanes = {role: f"{role} {job.allocation.ranks[role].index(job.rank)}" for role in self._roles}
@@ -98,6 +95,9 @@ class FlowEngine:
         self._room = RoomKeeper(
             module, job, self._compute, self.timeline, settings.pool_bytes, settings.pool_tier, settings.pool_network
         )
+        self._reporter = Reporter(job, self._listeners, self._compute.logbooks, self._room, self.timeline)
+        self._logged = LoggedOutside(job)
+        self._frozen = FrozenEncoder(module)
         self._unused_features = UnusedFeatures()
         self._indices = dict.fromkeys(STAGES, 0)
         self._ahead: dict[str, tuple[int, int] | None] = {}
@@ -150,25 +150,8 @@ class FlowEngine:
         return self._groups.cross.all_reduce(squares).sqrt().to(own)[0]
 
     def agree_on_logged(self, name: str, value: Any) -> float:
-        """The value that rank 0 logged outside of a step, on every rank. Every rank calls it.
-
-        Raises:
-            TypeError: the value is no single number.
-            ValueError: rank 0 logs another name.
-        """
-        if not isinstance(value, Real | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
-            raise TypeError(
-                f"log({name!r}, ...) takes a number or a tensor of one element under flowtrain, but got "
-                f"{type(value).__name__}. Log a metric's value (`metric.compute()`), not the object."
-            )
-        first_name, first_value = self._groups.cross.broadcast_object((name, float(value)), 0)
-        if first_name != name:
-            raise ValueError(
-                f"log({name!r}, ...) was called on rank {self._groups.cross.rank} while rank 0 calls "
-                f"log({first_name!r}, ...). Outside of microbatches all ranks must log the same names in the same "
-                "order; names that exist on one half only belong into `loss`."
-            )
-        return float(first_value)
+        """The value that rank 0 logged outside of a step, on every rank, which all call it."""
+        return self._logged.agree(name, value)
 
     def tell_figures(self, batch: StepBatch) -> Figures:
         """Tells what this rank did since it told last. Every rank calls it after the same steps.
@@ -205,8 +188,12 @@ class FlowEngine:
         trains = stage == "train" and half_trains(self._module, ENCODER)
         step = Step(batch, stage, self._indices[stage], trains)
         self._indices[stage] += 1
+        self._mesh.page.begin_step()
         self._enter("begin the step", step)
-        if self._room.make_room(step, anew=self._changes_course(step)):
+        anew = self._changes_course(step)
+        if self._ahead.get(stage) is not None and not anew:
+            self._frozen.refuse_changes(stage)
+        if self._room.make_room(step, anew=anew):
             desk, ranks = self._room.desk, self._allocation.ranks
             self._backbone_lane = BackboneLane(desk, ranks[ENCODER])
             self._encoder_lane = EncoderLane(desk, ranks[BACKBONE], self._settings.encoder_activations)
@@ -233,56 +220,17 @@ class FlowEngine:
         epoch, number = step.name
         may_work_ahead = self._listeners and not step.trains and steps_left > 0
         self._ahead[step.stage] = (epoch, number + 1) if may_work_ahead else None
-        tells_times = self.tells_times and step.stage == "train"
-        if BACKBONE not in self._roles:
-            if tells_times:
-                self._send_times(step)
-            return self._await_report(step, steps_left)
-        start = time.monotonic()
-        self._enter("wait for the other backbone ranks", step)
-        report = self._compute.logbooks[step.stage].agree(
-            self._asked_to_stop(), self._groups.sum_over_role, self._groups.gather_over_role
-        )
-        if tells_times:
-            everyone = self._times_news.gather(step.index, measured(step, self.timeline), self._room.desk.pool)
-            report = replace(report, times=of_all_ranks(everyone))
-        self.timeline.add(Span(BACKBONE, STALL, "other backbone ranks", *step.place, -1, start, time.monotonic()))
-        if self._listeners and self._groups.cross.rank == self._allocation.ranks[BACKBONE][0]:
-            self._publish_report(step, report)
-        return report
+        if may_work_ahead:
+            self._frozen.note(step.stage)
+        with_times = self.tells_times and step.stage == "train"
+        if BACKBONE in self._roles:
+            return self._reporter.agree(step, with_times=with_times)
+        spec = None if step.trains else self._room.spec
 
-    def _send_times(self, step: Step) -> None:
-        times, encoder_rank = measured(step, self.timeline), step.batch.part.encoder_rank
-        if times[ENCODER] and encoder_rank is not None:
-            self._times_news.send(step.index, encoder_rank, times, self._room.desk.pool)
+        def work_ahead() -> bool:
+            return spec is not None and self._encoder_lane.work_ahead(step, spec, steps_left)
 
-    def _publish_report(self, step: Step, report: StepReport) -> None:
-        # A report goes one way through the pool and not through a collective: so the backbone goes on at once, also
-        # when an encoder rank is in the middle of a later step's batch.
-        text = torch.frombuffer(bytearray(json.dumps(asdict(report)).encode()), dtype=torch.uint8)
-        pool = self._room.desk.pool
-        while pool.put(step.report_key, [text], self._listeners) is None:
-            pool.poll(_POLL_SECONDS)
-
-    def _await_report(self, step: Step, steps_left: int) -> StepReport:
-        pool = self._room.desk.pool
-        start = time.monotonic()
-        waits = False
-        while (lease := pool.get(step.report_key)) is None:
-            spec = None if step.trains else self._room.spec
-            if spec is not None and self._encoder_lane.work_ahead(step, spec, steps_left):
-                pool.poll()
-                start = time.monotonic()
-                waits = False
-                continue
-            if not waits:  # once, since entering a phase counts as progress
-                self._enter("wait for the backbone to end the step", step)
-                waits = True
-            pool.poll(_POLL_SECONDS)
-        self.timeline.add(Span(ENCODER, STALL, "end of the step", *step.place, -1, start, time.monotonic()))
-        report = StepReport(**json.loads(bytes(lease.tensors[0].numpy())))
-        lease.release()
-        return report
+        return self._reporter.receive(step, work_ahead, with_times=with_times)
 
     def _steps_left(self, stage: str, batch_idx: int) -> int:
         trainer = self.trainer
@@ -298,10 +246,6 @@ class FlowEngine:
             )
             left = min(counts) - batch_idx - 1
         return int(min(left, 1 << 30))
-
-    def _asked_to_stop(self) -> bool:
-        board = self._mesh.board
-        return any(board[rank].sigterm for rank in range(len(board)))
 
     def _enter(self, phase: str, step: Step) -> None:
         self._mesh.page.enter(step.phase(phase), step.index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def generate_greedily(module: FlowModule, batch: PackedBatch, features: Features
     generated: list[list[int]] = [[] for _ in range(sequences)]
     open_sequences = set(range(sequences))
     for _ in range(module.max_new_tokens):
-        logits = _logits(backbone(**module.merge(batch, features)))
+        logits = module.logits(backbone(**module.merge(batch, features)))
         last = batch.cu_seqlens[1 : sequences + 1].long() - 1
         likeliest = logits[last].argmax(dim=-1).tolist()
         for sequence in sorted(open_sequences):
@@ -70,9 +70,3 @@ def _append(batch: PackedBatch, tokens: Tensor) -> PackedBatch:
         max_seqlen=batch.max_seqlen + 1,
         media_positions={name: old_places[places] for name, places in batch.media_positions.items()},
     )
-
-
-def _logits(outputs: Any) -> Tensor:
-    """``[tokens, vocabulary]``: the outputs themselves, or their ``logits`` as in Hugging Face models."""
-    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
-    return logits.reshape(-1, logits.shape[-1])

@@ -27,6 +27,12 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 
 from flowtrain_lightning.pool import StatusPage
 
+WAITS_FOR_ALL = "wait for all ranks"
+WAITS_FOR_NEWS = "wait for news from rank"
+"""Phases of a rank that waits in a collective over all ranks."""
+
+_LOOK = timedelta(seconds=1)
+
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows.sum(0) / len(rows),
     "sum": lambda rows: rows.sum(0),
@@ -44,6 +50,7 @@ class CrossGroup:
     Attributes:
         collectives: how many there were.
         page: tells the other ranks that this one waits; None before they can see it.
+        look: called again and again while this rank waits; may raise.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout: timedelta) -> None:
@@ -51,6 +58,7 @@ class CrossGroup:
         self.ranks = ranks
         self.collectives = 0
         self.page: StatusPage | None = None
+        self.look: Callable[[], None] | None = None
         self._group: Any = dist.ProcessGroupGloo(store, rank, ranks, timeout) if ranks > 1 else None
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -59,8 +67,8 @@ class CrossGroup:
         if self._group is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = op
-            with self._during("wait for all ranks"):
-                self._group.allreduce([tensor], options).wait()
+            with self._during(WAITS_FOR_ALL):
+                self._wait(self._group.allreduce([tensor], options))
         return tensor
 
     def reduce_over(self, ranks: Sequence[int], tensor: Tensor, operation: str) -> Tensor:
@@ -75,8 +83,8 @@ class CrossGroup:
         if self._group is not None:
             options = dist.BroadcastOptions()
             options.rootRank = source
-            with self._during(f"wait for news from rank {source}"):
-                self._group.broadcast([tensor], options).wait()
+            with self._during(f"{WAITS_FOR_NEWS} {source}"):
+                self._wait(self._group.broadcast([tensor], options))
         return tensor
 
     def broadcast_object(self, value: Any, source: int) -> Any:
@@ -98,6 +106,16 @@ class CrossGroup:
         """Waits until every rank is here."""
         self.all_reduce(torch.zeros(1))
 
+    def _wait(self, work: Any) -> None:
+        while self.look is not None and not work.is_completed():
+            try:
+                work.wait(_LOOK)
+            except RuntimeError as error:
+                if "timed out" not in str(error):  # it has failed; or PyTorch tells here of a data worker's death
+                    raise
+                self.look()
+        work.wait()
+
     def _during(self, phase: str) -> AbstractContextManager[None]:
         return nullcontext() if self.page is None else self.page.during(phase)
 
@@ -108,12 +126,15 @@ class Groups:
 
     Attributes:
         cross: all ranks, on CPU.
+        logging: the same once more, where those meet that log outside of steps. One that does so alone waits there,
+            and takes no part in another collective by mistake.
         role_rank: this rank within its default group.
         role_ranks: size of its default group.
         role_cpu: the ranks of the default group, on CPU; None is the default group itself.
     """
 
     cross: CrossGroup
+    logging: CrossGroup
     role_rank: int
     role_ranks: int
     role_cpu: dist.ProcessGroup | None
@@ -139,7 +160,7 @@ class Groups:
 
 
 _PRESENT = "flowtrain/present/{}"
-"""In the job's store: the rank of that number has come, and the name of its host."""
+"""In the job's store: the rank of that number has come, and the name of its node."""
 
 _connected: tuple[Any, Groups] | None = None
 _connected_process = 0  # the process that `_connected` is of: the threads behind its groups do not outlive a fork
@@ -195,8 +216,10 @@ def _connect(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeo
         world_size=len(world),
         timeout=timeout,
     )
+    ranks = sum(map(len, worlds))
     return Groups(
-        cross=CrossGroup(PrefixStore("cross", store), rank, sum(map(len, worlds)), timeout),
+        cross=CrossGroup(PrefixStore("cross", store), rank, ranks, timeout),
+        logging=CrossGroup(PrefixStore("logging", store), rank, ranks, timeout),
         role_rank=role_rank,
         role_ranks=len(world),
         role_cpu=None if backend == "gloo" else dist.new_group(backend="gloo"),
@@ -223,8 +246,8 @@ def root_store(rank: int, ranks: int, timeout: timedelta) -> Store:
     return _root_stores[os.getpid()]
 
 
-def host_names(ranks: int) -> list[str]:
-    """The name of each rank's host; all ranks are connected."""
+def node_names(ranks: int) -> list[str]:
+    """The name of each rank's node; all ranks are connected."""
     root = _root_stores[os.getpid()]
     return [root.get(_PRESENT.format(rank)).decode() for rank in range(ranks)]
 

@@ -24,7 +24,7 @@ from flowtrain_lightning.pool.between_hosts.location import (
     describe_ways,
     interface_of,
 )
-from flowtrain_lightning.runtime.groups import connect_groups, host_names
+from flowtrain_lightning.runtime.groups import connect_groups, node_names
 from flowtrain_lightning.runtime.launcher import kin
 from flowtrain_lightning.runtime.watchdog import Watchdog
 
@@ -41,11 +41,11 @@ class Job:
         hang_timeout: seconds without progress of any rank after which all end.
         timeout: the same until every rank has begun its first step.
         fault_folder: where ``fault-rank<r>.txt`` is written.
-        nodes: hosts on which the ranks run; with several, rank 0 runs on that named by ``MASTER_ADDR``.
+        nodes: how many the ranks run on; with several, ``MASTER_ADDR`` names that of rank 0.
 
     Attributes:
         labels: what each rank is, for messages and pictures: ``"backbone 0"``, ``"encoder 1"`` or both; with several
-            nodes followed by the name of its host.
+            nodes followed by the name of its own.
         groups: the process groups; they stay after ``leave``, for what the user does after ``fit``.
     """
 
@@ -71,7 +71,7 @@ class Job:
         seconds = timeout.total_seconds()
         self.groups = connect_groups(rank, worlds, backend, patience(hang_timeout, timeout))
         if nodes > 1:
-            names = host_names(ranks)
+            names = node_names(ranks)
             kin.labels = self.labels = [f"{label} on {name}" for label, name in zip(self.labels, names, strict=True)]
         self._mesh: Mesh | None = Mesh.connect(self.groups.new_store(), rank, ranks, self.labels, seconds, address)
         if ranks > 1:
@@ -159,7 +159,7 @@ def _deaf_to_children() -> Iterator[None]:
 def _reachable_address() -> str:
     """This rank's address for ranks of other nodes: that of gloo's interface, which is named here if nobody has.
 
-    By itself gloo takes the address that the host's own name stands for, which often is one that no other host reaches.
+    By itself gloo takes the address that the node's own name stands for, which often is one that no other node reaches.
     """
     named = os.environ.get(_INTERFACE, "").split(",")[0]
     address = address_of(named) or address_towards(os.environ["MASTER_ADDR"])

@@ -1,4 +1,4 @@
-"""Starts the other ranks of this machine, and notices when one of them ends while no watchdog can tell."""
+"""Starts the other ranks of this node, and notices when one of them ends while no watchdog can tell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from flowtrain_lightning.runtime.watchdog import end_children, say_fault
 
-_LAUNCHER = "FLOWTRAIN_LAUNCHER"  # for the ranks that the first one of a machine started: its process id
+_LAUNCHER = "FLOWTRAIN_LAUNCHER"  # for the ranks that the first one of a node started: its process id
 _LOOK_SECONDS = 0.2
 
 
@@ -30,8 +30,8 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     Args:
         environment: tells the ranks about each other.
-        processes: ranks of this machine.
-        nodes: machines.
+        processes: ranks of this node.
+        nodes: of the job.
         check: called with the Trainer before any other rank starts; raises where that would be in vain.
     """
 
@@ -82,7 +82,7 @@ def _refuse_what_cannot_run_again() -> None:
 class Kin:
     """The ranks that this process started, or the one that started it: whether they live, where no watchdog can tell.
 
-    The first rank of a machine starts the others there. A thread ends this process, with a sentence, when one of them
+    The first rank of a node starts the others there. A thread ends this process, with a sentence, when one of them
     is gone that it waits for, or a child ended with an error.
 
     Attributes:
@@ -111,7 +111,7 @@ class Kin:
         threading.Thread(target=self._watch, args=(dict(ended),), name="flowtrain-kin", daemon=True).start()
 
     def know_launcher(self, first: int) -> None:
-        """Look after ``first``, the first rank of this machine, if it started this process."""
+        """Look after ``first``, the first rank of this node, if it started this process."""
         launcher = int(os.environ.get(_LAUNCHER, os.getpid()))
         if launcher != os.getpid():
             self.know({first: lambda: None if os.getppid() == launcher else 0})

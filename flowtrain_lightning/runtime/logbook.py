@@ -54,6 +54,7 @@ class Logbook:
         self._pending: list[tuple[str, Tensor]] = []
         self._loss: Number = 0.0
         self._tokens: Number = 0.0
+        self._no_count: Number = 0.0
         self._sums: dict[str, tuple[Number, Number]] = {}
 
     def record(self, name: str, value: Number, options: dict[str, Any]) -> None:
@@ -78,6 +79,8 @@ class Logbook:
         weight = torch.as_tensor(tokens, dtype=torch.float64, device=loss.device)
         self._loss = self._loss + loss.detach().double()
         self._tokens = self._tokens + weight
+        is_count = (weight >= 0) & (weight < torch.inf)  # not looked at before the step ends: no wait for the device
+        self._no_count = torch.where(is_count, self._no_count, weight)
         for name, value in self._pending:
             value = value.to(loss.device)
             weighed = torch.where(weight > 0, value * weight, 0.0)  # a mean over no targets may be NaN
@@ -92,7 +95,15 @@ class Logbook:
             stop: this rank was asked to end.
             sum_over_ranks: sums a float64 CPU vector over the backbone ranks.
             gather_over_ranks: gathers an object from every backbone rank; called only when new names occur.
+
+        Raises:
+            ValueError: a microbatch's number of target tokens on this rank was negative, infinite or not a number.
         """
+        if (found := float(self._no_count)) != 0:
+            raise ValueError(
+                f"`loss` (or `backbone_step`) returned {found:g} as its number of target tokens, by which the step's "
+                "summed loss is divided. Return how many labels count in the microbatch: 0 or more."
+            )
         vector = sum_over_ranks(self._vector(stop))
         if vector[_FIXED - 1] > 0:
             self._agree_on_names(gather_over_ranks([(name, self._options[name]) for name in self._unknown()]))
@@ -127,5 +138,5 @@ class Logbook:
             self._options[name] = options_of[name]
 
     def _clear(self) -> None:
-        self._loss, self._tokens, self._sums = 0.0, 0.0, {}
+        self._loss, self._tokens, self._no_count, self._sums = 0.0, 0.0, 0.0, {}
         self._pending.clear()

@@ -16,7 +16,7 @@ from flowtrain_lightning.runtime.launcher import kin
 from flowtrain_lightning.runtime.watchdog import end_children, say_fault
 
 _BEAT_SECONDS = 0.5
-_SILENT_SECONDS = 30.0  # without a beat: that process has ended, or its whole host
+_SILENT_SECONDS = 30.0  # without a beat: that process has ended, or its whole node
 _HEARD_SECONDS = 5.0  # on a busy machine as well
 _FAULT = "fault"
 _MET = "met"
@@ -64,7 +64,7 @@ class StartWatch:
 
     def _tell(self, sentence: str) -> None:
         """Let the ranks of all nodes know what has ended this one."""
-        with suppress(RuntimeError):  # from the store: its host is gone as well
+        with suppress(RuntimeError):  # from the store: its node is gone as well
             self._put(sentence)
             self._let_others_hear()
 
@@ -85,7 +85,7 @@ class StartWatch:
                 silent = self._silent()
                 if silent is not None:
                     self._put(
-                        f"Rank {silent} has ended, or its host, during start-up: nothing was heard of it for "
+                        f"Rank {silent} has ended, or its node, during start-up: nothing was heard of it for "
                         f"{_SILENT_SECONDS:.0f} s."
                     )
                 fault = self._store.get(_FAULT).decode() if self._store.check([_FAULT]) else None

@@ -52,7 +52,7 @@ class Fault:
 
 
 class Watchdog:
-    """A thread that watches all ranks of the machine, from `start` to `stop`.
+    """A thread that watches all ranks of the job, from `start` to `stop`.
 
     It shows its own process's heartbeat and looks for three faults: a rank whose process died, a rank whose page says
     that it failed, and no progress of any rank for ``hang_timeout`` seconds. Then the lane is woken with `PeerFailed`,
@@ -62,7 +62,7 @@ class Watchdog:
     A rank that stops making progress ends itself: an endless loop in Python still lets this thread run.
 
     Args:
-        mesh: connects the ranks of this machine.
+        mesh: connects the ranks.
         rank: the calling rank.
         labels: what each rank is, for example ``"encoder 0"``.
         hang_timeout: seconds. Must exceed the longest time in which no rank enters a phase or advances: a slow first
@@ -222,12 +222,15 @@ def say_fault(text: str, folder: str | os.PathLike[str], rank: int) -> None:
     """
     with suppress(OSError, ValueError):  # where it cannot be said it must still end
         print(f"\nflowtrain: {text}", file=sys.stderr, flush=True)
+    file = Path(folder) / f"fault-rank{rank}.txt"
+    unfinished = file.with_suffix(".unfinished")
     with suppress(OSError):
-        file = Path(folder) / f"fault-rank{rank}.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(".unfinished")
-        unfinished.write_text(text + "\n")
-        unfinished.replace(file)
+        try:
+            unfinished.write_text(text + "\n")
+            unfinished.replace(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def end_children(spared: Collection[int] = ()) -> None:

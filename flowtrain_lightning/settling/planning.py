@@ -12,7 +12,7 @@ from flowtrain_lightning.data.steps import StepDataset
 from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.profiling import Profile
 from flowtrain_lightning.settling.choice import Choice, choose
-from flowtrain_lightning.settling.prediction import Machine, Prediction, predict
+from flowtrain_lightning.settling.prediction import Prediction, Processors, predict
 from flowtrain_lightning.settling.steps import plan_steps
 
 PLAYED_STEPS = 6
@@ -26,14 +26,14 @@ class Planner:
     Attributes:
         steps: of the training data.
         ranks: of the run, at least 2.
-        machine: what they compute on.
+        processors: which of the ranks share what they compute on.
         kept_batches: encoder batches whose activations each encoder rank keeps.
         nodes: on which the ranks run, as many on each.
     """
 
     steps: StepDataset
     ranks: int
-    machine: Machine
+    processors: Processors
     kept_batches: int
     nodes: int = 1
 
@@ -51,14 +51,14 @@ class Planner:
                 plans = plan_steps(self.steps, allocation, PLAYED_STEPS)
             except PackingError:
                 return None  # microbatches=... cannot be shared out evenly among these backbone ranks
-            return predict(plans, allocation, profile, self.machine, self.kept_batches)
+            return predict(plans, allocation, profile, self.processors, self.kept_batches)
 
         return choose(self.ranks, predicted, self.nodes)
 
 
-def machine_of(device: torch.device, ranks: int, ranks_per_device: int, nodes: int = 1) -> Machine:
+def processors_of(device: torch.device, ranks: int, ranks_per_device: int, nodes: int = 1) -> Processors:
     """What the ranks compute on: all those of a node share its CPU, or those of a device share that."""
     on_cpu = device.type == "cpu"
     together = ranks // nodes if on_cpu else ranks_per_device
     capacity = len(os.sched_getaffinity(0)) / torch.get_num_threads() if on_cpu else 1.0
-    return Machine(tuple(tuple(range(first, first + together)) for first in range(0, ranks, together)), capacity)
+    return Processors(tuple(tuple(range(first, first + together)) for first in range(0, ranks, together)), capacity)

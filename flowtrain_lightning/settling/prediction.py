@@ -17,8 +17,8 @@ from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What ranks compute on.
+class Processors:
+    """Which ranks share what they compute on.
 
     Attributes:
         sharing: ranks that share something, such as the ranks of one device or all ranks of one CPU.
@@ -47,7 +47,7 @@ class Prediction:
 
 
 def predict(
-    plans: Sequence[StepPlan], allocation: Allocation, profile: Profile, machine: Machine, kept_batches: int
+    plans: Sequence[StepPlan], allocation: Allocation, profile: Profile, processors: Processors, kept_batches: int
 ) -> Prediction:
     """Play steps on an allocation.
 
@@ -57,7 +57,7 @@ def predict(
         plans: consecutive steps, planned for the allocation.
         allocation: replicated roles, separate or colocated.
         profile: what everything costs.
-        machine: what the ranks compute on.
+        processors: which of the ranks share what they compute on.
         kept_batches: encoder batches whose activations each encoder rank keeps.
     """
     works, lanes = to_play(plans, allocation, profile, kept_batches)
@@ -65,7 +65,7 @@ def predict(
     backbone_ends = run_time([*works, works[0]], lanes)
     played = (backbone_ends[-1] - backbone_ends[0]) / len(works)
     busy = _busy_seconds(works, allocation)
-    crowded = max(sum(sum(busy[rank].values()) for rank in ranks) / machine.capacity for ranks in machine.sharing)
+    crowded = max(sum(sum(busy[rank].values()) for rank in ranks) / processors.capacity for ranks in processors.sharing)
     seconds = max(played, crowded)
     samples = float(np.mean([len(plan.samples) for plan in plans]))
     return Prediction(allocation, seconds, samples / seconds, _idle(busy, allocation, seconds))

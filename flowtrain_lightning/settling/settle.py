@@ -20,7 +20,7 @@ from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.profiling import Profile
 from flowtrain_lightning.runtime.launcher import RankLauncher
 from flowtrain_lightning.settling.measuring import measured_profile
-from flowtrain_lightning.settling.planning import Planner, machine_of
+from flowtrain_lightning.settling.planning import Planner, processors_of
 from flowtrain_lightning.settling.request import OFF, Request, refuse_other_ranks, refuse_what_cannot_run
 from flowtrain_lightning.settling.settled import Plan, Settled
 from flowtrain_lightning.settling.steps import training_steps
@@ -132,8 +132,8 @@ def _planned(starting: Starting, data: FlowDataModule) -> Settled:
     trainer, profile = starting.trainer, starting.request.profile
     if not isinstance(profile, Profile):
         profile = measured_profile(trainer, starting.module, data)
-    machine = machine_of(trainer.strategy.root_device, starting.ranks, starting.ranks_per_device, starting.nodes)
-    planner = Planner(training_steps(data), starting.ranks, machine, starting.kept_batches, starting.nodes)
+    processors = processors_of(trainer.strategy.root_device, starting.ranks, starting.ranks_per_device, starting.nodes)
+    planner = Planner(training_steps(data), starting.ranks, processors, starting.kept_batches, starting.nodes)
     choice = planner.choose(profile)
     return Settled(choice.chosen.allocation, choice.why, Plan(planner, profile, choice))
 

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/allocate.py"
-
-
-def run(out: Path, *options: str) -> str:
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(out), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.benchmarks.running import run
 
 
 def test_every_split_of_emulated_ranks_has_a_prediction_and_a_measurement(tmp_path):
-    printed = run(tmp_path, "--emulate", "2")
+    printed = run("allocate.py", tmp_path, "--emulate", "2")
     (costs,) = json.loads((tmp_path / "allocate-2.json").read_text())["costs"].values()
     assert set(costs["predicted"]) == set(costs["measured"]) == {"colocated", "1 + 1"}
     assert costs["chosen"] in costs["measured"]
@@ -31,7 +21,7 @@ def test_every_split_of_emulated_ranks_has_a_prediction_and_a_measurement(tmp_pa
 
 @pytest.mark.full
 def test_both_placements_of_a_module_have_a_prediction_and_a_measurement(tmp_path):
-    printed = run(tmp_path)
+    printed = run("allocate.py", tmp_path)
     found = json.loads((tmp_path / "allocate.json").read_text())["modules"]["tiny"]
     assert set(found["measured"]) == {"separate", "colocated"}
     assert set(found["measured"]) < set(found["predicted"])

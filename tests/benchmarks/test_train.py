@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/train.py"
-
-
-def run(out: Path, *options: str) -> str:
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(out), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.benchmarks.running import run
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp("train")
-    return run(out), json.loads((out / "train.json").read_text()), out
+    return run("train.py", out), json.loads((out / "train.json").read_text()), out
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
     out = tmp_path_factory.mktemp("emulate")
-    return run(out, "--emulate", "2"), json.loads((out / "emulate-2.json").read_text()), out
+    return run("train.py", out, "--emulate", "2"), json.loads((out / "emulate-2.json").read_text()), out
 
 
 def test_all_variants_train_on_the_same_samples(trained):

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/waiting.py"
+from tests.benchmarks.running import run
 
 
 def test_steps_are_ready_when_the_training_loop_asks_for_them(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run("waiting.py", tmp_path)
     runs = json.loads((tmp_path / "waiting.json").read_text())["runs"]
     assert len(runs) == 2 * 2 * 2
     assert "| tokens " in (tmp_path / "waiting.md").read_text()

@@ -12,13 +12,13 @@ from flowtrain_lightning.plan_file import read_plan
 from flowtrain_lightning.settling import Plan, Settled
 from flowtrain_lightning.settling.choice import split
 from flowtrain_lightning.settling.planning import Planner
-from flowtrain_lightning.settling.prediction import Machine
+from flowtrain_lightning.settling.prediction import Processors
 from flowtrain_lightning.settling.steps import training_steps
 from tests.settling.profiles import make_profile
 from tests.tiny import tiny_data, write_records
 
 STEPS = 4
-APART = Machine(((0, 1),), 2.0)
+APART = Processors(((0, 1),), 2.0)
 
 
 @pytest.fixture(scope="module")

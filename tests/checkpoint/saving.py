@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from flowtrain_lightning.allocator import default_allocation
-from flowtrain_lightning.checkpoint import directory, names, save_checkpoint, shared, tensors
+from flowtrain_lightning.checkpoint import directory, names, read_checkpoint, save_checkpoint, shared, tensors
 from flowtrain_lightning.checkpoint.tensors import save_tensors
 from flowtrain_lightning.runtime.groups import connect_groups
+from tests.forks import write_down
 
 HALVES = {"encoder": ("encoder",), "backbone": ("backbone", "head")}
 
@@ -58,6 +60,33 @@ def save_where_rank_1_is_blind(folder: Path) -> None:
             told.append(str(error))
     assert told[0] == told[1]
     (folder / f"said{rank}.txt").write_text(told[0])
+
+
+def save_where_no_room_is_left(folder: Path, victim: int, most_bytes: int) -> None:
+    """Two ranks save; then one may write files of so many bytes only, and both note what they see; then as before."""
+    rank = int(os.environ["RANK"])
+    path = folder / "kept" / "last.ckpt"
+    save(folder, [str(path)], 1.0)
+    if rank == victim:
+        leave_room_for(most_bytes)
+    try:
+        save(folder, [str(path)], 2.0)
+    except OSError as error:
+        told = str(error)
+    leave_room_for(resource.RLIM_INFINITY)
+    write_down(folder, {"told": told, "left": [p.name for p in path.parent.iterdir()], "kept": _value_of(path)})
+    groups = connect_groups(rank, ((0,), (1,)), "gloo", timedelta(seconds=30))
+    groups.cross.barrier()
+    save(folder, [str(path)], 3.0)
+
+
+def leave_room_for(most_bytes: int) -> None:
+    """This process's files end there, as on a full disk: anyone may set this limit."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
+
+
+def _value_of(path: Path) -> float:
+    return float(read_checkpoint(path)["epoch"])
 
 
 def save_sharded(folder: Path) -> None:
@@ -121,7 +150,7 @@ def _without_exchange(then: Callable[[], None]) -> Callable[[], None]:
 
 
 MOMENTS: dict[str, Callable[[], None]] = {
-    "before its half": _dies_before(directory, "_save_role"),
+    "before its half": _dies_before(directory, "save_tensors"),
     "in the middle of its half": _dies_before(tensors._Writer, "finish"),
     "before the values": _dies_before(directory, "write_file"),
     "before the meta file": _dies_before(directory, "_save_meta"),

@@ -182,7 +182,8 @@ def test_another_directory_is_refused(directory):
 @pytest.fixture
 def alone():
     """The groups of a process on its own."""
-    return Groups(CrossGroup(None, 0, 1, timedelta(seconds=1)), None, 0, 1, None)  # type: ignore[arg-type]
+    cross = CrossGroup(None, 0, 1, timedelta(seconds=1))  # type: ignore[arg-type]
+    return Groups(cross, cross, 0, 1, None, iter(()))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -49,7 +49,7 @@ def test_a_training_killed_while_it_saves_goes_on_from_the_checkpoint_before(run
     assert killed.codes[rank] == -9
     assert killed.codes[1 - rank] not in (0, -9), killed.log
     assert len(list((killed.folder / "kept").iterdir())) == 2
-    went_on = runs.job(f"went on after {moment}", "go_on_after_kill", 2, killed=str(killed.folder)).check().folder
+    went_on = runs.job(f"went on after {moment}", "go_on_after_fault", 2, killed=str(killed.folder)).check().folder
     straight = runs.straight("adamw", "1+1")
     for own in (0, 1):
         one, other = seen_by(straight, own), seen_by(went_on, own)

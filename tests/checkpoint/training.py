@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from flowtrain_lightning import FlowCheckpointIO, FlowTrainStrategy
-from tests.checkpoint.saving import MOMENTS
+from tests.checkpoint.saving import MOMENTS, leave_room_for
 from tests.tiny import TinyVLM, tiny_data, write_records
 
 STEPS_OF_AN_EPOCH = 5
@@ -224,8 +224,26 @@ def train_until_killed(folder: Path, data: str, rank: int, moment: str) -> None:
     trainer.fit(TrainedVLM(), make_data(data))
 
 
-def go_on_after_kill(folder: Path, data: str, killed: str) -> None:
-    """Trains to the end from what ``train_until_killed`` left."""
+class DiskFiller(L.Callback):
+    """After the second step there is no more room for what one rank writes."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == self.rank:
+            leave_room_for(16_000)
+
+
+def train_until_the_disk_is_full(folder: Path, data: str, rank: int) -> None:
+    """Saves ``last.ckpt`` after every step, for which there is no room in the third time."""
+    callbacks = [DiskFiller(rank), _keep_last(folder)]
+    trainer = make_trainer("1+1", callbacks, default_root_dir=folder, enable_checkpointing=True)
+    trainer.fit(TrainedVLM(), make_data(data))
+
+
+def go_on_after_fault(folder: Path, data: str, killed: str) -> None:
+    """Trains to the end from what such a run left."""
     recorder = Recorder(folder)
     callbacks = [recorder, _keep_last(Path(killed))]
     trainer = make_trainer("1+1", callbacks, default_root_dir=folder, enable_checkpointing=True)

@@ -115,8 +115,8 @@ def test_lengths_come_from_a_file(plan, tmp_path):
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"lengths": [3]}, "must have a column 'tokens' of whole numbers, none missing"),
-        ({"tokens": [3, None]}, "must have a column 'tokens' of whole numbers, none missing"),
+        ({"lengths": [3]}, "has no column 'tokens' (its columns: lengths)"),
+        ({"tokens": [3, None]}, "The column 'tokens' of lengths.parquet must hold whole numbers, none missing"),
         ({"tokens": [3]}, "has no column 'image_tokens' or 'media_tokens' (its columns: tokens)"),
         ({"tokens": [3], "image_tokens": [5]}, "'image_tokens' of lengths.parquet must hold lists of whole numbers"),
         ({"tokens": [3], "media_tokens": [[0.5]]}, "must hold lists of whole numbers, but holds list<"),

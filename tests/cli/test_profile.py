@@ -62,6 +62,17 @@ def test_the_configuration_of_a_training_is_profiled(profile, tmp_path):
     assert len(lengths) == 48
 
 
+def test_its_help_is_of_its_own_options_and_that_of_a_class_of_the_class(profile, capsys):
+    with pytest.raises(SystemExit):
+        profile("--help")
+    own = capsys.readouterr().out
+    assert "--lengths LENGTHS" in own
+    assert "--trainer.max_epochs" not in own
+    with pytest.raises(SystemExit):
+        profile("--trainer.strategy.help", "flowtrain_lightning.FlowTrainStrategy")
+    assert "--trainer.strategy.encoder_ranks" in capsys.readouterr().out
+
+
 @pytest.fixture
 def without_ranks(monkeypatch):
     """Saves the seconds that two ranks take to sum gradients, and those of counting."""

@@ -1,5 +1,7 @@
 """What the data module takes: every argument from YAML, and a sentence for what cannot work."""
 
+from dataclasses import replace
+
 import lightning as L
 import pytest
 from lightning.pytorch.cli import LightningCLI
@@ -36,15 +38,24 @@ def test_settings_that_cannot_work_are_refused(file, change, words):
         data_module(**({"train": file} | change)).train_dataloader()
 
 
-def test_a_rank_with_other_settings_than_rank_0_is_refused(file, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": 5, "global_batch_size": 7}, r"global_batch_size=4\), but rank 0 has seed=5, global_batch_size=7"),
+        ({"tokenizer": Letters("signs")}, r"\(tokenizer='letters'\), but rank 0 has tokenizer='signs'"),
+        ({"images": replace(IMAGES, max_pixels=400)}, r"'max_pixels': 256.*but rank 0 has images=.*'max_pixels': 400"),
+        ({"template": replace(TEMPLATE, end="<S>")}, r"\(template=.*but rank 0 has template=.*'end': '<S>'"),
+    ],
+)
+def test_a_rank_with_other_settings_than_rank_0_is_refused(file, tmp_path, changes, words):
+    of_rank_0 = data_module(file, **{"seed": 3, **changes})._planned_by()
+
     class OtherRankZero(SingleDeviceStrategy):
         def broadcast(self, obj, src=0):
-            return {**obj, "seed": 5, "global_batch_size": 7} if isinstance(obj, dict) else obj
+            return of_rank_0 if isinstance(obj, dict) else obj
 
     trainer = trainer_of(tmp_path, strategy=OtherRankZero(device="cpu"))
-    with pytest.raises(
-        DataError, match=r"Rank 0 has .*global_batch_size=4\), but rank 0 has seed=5, global_batch_size=7"
-    ):
+    with pytest.raises(DataError, match=rf"Rank 0 has .*{words}"):
         trainer.fit(Recorder(), data_module(file, seed=3))
 
 

@@ -19,7 +19,8 @@ from typing import Any
 from lightning.pytorch.strategies.launchers import subprocess_script
 
 from tests.faults import train
-from tests.faults.job import ROOT, Ended, Job, observe
+from tests.faults.job import ROOT, Ended, Job
+from tests.faults.observing import observe
 
 
 class Forks:

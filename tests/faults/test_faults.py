@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.faults.fault import Fault
-from tests.faults.job import run_script
+from tests.faults.observing import run_script
 from tests.faults.verdict import (
     BACKBONE,
     CAUSES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.job import run_script
+from tests.faults.observing import run_script
 from tests.faults.verdict import (
     assert_healthy,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.fault import Fault
-from tests.faults.job import run_script
+from tests.faults.observing import run_script
 from tests.faults.verdict import (
     BACKBONE,
     ENCODER,

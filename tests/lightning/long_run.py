@@ -1,6 +1,6 @@
 """A script: trains until somebody ends it, or fails where it is told to.
 
-``long_run.py FOLDER DATA [encode|loss|names|spike]``. After three steps each rank writes ``pid-RANK``.
+``long_run.py FOLDER DATA [encode|loss|names|spike|log after a step]``. After three steps each rank writes ``pid-RANK``.
 """
 
 from __future__ import annotations
@@ -36,6 +36,18 @@ class Failing(TinyVLM):
     def on_train_batch_end(self, *_: Any) -> None:
         if self.place == "names" and self.trainer.global_step == 3:
             self.log(f"gradients_on_rank_{self.trainer.global_rank}", 1.0)
+        self._log_alone("step")
+
+    def on_train_epoch_end(self) -> None:
+        self._log_alone("epoch")
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self._log_alone("validation")
+
+    def _log_alone(self, after: str) -> None:
+        if self.place.startswith(f"log after a {after}") and self.trainer.is_global_zero:
+            self.log("note", 1.0)
 
     def _fail(self, place: str) -> None:
         if place == self.place and self.trainer.global_step == 2:
@@ -56,12 +68,12 @@ class Report(L.Callback):
 
 
 def main() -> None:
-    """Trains on one encoder rank and one backbone rank."""
+    """Trains on one encoder rank and one backbone rank, or on two colocated ones."""
     folder, data_folder, place = Path(sys.argv[1]), Path(sys.argv[2]), (sys.argv[3:] or [""])[0]
     L.seed_everything(7, verbose=False)
-    stage = Stage("1+1", folder, data_folder)
+    stage = Stage("colocated" if "colocated" in place else "1+1", folder, data_folder)
     spikes = SpikeDetection(warmup=1, rtol=2.0, exclude_batches_path=str(folder / "skip.json"))
-    bounds = {"max_epochs": 100_000, "limit_val_batches": 0, "enable_checkpointing": False}
+    bounds = {"max_epochs": 100_000, "limit_val_batches": int("validation" in place), "enable_checkpointing": False}
     trainer = stage.trainer(callbacks=[Report(folder), spikes], **bounds)
     trainer.fit(Failing(place), stage.data())
 

@@ -55,11 +55,20 @@ class Compiled(TinyVLM):
         self.backbone = torch.compile(Backbone(), backend="aot_eager", dynamic=True)
 
 
+class Untargeted(TinyVLM):
+    """The second step has no target tokens."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+        loss, tokens = super().loss(outputs, batch)
+        return (loss * 0.0, 0) if self.training and self.trainer.global_step == 1 else (loss, tokens)
+
+
 MODULES = {
     "plain": TinyVLM,
     "dropout": lambda: TinyVLM(dropout=0.3),
     "checkpointed": Checkpointed,
     "compiled": Compiled,
+    "untargeted": Untargeted,
 }
 
 
@@ -122,3 +131,11 @@ def test_a_half_may_be_checkpointed_or_compiled(theatre, name, reference):
         assert rank[name]["metrics"] == pytest.approx(rank[reference]["metrics"], rel=1e-9)
         if reference == "plain":
             assert rank[name]["metrics"] == pytest.approx(plain[name]["metrics"], rel=1e-6)
+
+
+def test_a_step_without_target_tokens_does_what_it_does_under_plain_lightning(theatre):
+    (plain,) = theatre.seen(every_module, "auto")
+    for rank in theatre.seen(every_module, "1+1"):
+        assert rank["untargeted"]["metrics"] == pytest.approx(plain["untargeted"]["metrics"], rel=1e-9)
+        for half, length in rank["untargeted"]["lengths"].items():
+            assert length == pytest.approx(plain["untargeted"]["lengths"][half], rel=1e-9)

@@ -76,6 +76,15 @@ def test_different_names_on_two_ranks_are_told(tmp_path, data_folder):
         )
 
 
+@pytest.mark.parametrize("place", ["step", "epoch", "validation", "step of colocated ranks"])
+def test_who_logs_alone_is_told_so_within_seconds_and_how_rank_zero_may(tmp_path, data_folder, place):
+    for text in _fail(tmp_path, data_folder, f"log after a {place}", seconds=40):
+        assert "log('note', ...) was called on rank 0 (" in text
+        assert " 0), but rank 1 (encoder " in text
+        assert ") has gone on without it, to phase '" in text
+        assert "where rank 0 alone shall log, with rank_zero_only=True." in text
+
+
 @pytest.mark.full
 def test_a_spike_of_the_loss_ends_all_ranks_and_the_batches_are_written_down(tmp_path, data_folder):
     for text in _fail(tmp_path, data_folder, "spike"):
@@ -83,7 +92,7 @@ def test_a_spike_of_the_loss_ends_all_ranks_and_the_batches_are_written_down(tmp
     assert json.loads((tmp_path / "skip.json").read_text()) == [2, 3]
 
 
-def _fail(folder: Path, data_folder: Path, place: str) -> list[str]:
+def _fail(folder: Path, data_folder: Path, place: str, seconds: float = SECONDS) -> list[str]:
     """What each of two ranks printed when something went wrong in one."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     command = [sys.executable, str(SCRIPT), str(folder), str(data_folder), place]
@@ -91,7 +100,7 @@ def _fail(folder: Path, data_folder: Path, place: str) -> list[str]:
     with ExitStack() as stack:
         started = [launch(command, log, **meeting, LOCAL_RANK=str(rank)) for rank, log in enumerate(logs)]
         for process in [stack.enter_context(each) for each in started]:
-            assert process.wait(SECONDS) != 0
+            assert process.wait(seconds) != 0
     return [log.read_text() for log in logs]
 
 

@@ -34,6 +34,7 @@ IMPORTS = {
 
 INHERITED = {
     "strategy.py": {"_lightning_module"},
+    "launching.py": set(),
     "saving.py": {"_lightning_module"},
     "across_roles.py": set(),
     "runtime/launcher.py": {"_call_children_scripts"},

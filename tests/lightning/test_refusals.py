@@ -238,6 +238,17 @@ def test_what_cannot_be_averaged_over_microbatches_is_refused(one_rank, value, o
         one_rank.trainer(max_epochs=1).fit(Odd(), one_rank.data())
 
 
+@pytest.mark.parametrize("strategy", ["auto", "flowtrain"])
+def test_what_is_no_number_of_target_tokens_is_refused(one_rank, strategy):
+    class Odd(TinyVLM):
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            return super().loss(outputs, batch)[0], -1
+
+    trainer = one_rank.trainer(max_epochs=1, **({"strategy": "auto"} if strategy == "auto" else {}))
+    with pytest.raises(ValueError, match="returned -1 as its number of target tokens"):
+        trainer.fit(Odd(), one_rank.data())
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [

@@ -14,7 +14,7 @@ SCRIPT = """if True:
         sys.modules["numba"] = None
     import numpy as np
     from flowtrain_lightning.packing import CostModel
-    from flowtrain_lightning.packing.exchange import flow_rows
+    from flowtrain_lightning.packing.flowing import flow_rows
     from flowtrain_lightning.packing.microbatches import pack_microbatches
     from flowtrain_lightning.packing.stream import StreamPacker, StreamSettings
     lengths = np.minimum(np.random.default_rng(0).lognormal(2, 1, 1500).astype(np.int64) + 1, 200)

@@ -12,7 +12,7 @@ from flowtrain_lightning.packing.order import rows_time
 
 
 def test_four_alike_rows_and_an_encoder_with_as_much_to_do_leave_a_twelfth():
-    # Media in the first row delay the begin by a third of their cost; media that are not in it leave the encoder
+    # Media in the first row delay the beginning by a third of their cost; media that are not in it leave the encoder
     # without gradients to work on. A quarter of them in the first row is the best.
     costs = np.ones(40)
     encoder = np.where(np.arange(40) < 30, 0.0, 4.0)

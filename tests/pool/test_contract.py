@@ -89,6 +89,23 @@ def test_a_rank_can_read_its_own_entry_beside_others(pools):
     wait_for(owner, lambda: now(owner) == 0)
 
 
+def test_readers_give_back_the_part_of_an_entry_that_each_has_used(pools):
+    """As context-parallel ranks do, of which each needs some rows: one entry out, a part from each back."""
+    owner, *readers = pools
+    features = torch.arange(30.0).view(10, 3)
+    owner.put(Key(0, 0, 7), [features], [1, 2])
+    for part, reader in enumerate(readers):
+        lease = lease_of(reader, Key(0, 0, 7))
+        rows = lease.tensors[0].tensor_split(2)[part]
+        reader.put(Key(1, 0, 7, part), [rows * 2], [0])
+        lease.release()
+    parts = [lease_of(owner, Key(1, 0, 7, part)) for part in (1, 0)]  # in whatever order
+    assert torch.equal(torch.cat([parts[1].tensors[0], parts[0].tensors[0]]), features * 2)
+    for lease in parts:
+        lease.release()
+    wait_for(owner, lambda: now(owner) == 0)
+
+
 def test_entries_may_be_got_in_any_order(pools):
     owner, reader, _ = pools
     for item in range(10):

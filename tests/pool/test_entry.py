@@ -6,17 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.pool import Address, Key, PoolError, Tier, entry_room
-from flowtrain_lightning.pool.entry import entry_bytes, erase_entry, read_entry, write_entry
+from flowtrain_lightning.pool.entry import erase_entry, outline, read_entry, write_header, write_tensors
+from flowtrain_lightning.pool.memory import first_byte_of
 
-KEY = Key(3, 1 << 39, 77)
+KEY = Key(3, 1 << 31, 77, 5)
 ADDRESS = Address.of(2, Tier.HOST, 128, 9)
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool]
 
 
 def written(tensors):
-    memory = bytearray(ADDRESS.offset + entry_bytes(tensors) + 64)
-    write_entry(memory, ADDRESS, KEY, tensors)
-    return memory, entry_bytes(tensors)
+    lines = outline(tensors)
+    memory = bytearray(ADDRESS.offset + lines.nbytes + 64)
+    write_tensors(memory, first_byte_of(memory), ADDRESS.offset, tensors, lines)
+    write_header(memory, ADDRESS, KEY, lines)
+    return memory, lines.nbytes
 
 
 @given(
@@ -117,16 +120,4 @@ def test_a_size_that_was_published_wrongly_is_refused(nbytes):
 )
 def test_what_no_header_can_describe_is_refused(tensors, words):
     with pytest.raises(PoolError, match=words):
-        entry_bytes(tensors)
-
-
-@pytest.mark.parametrize("key", [Key(256, 0, 0), Key(0, 1 << 40, 0), Key(0, 0, 1 << 24), Key(0, -1, 0)])
-def test_a_key_outside_of_its_bits_is_refused(key):
-    with pytest.raises(PoolError, match="is no key"):
-        key.pack()
-
-
-@given(st.integers(0, 255), st.integers(0, (1 << 40) - 1), st.integers(0, (1 << 24) - 1))
-def test_every_key_comes_back_from_its_numbers(channel, index, item):
-    key = Key(channel, index, item)
-    assert Key.unpack(channel, key.pack()) == key
+        outline(tensors)

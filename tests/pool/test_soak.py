@@ -77,13 +77,13 @@ class LateDevice:
     def __init__(self, runtime):
         self.stream = runtime.current()
         self.in_place = 0
-        write = pool_module.write_entry
+        write = pool_module.write_tensors
 
         def write_when_made(*arguments):  # as a copy from a device into host memory waits for what makes its source
             self.finish()
             write(*arguments)
 
-        pool_module.write_entry = write_when_made
+        pool_module.write_tensors = write_when_made
 
     def make(self, tensors):
         made = [torch.empty_like(tensor) for tensor in tensors]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 
 from flowtrain_lightning.runtime.groups import disconnect_groups
 from flowtrain_lightning.runtime.timeline import Span
@@ -21,11 +22,17 @@ class SlowBackbone(TinyVLM):
 
     Attributes:
         skips_from: epoch and batch from which on the rest of the epoch is skipped.
+        changes_at: epoch and batch before which the encoder's weights are changed.
     """
 
     skips_from = (-1, -1)
+    changes_at = (-1, -1)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        if (self.current_epoch, batch_idx) == self.changes_at:
+            with torch.no_grad():
+                for weight in self.encoder.parameters():
+                    weight.mul_(0.5)
         return -1 if (self.current_epoch, batch_idx) == self.skips_from else None
 
     def backbone_step(self, batch: Any, features: Any, stage: str) -> Any:
@@ -59,6 +66,7 @@ def train(
     layout: str,
     pool_bytes: int | None = None,
     skips_from: Sequence[int] = (-1, -1),
+    changes_at: Sequence[int] = (-1, -1),
     **trainer: Any,
 ) -> None:
     """Trains with a frozen encoder; writes losses, the lanes' spans."""
@@ -72,7 +80,7 @@ def train(
         **trainer,
     )
     module = SlowBackbone(freeze_encoder=True)
-    module.skips_from = tuple(skips_from)
+    module.skips_from, module.changes_at = tuple(skips_from), tuple(changes_at)
     chosen.fit(module, datamodule=tiny_data(Path(data), shuffle=False))
     write_down(folder, {"train": notes.train, "val": notes.val, "spans": notes.spans})
     disconnect_groups()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch, StepPart, StepPlan
 from flowtrain_lightning.pool import Key, Reservation
-from flowtrain_lightning.pool.entry import entry_bytes
+from flowtrain_lightning.pool.entry import outline
 from flowtrain_lightning.pool.part import Part
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
@@ -115,7 +115,7 @@ class StagePool:
     def put(self, key: Key, tensors: Sequence[Tensor], readers: Sequence[int], ahead: bool = False) -> int | None:
         (reader,) = readers
         part = self._parts[ahead]
-        offset = part.allocate(key, entry_bytes(tensors))
+        offset = part.allocate(key, outline(tensors).nbytes)
         if offset is None:
             return None
 

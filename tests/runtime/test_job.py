@@ -30,9 +30,10 @@ SECONDS = 4.0
 """How long ranks wait for others; collectives give up after twice as long."""
 
 SENTENCES = re.compile(
-    r"Rank \d could not connect to the other ranks: .*(rank|ranks|them|all) .*(come|has ended|was not there)"
-    r"|Rank \d \(.*\) (died|ended during start-up|waited 4 s for these ranks to start|lost the store)"
-    r"|A rank ended during start-up"
+    r"^Rank \d could not connect to the other ranks: .*(rank|ranks|them|all) .*(come|has ended|was not there)"
+    r"|^Rank \d \(.*\) (died|ended during start-up|waited 4 s for these ranks to start|lost the store)"
+    r"|^A rank ended during start-up",
+    re.MULTILINE,  # gloo prints lines of its own under PyTorch 2.10
 )
 
 
@@ -78,7 +79,7 @@ def kill_while_they_start(moments: list[tuple[int, int]]) -> None:
         for victim, ranks in started:
             for result in ranks.wait(100):
                 assert result.code == (-signal.SIGKILL if result.rank == victim else TOLD), str(result)
-                assert result.rank == victim or SENTENCES.match(result.out), str(result)
+                assert result.rank == victim or SENTENCES.search(result.out), str(result)
         assert time.monotonic() - since < (6 * SECONDS + 5) * slowness()
 
 

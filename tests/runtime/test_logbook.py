@@ -126,6 +126,16 @@ def test_a_step_without_target_tokens_has_no_loss():
     assert (report.loss, report.tokens, report.values) == (0.0, 0.0, {})
 
 
+@pytest.mark.parametrize("count", [-3, float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_what_is_no_number_of_target_tokens_is_refused_also_where_the_sum_would_hide_it(count, kind):
+    logbook = Logbook()
+    for tokens in (5, kind(count), 7):
+        logbook.close_microbatch(torch.tensor(1.0), tokens)
+    with pytest.raises(ValueError, match=rf"returned {count:g} as its number of target tokens.* 0 or more\."):
+        logbook.agree(False, lambda vector: vector, lambda value: [value])
+
+
 def test_a_microbatch_without_target_tokens_takes_no_part_whatever_its_mean_is():
     report = step([Logbook()], [[(6.0, 3, {"a": 0.5}), (0.0, 0, {"a": float("nan")})]], Meeting(1))
     assert report.values == {"a": 0.5}

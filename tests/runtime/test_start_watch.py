@@ -42,7 +42,7 @@ def start(rank, ranks, victim, end):
     [
         (1, "raise", "Rank 1 failed during start-up: ValueError: no such file"),
         (0, "raise", "Rank 0 failed during start-up: ValueError: no such file"),
-        (2, "kill", "Rank 2 has ended, or its host, during start-up: nothing was heard of it for 5 s."),
+        (2, "kill", "Rank 2 has ended, or its node, during start-up: nothing was heard of it for 5 s."),
         (0, "kill", "Rank 0, or whoever keeps what ranks tell each other at the start, has ended"),
     ],
     ids=["a rank raises", "rank 0 raises", "a rank is killed", "rank 0 is killed"],

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from flowtrain_lightning.pool import PeerFailed, Pool
-from flowtrain_lightning.runtime.watchdog import Watchdog, die_with_parent
+from flowtrain_lightning.runtime.watchdog import Watchdog, die_with_parent, say_fault
 from tests.pool.ranks import join_job
 from tests.processes import Ranks, run_ranks
 
@@ -107,6 +108,17 @@ def test_all_ranks_end_in_time_and_say_who_where_and_why(how, cause, code):
         if how == "loop":
             assert 'while how == "loop"' in fault(ranks, 1), "the hanging rank's own file shows where it was"
         assert not list((ranks.folder / "faults").glob("*.unfinished"))
+
+
+def test_a_fault_for_which_the_disk_has_no_room_leaves_no_file(tmp_path, capsys):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        say_fault("Rank 1 died.", tmp_path, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert capsys.readouterr().err == "\nflowtrain: Rank 1 died.\n"
+    assert not list(tmp_path.iterdir())
 
 
 def all_wait(rank, ranks):

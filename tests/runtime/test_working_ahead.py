@@ -159,3 +159,17 @@ def test_validation_in_mid_epoch_works_with_training_features_waiting_in_a_full_
 def test_features_of_steps_that_are_skipped_are_not_taken_for_those_of_others(folder, layout):
     ranks = check_equal(folder, layout, max_epochs=2, limit_val_batches=0, skips_from=[0, 4])
     assert len(ranks[0]["train"]) == 4 + STEPS
+
+
+def test_weights_that_are_changed_between_epochs_are_those_of_all_later_features(folder):
+    check_equal(folder, "1+1", max_epochs=2, limit_val_batches=0, changes_at=[1, 0])
+
+
+def test_weights_that_are_changed_in_mid_epoch_end_the_run_before_a_step_with_old_features_counts(folder):
+    arguments = {"data": str(folder / "data"), "layout": "1+1", "max_epochs": 1, "changes_at": [0, 4]}
+    job = Job("changed weights", "tests.runtime.frozen_encoder:train", 2, arguments)
+    done = run_jobs(folder, [job])["changed weights"]
+    assert done.codes == [1, 1]
+    for text in [path.read_text() for path in sorted(done.folder.glob("rank*.log"))]:
+        assert "were changed between two steps: 'encoder.embed.weight' and 15 more. It is frozen, so features" in text
+        assert "`on_train_epoch_start`, or set FlowTrainStrategy(placement='colocated')" in text

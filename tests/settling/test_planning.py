@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowtrain_lightning.settling.planning import Planner
-from flowtrain_lightning.settling.prediction import Machine
+from flowtrain_lightning.settling.prediction import Processors
 from flowtrain_lightning.settling.steps import training_steps
 from tests.settling.profiles import make_profile
 from tests.tiny import tiny_data, write_records
@@ -17,7 +17,7 @@ def placements(choice):
 
 def test_halves_that_did_not_fit_together_are_not_planned_on_the_same_ranks(tmp_path):
     write_records(tmp_path, 32)
-    planner = Planner(training_steps(tiny_data(tmp_path)), 2, Machine(((0,), (1,)), 1.0), 4)
+    planner = Planner(training_steps(tiny_data(tmp_path)), 2, Processors(((0,), (1,)), 1.0), 4)
     profile = make_profile(0.01, 0.01)
     assert placements(planner.choose(profile)) == {"colocated", "separate"}
     choice = planner.choose(replace(profile, whole=False))

@@ -7,13 +7,13 @@ import numpy as np
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.profiling import Reduction
-from flowtrain_lightning.settling.prediction import Machine, predict, reduction_seconds
+from flowtrain_lightning.settling.prediction import Processors, predict, reduction_seconds
 from tests.packing.sizes import make_sizes
 from tests.settling.profiles import make_profile
 
 SIZES = make_sizes((9, [1]), (9, [1]))
 """Two samples of 10 tokens with 4 patches each."""
-ALONE = Machine(((0, 1),), 2.0)
+ALONE = Processors(((0, 1),), 2.0)
 
 
 def array(*numbers):
@@ -25,8 +25,8 @@ COLOCATED = StepPlan(array(0, 1), SIZES, ((array(0),), (array(1),)), ((array(0),
 APART, TOGETHER = default_allocation(2, "separate"), default_allocation(2, "colocated")
 
 
-def seconds(plan, allocation, profile, machine=ALONE):
-    return predict([plan], allocation, profile, machine, 4).seconds
+def seconds(plan, allocation, profile, processors=ALONE):
+    return predict([plan], allocation, profile, processors, 4).seconds
 
 
 def test_colocated_ranks_do_one_thing_after_another():
@@ -67,11 +67,11 @@ def test_more_ranks_reduce_as_a_ring_does():
 
 
 def test_ranks_that_share_a_processor_take_at_least_the_time_of_all_their_work():
-    crowded = Machine(((0, 1),), 1.0)
-    assert seconds(COLOCATED, TOGETHER, make_profile(1.0, 1.0), machine=crowded) == 28
-    assert seconds(SEPARATE, APART, make_profile(1.0, 1.0), machine=crowded) == 28
+    crowded = Processors(((0, 1),), 1.0)
+    assert seconds(COLOCATED, TOGETHER, make_profile(1.0, 1.0), processors=crowded) == 28
+    assert seconds(SEPARATE, APART, make_profile(1.0, 1.0), processors=crowded) == 28
 
 
 def test_ranks_on_devices_of_their_own_do_not_share():
-    apart = Machine(((0,), (1,)), 1.0)
-    assert seconds(COLOCATED, TOGETHER, make_profile(1.0, 1.0), machine=apart) == 14
+    apart = Processors(((0,), (1,)), 1.0)
+    assert seconds(COLOCATED, TOGETHER, make_profile(1.0, 1.0), processors=apart) == 14

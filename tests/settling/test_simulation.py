@@ -10,7 +10,7 @@ import pytest
 from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, default_allocation
 from flowtrain_lightning.data.planning import Planning
 from flowtrain_lightning.packing import SampleSizes
-from flowtrain_lightning.settling.prediction import Machine, predict
+from flowtrain_lightning.settling.prediction import Processors, predict
 from flowtrain_lightning.settling.simulation import simulate
 from flowtrain_lightning.settling.steps import part_of
 from tests.settling.profiles import make_profile
@@ -37,7 +37,7 @@ def test_steps_take_what_is_predicted_of_them_and_all_time_is_accounted_for(allo
     profile = make_profile(0.01, 0.01, trains, optimizer=0.05, reduction=0.03)
     plans = planned(allocation)
     found = simulate(plans, allocation, profile, 4)
-    everyone = Machine((tuple(range(2)),), float("inf"))
+    everyone = Processors((tuple(range(2)),), float("inf"))
     assert len(found.seconds) == len(plans)
     # A prediction also begins and ends with the same step, but the other way round.
     assert found.step_seconds == pytest.approx(predict(plans, allocation, profile, everyone, 4).seconds, rel=0.1)

@@ -20,7 +20,7 @@ from weakref import WeakSet
 from flowtrain_lightning.pool.between_hosts.handshake import Call, Stranger, answer_call, make_secret, place_call
 from flowtrain_lightning.pool.between_hosts.location import own_location
 from flowtrain_lightning.pool.errors import PeerFailed, PoolError
-from flowtrain_lightning.pool.sockets import Store
+from flowtrain_lightning.pool.store import Store
 
 UNREACHABLE_SECONDS = 10.0
 """How long a host may be silent before its ranks count as lost. A kernel answers for processes that are stopped."""

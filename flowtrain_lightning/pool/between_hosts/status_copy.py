@@ -13,8 +13,8 @@ from flowtrain_lightning.pool.liveness import State, Status, StatusPage
 
 _SILENT_SECONDS = 5.0  # without a page: that process does not get to run, or nothing gets through
 # pid, state, step, progress, heartbeat, seconds since it, seconds since the failure (negative without one), sigterm,
-# rank to blame or -1, in a collective, bytes of label, phase and error
-_NUMBERS = struct.Struct("<qBqqqddBqBIII")
+# rank to blame or -1, in a collective, begun steps, bytes of label, phase and error
+_NUMBERS = struct.Struct("<qBqqqddBqBqIII")
 
 
 def encode_status(status: Status) -> bytes:
@@ -32,6 +32,7 @@ def encode_status(status: Status) -> bytes:
         status.sigterm,
         -1 if status.blames is None else status.blames,
         status.in_collective,
+        status.begun,
         *map(len, texts),
     )
     return numbers + b"".join(texts)
@@ -45,8 +46,8 @@ def decode_status(rank: int, ranks: int, message: bytes | bytearray) -> Status:
     """
     if len(message) < _NUMBERS.size:
         raise PoolError(f"Rank {rank} sent a status page that is cut off.")
-    pid, state, step, progress, heartbeat, age, failed, sigterm, blames, collective, *lengths = _NUMBERS.unpack_from(
-        message
+    pid, state, step, progress, heartbeat, age, failed, sigterm, blames, collective, begun, *lengths = (
+        _NUMBERS.unpack_from(message)
     )
     if state > State.FAILED or not -1 <= blames < ranks or _NUMBERS.size + sum(lengths) != len(message):
         raise PoolError(f"Rank {rank} sent a status page that no rank writes. Do all ranks run the same version?")
@@ -70,6 +71,7 @@ def decode_status(rank: int, ranks: int, message: bytes | bytearray) -> Status:
         error=texts[2],
         failed_time=now - failed if failed >= 0 else 0.0,
         in_collective=bool(collective),
+        begun=begun,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowtrain_lightning.pool.device.runtime import HANDLE_BYTES, DeviceBlock, DeviceEvent
 from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.memory import first_byte_of
 
 _GRANULE = 2 << 20  # smaller allocations lie beside others in memory that is shared as a whole
 _ENABLE_PEER_ACCESS = ctypes.c_uint(1)  # the only flag of cuIpcOpenMemHandle, which it demands
@@ -94,7 +95,7 @@ class CudaRuntime:
 
     def pin(self, memory: mmap) -> Callable[[], None]:
         """``cuMemHostRegister``. Where the system refuses it (it limits locked memory, say), copies are slower."""
-        place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+        place = ctypes.c_void_p(first_byte_of(memory))
         try:
             with _Context(self._device):
                 self._driver.call("cuMemHostRegister_v2", place, ctypes.c_size_t(len(memory)), _PORTABLE)

@@ -26,8 +26,9 @@ from flowtrain_lightning.pool.address import ALIGNMENT, Address, aligned
 from flowtrain_lightning.pool.arena import Arena
 from flowtrain_lightning.pool.counters import Occupancy
 from flowtrain_lightning.pool.device.tier import DeviceTier
-from flowtrain_lightning.pool.entry import Body, DeviceView, Key, Memory, header_bytes, read_entry, write_entry
+from flowtrain_lightning.pool.entry import Body, DeviceView, Memory, Outline, read_entry, write_header
 from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.key import Key
 
 
 @dataclass(frozen=True)
@@ -88,20 +89,20 @@ class DeviceEntries:
         self._peak = max(self._peak, self._used)
         return Placed(Body(offset, self._slots.popleft()), aligned(nbytes), set(readers))
 
-    def write(self, placed: Placed, memory: Memory, address: Address, key: Key, tensors: Sequence[Tensor]) -> None:
+    def write(
+        self, placed: Placed, memory: Memory, address: Address, key: Key, tensors: Sequence[Tensor], lines: Outline
+    ) -> None:
         """Let the side stream copy ``tensors``, and write the header into host memory."""
         runtime, body, block = self._runtime, placed.body, self._tier.readable[self._tier.rank].block
         try:
             self._produced.record(runtime.current())
             self._produced.wait(runtime.side)
-            offset = body.offset + header_bytes(len(tensors))
-            for tensor in tensors:
+            for tensor, place in zip(tensors, lines.places, strict=True):
                 if tensor.nbytes:
-                    target = _view(block.memory, offset, tensor.dtype, tensor.shape)
+                    target = _view(block.memory, body.offset + place, tensor.dtype, tensor.shape)
                     runtime.copy(target, tensor.detach())
-                offset += aligned(tensor.nbytes)
             self._tier.readable[self._tier.rank].published[body.slot].record(runtime.side)
-            write_entry(memory, address, key, tensors, body)
+            write_header(memory, address, key, lines, body)
         except BaseException:
             self._give_back(placed)
             raise

@@ -26,12 +26,14 @@ def copy():
 
 
 def test_a_copy_says_what_the_page_says(page, copy):
+    page.begin_step()
     page.enter("forward of encoder batch 5", 7)
     page.sigterm = True
     page.fail("ValueError: bad picture ü")
     copy.update(decode_status(3, 8, encode_status(page.read())))
     sent, known = page.read(), copy.read()
-    for name in ("rank", "pid", "label", "state", "phase", "step", "progress", "heartbeat", "sigterm", "error"):
+    fields = ("rank", "pid", "label", "state", "phase", "step", "progress", "heartbeat", "sigterm", "begun", "error")
+    for name in fields:
         assert getattr(known, name) == getattr(sent, name)
     assert (copy.state, copy.progress) == (State.FAILED, 1)
     assert abs(known.failed_time - sent.failed_time) < 1

@@ -9,6 +9,7 @@ import torch
 from flowtrain_lightning.pool import Address, Key, PoolError, Tier, entry_room
 from flowtrain_lightning.pool.device.entries import DeviceEntries
 from flowtrain_lightning.pool.device.tier import DeviceTier, ReadableBlock
+from flowtrain_lightning.pool.entry import outline
 from tests.pool.device.simulated import Eager, Event, SimulatedRuntime, Stepped
 
 OWNER, READER = 0, 1
@@ -53,12 +54,12 @@ class Pair:
 
     def put(self, number, tensors, readers=(READER,)):
         """The address of an entry that found room, or None."""
-        nbytes = entry_room([tensor.nbytes for tensor in tensors])
-        placed = self.owner.place(tensors, nbytes, readers)
+        lines = outline(tensors)
+        placed = self.owner.place(tensors, lines.nbytes, readers)
         if placed is None:
             return None
         address = Address.of(OWNER, Tier.DEVICE, number * 1024, number)
-        self.owner.write(placed, self.memory, address, Key(0, 0, number), tensors)
+        self.owner.write(placed, self.memory, address, Key(0, 0, number), tensors, lines)
         return address
 
     def read(self, address, tensors):

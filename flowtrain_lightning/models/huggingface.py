@@ -1,0 +1,193 @@
+"""A vision-language model of Hugging Face as a FlowModule; families add what only they do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
+from flowtrain_lightning.models.attention import pack_attention, sequence_bounds
+from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.runtime.compute import Features
+
+
+class HuggingFaceVLM(FlowModule):
+    """What all families share: built by ``transformers``, packed attention, loss at target tokens only, AdamW.
+
+    A subclass says which ``families`` it trains, names the ``halves`` by path and defines ``encode``; `QwenVLM` and
+    `LlavaVLM` do. ``self.model`` is the Hugging Face model, so that after training
+
+    ``QwenVLM.load_from_checkpoint("last.ckpt").model.save_pretrained("folder")``
+
+    writes a folder that everybody can load.
+
+    Args:
+        model: a name or a folder of Hugging Face, whose weights are loaded; or a ``transformers`` config (or its
+            dictionary), to begin from random weights. Checkpoints keep the config, so that they need neither.
+        frozen: path or paths of modules of the Hugging Face model that do not train, such as ``"model.visual"``.
+        recompute: keep only what each layer is given and compute the rest a second time for the backward (gradient
+            checkpointing): far less memory, up to a third more time.
+        lr: of AdamW.
+        weight_decay: of AdamW, on matrices only.
+
+    Attributes:
+        families: the ``model_type`` of the configs that the class trains.
+        model: the Hugging Face model, once it is built.
+    """
+
+    families: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        model: str | Path | Mapping[str, Any] | Any,
+        *,
+        frozen: str | Sequence[str] = (),
+        recompute: bool = False,
+        lr: float = 1e-5,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self._source = model if isinstance(model, str | Path) else None
+        config = _read_config(model)
+        self.check_config(config)
+        frozen = [frozen] if isinstance(frozen, str) else list(frozen)
+        optimizer = {"lr": lr, "weight_decay": weight_decay}
+        self.save_hyperparameters({"model": config.to_dict(), "frozen": frozen, "recompute": recompute, **optimizer})
+        self._tables: list[tuple[nn.Module, str, Tensor]] = []
+
+    def check_config(self, config: Any) -> None:
+        """Refuses configs that the class cannot train.
+
+        Raises:
+            ValueError: of another family.
+        """
+        if config.model_type not in self.families:
+            raise ValueError(
+                f"{type(self).__name__} does not train models of type {config.model_type!r}. QwenVLM trains qwen2_vl, "
+                "qwen2_5_vl and qwen3_vl, LlavaVLM trains llava; for others write a HuggingFaceVLM of your own "
+                "(docs/guide.md)."
+            )
+
+    # ---- building -----------------------------------------------------------------------------------------------
+
+    def configure_whole(self) -> None:
+        """Builds the model, from the name or folder or at random, in the precision of the Trainer."""
+        from transformers import AutoModelForImageTextToText as Maker
+
+        dtype = torch.get_default_dtype()
+        if self._source is not None:
+            self.model = Maker.from_pretrained(self._source, dtype=dtype)
+        else:
+            self.model = Maker.from_config(_read_config(self.hparams["model"]), dtype=dtype)
+        self.model.train()  # from_pretrained leaves it in evaluation mode
+        pack_attention(self._text)
+        if self.hparams["recompute"]:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # its new name is known from transformers 5.23 on only
+                self.model.gradient_checkpointing_enable()
+        for path in self.hparams["frozen"]:
+            self._frozen(path).requires_grad_(False)
+        self._tables = _tables(self.model)
+
+    def configure_model(self) -> None:
+        """Builds the halves that live on this rank. Weights that are tied stay so where they have no values."""
+        super().configure_model()
+        self.model.tie_weights()
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Moves and converts the weights, but leaves tables of frequencies as exact as they were built.
+
+        Lightning converts whole modules for ``precision="bf16-true"``, and rotary positions in bfloat16 would be wrong
+        by whole turns. ``transformers`` itself keeps them in float32 when it loads a model in bfloat16.
+        """
+        super().to(*args, **kwargs)
+        for owner, name, table in self._tables:
+            setattr(owner, name, table.to(getattr(owner, name).device))
+        return self
+
+    @property
+    def _text(self) -> Any:
+        return self.get_submodule(self.halves["backbone"][0])
+
+    def _frozen(self, path: str) -> nn.Module:
+        try:
+            part: nn.Module = self.model.get_submodule(path)
+        except AttributeError:
+            raise ValueError(
+                f"frozen names {path!r}, but {type(self.model).__name__} has no such module. Name one as in "
+                f"named_modules(), such as {self.halves['encoder'][0].removeprefix('model.')!r}."
+            ) from None
+        return part
+
+    # ---- computing ----------------------------------------------------------------------------------------------
+
+    def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
+        """Token embeddings with features in their places -> the text model's arguments, one row of sequences."""
+        embeddings = self._text.get_input_embeddings()(batch.tokens)
+        for modality, rows in features.items():
+            if isinstance(rows, tuple):
+                raise TypeError(
+                    f"{type(self).__name__}.encode returns a tuple of features, but HuggingFaceVLM.merge has a place "
+                    "for one tensor only. Define merge too, which says what the others are for."
+                )
+            embeddings = embeddings.index_copy(0, batch.media_positions[modality], rows.to(embeddings.dtype))
+        return {
+            "inputs_embeds": embeddings[None],
+            "position_ids": batch.position_ids[None],
+            "use_cache": False,
+            **sequence_bounds(batch),
+        }
+
+    def loss(self, outputs: Any, batch: PackedBatch) -> tuple[Tensor, int]:
+        """Summed cross entropy. Logits, which are the widest tensors of all, are made at target tokens only."""
+        places = (batch.labels != IGNORED_LABEL).nonzero()[:, 0]
+        logits = self._head(outputs.last_hidden_state[0, places])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return functional.cross_entropy(logits, batch.labels[places], reduction="sum"), len(places)
+
+    def logits(self, outputs: Any) -> Tensor:
+        """``[tokens, vocabulary]``, for ``generate``."""
+        return self._head(outputs.last_hidden_state[0])
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        scores: Tensor = self.model.get_output_embeddings()(hidden)
+        return scores
+
+    def configure_optimizers(self) -> Any:
+        """AdamW on what trains; matrices decay, vectors do not."""
+        training = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in training if p.ndim > 1], "weight_decay": self.hparams["weight_decay"]},
+            {"params": [p for p in training if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=self.hparams["lr"])
+
+
+def _read_config(model: str | Path | Mapping[str, Any] | Any) -> Any:
+    """The ``transformers`` config of what a user gave."""
+    try:
+        from transformers import AutoConfig
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "Models of Hugging Face need transformers; install it with: pip install 'flowtrain-lightning[transformers]'"
+        ) from error
+    if isinstance(model, str | Path):
+        return AutoConfig.from_pretrained(model)
+    return AutoConfig.for_model(**model) if isinstance(model, Mapping) else model
+
+
+def _tables(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Owner, name and values of the floating-point buffers that no checkpoint holds."""
+    saved = model.state_dict().keys()
+    found = []
+    for full_name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and full_name not in saved:
+            path, _, name = full_name.rpartition(".")
+            found.append((model.get_submodule(path), name, buffer.clone()))
+    return found

@@ -1,0 +1,43 @@
+"""How a pretrained model wants its pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flowtrain_lightning.data import ImageProcessor
+
+
+def images_of(model: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessor:
+    """What a Hugging Face model's own image processor does to pictures, for ``FlowDataModule(images=...)``.
+
+    Patches equal those of Qwen's image processor. Towers that want pictures of one size (CLIP, SigLIP) get whole
+    pictures scaled to that size, where CLIP's processor cuts the margins off pictures that are not square.
+
+    Args:
+        model: the model's name or folder.
+        min_pixels: where it shall differ from the model's own; see `ImageProcessor`.
+        max_pixels: likewise.
+
+    Raises:
+        ValueError: its image processor is of another kind.
+    """
+    from transformers import AutoConfig, AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(model)
+    settings: dict[str, Any] = {"mean": tuple(processor.image_mean), "std": tuple(processor.image_std)}
+    match type(processor).__name__.removesuffix("Pil"):
+        case "Qwen2VLImageProcessor":
+            settings |= {"patch_size": processor.patch_size, "merge_size": processor.merge_size}
+            settings |= {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
+        case "CLIPImageProcessor" | "LlavaImageProcessor" | "SiglipImageProcessor":
+            tower = AutoConfig.from_pretrained(model).vision_config
+            size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
+            settings |= {"patch_size": tower.patch_size, "merge_size": 1, "fixed_size": (size["height"], size["width"])}
+        case kind:
+            raise ValueError(
+                f"The image processor of {model} is a {kind}, but only those of Qwen, CLIP, LLaVA and SigLIP can be "
+                "followed. Say what it does yourself: FlowDataModule(images=ImageProcessor(...))."
+            )
+    bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    return ImageProcessor(**settings | {name: pixels for name, pixels in bounds.items() if pixels is not None})

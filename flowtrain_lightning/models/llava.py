@@ -1,0 +1,39 @@
+"""LLaVA: a tower for pictures of one size, a projector, and any decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.models.huggingface import HuggingFaceVLM
+
+
+class LlavaVLM(HuggingFaceVLM):
+    """LLaVA 1.5 and its like, with the tower of CLIP or SigLIP. See `HuggingFaceVLM` for the arguments.
+
+    The data module must make all pictures of the tower's size: ``images=images_of(...)``.
+    """
+
+    families = ("llava",)
+    halves: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "encoder": ("model.model.vision_tower", "model.model.multi_modal_projector"),
+        "backbone": ("model.model.language_model", "model.lm_head"),
+    }
+
+    def check_config(self, config: Any) -> None:
+        """Refuses towers whose pictures have sizes of their own."""
+        super().check_config(config)
+        tower = config.vision_config.model_type
+        if tower not in ("clip_vision_model", "siglip_vision_model"):
+            raise ValueError(
+                f"This LLaVA has a tower of type {tower!r}; LlavaVLM trains those of CLIP (clip_vision_model) and "
+                "SigLIP (siglip_vision_model). For others write a HuggingFaceVLM of your own, with its encode."
+            )
+
+    def encode(self, media: PackedMedia) -> Tensor:
+        """Pictures of one size -> ``[sum(media.rows), width]``, a row per patch."""
+        return torch.cat(list(self.model.model.get_image_features(media.pictures(), return_dict=True).pooler_output))

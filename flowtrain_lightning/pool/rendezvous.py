@@ -1,0 +1,249 @@
+"""Connects every process of a machine with every other one, before they have anything but a store in common.
+
+The sockets have names in the abstract namespace: they are no files, and end with their processes. Such a name can be
+seen by all users of the machine, therefore both sides ask the kernel whose process the other one is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from flowtrain_lightning.pool.errors import PeerFailed, PoolError
+from flowtrain_lightning.pool.record import RECORD_BYTES, Kind, Record, decode_record, encode_record
+from flowtrain_lightning.pool.sockets import close_all, receive_bytes, send_bytes
+from flowtrain_lightning.pool.store import Store
+
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+_LOOK_SECONDS = 0.02  # how often the store is asked for a name that it does not know yet
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A connected peer.
+
+    Attributes:
+        socket: non-blocking; a stream of records, so that one call reads all that have arrived.
+        process: ``pidfd`` of the peer.
+        page: descriptor of the peer's status page and inbox.
+        bell: ``eventfd`` that wakes the peer.
+    """
+
+    socket: socket.socket
+    process: int
+    page: int
+    bell: int
+
+
+class Rendezvous:
+    """Meets the other ranks of this machine; used once, at start.
+
+    Args:
+        store: where the ranks tell each other the names of their sockets. Every mesh needs keys of its own (a
+            ``PrefixStore``).
+        rank: the calling rank.
+        labels: one per rank, for messages.
+        peers: the ranks to meet.
+        page: descriptor of the calling rank's status page and inbox.
+        bell: ``eventfd`` that wakes the calling rank.
+        timeout: seconds for all of it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        labels: Sequence[str],
+        peers: Collection[int],
+        page: int,
+        bell: int,
+        timeout: float,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._labels = labels
+        self._peers = sorted(peers)
+        self._own = page, bell
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._sockets: dict[int, socket.socket] = {}
+        self._passed: dict[int, tuple[int, ...]] = {}  # page and bell of each peer
+
+    def meet(self) -> dict[int, Connection]:
+        """Connect to the ranks below, and wait for those above.
+
+        Raises:
+            PeerFailed: when a peer ends meanwhile.
+            PoolError: when a peer does not come in time, or belongs to another user, or the store ends.
+        """
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            name = f"flowtrain-{secrets.token_hex(16)}"
+            listener.bind(f"\0{name}")
+            listener.listen(len(self._labels))
+            try:
+                self._tell_name(name)
+                for peer in self._peers:
+                    if peer < self._rank:
+                        self._connect(peer)
+                self._exchange_hellos(listener)
+                return {peer: self._connection(peer) for peer in sorted(self._sockets)}
+            except BaseException:
+                for connection in self._sockets.values():
+                    connection.close()
+                for descriptors in self._passed.values():
+                    close_all(descriptors)
+                raise
+
+    def _exchange_hellos(self, listener: socket.socket) -> None:
+        """Hear from the ranks below, let in those above, and notice when any of them ends meanwhile."""
+        poll = select.poll()
+        poll.register(listener, select.POLLIN)
+        peers = {connection.fileno(): peer for peer, connection in self._sockets.items()}
+        for descriptor in peers:
+            poll.register(descriptor, select.POLLIN)
+        while len(self._passed) < len(self._peers):
+            events = poll.poll(self._remaining() * 1000)
+            for descriptor, _ in events:
+                peer = peers.get(descriptor)
+                if peer is None:
+                    peer = self._accept(listener)
+                    if peer is None:
+                        continue
+                    descriptor = self._sockets[peer].fileno()
+                    peers[descriptor] = peer
+                elif peer in self._passed:
+                    raise self._ended(peer)
+                else:
+                    self._passed[peer] = self._hello(self._sockets[peer], peer)[1]
+                poll.register(descriptor, 0)  # from now on tell of its end only; what it sends is for later
+
+    def _connect(self, peer: int) -> None:
+        name = self._name_of(peer)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sockets[peer] = connection
+        try:
+            connection.connect(f"\0{name}")
+        except OSError as error:
+            raise self._ended(peer) from error
+        if _credentials(connection)[1] != os.geteuid():
+            raise PoolError(f"Rank {peer} ({self._labels[peer]}) runs as another user; start all ranks as one user.")
+        self._say_hello(connection)
+
+    def _tell_name(self, name: str) -> None:
+        try:
+            self._store.set(f"mesh/{self._rank}", name)
+        except RuntimeError as error:
+            raise self._without_store() from error
+
+    def _name_of(self, peer: int) -> str:
+        """The name that ``peer`` gives to its socket; also notices when a rank that was met before ends meanwhile."""
+        met = {connection.fileno(): rank for rank, connection in self._sockets.items()}
+        poll = select.poll()
+        for descriptor in met:
+            poll.register(descriptor, 0)
+        key = f"mesh/{peer}"
+        try:
+            while not self._store.check([key]):
+                for descriptor, _ in poll.poll(min(self._remaining(), _LOOK_SECONDS) * 1000):
+                    raise self._ended(met[descriptor])
+            return self._store.get(key).decode()
+        except PoolError:
+            raise
+        except RuntimeError as error:  # from the store itself
+            raise self._without_store() from error
+
+    def _accept(self, listener: socket.socket) -> int | None:
+        connection, _ = listener.accept()
+        try:
+            if _credentials(connection)[1] != os.geteuid():
+                connection.close()  # a stranger: no business of ours, and no reason to end the job
+                return None
+            peer, descriptors = self._hello(connection, None)
+        except BaseException:
+            connection.close()
+            raise
+        self._sockets[peer] = connection
+        self._passed[peer] = descriptors
+        self._say_hello(connection)
+        return peer
+
+    def _say_hello(self, connection: socket.socket) -> None:
+        record = Record(Kind.HELLO, self._rank, number=len(self._labels))
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has ended; reading its answer will say so
+            send_bytes(connection, encode_record(record), self._own)
+
+    def _hello(self, connection: socket.socket, peer: int | None) -> tuple[int, tuple[int, ...]]:
+        connection.settimeout(self._remaining())
+        try:
+            message, descriptors = receive_bytes(connection, RECORD_BYTES)
+        except TimeoutError:
+            raise self._missing() from None
+        except ConnectionResetError:
+            message, descriptors = b"", ()
+        if not message:
+            raise self._ended(peer)
+        record = decode_record(message, peer)
+        ranks = len(self._labels)
+        expected = peer is not None or (record.sender in self._peers and record.sender not in self._sockets)
+        if (
+            record.kind is not Kind.HELLO
+            or record.number != ranks
+            or len(descriptors) != len(self._own)
+            or not expected
+        ):
+            close_all(descriptors)
+            raise PoolError(
+                f"A process introduced itself as rank {record.sender} of {record.number}; expected one of {ranks} "
+                "ranks that has not come yet. Is another run using the same store?"
+            )
+        return record.sender, descriptors
+
+    def _connection(self, peer: int) -> Connection:
+        connection = self._sockets[peer]
+        pid = _credentials(connection)[0]
+        try:
+            process = os.pidfd_open(pid)
+        except OSError as error:
+            raise self._ended(peer) from error
+        connection.setblocking(False)
+        return Connection(connection, process, *self._passed[peer])
+
+    def _remaining(self) -> float:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
+            raise self._missing()
+        return remaining
+
+    def _missing(self) -> PoolError:
+        unmet = [rank for rank in self._peers if rank not in self._passed]
+        try:
+            absent = [rank for rank in unmet if not self._store.check([f"mesh/{rank}"])]
+        except RuntimeError:
+            return self._without_store()
+        missing = [f"{rank} ({self._labels[rank]})" for rank in absent or unmet]
+        return PoolError(
+            f"Rank {self._rank} ({self._labels[self._rank]}) waited {self._timeout:g} s for these ranks to start, in "
+            f"vain: {', '.join(missing)}. Did they meet an error? See their output."
+        )
+
+    def _without_store(self) -> PoolError:
+        return PoolError(
+            f"Rank {self._rank} ({self._labels[self._rank]}) lost the store through which the ranks meet before it had "
+            "met all of them. Did the rank that keeps it, rank 0 as a rule, meet an error? See its output."
+        )
+
+    def _ended(self, peer: int | None) -> PeerFailed:
+        who = "A rank" if peer is None else f"Rank {peer} ({self._labels[peer]})"
+        return PeerFailed(f"{who} ended during start-up. See its output.", peer)
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    pid, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid, gid

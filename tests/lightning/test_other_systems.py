@@ -1,0 +1,68 @@
+"""On a Mac one plans, packs and debugs: the package is there, `auto` trains, and flowtrain says that it needs Linux."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+WITHOUT_LINUX = """
+import fcntl, mmap, multiprocessing, os, select, signal, socket, sys, types
+
+names = {fcntl: "F_SEAL_", mmap: "MAP_POPULATE", signal: "pidfd_send_signal", select: ("EPOLL", "epoll"),
+         os: ("EFD_", "MFD_", "eventfd", "memfd_create", "pidfd_open", "sched_"),
+         socket: ("SO_PEERCRED", "MSG_CMSG_CLOEXEC")}
+for module, begins in names.items():
+    for name in [name for name in dir(module) if name.startswith(begins)]:
+        delattr(module, name)
+"""
+"""Takes away what is there on Linux alone."""
+
+TRAIN = """
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")  # as on a Mac
+    from pathlib import Path
+    import lightning as L
+    from flowtrain_lightning import compatibility
+    from tests.tiny import TinyVLM, tiny_data, write_records
+
+    folder = Path(sys.argv[1])
+    write_records(folder, 16)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(strategy="auto", accelerator="cpu", devices=1, max_steps=2, **quiet)
+    trainer.fit(TinyVLM(), tiny_data(folder, num_workers=1))
+    print("loss", float(trainer.callback_metrics["train_loss"]))
+    compatibility.platform = types.SimpleNamespace(system=lambda: "Darwin")
+    L.Trainer(strategy="flowtrain", accelerator="cpu", devices=2)
+"""
+
+COMMAND = """
+from flowtrain_lightning.cli import main
+main()
+"""
+
+
+def run(program, *arguments, folder):
+    (folder / "program.py").write_text(WITHOUT_LINUX + program)
+    command = [sys.executable, str(folder / "program.py"), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_auto_trains_and_flowtrain_says_that_it_needs_linux(tmp_path):
+    ended = run(TRAIN, str(tmp_path), folder=tmp_path)
+    assert "loss " in ended.stdout, ended.stderr
+    assert ended.returncode == 1
+    assert "only Linux has, and this is Darwin. Debug here with strategy='auto'" in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("plan", "--model", "qwen2-vl-2b", "--devices", "8"), ("doctor",)], ids=lambda a: a[0]
+)
+def test_a_command_works(arguments, tmp_path):
+    ended = run(COMMAND, *arguments, folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr

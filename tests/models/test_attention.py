@@ -1,0 +1,69 @@
+"""Packed attention inside models of Hugging Face: linear in the tokens, and refused where it would be wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from flowtrain_lightning.models import pack_attention
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH = 32
+
+
+def decoder(**changes: Any) -> Any:
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MistralConfig(**small, num_key_value_heads=1, vocab_size=64, **changes)
+    return transformers.AutoModel.from_config(config)
+
+
+def bounds(sequences: int) -> dict[str, Any]:
+    ends = torch.arange(0, (sequences + 1) * LENGTH, LENGTH, dtype=torch.int32)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": LENGTH, "max_length_k": LENGTH}
+
+
+def attention_work(model: Any, sequences: int, **arguments: Any) -> int:
+    """FLOPs of attention, forward and backward, on so many sequences of ``LENGTH`` tokens."""
+    embeddings = torch.randn(1, sequences * LENGTH, 16, requires_grad=True)
+    positions = torch.arange(LENGTH).repeat(sequences)[None]
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        output = model(inputs_embeds=embeddings, position_ids=positions, use_cache=False, **arguments)
+        output.last_hidden_state.sum().backward()
+    return counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+
+
+def test_work_grows_with_the_tokens_where_a_mask_makes_it_grow_with_their_square():
+    masked = decoder(sliding_window=None)  # transformers finds the sequences by their positions, and masks
+    packed = decoder(sliding_window=None)
+    pack_attention(packed)
+    of_masked = [attention_work(masked, sequences) for sequences in (4, 16)]
+    of_packed = [attention_work(packed, sequences, **bounds(sequences)) for sequences in (4, 16)]
+    assert of_masked[1] / of_masked[0] == pytest.approx(16, rel=0.01)
+    assert of_packed[1] / of_packed[0] == pytest.approx(4, rel=0.01)
+    assert of_masked[0] / of_packed[0] == pytest.approx(4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        ({}, {}, r"was not told where .* Pass \*\*sequence_bounds\(batch\)"),
+        ({"sliding_window": LENGTH - 1}, bounds(2), "sees 31 tokens back, but a sequence of 32 tokens came"),
+        ({"attention_dropout": 0.1}, bounds(2), "uses dropout, which packed attention does not have"),
+    ],
+)
+def test_what_packed_attention_does_not_compute_is_refused(changes, arguments, words):
+    model = decoder(**changes)
+    pack_attention(model)
+    with pytest.raises(ValueError, match=words):
+        attention_work(model.train(), 2, **arguments)
+
+
+def test_a_model_that_chooses_its_attention_itself_is_refused():
+    model = transformers.AutoModel.from_config(transformers.MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=64))
+    with pytest.raises(TypeError, match="The attention of MptModel cannot be chosen"):
+        pack_attention(model)

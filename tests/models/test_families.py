@@ -1,0 +1,173 @@
+"""Packed microbatches give the logits, losses and gradients of Hugging Face's own model, sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia
+from flowtrain_lightning.data.collate import pack_pictures, pack_sequences
+from tests.exactness.compare import error
+from tests.models.tiny import FAMILIES, Family
+from tests.saved_tensors import SavedTensors
+from tests.tiny import tiny_data, write_records
+
+transformers = pytest.importorskip("transformers")
+
+PICTURES = (2, 0, 1, 3)
+"""Of each sample."""
+
+PADDING = 5
+"""Tokens at the end of the microbatch."""
+
+
+class Samples:
+    """A few samples, packed together and one by one, in float64."""
+
+    def __init__(self, folder: Path, family: Family) -> None:
+        write_records(folder, len(PICTURES), pictures_of=PICTURES)
+        data = tiny_data(folder, images=family.images, global_batch_size=len(PICTURES), token_budget=4096)
+        data.setup("fit")
+        samples = data.train_dataloader().steps.samples
+        sizes = [samples.source.sizes(np.array([sample])) for sample in range(len(PICTURES))]
+        self._sequences = [samples.sequence(s, int(size.tokens[0]), size.media_rows) for s, size in enumerate(sizes)]
+        self._pictures = [
+            [samples.picture(samples.source.record(s), s, n, rows, epoch=0) for n, rows in enumerate(size.media_rows)]
+            for s, size in enumerate(sizes)
+        ]
+
+    @property
+    def packed(self) -> tuple[PackedBatch, PackedMedia]:
+        pictures = [picture for of_sample in self._pictures for picture in of_sample]
+        tokens = sum(map(len, self._sequences)) + PADDING
+        return pack_sequences(self._sequences, range(len(PICTURES)), pad_to=tokens), exact(pack_pictures(pictures))
+
+    @property
+    def single(self) -> Iterator[tuple[PackedBatch, PackedMedia | None]]:
+        for number, (sequence, pictures) in enumerate(zip(self._sequences, self._pictures, strict=True)):
+            yield pack_sequences([sequence], [number]), exact(pack_pictures(pictures)) if pictures else None
+
+
+def exact(media: PackedMedia) -> PackedMedia:
+    return media.with_patches(media.patches.double())
+
+
+def as_hugging_face_takes_it(batch: PackedBatch, media: PackedMedia | None, config: Any) -> dict[str, Any]:
+    inputs = {"input_ids": batch.tokens[None], "use_cache": False}
+    if media is None:
+        return inputs
+    if config.model_type == "llava":
+        return {**inputs, "pixel_values": media.pictures()}
+    still = media.patches.view(len(media.patches), 3, 1, -1).repeat(1, 1, 2, 1).flatten(1)
+    grid = torch.tensor([[1, *sides] for sides in media.grid.tolist()])
+    kinds = (batch.tokens == config.image_token_id).int()[None]
+    return {**inputs, "pixel_values": still, "image_grid_thw": grid, "mm_token_type_ids": kinds}
+
+
+def gradients(model: Any) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
+    """What the module computes packed, what Hugging Face's model computes of the same weights, and the module's model
+    once it has Hugging Face's attention again."""
+    folder = tmp_path_factory.mktemp("family")
+    family = FAMILIES[request.param]
+    samples = Samples(folder, family)
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = family.kind(family.config)
+        module.configure_model()
+        module.model.save_pretrained(folder / "model")
+        reference = type(module.model).from_pretrained(folder / "model", dtype=torch.float64)
+        packed, single = ours(module, samples), theirs(reference, samples)
+        module.model.zero_grad()
+        module.model.set_attn_implementation("sdpa")
+        return packed, single, theirs(module.model, samples)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llava with clip", "qwen2_5_vl", "qwen3_vl"])
+def test_recomputing_keeps_less_and_changes_nothing(family, tmp_path):
+    kept, found = {}, {}
+    samples = Samples(tmp_path, FAMILIES[family])
+    torch.set_default_dtype(torch.float64)
+    try:
+        for recompute in (False, True):
+            torch.manual_seed(1)
+            module = FAMILIES[family].kind(FAMILIES[family].config, recompute=recompute)
+            module.configure_model()
+            saved = SavedTensors()
+            with saved_tensors_hooks(saved.pack, saved.unpack):
+                found[recompute] = ours(module, samples)
+            kept[recompute] = saved.most
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert kept[True] < 0.7 * kept[False]
+    assert error(found[True]["gradients"], found[False]["gradients"]) <= 1e-12
+
+
+def ours(module: Any, samples: Samples) -> dict[str, Any]:
+    batch, media = samples.packed
+    outputs = module.get_submodule(module.halves["backbone"][0])(**module.merge(batch, {"image": module.encode(media)}))
+    loss, tokens = module.loss(outputs, batch)
+    loss.backward()
+    return {
+        "logits": module.logits(outputs)[:-PADDING],
+        "loss": loss,
+        "tokens": tokens,
+        "gradients": gradients(module.model),
+    }
+
+
+def theirs(model: Any, samples: Samples) -> dict[str, Any]:
+    logits, losses, own_loss, tokens = [], [], 0.0, 0
+    for batch, media in samples.single:
+        labels = torch.cat(
+            [torch.tensor([IGNORED_LABEL]), batch.labels[:-1]]
+        )  # Hugging Face's model shifts them itself
+        output = model(**as_hugging_face_takes_it(batch, media, model.config), labels=labels[None])
+        logits.append(output.logits[0])
+        losses.append(functional.cross_entropy(logits[-1], batch.labels, ignore_index=IGNORED_LABEL, reduction="sum"))
+        targets = int((batch.labels != IGNORED_LABEL).sum())
+        own_loss += output.loss.item() * targets
+        tokens += targets
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    computed = {"logits": torch.cat(logits), "loss": loss, "tokens": tokens, "gradients": gradients(model)}
+    return {**computed, "own loss": own_loss}
+
+
+def test_logits_are_those_of_each_sample_alone(computed):
+    found, expected, _ = computed
+    assert found["logits"].shape == expected["logits"].shape
+    torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-9)
+
+
+def test_the_loss_is_the_sum_over_the_target_tokens(computed):
+    found, expected, _ = computed
+    assert found["tokens"] == expected["tokens"] > 0
+    assert found["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-9)
+    assert found["loss"].item() == pytest.approx(expected["own loss"], rel=1e-6)  # it computes its loss in float32
+
+
+def test_gradients_are_those_of_hugging_faces_model(computed):
+    found, expected, _ = computed
+    assert error(found["gradients"], expected["gradients"]) <= 1e-9
+
+
+def test_the_model_can_be_used_as_hugging_face_does(computed):
+    _, expected, found = computed
+    torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-9)
+    assert error(found["gradients"], expected["gradients"]) <= 1e-9

@@ -1,0 +1,131 @@
+"""Building modules of Hugging Face models: from a folder or a config, frozen or not, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flowtrain_lightning as flow
+from flowtrain_lightning.data.collate import pack_pictures
+from flowtrain_lightning.data.samples import LoadedPicture
+from tests.models.tiny import FAMILIES
+
+transformers = pytest.importorskip("transformers")
+
+QWEN = FAMILIES["qwen2_vl"].config
+
+
+def built(model: Any = QWEN, **settings: Any) -> Any:
+    module = flow.models.QwenVLM(model, **settings)
+    module.configure_model()
+    return module
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A pretrained model."""
+    built().model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("given", [str, Path])
+def test_a_folder_gives_its_weights(folder, given):
+    expected = transformers.Qwen2VLForConditionalGeneration.from_pretrained(folder)
+    found = built(given(folder))
+    assert found.model.training
+    for (name, weight), (_, other) in zip(found.model.named_parameters(), expected.named_parameters(), strict=True):
+        assert weight.equal(other), name
+
+
+def test_a_config_object_is_as_good_as_its_dictionary():
+    config = transformers.Qwen2VLConfig(**QWEN)
+    assert built(config).hparams == built(QWEN).hparams
+    assert config.text_config._attn_implementation != "flowtrain"  # the one that was given stays as it was
+
+
+def test_weights_take_the_precision_of_the_trainer(folder):
+    torch.set_default_dtype(torch.bfloat16)  # as Lightning does while it builds a module for "bf16-true"
+    try:
+        for module in (built(folder), built()):
+            assert {weight.dtype for weight in module.parameters()} == {torch.bfloat16}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_frequencies_of_rotary_positions_stay_exact_in_bfloat16():
+    module = built()
+    before = {name: table.clone() for name, table in module.named_buffers()}
+    module.to(dtype=torch.bfloat16)
+    assert before
+    for name, table in module.named_buffers():
+        assert table.equal(before[name]), name
+
+
+def test_tied_weights_stay_tied_where_their_half_is_absent():
+    module = flow.models.QwenVLM(FAMILIES["qwen2_vl, tied"].config)
+    module.live_on(("encoder",))
+    module.configure_model()
+    text, head = module.model.model.language_model, module.model.lm_head
+    assert head.weight.is_meta
+    assert head.weight is text.embed_tokens.weight
+    assert "model.lm_head.weight" not in dict(module.named_parameters())
+
+
+def test_frozen_parts_do_not_train_and_vectors_do_not_decay():
+    module = built(frozen=["model.visual.blocks", "lm_head"], lr=1e-3, weight_decay=0.1)
+    matrices, vectors = module.configure_optimizers().param_groups
+    trained = {id(weight) for group in (matrices, vectors) for weight in group["params"]}
+    for name, weight in module.model.named_parameters():
+        assert (id(weight) in trained) == (not name.startswith(("model.visual.blocks.", "lm_head."))), name
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert {weight.ndim for weight in vectors["params"]} == {1}
+    assert matrices["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "words"),
+    [
+        (
+            flow.models.QwenVLM,
+            "llava with clip",
+            "QwenVLM does not train models of type 'llava'.*LlavaVLM trains llava",
+        ),
+        (flow.models.HuggingFaceVLM, "qwen2_vl", "HuggingFaceVLM does not train .* QwenVLM trains qwen2_vl"),
+        (
+            flow.models.LlavaVLM,
+            "qwen2_vl",
+            "LlavaVLM does not train models of type 'qwen2_vl'.*QwenVLM trains qwen2_vl",
+        ),
+    ],
+)
+def test_another_family_is_refused_with_those_that_are_supported(kind, family, words):
+    with pytest.raises(ValueError, match=words):
+        kind(FAMILIES[family].config)
+
+
+def test_a_tower_for_pictures_of_many_sizes_is_refused():
+    config = {**FAMILIES["llava with clip"].config, "vision_config": {"model_type": "pixtral"}}
+    with pytest.raises(ValueError, match=r"has a tower of type 'pixtral'; LlavaVLM trains those of CLIP"):
+        flow.models.LlavaVLM(config)
+
+
+def test_a_frozen_part_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"frozen names 'visual', but Qwen2VL.* such as 'model.visual'"):
+        built(frozen="visual")
+
+
+def test_without_transformers_it_is_said_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"need transformers; install it with: pip install .*\[transformers\]"):
+        flow.models.QwenVLM(QWEN)
+
+
+def test_patches_of_another_size_are_refused():
+    images = flow.ImageProcessor(patch_size=14)
+    patches = torch.zeros(4, images.patch_dim).numpy()
+    with pytest.raises(ValueError, match=r"have 588 numbers, but the tower takes patches of 4 x 4 pixels, 48 numbers"):
+        built().encode(pack_pictures([LoadedPicture(patches, (2, 2), 1)]))

@@ -1,0 +1,57 @@
+"""Models of Hugging Face train on separate ranks as on one, and a checkpoint gives the whole model back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.exactness.compare import error, read_run
+from tests.exactness.data import write_steps
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, run_jobs
+from tests.models.tiny import FAMILIES
+
+pytest.importorskip("transformers")
+
+FAMILIES_IN_PARTS = ("qwen2_vl, tied", "qwen3_vl", "llava with clip")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The folder of a run of a family on a layout."""
+    folder = tmp_path_factory.mktemp("layouts")
+    write_steps(folder / "data")
+
+    @cache
+    def trained(family: str, layout: str) -> Path:
+        name = f"{family} {layout}"
+        arguments = {"data": str(folder / "data"), "layout": layout, "family": family}
+        job = Job(name, "tests.models.training:train", ranks_of(layout), arguments)
+        return run_jobs(folder, [job])[name].check().folder
+
+    return trained
+
+
+@pytest.mark.parametrize("family", FAMILIES_IN_PARTS)
+def test_an_encoder_rank_and_a_backbone_rank_compute_what_one_process_does(trained, family):
+    found, expected = (read_run(trained(family, layout)) for layout in ("1+1", "auto"))
+    assert error(found.initial, expected.initial) == 0.0
+    assert found.losses == pytest.approx(expected.losses, rel=1e-9)
+    assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= 1e-9
+    assert error(found.weights[-1], expected.weights[-1]) <= 1e-9
+
+
+@pytest.mark.parametrize("family", FAMILIES_IN_PARTS)
+def test_a_checkpoint_becomes_a_folder_of_hugging_face(trained, family, tmp_path):
+    folder = trained(family, "1+1")
+    module = FAMILIES[family].kind.load_from_checkpoint(folder / "last.ckpt")
+    module.model.save_pretrained(tmp_path)
+    again = dict(type(module.model).from_pretrained(tmp_path, dtype=torch.float64).named_parameters())
+    weights = read_run(folder).weights[-1]
+    assert weights.keys() == {f"model.{name}" for name in again}
+    for name, weight in weights.items():
+        torch.testing.assert_close(again[name.removeprefix("model.")], weight, rtol=1e-6, atol=1e-8)

@@ -1,0 +1,105 @@
+"""Models of Hugging Face's families, so small that a step takes milliseconds, and pictures as they want them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import flowtrain_lightning as flow
+from flowtrain_lightning.data import ImageProcessor
+from tests.tiny import IMAGES, CharTokenizer
+
+_IMAGE = CharTokenizer.specials.index("<|image_pad|>")
+_VISION_START, _VISION_END = (CharTokenizer.specials.index(f"<|vision_{place}|>") for place in ("start", "end"))
+_TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": CharTokenizer.vocabulary,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+}
+_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+_PATCHES = {"patch_size": IMAGES.patch_size, "spatial_merge_size": IMAGES.merge_size}
+_TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, **_PATCHES}
+_TOKENS = {"image_token_id": _IMAGE, "vision_start_token_id": _VISION_START, "vision_end_token_id": _VISION_END}
+_QWEN = {"text_config": {**_TEXT, **_ROTARY}, **_TOKENS}
+_SQUARE = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_LLAMA = {**_TEXT, "model_type": "llama", "head_dim": 8, "pad_token_id": 0}
+
+SQUARE = ImageProcessor(patch_size=4, merge_size=1, fixed_size=(16, 16))
+
+
+@dataclass(frozen=True)
+class Family:
+    """A module's class, the config of a model for it, and how its pictures are made."""
+
+    kind: type[flow.models.HuggingFaceVLM]
+    config: dict[str, Any]
+    images: ImageProcessor = field(default=IMAGES)
+
+
+FAMILIES = {
+    "qwen2_vl": Family(
+        flow.models.QwenVLM,
+        {
+            "model_type": "qwen2_vl",
+            **_QWEN,
+            "vision_config": {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, **_PATCHES},
+        },
+    ),
+    "qwen2_5_vl": Family(
+        flow.models.QwenVLM,
+        {
+            "model_type": "qwen2_5_vl",
+            **_QWEN,
+            "vision_config": {"depth": 2, **_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+        },
+    ),
+    "qwen3_vl": Family(
+        flow.models.QwenVLM,
+        {
+            "model_type": "qwen3_vl",
+            **_QWEN,
+            "text_config": {**_TEXT, **_ROTARY, "head_dim": 8},
+            "vision_config": {
+                "depth": 3,
+                **_TOWER,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 1],
+            },
+        },
+    ),
+    "llava with clip": Family(
+        flow.models.LlavaVLM,
+        {
+            "model_type": "llava",
+            "text_config": _LLAMA,
+            "vision_config": {**_SQUARE, "model_type": "clip_vision_model"},
+            "image_token_id": _IMAGE,
+        },
+        SQUARE,
+    ),
+    "llava with siglip": Family(
+        flow.models.LlavaVLM,
+        {
+            "model_type": "llava",
+            "text_config": _LLAMA,
+            "vision_config": {**_SQUARE, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "vision_feature_select_strategy": "full",
+            "vision_feature_layer": -1,
+            "image_token_id": _IMAGE,
+        },
+        SQUARE,
+    ),
+}
+FAMILIES["qwen2_vl, tied"] = Family(flow.models.QwenVLM, {**FAMILIES["qwen2_vl"].config, "tie_word_embeddings": True})

@@ -1,0 +1,62 @@
+"""The recipe for Qwen-VL trains a small model of that family from its YAML file, as a user starts it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from flowtrain_lightning.models import QwenVLM
+from tests.lightning.theatre import launch
+from tests.models.tiny import FAMILIES
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+DRAWINGS = ROOT / "recipes" / "quickstart"
+SECONDS = 150  # the longest wait on a busy machine
+PATCH = 8  # of the drawings, in pixels
+FIT = ["--data.global_batch_size", "16", "--data.token_budget", "512", "--data.num_workers", "0"]
+FIT += ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.max_steps", "2"]
+FIT += ["--trainer.val_check_interval", "2", "--trainer.limit_val_batches", "1"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What `hf download` gives: weights, tokenizer, and how pictures are made."""
+    shutil.copy(DRAWINGS / "tokenizer.json", tmp_path)
+    tokenizer = Tokenizer.from_file(str(DRAWINGS / "tokenizer.json"))
+    config = dict(FAMILIES["qwen2_5_vl"].config)
+    config["text_config"] = {**config["text_config"], "vocab_size": tokenizer.get_vocab_size()}
+    config["vision_config"] = {**config["vision_config"], "patch_size": PATCH, "window_size": 4 * PATCH}
+    for name, token in (("image", "image_pad"), ("vision_start", "vision_start"), ("vision_end", "vision_end")):
+        config[f"{name}_token_id"] = tokenizer.token_to_id(f"<|{token}|>")
+    module = QwenVLM(config)
+    module.configure_model()
+    module.model.save_pretrained(tmp_path)
+    pixels = {"min_pixels": 16 * 16, "max_pixels": 64 * 64}
+    transformers.Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, **pixels).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder):
+    recipe = (ROOT / "recipes" / "qwen_vl" / "config.yaml").read_text(encoding="utf-8")
+    assert recipe.count("models/qwen") == 4, "once where it says how to get it"
+    config = folder / "config.yaml"
+    config.write_text(recipe.replace("models/qwen", str(folder)).replace("max_pixels: 1003520", "max_pixels: 4096"))
+    data = [f"--data.{stage}={DRAWINGS}/data/{stage}.jsonl" for stage in ("train", "val")]
+    places = ["--data.cache_dir", str(folder / "index"), "--trainer.default_root_dir", str(folder / "runs")]
+    command = [str(Path(sys.executable).with_name("flowtrain")), "fit", "--config", str(config), *data, *places, *FIT]
+    with launch(command, folder / "log") as process:
+        assert process.wait(SECONDS) == 0, (folder / "log").read_text()
+    (last,) = (folder / "runs").rglob("last.ckpt")
+    QwenVLM.load_from_checkpoint(last).model.save_pretrained(folder / "tuned")
+    tuned = transformers.AutoModelForImageTextToText.from_pretrained(folder / "tuned").state_dict()
+    before = transformers.AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+    assert tuned.keys() == before.keys()
+    changed = {name for name, weight in tuned.items() if not weight.equal(before[name])}
+    assert any("visual" in name for name in changed), "the tower trains"
+    assert any("language_model" in name for name in changed)

@@ -1,0 +1,39 @@
+"""Links between the pages of the documentation lead somewhere, and tests that pages name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
+TESTS = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+
+
+def prose(page: Path) -> str:
+    """The page without its code."""
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What its headings may be called in a link."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_leads_somewhere(name):
+    page = PAGES[name]
+    for link in re.findall(r"\]\(([^):]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_test_that_is_named_exists(name):
+    for test in re.findall(r"`(test_\w+)`", prose(PAGES[name])):
+        assert f"def {test}(" in TESTS or test == "test_loss", test  # the loss that `test` logs
