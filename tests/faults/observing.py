@@ -17,6 +17,7 @@ import psutil
 
 from tests.faults.fault import INJECTED
 from tests.faults.job import Ended, Job, rank_of, text_of
+from tests.leftovers import abandoned_files, newly_abandoned_files
 
 SCRIPT = Path(__file__).with_name("train.py")
 _LEFT_SECONDS = 5.0
@@ -52,7 +53,7 @@ def observe(job: Job, pid: int) -> Ended:
         pid: its first process, a child of this one that leads a session of its own.
     """
     job.temporary.mkdir(exist_ok=True)
-    files = {folder: set(os.listdir(folder)) for folder in (Path("/dev/shm"), job.temporary)}
+    abandoned = abandoned_files()
     processes = _Processes(job, pid)
     with _orphans_adopted():
         try:
@@ -61,7 +62,7 @@ def observe(job: Job, pid: int) -> Ended:
             left = processes.wait()
         finally:
             processes.kill()
-    left += _new_files(files) + _listeners(job.port)
+    left += sorted(newly_abandoned_files(abandoned)) + _temporary_files(job.temporary) + _listeners(job.port)
     shutil.rmtree(job.temporary)
     came = float(text_of(job.folder / INJECTED) or "inf")
     ranks = processes.ranks()
@@ -178,19 +179,13 @@ def _orphans_adopted() -> Iterator[None]:
         library.prctl(_ADOPT_ORPHANS, ctypes.c_ulong(0), 0, 0, 0)
 
 
-def _new_files(before: dict[Path, set[str]]) -> list[str]:
-    """What is in these folders and was not, also a little later: other programs use them as well.
+def _temporary_files(folder: Path) -> list[str]:
+    """What the job left in its folder of temporary files.
 
     Two that are not ours do not count: that of torchrun's logs, which it leaves there, and the empty one that Python's
     multiprocessing makes for workers and leaves there when they are killed.
     """
-    end = time.monotonic() + 3
-    while True:
-        found = [path for folder, names in before.items() for path in folder.iterdir() if path.name not in names]
-        new = [str(path) for path in found if not path.name.startswith(("torchelastic_", "pymp-"))]
-        if not new or time.monotonic() > end:
-            return new
-        time.sleep(0.1)
+    return [str(path) for path in folder.iterdir() if not path.name.startswith(("torchelastic_", "pymp-"))]
 
 
 def _listeners(port: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,10 @@ def theatre(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Where scenes are played when the first test asks for one: all of a layout in one start of its processes."""
     modules = {item.module: None for item in request.session.items if isinstance(item, pytest.Function)}
     scenes = {scene: layouts for module in modules for scene, layouts in getattr(module, "SCENES", {}).items()}
-    return Theatre(scenes, tmp_path_factory.mktemp("scenes"), data_folder)
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "scenes"
+    folder.mkdir(exist_ok=True)
+    return Theatre(scenes, folder, data_folder)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -20,37 +21,65 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 400
 """The longest that all scenes of a layout may take, on a machine that does other work as well."""
 
+FAILURE = "failure.txt"
+"""What a scene's processes printed if it failed."""
+
 Notes = list[dict[str, Any]]
 """What each rank noted."""
 
 
 class Theatre:
-    """Plays scenes, each at most once on a layout.
+    """Plays scenes, each at most once on a layout, also where several pytest workers ask for them.
 
     A scene is a function of a `Stage`; test modules list theirs in ``SCENES``, each with its layouts. A scene that
     fails takes its processes down; the scenes after it are played in new ones.
+
+    Args:
+        scenes: every scene with its layouts, alike in all workers.
+        folder: where scenes leave what they write and note; one for all workers.
+        data_folder: the records.
     """
 
     def __init__(self, scenes: dict[Callable[[Stage], None], tuple[str, ...]], folder: Path, data_folder: Path) -> None:
         self._scenes = scenes
         self._folder = folder
         self._data_folder = data_folder
-        self._failures: dict[tuple[str, str], str] = {}
-        self._played: set[str] = set()
 
     def seen(self, scene: Callable[[Stage], None], layout: str) -> Notes:
         """What each rank noted in a scene."""
-        if layout not in self._played:
-            self._play(layout)
-            self._played.add(layout)
-        if (layout, scene.__name__) in self._failures:
-            pytest.fail(f"{scene.__name__} failed on {layout}:\n{self._failures[layout, scene.__name__]}")
+        while not self._is_played(layout):
+            self._play_or_wait(layout)
         folder = self.folder(scene, layout)
+        if (failure := folder / FAILURE).exists():
+            pytest.fail(f"{scene.__name__} failed on {layout}:\n{failure.read_text()}")
         return [json.loads((folder / f"notes-{rank}.json").read_text()) for rank in range(DEVICES[layout])]
 
     def folder(self, scene: Callable[[Stage], None], layout: str) -> Path:
         """Where a scene's Trainers wrote."""
         return self._folder / layout / scene.__name__
+
+    def _play_or_wait(self, wanted: str) -> None:
+        """Plays a layout that no other worker plays, the wanted one if it can; else waits for the one that does."""
+        for layout in sorted(DEVICES, key=lambda layout: layout != wanted):
+            with self._claimed(layout) as alone:
+                if alone and not self._is_played(layout):
+                    return self._play(layout)
+        with self._claimed(wanted, wait=True):
+            return None
+
+    @contextmanager
+    def _claimed(self, layout: str, wait: bool = False) -> Iterator[bool]:
+        """Whether this worker is the one that may play a layout; it is until the end of the block."""
+        with (self._folder / f"{layout}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+    def _is_played(self, layout: str) -> bool:
+        return (self._folder / f"{layout}.played").exists()
 
     def _play(self, layout: str) -> None:
         waiting = [scene for scene, layouts in self._scenes.items() if layout in layouts]
@@ -59,7 +88,10 @@ class Theatre:
             ended = [scene for scene in waiting if self._is_over(scene, layout)]
             waiting = waiting[len(ended) :]
             if waiting:
-                self._failures[layout, waiting.pop(0).__name__] = done
+                failed = self.folder(waiting.pop(0), layout)
+                failed.mkdir(parents=True, exist_ok=True)
+                (failed / FAILURE).write_text(done)
+        (self._folder / f"{layout}.played").touch()
 
     def _is_over(self, scene: Callable[[Stage], None], layout: str) -> bool:
         return all((self.folder(scene, layout) / f"notes-{rank}.json").exists() for rank in range(DEVICES[layout]))

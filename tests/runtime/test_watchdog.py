@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from flowtrain_lightning.pool import PeerFailed, Pool
 from flowtrain_lightning.runtime.watchdog import Watchdog, die_with_parent, say_fault
+from tests.leftovers import abandoned_files, newly_abandoned_files
 from tests.pool.ranks import join_job
 from tests.processes import Ranks, run_ranks
 
@@ -69,9 +70,9 @@ def fault(ranks, rank):
 
 @pytest.fixture
 def shared_memory_files():
-    before = set(os.listdir("/dev/shm"))
+    before = abandoned_files()
     yield
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not newly_abandoned_files(before)
 
 
 @pytest.mark.usefixtures("shared_memory_files")

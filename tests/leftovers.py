@@ -1,0 +1,34 @@
+"""What processes that have ended left in shared memory, also where other tests and programs use it at the same time."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+_OTHERS_SECONDS = 3.0
+"""Within which a program that has just ended, or is just making a file, is through with it."""
+
+
+def abandoned_files() -> set[str]:
+    """The files of shared memory that no living process has mapped.
+
+    A file that one has mapped, such as a semaphore of Python's multiprocessing, belongs to another test.
+    """
+    files = {str(path) for path in SHARED_MEMORY.iterdir()}
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # the process has ended, or belongs to somebody else
+            mapped = maps.read_text()
+            files = {file for file in files if file not in mapped}
+    return files
+
+
+def newly_abandoned_files(before: set[str]) -> set[str]:
+    """What was left behind since, apart from what is gone a little later."""
+    end = time.monotonic() + _OTHERS_SECONDS
+    while True:
+        files = abandoned_files() - before
+        if not files or time.monotonic() > end:
+            return files
+        time.sleep(0.1)
