@@ -1,6 +1,6 @@
-"""A script: trains until somebody ends it, or fails where it is told to.
+"""Trains until somebody ends it, or fails where it is told to: ``encode``, ``loss``, ``names``, ``log after a step``.
 
-``long_run.py FOLDER DATA [encode|loss|names|spike|log after a step]``. After three steps each rank writes ``pid-RANK``.
+Also a script, ``long_run.py FOLDER DATA``. After three steps each rank writes ``pid-RANK``.
 """
 
 from __future__ import annotations
@@ -67,11 +67,10 @@ class Report(L.Callback):
             unfinished.rename(self.folder / f"pid-{trainer.global_rank}")
 
 
-def main() -> None:
+def train(folder: Path, data_folder: str, place: str = "") -> None:
     """Trains on one encoder rank and one backbone rank, or on two colocated ones."""
-    folder, data_folder, place = Path(sys.argv[1]), Path(sys.argv[2]), (sys.argv[3:] or [""])[0]
     L.seed_everything(7, verbose=False)
-    stage = Stage("colocated" if "colocated" in place else "1+1", folder, data_folder)
+    stage = Stage("colocated" if "colocated" in place else "1+1", folder, Path(data_folder))
     spikes = SpikeDetection(warmup=1, rtol=2.0, exclude_batches_path=str(folder / "skip.json"))
     bounds = {"max_epochs": 100_000, "limit_val_batches": int("validation" in place), "enable_checkpointing": False}
     trainer = stage.trainer(callbacks=[Report(folder), spikes], **bounds)
@@ -79,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train(Path(sys.argv[1]), sys.argv[2])

@@ -8,15 +8,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.forks import Job, run_jobs
 from tests.lightning.stage import Stage
 from tests.lightning.theatre import launch
-from tests.ports import free_port
 from tests.tiny import TinyVLM
 
 pytestmark = pytest.mark.timeout(400)
@@ -89,19 +88,16 @@ def test_who_logs_alone_is_told_so_within_seconds_and_how_rank_zero_may(tmp_path
 def test_a_spike_of_the_loss_ends_all_ranks_and_the_batches_are_written_down(tmp_path, data_folder):
     for text in _fail(tmp_path, data_folder, "spike"):
         assert "TrainingSpikeException" in text
-    assert json.loads((tmp_path / "skip.json").read_text()) == [2, 3]
+    assert json.loads((tmp_path / "failed" / "skip.json").read_text()) == [2, 3]
 
 
 def _fail(folder: Path, data_folder: Path, place: str, seconds: float = SECONDS) -> list[str]:
     """What each of two ranks printed when something went wrong in one."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    command = [sys.executable, str(SCRIPT), str(folder), str(data_folder), place]
-    logs = [folder / f"log-{rank}" for rank in range(2)]
-    with ExitStack() as stack:
-        started = [launch(command, log, **meeting, LOCAL_RANK=str(rank)) for rank, log in enumerate(logs)]
-        for process in [stack.enter_context(each) for each in started]:
-            assert process.wait(seconds) != 0
-    return [log.read_text() for log in logs]
+    arguments = {"data_folder": str(data_folder), "place": place}
+    job = Job("failed", "tests.lightning.long_run:train", 2, arguments, deadline=seconds)
+    done = run_jobs(folder, [job])["failed"]
+    assert all(code not in (0, -signal.SIGKILL) for code in done.codes), done
+    return [(done.folder / f"rank{rank}.log").read_text() for rank in range(2)]
 
 
 def _wait_until(is_so: Callable[[], bool]) -> None:
