@@ -7,13 +7,14 @@ chrt -r 1 python benchmarks/pool.py        as root, where other programs use the
 Every sample of every way is taken in turn with those of all others, in the same processes; ratios are medians of the
 ratios of such neighbours. A reader sleeps when the owner begins; the owner has slept for a millisecond or, where
 the tables say so, worked. Times run from there until the last reader has a
-tensor, processor time is that of all processes until the entry is given back. memcpy copies into shared memory of the
-kind that the pool has.
+tensor, processor time is that of all processes until the entry is given back. memcpy is the C library's, by one thread,
+into shared memory of the kind that the pool has.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import os
 import sys
@@ -158,7 +159,7 @@ def measure_size(
     for _ in range(samples + 2):
         pause(idle)
         start = time.perf_counter()
-        target.copy_(tensor)
+        ctypes.memmove(target.data_ptr(), tensor.data_ptr(), nbytes)
         seconds["memcpy", "put"].append(time.perf_counter() - start)
         for name in names:
             turn = next(TURNS)
@@ -208,7 +209,7 @@ def measure_stream(way: Way, end: Any, rounds: int) -> list[dict[str, Any]]:
             turns = [next(TURNS) for _ in range(burst)]
             start = time.perf_counter()
             for target in targets:
-                target.copy_(tensor)
+                ctypes.memmove(target.data_ptr(), tensor.data_ptr(), STREAMED)
             copies.append((time.perf_counter() - start) / burst)
             end.send(("pool", turns, STREAMED, False))
             cpu, start = time.process_time(), time.perf_counter()
