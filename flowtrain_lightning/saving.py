@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -37,8 +38,8 @@ class SavingHalves(AcrossRoles):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's optimizer state, by parameter name."""
-        numbers = [id(own) for own in self.optimizers]
-        return self._named_optimizers[numbers.index(id(getattr(optimizer, "optimizer", optimizer)))].state()
+        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self._named_optimizers[[id(known) for known in self.optimizers].index(id(own))].state()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a checkpoint directory; every rank calls it."""

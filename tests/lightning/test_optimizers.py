@@ -169,3 +169,41 @@ def test_clipping_is_that_of_the_whole_module(theatre, layout, name):
             assert length == pytest.approx(plain[name]["lengths"][half], rel=1e-9)
     assert plain["norm"]["largest"][0]["backbone"] < plain["off"]["largest"][0]["backbone"]
     assert max(plain["value"]["largest"][0].values()) == pytest.approx(0.001)
+
+
+class Wrapping(optim.Optimizer):
+    """Steps another optimizer, as Lookahead and its like do."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+        self._share()
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
+
+
+def test_an_optimizer_that_wraps_another_one_is_saved_and_goes_on_from_there(one_rank):
+    saved = one_rank.folder / "step2.ckpt"
+
+    class Wrapped(TinyVLM):
+        def configure_optimizers(self) -> optim.Optimizer:
+            return Wrapping(optim.SGD(self.parameters(), lr=0.1, momentum=0.9))
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.trainer.global_step == 2:
+                self.trainer.save_checkpoint(saved)
+
+    straight, resumed = Wrapped(), Wrapped()
+    for module, checkpoint in ((straight, None), (resumed, saved)):
+        L.seed_everything(7, verbose=False)
+        trainer = one_rank.trainer(max_steps=4, limit_val_batches=0, enable_checkpointing=False)
+        trainer.fit(module, one_rank.data(), ckpt_path=checkpoint)
+    assert half_lengths(resumed) == half_lengths(straight)
