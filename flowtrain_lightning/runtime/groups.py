@@ -11,10 +11,9 @@ import atexit
 import itertools
 import os
 import pickle
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,9 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from flowtrain_lightning.pool import StatusPage
+from flowtrain_lightning.runtime.arrival import root_store, told_in_words
 
 WAITS_FOR_ALL = "wait for all ranks"
 WAITS_FOR_NEWS = "wait for news from rank"
@@ -159,13 +159,9 @@ class Groups:
         return gathered
 
 
-_PRESENT = "flowtrain/present/{}"
-"""In the job's store: the rank of that number has come, and the name of its node."""
-
 _connected: tuple[Any, Groups] | None = None
 _connected_process = 0  # the process that `_connected` is of: the threads behind its groups do not outlive a fork
 _connections = 0
-_root_stores: dict[int, Store] = {}  # by process: a fork must not speak through its parent's connection
 
 
 def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta) -> Groups:
@@ -200,7 +196,7 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
     ranks = sum(map(len, worlds))
     _connections += 1
     root = root_store(rank, ranks, timeout)
-    with _told_in_words(rank, ranks, timeout, root):
+    with told_in_words(rank, ranks, timeout, root):
         groups = _connect(rank, worlds, backend, timeout, PrefixStore(f"flowtrain/{_connections}", root))
     _connected, _connected_process = (key, groups), os.getpid()
     return groups
@@ -225,57 +221,6 @@ def _connect(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeo
         role_cpu=None if backend == "gloo" else dist.new_group(backend="gloo"),
         _stores=(PrefixStore(f"store/{number}", store) for number in itertools.count()),
     )
-
-
-def root_store(rank: int, ranks: int, timeout: timedelta) -> Store:
-    """The store of the whole job, through which its ranks find each other; groups come later.
-
-    Args:
-        rank: global rank.
-        ranks: of the job.
-        timeout: after which a rank gives up to wait for the others, or for what they are to put there.
-
-    Raises:
-        RuntimeError: the others do not come in time, or rank 0, which keeps the store, has ended.
-    """
-    if os.getpid() not in _root_stores:
-        with _told_in_words(rank, ranks, timeout):
-            store, _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
-            store.set(_PRESENT.format(rank), socket.gethostname())
-        _root_stores[os.getpid()] = store
-    return _root_stores[os.getpid()]
-
-
-def node_names(ranks: int) -> list[str]:
-    """The name of each rank's node; all ranks are connected."""
-    root = _root_stores[os.getpid()]
-    return [root.get(_PRESENT.format(rank)).decode() for rank in range(ranks)]
-
-
-@contextmanager
-def _told_in_words(rank: int, ranks: int, timeout: timedelta, store: Store | None = None) -> Iterator[None]:
-    """Inside, errors of connections and stores become a sentence that says who is missing."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"Rank {rank} could not connect to the other ranks: {_missing(rank, ranks, timeout, store)}. Did a rank "
-            "meet an error while it started? See the output of all of them."
-        ) from error
-
-
-def _missing(rank: int, ranks: int, timeout: timedelta, store: Store | None) -> str:
-    within = f"within {timeout.total_seconds():g} s"
-    if store is None:
-        return f"not all {ranks} have come {within}" if rank == 0 else f"rank 0 was not there {within}, or has ended"
-    try:
-        # Rank 0 keeps the store, as a rule, and says that it has come when the others have.
-        absent = [other for other in range(1, ranks) if not store.check([_PRESENT.format(other)])]
-    except RuntimeError:
-        return "rank 0, which keeps what they tell each other at the start, has ended"
-    if not absent:
-        return f"one of them has ended, or did not answer {within}"
-    return f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(map(str, absent))} did not come {within}"
 
 
 @atexit.register

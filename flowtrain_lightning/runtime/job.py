@@ -24,7 +24,8 @@ from flowtrain_lightning.pool.between_hosts.location import (
     describe_ways,
     interface_of,
 )
-from flowtrain_lightning.runtime.groups import connect_groups, node_names
+from flowtrain_lightning.runtime.arrival import node_names
+from flowtrain_lightning.runtime.groups import connect_groups
 from flowtrain_lightning.runtime.launcher import kin
 from flowtrain_lightning.runtime.watchdog import Watchdog
 
