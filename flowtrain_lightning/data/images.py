@@ -41,7 +41,8 @@ class ImageProcessor:
         mean: per channel, subtracted from values in 0..1.
         std: per channel, divides what is left.
         fixed_size: height and width in pixels that every picture is scaled to, for towers that were trained on one size
-            (CLIP, SigLIP); ``min_pixels`` and ``max_pixels`` say nothing then. See `PackedMedia.pictures`.
+            (CLIP, SigLIP); ``min_pixels`` and ``max_pixels`` say nothing then. What is left at the right and lower edge
+            beside whole patches is cut off, as by such a tower itself. See `PackedMedia.pictures`.
     """
 
     patch_size: int = 14
@@ -61,10 +62,10 @@ class ImageProcessor:
                 f"ImageProcessor got {len(self.mean)} values in mean and {len(self.std)} in std "
                 f"for channels={self.channels}; give one per channel."
             )
-        if self.fixed_size is not None and any(side < 1 or side % self._block for side in self.fixed_size):
+        if self.fixed_size is not None and min(self.fixed_size) < self._block:
             raise ValueError(
-                f"ImageProcessor got fixed_size={self.fixed_size}; both sides must be multiples of patch_size * "
-                f"merge_size = {self._block}."
+                f"ImageProcessor got fixed_size={self.fixed_size}; both sides must be at least patch_size * merge_size "
+                f"= {self._block}."
             )
         if self.fixed_size is None and not self._block**2 <= self.min_pixels <= self.max_pixels:
             raise ValueError(
@@ -117,7 +118,7 @@ class ImageProcessor:
                 f"but one side may be at most {LARGEST_ASPECT} times the other"
             )
         if self.fixed_size is not None:
-            rows, columns = (side // self.patch_size for side in self.fixed_size)
+            rows, columns = (side // self._block * self.merge_size for side in self.fixed_size)
             return np.full(len(heights), rows), np.full(len(widths), columns)
         block, pixels = self._block, heights * widths
         rounded = np.rint(heights / block), np.rint(widths / block)
@@ -175,9 +176,10 @@ class ImageProcessor:
         if augment is not None:
             picture = augment(picture)
         picture = _flat(picture, "RGB" if self.channels == 3 else "L")
-        scaled = (grid[1] * self.patch_size, grid[0] * self.patch_size)
-        picture = picture.resize(scaled, image.Resampling.BICUBIC)
-        return self._cut(np.asarray(picture, dtype=np.float32), grid), grid
+        height, width = grid[0] * self.patch_size, grid[1] * self.patch_size
+        scaled = self.fixed_size or (height, width)
+        picture = picture.resize((scaled[1], scaled[0]), image.Resampling.BICUBIC)
+        return self._cut(np.asarray(picture, dtype=np.float32)[:height, :width], grid), grid
 
     def _cut(self, pixels: NDArray[np.float32], grid: tuple[int, int]) -> NDArray[np.float32]:
         merge, side = self.merge_size, self.patch_size

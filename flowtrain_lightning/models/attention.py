@@ -111,8 +111,9 @@ def _packed_attention(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if scaling is not None and not math.isclose(scaling, query.shape[-1] ** -0.5):
         query = query * (scaling * query.shape[-1] ** 0.5)
-    if torch.is_autocast_enabled(query.device.type):  # rotary positions have made queries and keys float32
-        dtype = torch.get_autocast_dtype(query.device.type)
+    device = query.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # rotary positions have made queries and keys float32
+        dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return varlen_attention(query, key, value, cu_seq_lens_q, max_length_q, causal)[None], None

@@ -35,6 +35,9 @@ class HuggingFaceVLM(FlowModule):
             checkpointing): far less memory, up to a third more time.
         lr: of AdamW.
         weight_decay: of AdamW, on matrices only.
+        max_new_tokens: how many tokens a prediction has at most; it ends sooner at the token that the model ends with.
+        generation: what ``transformers``' own ``generate`` does, as the dictionary of a ``GenerationConfig``; None: as
+            the name or folder says. It only goes into the folder that is saved.
 
     Attributes:
         families: the ``model_type`` of the configs that the class trains.
@@ -51,14 +54,28 @@ class HuggingFaceVLM(FlowModule):
         recompute: bool = False,
         lr: float = 1e-5,
         weight_decay: float = 0.0,
+        max_new_tokens: int = 32,
+        generation: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._source = model if isinstance(model, str | Path) else None
         config = _read_config(model)
         self.check_config(config)
-        frozen = [frozen] if isinstance(frozen, str) else list(frozen)
-        optimizer = {"lr": lr, "weight_decay": weight_decay}
-        self.save_hyperparameters({"model": config.to_dict(), "frozen": frozen, "recompute": recompute, **optimizer})
+        if generation is None and self._source is not None:
+            generation = _read_generation(self._source)
+        self.save_hyperparameters(
+            {
+                "model": config.to_dict(),
+                "frozen": [frozen] if isinstance(frozen, str) else list(frozen),
+                "recompute": recompute,
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "max_new_tokens": max_new_tokens,
+                "generation": None if generation is None else dict(generation),
+            }
+        )
+        self.max_new_tokens = max_new_tokens
+        self.end_token = _end_token(config, generation)
         self._tables: list[tuple[nn.Module, str, Tensor]] = []
 
     def check_config(self, config: Any) -> None:
@@ -79,18 +96,24 @@ class HuggingFaceVLM(FlowModule):
     def configure_whole(self) -> None:
         """Builds the model, from the name or folder or at random, in the precision of the Trainer."""
         from transformers import AutoModelForImageTextToText as Maker
+        from transformers import GenerationConfig
 
         dtype = torch.get_default_dtype()
-        if self._source is not None:
-            self.model = Maker.from_pretrained(self._source, dtype=dtype)
+        if self._source is not None and torch.get_default_device().type != "meta":
+            with torch.device("cpu"):  # Lightning's would be taken for a device_map, which needs accelerate
+                self.model = Maker.from_pretrained(self._source, dtype=dtype)
+            self._keep_apart()
         else:
             self.model = Maker.from_config(_read_config(self.hparams["model"]), dtype=dtype)
+        if self.hparams["generation"] is not None:
+            self.model.generation_config = GenerationConfig(**self.hparams["generation"])
         self.model.train()  # from_pretrained leaves it in evaluation mode
         pack_attention(self._text)
         if self.hparams["recompute"]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # its new name is known from transformers 5.23 on only
                 self.model.gradient_checkpointing_enable()
+            self.model.disable_input_require_grads()  # else the backward goes through frozen parts too
         for path in self.hparams["frozen"]:
             self._frozen(path).requires_grad_(False)
         self._tables = _tables(self.model)
@@ -108,8 +131,22 @@ class HuggingFaceVLM(FlowModule):
         """
         super().to(*args, **kwargs)
         for owner, name, table in self._tables:
-            setattr(owner, name, table.to(getattr(owner, name).device))
+            if not table.is_meta:
+                setattr(owner, name, table.to(getattr(owner, name).device))
         return self
+
+    def _keep_apart(self) -> None:
+        """Leaves two tables of tokens two, though the config calls them one, where the folder holds both.
+
+        Checkpoints keep the config, which says so from now on.
+        """
+        config = self.model.config
+        is_one = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+        if is_one or not config.tie_word_embeddings:
+            return
+        for part in (config, config.get_text_config()):
+            part.tie_word_embeddings = False
+        self.hparams["model"] = config.to_dict()
 
     @property
     def _text(self) -> Any:
@@ -180,6 +217,23 @@ def _read_config(model: str | Path | Mapping[str, Any] | Any) -> Any:
     if isinstance(model, str | Path):
         return AutoConfig.from_pretrained(model)
     return AutoConfig.for_model(**model) if isinstance(model, Mapping) else model
+
+
+def _read_generation(source: str | Path) -> dict[str, Any] | None:
+    """What a name or folder says of ``generate``, if it does."""
+    from transformers import GenerationConfig
+
+    try:
+        said: dict[str, Any] = GenerationConfig.from_pretrained(source).to_diff_dict()
+    except OSError:
+        return None
+    return said
+
+
+def _end_token(config: Any, generation: Mapping[str, Any] | None) -> int | None:
+    """The token with which a model ends, the first where it has several."""
+    ends: int | list[int] | None = (generation or {}).get("eos_token_id", config.get_text_config().eos_token_id)
+    return ends[0] if isinstance(ends, list) else ends
 
 
 def _tables(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

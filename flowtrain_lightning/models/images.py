@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def images_of(model: str | Path, min_pixels: int | None = None, max_pixels: int 
         max_pixels: likewise.
 
     Raises:
-        ValueError: its image processor is of another kind.
+        ValueError: its image processor is of another kind, or does otherwise to pixels.
     """
     from transformers import AutoConfig, AutoImageProcessor
 
@@ -39,5 +40,19 @@ def images_of(model: str | Path, min_pixels: int | None = None, max_pixels: int 
                 f"The image processor of {model} is a {kind}, but only those of Qwen, CLIP, LLaVA and SigLIP can be "
                 "followed. Say what it does yourself: FlowDataModule(images=ImageProcessor(...))."
             )
+    _check_pixels(processor, model)
     bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     return ImageProcessor(**settings | {name: pixels for name, pixels in bounds.items() if pixels is not None})
+
+
+def _check_pixels(processor: Any, model: str | Path) -> None:
+    """Refuses what `ImageProcessor` does not do: it scales by bicubic filtering, divides by 255 and normalizes."""
+    usual = {"resample": 3, "rescale_factor": 1 / 255, "do_rescale": True, "do_normalize": True}
+    unusual = [name for name, value in usual.items() if not math.isclose(getattr(processor, name), value)]
+    if unusual:
+        said = ", ".join(f"{name}={getattr(processor, name)!r}" for name in unusual)
+        wanted = ", ".join(f"{name}={usual[name]!r}" for name in unusual)
+        raise ValueError(
+            f"The image processor of {model} has {said}, which cannot be followed (only {wanted}). Say what pictures "
+            "become yourself, as near as it comes: FlowDataModule(images=ImageProcessor(...))."
+        )

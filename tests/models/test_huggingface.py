@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import flowtrain_lightning as flow
 from flowtrain_lightning.data.collate import pack_pictures
 from flowtrain_lightning.data.samples import LoadedPicture
+from flowtrain_lightning.profiling.origin import copy_on_meta
 from tests.models.tiny import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -73,6 +75,70 @@ def test_tied_weights_stay_tied_where_their_half_is_absent():
     assert head.weight.is_meta
     assert head.weight is text.embed_tokens.weight
     assert "model.lm_head.weight" not in dict(module.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "llava with siglip"])
+def test_tables_that_a_folder_holds_apart_stay_apart_though_its_config_calls_them_one(tmp_path, family):
+    kind, config = FAMILIES[family].kind, {**FAMILIES[family].config, "tie_word_embeddings": False}
+    saved = kind(config)
+    saved.configure_model()
+    saved.model.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**said, "tie_word_embeddings": True}))
+    loaded = kind(tmp_path)
+    loaded.configure_model()
+    again = kind(**loaded.hparams)  # as from a checkpoint, which keeps the config
+    again.configure_model()
+    again.load_state_dict(loaded.state_dict())
+    for module in (loaded, again):
+        assert module.model.lm_head.weight.equal(saved.model.lm_head.weight)
+        assert module.model.get_input_embeddings().weight.equal(saved.model.get_input_embeddings().weight)
+
+
+def test_a_folder_is_loaded_where_lightning_builds_modules_on_a_gpu(folder):
+    with torch.device("cuda:0"):  # which transformers alone would take for a device_map
+        module = built(folder)
+    assert {weight.device.type for weight in module.parameters()} == {"cpu"}  # until the strategy moves them
+
+
+def test_a_model_without_memory_is_built_from_the_config_of_its_folder_and_counts_its_work(folder):
+    module = copy_on_meta(flow.models.QwenVLM(folder))
+    assert {weight.device.type for weight in module.parameters()} == {"meta"}
+    module.to_empty(device="cpu")
+    module.to(torch.float32)
+    assert {table.device.type for table in module.buffers()} == {"cpu"}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("family", "frozen", "block"),
+    [
+        ("llava with clip", "model.vision_tower", "model.vision_tower.encoder.layers.0.self_attn"),
+        ("qwen2_5_vl", ["model.visual.blocks", "model.visual.patch_embed"], "model.visual.blocks.0.attn"),
+    ],
+)
+def test_a_frozen_tower_runs_once_in_a_step(family, frozen, block, recompute):
+    kind, config, images = FAMILIES[family].kind, FAMILIES[family].config, FAMILIES[family].images
+    module = kind(config, frozen=frozen, recompute=recompute)
+    module.configure_model()
+    runs = []
+    module.model.get_submodule(block).register_forward_pre_hook(lambda *_: runs.append(1))
+    patches = torch.randn(16, images.patch_dim).numpy()
+    features = module.encode(pack_pictures([LoadedPicture(patches, (4, 4), 16 // images.merge_size**2)]))
+    (features[0] if isinstance(features, tuple) else features).sum().backward()
+    assert len(runs) == 1
+
+
+def test_predictions_end_where_the_model_says_and_the_saved_folder_says_so_too(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8], "repetition_penalty": 1.05}))
+    module = built(folder, max_new_tokens=5)
+    assert (module.end_token, module.max_new_tokens) == (7, 5)
+    again = flow.models.QwenVLM(**module.hparams)  # as from a checkpoint
+    again.configure_model()
+    again.model.save_pretrained(folder / "tuned")
+    assert (again.end_token, again.max_new_tokens) == (7, 5)
+    said = json.loads((folder / "tuned" / "generation_config.json").read_text())
+    assert (said["eos_token_id"], said["repetition_penalty"]) == ([7, 8], 1.05)
 
 
 def test_frozen_parts_do_not_train_and_vectors_do_not_decay():

@@ -24,15 +24,15 @@ def qwen(folder: Path) -> Any:
     return processor
 
 
-def llava(folder: Path, tower: str) -> Any:
+def llava(folder: Path, tower: str, side: int = 56) -> Any:
     config, processor = {
         "clip": (
             transformers.CLIPVisionConfig(image_size=56, patch_size=14),
             transformers.CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}),
         ),
         "siglip": (
-            transformers.SiglipVisionConfig(image_size=56, patch_size=14),
-            transformers.SiglipImageProcessorPil(size={"height": 56, "width": 56}),
+            transformers.SiglipVisionConfig(image_size=side, patch_size=14),
+            transformers.SiglipImageProcessorPil(size={"height": side, "width": side}),
         ),
     }[tower]
     transformers.LlavaConfig(vision_config=config).save_pretrained(folder)
@@ -73,6 +73,28 @@ def test_pictures_are_those_of_the_towers_processor(tmp_path, tower, height, wid
     path = picture(tmp_path, height, width)
     media = pack_pictures([load(images_of(tmp_path), path)])
     assert media.pictures().equal(theirs(Image.open(path), return_tensors="pt")["pixel_values"])
+
+
+def test_what_is_left_beside_whole_patches_is_cut_off_as_by_the_tower(tmp_path):
+    theirs = llava(tmp_path, "siglip", side=59)
+    path = picture(tmp_path, 40, 100)
+    media = pack_pictures([load(images_of(tmp_path), path)])
+    assert media.pictures().shape == (1, 3, 56, 56)
+    assert media.pictures().equal(theirs(Image.open(path), return_tensors="pt")["pixel_values"][..., :56, :56])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"resample": 2}, r"has resample=2, which cannot be followed \(only resample=3\)"),
+        ({"do_normalize": False, "rescale_factor": 1.0}, r"has rescale_factor=1.0, do_normalize=False, which"),
+    ],
+)
+def test_pixels_that_are_made_otherwise_are_refused(tmp_path, change, words):
+    qwen(tmp_path)
+    transformers.Qwen2VLImageProcessorPil(**change).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        images_of(tmp_path)
 
 
 def test_what_shall_be_otherwise_can_be_said(tmp_path):
