@@ -22,6 +22,8 @@ PREEMPTION_CHECKPOINT = "preempted.ckpt"
 class PreemptionCheckpoint(L.Callback):
     """Saves ``preempted.ckpt`` in the Trainer's root folder and ends ``fit`` in the same step on every rank.
 
+    A validation is brought to its end first: Lightning cannot go on in the middle of one.
+
     The strategy adds it to every Trainer. A later ``fit(ckpt_path=".../preempted.ckpt")`` goes on from there. It is
     enough that one rank gets the signal. Under SLURM the signal that announces the end of the time does the same;
     the job is not queued again by itself. Outside of ``fit`` the signal ends the process, and so the job.
@@ -56,11 +58,20 @@ class PreemptionCheckpoint(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Looks at what all ranks agreed on in the step that just ended."""
-        if _strategy(trainer).engine.stop_requested:
-            path = Path(trainer.default_root_dir) / PREEMPTION_CHECKPOINT
-            trainer.save_checkpoint(path)
-            rank_zero_info(f"flowtrain: received SIGTERM; saved {path} and end after step {trainer.global_step}.")
-            raise SIGTERMException
+        _end_if_asked(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Looks at what all ranks agreed on in the steps of the validation that just ended."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            _end_if_asked(trainer)
+
+
+def _end_if_asked(trainer: L.Trainer) -> None:
+    if _strategy(trainer).engine.stop_requested:
+        path = Path(trainer.default_root_dir) / PREEMPTION_CHECKPOINT
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"flowtrain: received SIGTERM; saved {path} and end after step {trainer.global_step}.")
+        raise SIGTERMException
 
 
 def _listen(trainer: L.Trainer) -> None:

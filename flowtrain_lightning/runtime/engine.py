@@ -127,6 +127,7 @@ class FlowEngine:
         with own_streams():
             self._run_lanes(step, [])
             report = self._end(step, self._steps_left(stage, batch_idx))
+        self.stop_requested = self.stop_requested or report.stop
         self._enter("between steps", step)
         return self._module.log_report(stage, report)
 

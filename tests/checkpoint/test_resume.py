@@ -9,6 +9,9 @@ from flowtrain_lightning.checkpoint import read_checkpoint
 from tests.checkpoint.conftest import seen_by
 from tests.checkpoint.training import LAYOUTS, SAVED_AT, STEPS
 
+ASKED_AFTER = 4
+"""The training step before a validation in which a run is asked to end."""
+
 
 def same(one, other):
     """Whether two nested structures are equal, tensors to the bit."""
@@ -119,3 +122,23 @@ def test_another_module_is_refused_with_the_names_that_differ(runs):
     said = (done.folder / "said.txt").read_text()
     assert said.startswith("The checkpoint does not fit TrainedVLM: missing ['encoder.heads.1.bias', 'encoder.heads.1.")
     assert "unknown nothing. Build the module as it was saved, or set strict_loading=False." in said
+
+
+@pytest.mark.parametrize(
+    ("case", "max_steps"),
+    [("frozen", STEPS), ("dropout", ASKED_AFTER)],
+    ids=["a validation in mid-epoch", "the last validation"],
+)
+def test_a_run_that_is_asked_to_end_in_a_validation_ends_after_it_and_goes_on_to_the_bit(runs, case, max_steps):
+    straight = runs.straight(case, "1+1")
+    arguments = {"case": case, "rank": 1, "step": ASKED_AFTER, "max_steps": max_steps}
+    asked = runs.job(f"{case} asked of {max_steps}", "train_until_asked_to_end", 2, **arguments).check().folder
+    resumed = runs.resumed(asked / "preempted.ckpt", case, "1+1")
+    for rank in range(2):
+        one, before, after = (seen_by(folder, rank) for folder in (straight, asked, resumed))
+        assert max(before["steps"]) == max(before["validations"]) == ASKED_AFTER
+        assert same(one["steps"], {**before["steps"], **after["steps"]})
+        assert same(one["validations"], {**before["validations"], **after["validations"]})
+        assert min(after["steps"]) == ASKED_AFTER + 1
+        for kept in ("weights", "optimizer", "scheduler", "epoch"):
+            assert same(one[kept], after[kept])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from flowtrain_lightning import FlowCheckpointIO, FlowTrainStrategy
@@ -198,6 +201,28 @@ def resume_another_module(folder: Path, data: str, checkpoint: str) -> None:
         trainer.fit(TrainedVLM(levels=2), make_data(data), ckpt_path=checkpoint)
     except RuntimeError as error:
         (folder / "said.txt").write_text(str(error))
+
+
+class Asker(L.Callback):
+    """Asks one rank to end (SIGTERM) in the first step of the validation after a training step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank = rank
+        self.step = step
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step) and not trainer.sanity_checking:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until_asked_to_end(folder: Path, data: str, case: str, rank: int, step: int, max_steps: int) -> None:
+    """Is asked to end in a validation, and leaves ``preempted.ckpt``."""
+    recorder = Recorder(folder)
+    trainer = make_trainer("1+1", [recorder, Asker(rank, step)], default_root_dir=folder, max_steps=max_steps)
+    with suppress(SIGTERMException):
+        trainer.fit(TrainedVLM(**CASES[case]), make_data(data))
+        raise AssertionError("fit ended as if nothing had been asked")
+    recorder.save(trainer)
 
 
 class Killer(L.Callback):
