@@ -13,8 +13,10 @@ import torch
 import flowtrain_lightning as flow
 from flowtrain_lightning.data.collate import pack_pictures
 from flowtrain_lightning.data.samples import LoadedPicture
+from flowtrain_lightning.profiling import profile_module
 from flowtrain_lightning.profiling.origin import copy_on_meta
 from tests.models.tiny import FAMILIES
+from tests.tiny import tiny_data, write_records
 
 transformers = pytest.importorskip("transformers")
 
@@ -101,12 +103,22 @@ def test_a_folder_is_loaded_where_lightning_builds_modules_on_a_gpu(folder):
     assert {weight.device.type for weight in module.parameters()} == {"cpu"}  # until the strategy moves them
 
 
-def test_a_model_without_memory_is_built_from_the_config_of_its_folder_and_counts_its_work(folder):
+def test_a_model_without_memory_is_built_from_the_config_of_its_folder(folder):
     module = copy_on_meta(flow.models.QwenVLM(folder))
     assert {weight.device.type for weight in module.parameters()} == {"meta"}
     module.to_empty(device="cpu")
     module.to(torch.float32)
     assert {table.device.type for table in module.buffers()} == {"cpu"}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava with siglip"])
+def test_a_profile_counts_the_work_of_both_halves(tmp_path, family):
+    kind, config, images = FAMILIES[family].kind, FAMILIES[family].config, FAMILIES[family].images
+    write_records(tmp_path, 16)
+    data = tiny_data(tmp_path, images=images, global_batch_size=8, token_budget=512)
+    settings = {"accelerator": "cpu", "seconds": 0.1, "reduction": False, "progress": False, "flops": True}
+    profile = profile_module(kind(config), data, **settings)
+    assert all(half.flops is not None for half in profile.roles.values())
 
 
 @pytest.mark.parametrize("recompute", [False, True])
