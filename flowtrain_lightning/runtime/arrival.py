@@ -32,7 +32,9 @@ def root_store(rank: int, ranks: int, timeout: timedelta) -> Store:
             store, _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
             store.set(_PRESENT.format(rank), socket.gethostname())
         _root_stores[os.getpid()] = store
-    return _root_stores[os.getpid()]
+    root = _root_stores[os.getpid()]
+    root.set_timeout(timeout)  # an earlier run in this process may have had another one
+    return root
 
 
 def node_names(ranks: int) -> list[str]:

@@ -128,6 +128,7 @@ class Groups:
         cross: all ranks, on CPU.
         logging: the same once more, where those meet that log outside of steps. One that does so alone waits there,
             and takes no part in another collective by mistake.
+        role: the default group: the ranks of this one's role, or all of a colocated placement.
         role_rank: this rank within its default group.
         role_ranks: size of its default group.
         role_cpu: the ranks of the default group, on CPU; None is the default group itself.
@@ -135,6 +136,7 @@ class Groups:
 
     cross: CrossGroup
     logging: CrossGroup
+    role: dist.ProcessGroup
     role_rank: int
     role_ranks: int
     role_cpu: dist.ProcessGroup | None
@@ -165,7 +167,7 @@ _connections = 0
 
 
 def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta) -> Groups:
-    """Connects this process, or returns the groups of an earlier ``fit`` of the same layout in this process.
+    """Connects this process, or returns the groups of an earlier ``fit`` of the same layout, if they are still there.
 
     Args:
         rank: global rank.
@@ -184,8 +186,8 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
             "threads of its process groups did not come along. Start it as a process of its own (multiprocessing's "
             '"spawn"), or fork before `fit`.'
         )
-    key = (rank, worlds, backend)
-    if _connected is not None and _connected[0] == key:
+    key = (rank, worlds, backend, timeout)
+    if _connected is not None and _connected[0] == key and _connected[1].role is dist.group.WORLD:
         return _connected[1]
     disconnect_groups()
     if dist.is_initialized():
@@ -212,10 +214,12 @@ def _connect(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeo
         world_size=len(world),
         timeout=timeout,
     )
+    assert dist.group.WORLD is not None
     ranks = sum(map(len, worlds))
     return Groups(
         cross=CrossGroup(PrefixStore("cross", store), rank, ranks, timeout),
         logging=CrossGroup(PrefixStore("logging", store), rank, ranks, timeout),
+        role=dist.group.WORLD,
         role_rank=role_rank,
         role_ranks=len(world),
         role_cpu=None if backend == "gloo" else dist.new_group(backend="gloo"),
@@ -225,12 +229,12 @@ def _connect(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeo
 
 @atexit.register
 def disconnect_groups() -> None:
-    """Leaves all groups; also at exit. A fork leaves those of its parent alone."""
+    """Leaves all groups; also at exit. A fork leaves those of its parent alone, and all leave those of others alone."""
     global _connected
     if _connected is None or _connected_process != os.getpid():
         return
-    _connected = None
-    if dist.is_initialized():
+    role, _connected = _connected[1].role, None
+    if role is dist.group.WORLD:
         dist.destroy_process_group()
     # gloo's threads may still drop finished work; the interpreter must not end under their feet.
     time.sleep(0.1)

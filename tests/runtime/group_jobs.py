@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flowtrain_lightning.runtime import engine as engine_module
-from flowtrain_lightning.runtime.groups import CrossGroup, connect_groups, disconnect_groups
+from flowtrain_lightning.runtime.groups import CrossGroup, Groups, connect_groups, disconnect_groups
 from tests.exactness.data import steps_data
 from tests.exactness.layouts import trainer_for
 from tests.forks import write_down
@@ -135,3 +135,27 @@ def fork_during_a_run(folder: Path) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     write_down(folder, {"fork ended with": code, "gathered afterwards": groups.gather_over_role("here")})
     disconnect_groups()
+
+
+def connect_again(folder: Path) -> None:
+    """One process connects again and again: as before, with another timeout, and after it has left its groups."""
+
+    def connect(seconds: int) -> Groups:
+        return connect_groups(0, ((0,),), "gloo", timedelta(seconds=seconds))
+
+    first = connect(30)
+    seen: dict[str, Any] = {"same settings, same groups": connect(30) is first}
+    second = connect(60)
+    seen["another timeout, other groups"] = second is not first
+    dist.destroy_process_group()
+    seen["groups that were left are made anew"] = connect(60) is not second and dist.is_initialized()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    others = dist.group.WORLD
+    try:
+        connect(60)
+    except RuntimeError as error:
+        seen["refusal"] = str(error)
+    seen["the group of others stays"] = dist.group.WORLD is others
+    write_down(folder, seen)
+    dist.destroy_process_group()

@@ -90,3 +90,13 @@ def test_a_fork_of_a_connected_process_is_refused_and_leaves_its_groups_alone(tm
     folder = run_jobs(tmp_path, [job])["fork during"].check().folder
     assert read_down(folder) == [{"fork ended with": 5, "gathered afterwards": ["here"]}]
     assert re.match(r"This process was forked from process \d+ while", (folder / "refusal.txt").read_text())
+
+
+def test_groups_are_made_anew_for_another_timeout_and_where_somebody_has_left_them(tmp_path):
+    job = Job("anew", "tests.runtime.group_jobs:connect_again", 1)
+    (seen,) = read_down(run_jobs(tmp_path, [job])["anew"].check().folder)
+    assert seen["same settings, same groups"]
+    assert seen["another timeout, other groups"]
+    assert seen["groups that were left are made anew"]
+    assert seen["refusal"].startswith("torch.distributed is already initialised in this process, by code outside")
+    assert seen["the group of others stays"]
