@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from flowtrain_lightning.checkpoint.shared import refuse_url
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.runtime.plain import refuse_accumulation
 
@@ -91,6 +92,7 @@ def refuse_unsupported(trainer: L.Trainer) -> None:
     _refuse_precision(trainer)
     _refuse_settings(trainer)
     _refuse_uploads(trainer)
+    _refuse_urls(trainer)
     _refuse_callbacks(trainer)
 
 
@@ -183,6 +185,16 @@ def _refuse_uploads(trainer: L.Trainer) -> None:
                 f"{type(logger).__name__} is set to upload checkpoints as single files. Set log_model=False "
                 f"(NeptuneLogger: log_model_checkpoints=False). {advice}."
             )
+
+
+def _refuse_urls(trainer: L.Trainer) -> None:
+    if not trainer.training:
+        return
+    refuse_url(trainer.default_root_dir, "The Trainer's default_root_dir")  # SIGTERM saves there
+    default = trainer.loggers[0].save_dir if trainer.loggers else None
+    for callback in trainer.checkpoint_callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint):
+            refuse_url(callback.dirpath or default, "ModelCheckpoint's folder")
 
 
 def _refuse_callbacks(trainer: L.Trainer) -> None:

@@ -19,7 +19,7 @@ from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import ROLES
 from flowtrain_lightning.checkpoint.names import take_name, write_file
 from flowtrain_lightning.checkpoint.random_states import random_states, restore_random_states
-from flowtrain_lightning.checkpoint.shared import make_temporary, refuse_unseen
+from flowtrain_lightning.checkpoint.shared import make_temporary, refuse_unseen, refuse_url
 from flowtrain_lightning.checkpoint.tensors import load_tensors, save_tensors
 from flowtrain_lightning.checkpoint.together import written_together
 from flowtrain_lightning.runtime.groups import Groups
@@ -59,11 +59,7 @@ def save_checkpoint(
         OSError: on every rank, where one could not write its part; nothing of it is left.
         ValueError: ``filepath`` is a URL.
     """
-    if "://" in str(filepath):
-        raise ValueError(
-            f"The checkpoint path {str(filepath)!r} is a URL, but flowtrain writes directories to a local or mounted "
-            "file system. Give a plain path, and copy the finished directory where you need it."
-        )
+    refuse_url(filepath, "The checkpoint path")
     cross = groups.cross
     path = Path(filepath).absolute()
     with written_together(path, cross):

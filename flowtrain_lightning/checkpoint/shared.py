@@ -1,9 +1,10 @@
-"""Whether the ranks of all nodes see one folder, or each node has a folder of its own under the same name."""
+"""Whether a folder is one that the ranks of all nodes can see."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,6 +13,19 @@ from flowtrain_lightning.runtime.groups import CrossGroup
 
 _PATIENCE_SECONDS = 10.0  # a network file system may show a moment later what another node has made
 _LOOK_SECONDS = 0.1
+
+
+def refuse_url(path: Any, name: str) -> None:
+    """Raises for what is no plain path.
+
+    Raises:
+        ValueError: says what was given, and what to do.
+    """
+    if "://" in str(path):
+        raise ValueError(
+            f"{name} {str(path)!r} is a URL, but flowtrain writes checkpoint directories to a local or mounted file "
+            "system. Give a plain path, and copy the finished directory where you need it."
+        )
 
 
 def refuse_unshared_folder(folder: Path, cross: CrossGroup) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
@@ -39,6 +39,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "model_registry": ({"model_registry": "mine"}, r"model_registry.*flowtrain export"),
     "a logger that uploads": ({"logger": WandbLogger(log_model=True)}, r"WandbLogger.*log_model=False.*export"),
+    "default_root_dir": ({"default_root_dir": "memory://bucket"}, r"default_root_dir 'memory://bucket' is a URL.*copy"),
+    "a folder for checkpoints": (
+        {"callbacks": [callbacks.ModelCheckpoint("memory://bucket/run")]},
+        r"ModelCheckpoint's folder 'memory://bucket/run' is a URL.*Give a plain path",
+    ),
+    "a logger's folder, where checkpoints go": (
+        {"logger": CSVLogger("memory://bucket/logs")},
+        r"ModelCheckpoint's folder 'memory://bucket/logs' is a URL.*Give a plain path",
+    ),
     "a checkpoint plugin": ({"plugins": [AsyncCheckpointIO()]}, r"AsyncCheckpointIO.*Remove the plugin"),
 }
 
@@ -185,6 +194,7 @@ def test_roles_that_the_devices_cannot_take_are_refused(one_rank, settings, erro
     ("settings", "module", "words"),
     [
         ({"accumulate_grad_batches": 2}, TinyVLM, "accumulate_grad_batches=2"),
+        ({"default_root_dir": "memory://bucket"}, TinyVLM, "is a URL"),
         ({"strategy": flow.FlowTrainStrategy(encoder_ranks=2)}, TinyVLM, "leave no backbone rank"),
         ({}, BoringModel, "Derive it from FlowModule"),
     ],
