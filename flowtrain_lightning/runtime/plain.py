@@ -28,6 +28,7 @@ class PlainEngine:
     """One backward per microbatch through both halves; gradients are summed once, after the last microbatch."""
 
     def __init__(self, module: FlowModule, trainer: L.Trainer) -> None:
+        refuse_groups_of_roles(trainer)
         self._module = module
         self.trainer = trainer
         self._compute = Compute(module, trainer, trainer.strategy.root_device)
@@ -102,6 +103,20 @@ def refuse_accumulation(trainer: L.Trainer) -> None:
         raise ValueError(
             f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) was given, but a FlowModule's step "
             "already accumulates over its microbatches. Leave it at 1 and raise FlowDataModule(global_batch_size=...)."
+        )
+
+
+def refuse_groups_of_roles(trainer: L.Trainer) -> None:
+    """Raises where DDP has taken the default group of an earlier flowtrain run, which is one role's, for its own.
+
+    Raises:
+        RuntimeError: says how many ranks each has and what to do.
+    """
+    if trainer.world_size > 1 and dist.is_initialized() and dist.get_world_size() != trainer.world_size:
+        raise RuntimeError(
+            f"This Trainer has {trainer.world_size} ranks, but torch.distributed's default group has "
+            f"{dist.get_world_size()}: it is that of one role, from an earlier flowtrain run in this process. Call "
+            "torch.distributed.destroy_process_group() on every rank before this run, or give it a script of its own."
         )
 
 
