@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from flowtrain_lightning.checkpoint import FlowCheckpointIO
 from flowtrain_lightning.checkpoint.shared import refuse_url
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.runtime.plain import refuse_accumulation
@@ -144,7 +145,7 @@ def _refuse_machine(trainer: L.Trainer) -> None:
             "CUDA devices. Set Trainer(accelerator='cuda') or 'cpu'."
         )
     checkpoint_io = trainer.strategy.checkpoint_io
-    if not isinstance(checkpoint_io, TorchCheckpointIO):
+    if type(checkpoint_io) not in (TorchCheckpointIO, FlowCheckpointIO):  # what others do would be passed over
         raise ValueError(
             f"Trainer(plugins=[{type(checkpoint_io).__name__}()]) was given, but flowtrain writes checkpoint "
             "directories itself, one folder per role. Remove the plugin."

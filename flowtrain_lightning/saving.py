@@ -42,7 +42,16 @@ class SavingHalves(AcrossRoles):
         return self._named_optimizers[[id(known) for known in self.optimizers].index(id(own))].state()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint directory; every rank calls it."""
+        """Writes a checkpoint directory; every rank calls it.
+
+        Raises:
+            TypeError: there are ``storage_options``.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"storage_options={storage_options!r} was given, but flowtrain writes checkpoint directories itself, "
+                "with no plugin that takes options. Leave them out."
+            )
         with self.job.during("save a checkpoint"):
             save_checkpoint(checkpoint, filepath, self.flow_module.halves, self.allocation, self.job.groups)
 

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
-from lightning.pytorch.plugins import AsyncCheckpointIO, HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins import AsyncCheckpointIO, HalfPrecision, MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
 from torch import optim
@@ -49,6 +49,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         r"ModelCheckpoint's folder 'memory://bucket/logs' is a URL.*Give a plain path",
     ),
     "a checkpoint plugin": ({"plugins": [AsyncCheckpointIO()]}, r"AsyncCheckpointIO.*Remove the plugin"),
+    "a subclass of Lightning's own checkpoint plugin": (
+        {"plugins": [type("Mine", (TorchCheckpointIO,), {})()]},
+        r"Mine.*Remove the plugin",
+    ),
 }
 
 
@@ -276,3 +280,11 @@ def test_a_time_between_checkpoints_is_decided_by_rank_zero(one_rank):
     """A time interval that all ranks agree on is no reason to refuse."""
     timed = callbacks.ModelCheckpoint(one_rank.folder, train_time_interval=timedelta(hours=1))
     one_rank.trainer(max_steps=1, limit_val_batches=0, callbacks=[timed]).fit(TinyVLM(), one_rank.data())
+
+
+def test_options_for_a_storage_plugin_are_refused(one_rank):
+    trainer = one_rank.trainer(max_steps=1, limit_val_batches=0, enable_checkpointing=False)
+    trainer.fit(TinyVLM(), one_rank.data())
+    with pytest.raises(TypeError, match=r"storage_options=\{'retries': 3\} was given, .* Leave them out"):
+        trainer.save_checkpoint(one_rank.folder / "a.ckpt", storage_options={"retries": 3})
+    assert list(one_rank.folder.iterdir()) == []
