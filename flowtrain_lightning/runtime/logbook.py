@@ -111,7 +111,7 @@ class Logbook:
         loss, tokens, stopping = vector[: _FIXED - 1].tolist()
         sums = vector[_FIXED:].reshape(-1, 2).tolist()
         means = {name: total / weight for name, (total, weight) in zip(self._agreed, sums, strict=True) if weight}
-        self._clear()
+        self.clear()
         return StepReport(
             loss=loss / tokens if tokens else 0.0,
             tokens=tokens,
@@ -119,6 +119,11 @@ class Logbook:
             values=means,
             options={name: self._options[name] for name in means},
         )
+
+    def clear(self) -> None:
+        """Forgets what was collected, as of a step that has failed; the names that are agreed stay so."""
+        self._loss, self._tokens, self._no_count, self._sums = 0.0, 0.0, 0.0, {}
+        self._pending.clear()
 
     def _vector(self, stop: bool) -> Tensor:
         numbers: list[Number] = [self._loss, self._tokens, float(stop), float(len(self._unknown()))]
@@ -136,7 +141,3 @@ class Logbook:
         for name in sorted(options_of):
             self._agreed.append(name)
             self._options[name] = options_of[name]
-
-    def _clear(self) -> None:
-        self._loss, self._tokens, self._no_count, self._sums = 0.0, 0.0, 0.0, {}
-        self._pending.clear()

@@ -38,6 +38,7 @@ class PlainEngine:
         """All microbatches forward and backward; returns the mean loss over target tokens, detached."""
         refuse_accumulation(self.trainer)
         self._silence_ddp()
+        self._compute.logbooks["train"].clear()
         self._module.zero_grad(set_to_none=True)
         with own_streams():
             for number, _ in enumerate(batch.microbatches):
@@ -51,6 +52,7 @@ class PlainEngine:
 
     def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
         """All microbatches forward, without gradients; returns the mean loss over target tokens."""
+        self._compute.logbooks[stage].clear()
         with own_streams():
             for number, _ in enumerate(batch.microbatches):
                 self._microbatch(batch, number, stage)
