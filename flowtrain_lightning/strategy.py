@@ -225,6 +225,10 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
         refuse_optimizers(self.optimizers)
         self._named_optimizers = [NamedOptimizer(optimizer, self.flow_module) for optimizer in self.optimizers]
 
+    def on_predict_end(self) -> None:
+        """Waits for all ranks: an encoder rank holds features until the backbone has predicted from them."""
+        self.barrier()
+
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why this one fails, unless it only does so because one of them failed."""
         if self._job is not None and not isinstance(exception, SIGTERMException):  # with this one all end in good order

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -145,3 +147,29 @@ def test_predictions_with_features_through_the_pool_are_those_of_one_process(pre
 def test_an_encoder_rank_predicts_nothing(predictions):
     assert predictions["1+1"][1] == []
     assert predictions["1+2"][2] == []
+
+
+class Times(L.Callback):
+    """Predicts slowly on backbone ranks; notes when this rank had its last batch, and when it leaves."""
+
+    def on_predict_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        time.sleep(0.3 if trainer.is_global_zero else 0.0)
+        self.done = time.monotonic()
+
+    def teardown(self, *_: Any, stage: str) -> None:
+        self.left = time.monotonic()
+
+
+def predict_slowly(folder: Path, *, data: str) -> None:
+    times = Times()
+    trainer = trainer_for("1+1", precision="64-true", default_root_dir=folder, callbacks=[times])
+    trainer.predict(TinyVLM(), datamodule=tiny_data(Path(data), global_batch_size=4))
+    write_down(folder, {"done": times.done, "left": times.left})
+    disconnect_groups()
+
+
+def test_an_encoder_rank_stays_until_the_backbone_has_predicted_from_its_features(tmp_path):
+    write_records(tmp_path / "data", 10, "predict.jsonl", seed=2)
+    job = Job("slow", "tests.runtime.test_generation:predict_slowly", 2, {"data": str(tmp_path / "data")})
+    backbone, encoder = read_down(run_jobs(tmp_path, [job])["slow"].check().folder)
+    assert encoder["done"] < backbone["done"] <= encoder["left"]
