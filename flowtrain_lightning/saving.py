@@ -13,6 +13,7 @@ from flowtrain_lightning.across_roles import AcrossRoles
 from flowtrain_lightning.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.runtime.halves import role_of
+from flowtrain_lightning.runtime.launcher import RankLauncher
 from flowtrain_lightning.runtime.optimizers import NamedOptimizer
 
 
@@ -58,6 +59,8 @@ class SavingHalves(AcrossRoles):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint directory, this rank's halves only, or a plain Lightning checkpoint."""
         module = self.flow_module
+        if weights_only is None and isinstance(self.launcher, RankLauncher):
+            weights_only = self.launcher.weights_only  # Lightning passes it on only where it loads before the setup
         return load_checkpoint(
             checkpoint_path,
             module.halves,

@@ -198,13 +198,17 @@ def read_checkpoint(
     return checkpoint
 
 
-def read_allocation(path: Path) -> Allocation:
+def read_allocation(path: Path, weights_only: bool | None = None) -> Allocation:
     """The allocation of the run that saved a checkpoint directory.
 
+    Args:
+        path: the directory.
+        weights_only: False allows objects other than tensors and plain data; only for files you trust.
+
     Raises:
-        ValueError: the directory is no checkpoint of flowtrain, or of a later format.
+        ValueError: the directory is no checkpoint of flowtrain, or of a later format, or holds other objects.
     """
-    return Allocation.from_state(_load_meta(path, weights_only=None)["flowtrain"])
+    return Allocation.from_state(_load_meta(path, weights_only)["flowtrain"])
 
 
 def _load_meta(path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -226,7 +230,8 @@ def _load(path: Path, weights_only: bool | None) -> Any:
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
             f"{path} holds objects that are no tensors or plain data ({found[1] if found else error}), and reading "
-            "them may run code. Pass weights_only=False if you trust the file."
+            "them may run code. Pass weights_only=False (on the command line: --weights_only false) if you trust the "
+            "file."
         ) from error
 
 

@@ -15,7 +15,7 @@ from flowtrain_lightning.checkpoint.names import take_name, temporary_name, writ
 from flowtrain_lightning.runtime.optimizers import with_numbers
 
 
-def export_checkpoint(source: str | Path, target: str | Path) -> None:
+def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool | None = None) -> None:
     """Writes a checkpoint directory as one plain Lightning ``.ckpt`` file.
 
     The file holds all that the directory holds but the random states.
@@ -23,12 +23,13 @@ def export_checkpoint(source: str | Path, target: str | Path) -> None:
     Args:
         source: the directory.
         target: the file to write; one that exists is replaced.
+        weights_only: False allows objects other than tensors and plain data; only for files you trust.
 
     Raises:
-        ValueError: ``source`` is no checkpoint directory, or of a later format.
+        ValueError: ``source`` is no checkpoint directory, or of a later format, or holds other objects.
         OSError: ``target`` cannot be written; nothing is left of it.
     """
-    _replace(_read_plain(Path(source)), Path(target).absolute())
+    _replace(_read_plain(Path(source), weights_only), Path(target).absolute())
 
 
 @contextmanager

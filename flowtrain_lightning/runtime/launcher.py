@@ -33,6 +33,9 @@ class RankLauncher(_SubprocessScriptLauncher):
         processes: ranks of this node.
         nodes: of the job.
         check: called with the Trainer before any other rank starts; raises where that would be in vain.
+
+    Attributes:
+        weights_only: what ``fit`` or its like was told about reading its checkpoint.
     """
 
     def __init__(
@@ -41,10 +44,12 @@ class RankLauncher(_SubprocessScriptLauncher):
         super().__init__(environment, processes, nodes)
         self._check = check
         self._ckpt_path: Any = None
+        self.weights_only: bool | None = None
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Starts the other ranks, unless that was done before or is somebody else's affair, and calls ``function``."""
-        self._ckpt_path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        self._ckpt_path, self.weights_only = given.get("ckpt_path"), given.get("weights_only")
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         if not self.cluster_environment.creates_processes_externally:

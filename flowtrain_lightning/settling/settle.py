@@ -91,7 +91,7 @@ def _find_out(starting: Starting) -> Settled:
     profile = starting.request.profile
     checkpoint = starting.launcher.checkpoint(starting.trainer)
     if checkpoint is not None and not isinstance(profile, Profile):
-        resumed = _as_saved(checkpoint, starting.ranks)
+        resumed = _as_saved(checkpoint, starting.ranks, starting.launcher.weights_only)
         if resumed is not None:
             return resumed
     rule = default_allocation(starting.ranks, devices_per_node=starting.ranks // starting.nodes)
@@ -111,12 +111,12 @@ def _find_out(starting: Starting) -> Settled:
         return Settled(rule, "it is the rule of thumb, as planning failed")
 
 
-def _as_saved(checkpoint: str, ranks: int) -> Settled | None:
+def _as_saved(checkpoint: str, ranks: int, weights_only: bool | None) -> Settled | None:
     if not Path(checkpoint).is_dir():
         return None  # a plain Lightning checkpoint knows of no ranks
     source = f"The allocation in {checkpoint}"
     try:
-        saved = read_allocation(Path(checkpoint))
+        saved = read_allocation(Path(checkpoint), weights_only)
         refuse_other_ranks(saved, ranks, source)
         refuse_what_cannot_run(saved, source)
     except AllocationError as error:

@@ -61,6 +61,19 @@ def test_flowtrain_export_writes_a_plain_file(straight, weights, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["out.ckpt"]
 
 
+def test_what_must_be_trusted_is_exported_where_weights_only_is_false(straight, tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    shutil.copytree(straight / "ended.ckpt", path)
+    meta = torch.load(path / "meta.pt", weights_only=True)
+    torch.save({**meta, "hyper_parameters": {"folder": tmp_path}}, path / "meta.pt")
+    monkeypatch.setattr(sys, "argv", ["flowtrain", "export", str(path), str(tmp_path / "out.ckpt")])
+    with pytest.raises(SystemExit, match=r"PosixPath.*on the command line: --weights_only false"):
+        main()
+    sys.argv += ["--weights_only", "false"]
+    main()
+    assert torch.load(tmp_path / "out.ckpt", weights_only=False)["hyper_parameters"] == {"folder": tmp_path}
+
+
 def test_a_file_that_cannot_be_written_is_told_and_leaves_nothing(straight, tmp_path, monkeypatch):
     def full(checkpoint, path):
         path.write_bytes(b"half of it")

@@ -101,6 +101,12 @@ def test_a_resumed_run_keeps_the_allocation_on_which_it_was_saved(runs):
     assert len(notes[0]["resumed"]["losses"]) == 2
 
 
+def test_so_does_one_from_a_checkpoint_that_must_be_trusted(runs):
+    folder, notes, printed = runs
+    assert notes[0]["trusted"]["allocation"] == notes[0]["other"]["allocation"]
+    assert f"because {folder / 'trusted.ckpt'}, from which the run goes on, was saved on it." in printed
+
+
 def test_a_profile_that_is_given_plans_anew_even_on_a_resume(runs):
     _, notes, _ = runs
     assert notes[0]["by profile"]["allocation"] == default_allocation(2, "colocated").state_dict()

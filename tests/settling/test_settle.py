@@ -16,7 +16,7 @@ from tests.tiny import TinyVLM, tiny_data, write_records
 SHORT = timedelta(seconds=0.2)
 
 
-def starting(profile="auto", checkpoint=None, data=None, rank=0, ranks=2, nodes=1, module=None):
+def starting(profile="auto", checkpoint=None, weights_only=None, data=None, rank=0, ranks=2, nodes=1, module=None):
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     return Starting(
         trainer=SimpleNamespace(datamodule=data, strategy=strategy, precision="32-true"),
@@ -27,7 +27,7 @@ def starting(profile="auto", checkpoint=None, data=None, rank=0, ranks=2, nodes=
         nodes=nodes,
         ranks_per_device=1,
         kept_batches=4,
-        launcher=SimpleNamespace(checkpoint=lambda trainer: checkpoint),
+        launcher=SimpleNamespace(checkpoint=lambda trainer: checkpoint, weights_only=weights_only),
     )
 
 
@@ -35,10 +35,10 @@ def settled(**given):
     return settle(starting(**given), dist.HashStore(), SHORT)
 
 
-def saved(folder, allocation):
-    """A checkpoint of which nothing is there but its allocation."""
+def saved(folder, allocation, **hyperparameters):
+    """A checkpoint of which nothing is there but its allocation, and hyperparameters."""
     folder.mkdir()
-    torch.save({"flowtrain": {"format": 1, **allocation}}, folder / "meta.pt")
+    torch.save({"flowtrain": {"format": 1, **allocation}, "hyper_parameters": hyperparameters}, folder / "meta.pt")
     return str(folder)
 
 
@@ -73,6 +73,16 @@ def test_a_run_that_goes_on_keeps_the_saved_allocation_also_without_a_profile(tm
     saved_on = default_allocation(3, encoder_ranks=2)
     path = saved(tmp_path / "a.ckpt", saved_on.state_dict())
     assert settled(profile="off", checkpoint=path, ranks=3).allocation == saved_on
+
+
+@pytest.mark.parametrize(("weights_only", "keeps_it"), [(False, True), (None, False)])
+def test_the_allocation_of_a_checkpoint_with_other_objects_is_kept_by_those_who_trust_it(
+    tmp_path, weights_only, keeps_it
+):
+    saved_on = default_allocation(2, "colocated")
+    path = saved(tmp_path / "a.ckpt", saved_on.state_dict(), data_folder=tmp_path)
+    found = settled(profile="off", checkpoint=path, weights_only=weights_only)
+    assert (found.allocation == saved_on) == keeps_it
 
 
 def test_a_checkpoint_that_knows_no_layouts_is_of_whole_copies(tmp_path):
