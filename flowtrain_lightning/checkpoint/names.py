@@ -1,8 +1,10 @@
 """How a finished directory takes its name, and loses it, in one step: a kill leaves all of it or nothing.
 
-What is being written or removed lies beside its name as ``.NAME.partial-HOST-PROCESS-NUMBER``. Where a kill leaves such
-a thing behind, the next save into that folder removes it. The number makes each name a new one: a network file system
-may still know, on another host, what a former one stood for.
+What is being written or removed lies beside its name as ``.NAME.partial-HOST-SPACE-PROCESS-NUMBER``. Where a kill
+leaves such a thing behind, the next save of that name removes it, and so does one of another name that can tell that
+the process is gone. SPACE is where process numbers count: a container has its own, and elsewhere they say nothing. The
+last number makes each name a new one: a network file system may still know, on another host, what a former one stood
+for.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _HERE = -100  # AT_FDCWD
-_PARTIAL = re.compile(r"\.(.+)\.partial-(.+)-(\d+)-\d+")
+_PARTIAL = re.compile(r"\.(.+)\.partial-(.+-\d+)-(\d+)-\d+")
 _CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _numbers = itertools.count()
 
@@ -77,7 +79,13 @@ def write_file(value: Any, path: Path) -> None:
 
 
 def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}")
+    return path.with_name(f".{path.name}.partial-{_place()}-{os.getpid()}-{next(_numbers)}")
+
+
+def _place() -> str:
+    """Where this process has its number: the host, and the number's space there (0 where a system has no such)."""
+    space = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()}-{space.stat().st_ino if space.exists() else 0}"
 
 
 def _is_leftover(found: str, saved: str) -> bool:
@@ -85,10 +93,10 @@ def _is_leftover(found: str, saved: str) -> bool:
     parts = _PARTIAL.fullmatch(found)
     if parts is None:
         return False
-    name, host, process = parts.groups()
+    name, place, process = parts.groups()
     if name == saved:
         return True
-    return host == socket.gethostname() and (int(process) == os.getpid() or not _is_alive(int(process)))
+    return place == _place() and (int(process) == os.getpid() or not _is_alive(int(process)))
 
 
 def _is_alive(process: int) -> bool:

@@ -12,6 +12,8 @@ import pytest
 from flowtrain_lightning.checkpoint.names import remove, take_name, temporary_name
 
 HOST = socket.gethostname()
+SPACE = os.stat("/proc/self/ns/pid").st_ino
+HERE = f"{HOST}-{SPACE}"
 
 
 def make(path, text, directory=True):
@@ -63,9 +65,11 @@ def test_a_link_that_leads_nowhere_is_replaced(tmp_path):
 
 
 def test_leftovers_of_the_same_name_and_of_dead_processes_are_removed_and_nothing_else(tmp_path, dead):
-    gone = [f".last.ckpt.partial-elsewhere-{os.getppid()}-0", f".other.ckpt.partial-{HOST}-{dead}-3"]
-    kept = [f".other.ckpt.partial-{HOST}-{os.getppid()}-0", f".other.ckpt.partial-elsewhere-{dead}-3", "last.ckpt"]
-    kept += [".hidden", ".last.ckpt.partial", "x.partial-host-1-0", "[0].ckpt", ".last.ckpt.partial-host-12-x"]
+    gone = [f".last.ckpt.partial-elsewhere-1-{os.getppid()}-0", f".other.ckpt.partial-{HERE}-{dead}-3"]
+    kept = [f".other.ckpt.partial-{HERE}-{os.getppid()}-0", f".other.ckpt.partial-elsewhere-{SPACE}-{dead}-3"]
+    kept += [f".other.ckpt.partial-{HOST}-{SPACE + 1}-{process}-3" for process in (dead, os.getpid())]  # in a container
+    kept += [".hidden", ".last.ckpt.partial", "x.partial-host-1-1-0", "[0].ckpt", ".last.ckpt.partial-host-1-12-x"]
+    kept += ["last.ckpt"]
     for name in (*gone, *kept):
         make(tmp_path / name, name)
     temporary_name(tmp_path / "last.ckpt")
