@@ -183,7 +183,7 @@ def test_another_directory_is_refused(directory):
 def alone():
     """The groups of a process on its own."""
     cross = CrossGroup(None, 0, 1, timedelta(seconds=1))  # type: ignore[arg-type]
-    return Groups(cross, cross, 0, 1, None, iter(()))
+    return Groups(cross, cross, cross, 0, 1, None, iter(()))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -21,7 +21,7 @@ def key_of(number: int, encoder_rank: int) -> Key:
 
 def news_of(mesh: Mesh) -> News:
     alone = CrossGroup(dist.HashStore(), BACKBONE, 1, timedelta(seconds=5))
-    return News(Groups(alone, alone, 0, 1, None, iter(())), mesh, [ENCODER], BACKBONE, key_of)
+    return News(Groups(alone, alone, alone, 0, 1, None, iter(())), mesh, [ENCODER], BACKBONE, key_of)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
