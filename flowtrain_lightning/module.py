@@ -17,7 +17,7 @@ from flowtrain_lightning.allocator.roles import ROLES
 from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
 from flowtrain_lightning.runtime.compute import Features
 from flowtrain_lightning.runtime.generation import generate_greedily
-from flowtrain_lightning.runtime.halves import build_halves, check_halves
+from flowtrain_lightning.runtime.halves import build_halves, check_halves, give_up_halves
 from flowtrain_lightning.runtime.logbook import Logbook, StepReport
 from flowtrain_lightning.runtime.plain import PlainEngine
 
@@ -150,10 +150,9 @@ class FlowModule(L.LightningModule):
         return type(self).configure_whole is not FlowModule.configure_whole
 
     def configure_model(self) -> None:
-        """Builds the halves that live on this rank, and the others without memory."""
+        """Builds the halves that live on this rank, and the others without memory, or gives up the memory they had."""
         if self._built is None:
             build_halves(self, self._resident)
-            self._built = self._resident
             check_halves(self)
         elif not set(self._resident) <= set(self._built):
             raise RuntimeError(
@@ -161,6 +160,9 @@ class FlowModule(L.LightningModule):
                 f"needed with {', '.join(self._resident)}. Load it from a checkpoint: "
                 f"{type(self).__name__}.load_from_checkpoint(PATH)."
             )
+        else:
+            give_up_halves(self, self._resident)
+        self._built = self._resident
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of one whole step."""

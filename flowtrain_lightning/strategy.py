@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from flowtrain_lightning.allocator import Allocation, Placement
-from flowtrain_lightning.allocator.roles import BACKBONE
+from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
 from flowtrain_lightning.compatibility import (
     refuse_foreign_module,
     refuse_optimizers,
@@ -243,6 +243,7 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
         kin.needed = False
         if self._lightning_module is not None and self._job is not None:
             self.flow_module.run_on(None)
+            self.flow_module.live_on(ROLES)  # until another run says otherwise, as plain Lightning does not
             with without_absent_halves(self.flow_module, self.job.roles):
                 # A module that lies on no half was refused: its weights may have no memory to move.
                 if not any(parameter.is_meta for parameter in self.flow_module.parameters()):

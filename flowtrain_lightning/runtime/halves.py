@@ -36,10 +36,22 @@ def build_halves(module: FlowModule, resident: Collection[str]) -> None:
                 enter_stream(global_seed(), "weights", role)
                 getattr(module, f"configure_{role}")()
     _refuse_missing_modules(module)
+    give_up_halves(module, resident)
+
+
+def give_up_halves(module: FlowModule, resident: Collection[str]) -> None:
+    """Leaves the halves that are not resident without memory. Parameters that are tied stay so, on every rank alike."""
+    named = module.named_parameters(remove_duplicate=False)
+    first_names: dict[int, str] = {}
+    names = {name: first_names.setdefault(id(parameter), name) for name, parameter in named}
     for role in ROLES:
         if role not in resident:
             for path in module.halves[role]:
                 module.get_submodule(path).to("meta")
+    for name, first_name in names.items():
+        if module.get_parameter(name) is not module.get_parameter(first_name):
+            owner, _, own_name = name.rpartition(".")
+            setattr(module.get_submodule(owner), own_name, module.get_parameter(first_name))
 
 
 def half_names(module: FlowModule, role: str) -> list[str]:

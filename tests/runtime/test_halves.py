@@ -106,13 +106,45 @@ def test_a_parameter_on_no_half_is_refused_by_name():
         built(Homeless)
 
 
-def test_parameters_tied_within_a_half_are_fine():
-    class TiedWithin(TinyVLM):
-        def configure_backbone(self) -> None:
-            super().configure_backbone()
-            self.backbone.head.weight = self.backbone.embed.weight
+class TiedWithin(Whole):
+    """A weight of its backbone has two names."""
 
-    assert built(TiedWithin, "backbone").backbone.head.weight is not None
+    def configure_whole(self) -> None:
+        super().configure_whole()
+        self.backbone.head.weight = self.backbone.embed.weight
+
+
+@pytest.mark.parametrize("own", ["encoder", "backbone"])
+def test_parameters_tied_within_a_half_stay_tied_on_every_rank(own):
+    module = built(TiedWithin, own)
+    assert module.backbone.head.weight is module.backbone.embed.weight
+    assert half_names(module, "backbone") == half_names(built(TiedWithin), "backbone")
+
+
+@pytest.mark.parametrize("own", ["encoder", "backbone"])
+def test_parameters_tied_across_halves_that_are_built_at_once_are_refused_on_every_rank(own):
+    class TiedAcross(Whole):
+        def configure_whole(self) -> None:
+            super().configure_whole()
+            self.backbone.block.norm.bias = self.encoder.block.norm.bias
+
+    with pytest.raises(ValueError, match="are one tensor"):
+        built(TiedAcross, own)
+
+
+@pytest.mark.parametrize("kind", [TinyVLM, Whole, TiedWithin])
+@pytest.mark.parametrize(("own", "other"), [("encoder", "backbone"), ("backbone", "encoder")])
+def test_a_whole_module_gives_up_the_half_that_will_train_on_other_ranks(kind, own, other):
+    module = built(kind)
+    names, kept = [name for name, _ in module.named_parameters()], half_tensors(module, own)
+    module.live_on((own,))
+    module.configure_model()
+    assert all(tensor.is_meta for tensor in half_tensors(module, other))
+    assert all(now is before for now, before in zip(half_tensors(module, own), kept, strict=True))
+    assert [name for name, _ in module.named_parameters()] == names
+    module.live_on((own, other))
+    with pytest.raises(RuntimeError, match=rf"holds {own} only.*load_from_checkpoint"):
+        module.configure_model()
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +170,16 @@ def test_a_half_under_another_name_is_refused_and_the_clean_up_hides_nothing(tmp
     assert done["misplaced"].codes == [1, 1]
     assert "Misplaced has no module 'backbone', where its backbone half should be" in log
     assert "Cannot copy out of meta tensor" not in log
+
+
+def test_what_one_half_has_learnt_on_its_own_ranks_is_not_mixed_with_what_the_other_ranks_had_before(tmp_path, data):
+    done = run_jobs(tmp_path, [Job("whole", "tests.runtime.half_jobs:part_a_whole_module", 2, {"data": data})])["whole"]
+    backbone, encoder = read_down(done.check().folder)
+    assert (backbone["absent"], encoder["absent"]) == (["encoder"], ["backbone"])
+    for rank, half in ((backbone, "backbone"), (encoder, "encoder")):
+        for told in rank["told"].values():
+            assert f"was built on a rank that holds {half} only" in told
+            assert "TinyVLM.load_from_checkpoint(PATH)" in told
 
 
 @pytest.fixture(scope="module")
