@@ -57,11 +57,12 @@ class AdaptCosts(L.Callback):
         self._engine: FlowEngine | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Has the times told, and begins with the cost models of the data module.
+        """Tells the loader of changes so far, has the times told, and begins with the cost models of the data module.
 
         Raises:
             ValueError: the ranks compute on GPUs.
         """
+        self._tell(trainer)  # here too: a run that goes on in mid-epoch starts no epoch
         self._engine = getattr(trainer.strategy, "engine", None)
         if self._engine is None or not self._measures:
             return
@@ -78,11 +79,8 @@ class AdaptCosts(L.Callback):
             self._models[ENCODER].cost = planning.encoder_cost or _UNKNOWN
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Tells the loader of changes that it does not know of, as it is a new one or as they are repeated."""
-        for change in self.changes:
-            loader = _loader(trainer)
-            if change.place > max([loader.sampler.planned, *(known.place for known in loader.sampler.changes[-1:])]):
-                loader.change_costs(change)
+        """Tells a new loader of changes so far."""
+        self._tell(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
@@ -117,6 +115,13 @@ class AdaptCosts(L.Callback):
             model.load_state_dict(state_dict["models"][role])
             self._observed[role] = [Observation(*item) for item in state_dict["observed"][role]]
         self.changes = [CostChange.from_state(change) for change in state_dict["changes"]]
+
+    def _tell(self, trainer: L.Trainer) -> None:
+        """Tells the loader of changes that it does not know of, as it is a new one or as they are repeated."""
+        for change in self.changes:
+            loader = _loader(trainer)
+            if change.place > max([loader.sampler.planned, *(known.place for known in loader.sampler.changes[-1:])]):
+                loader.change_costs(change)
 
     def _look(self, trainer: L.Trainer, batch: StepBatch) -> None:
         errors = {}

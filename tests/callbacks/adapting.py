@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from flowtrain_lightning import FlowCheckpointIO
 from flowtrain_lightning.callbacks import AdaptCosts
 from flowtrain_lightning.data import PackedBatch, StepBatch
+from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.runtime.groups import disconnect_groups
 from tests.exactness.layouts import trainer_for
 from tests.tiny import TinyVLM, tiny_data
@@ -58,9 +59,11 @@ def train(
     replay: str | None = None,
     resume: str | None = None,
     freeze_encoder: bool = False,
+    cost: dict[str, float] | None = None,
     **settings: Any,
 ) -> None:
     """Trains; writes the plans of all steps and the changes of costs."""
+    settings["cost"] = cost and CostModel(**cost)
     notes, adapting = Notes(-1 if resume else 20), AdaptCosts(replay)
     trainer = trainer_for(
         layout,

@@ -81,9 +81,13 @@ def test_a_run_is_repeated_from_the_file_of_its_changes(run, layout, settings):
     assert repeated[0]["steps"] == notes[0]["steps"]
 
 
-def test_a_resumed_run_packs_by_what_was_found_before(run):
-    folder, notes = run("1+2")
-    _, resumed = run("1+2", resume=str(folder / "saved.ckpt"))
+GIVEN = {"linear": 1e-4, "quadratic": 0.0, "constant": 0.0}
+
+
+@pytest.mark.parametrize("settings", [{}, {"cost": GIVEN}], ids=["costs left open", "costs given"])
+def test_a_resumed_run_packs_by_what_was_found_before(run, settings):
+    folder, notes = run("1+2", **settings)
+    _, resumed = run("1+2", resume=str(folder / "saved.ckpt"), **settings)
     known = [change for change in notes[0]["changes"] if change in resumed[0]["changes"]]
     assert [place(change) for change in known][-1] > (0, 20)
     begun = next(change for change in resumed[0]["changes"] if change not in known)
