@@ -118,11 +118,6 @@ class HuggingFaceVLM(FlowModule):
             self._frozen(path).requires_grad_(False)
         self._tables = _tables(self.model)
 
-    def configure_model(self) -> None:
-        """Builds the halves that live on this rank. Weights that are tied stay so where they have no values."""
-        super().configure_model()
-        self.model.tie_weights()
-
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and converts the weights, but leaves tables of frequencies as exact as they were built.
 

@@ -17,7 +17,11 @@ def broadcast_half(tensors: Iterable[Tensor]) -> None:
     if _alone():
         return
     for tensor in tensors:
-        dist.broadcast(tensor.detach(), src=0)
+        values = tensor.detach()
+        in_one_piece = values.contiguous()  # as gloo reads and writes them
+        dist.broadcast(in_one_piece, src=0)
+        if in_one_piece is not values:
+            values.copy_(in_one_piece)
 
 
 def reduce_gradients(parameters: Iterable[nn.Parameter], scale: float) -> None:

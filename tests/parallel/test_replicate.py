@@ -40,10 +40,12 @@ def on_two_ranks(folder: Path) -> None:
     used = len(collectives)
     gradients = {name: parameter.grad for name, parameter in made.items()}
     weight = torch.full((3,), float(rank))
-    broadcast_half([weight])
+    table = torch.arange(12.0).view(3, 4) + 100 * rank
+    scattered = [table.clone().t(), table.clone()[:, ::2]]
+    broadcast_half([weight, *scattered])
     split = split_into_small_buckets(rank)
     torch.save(
-        {"gradients": gradients, "collectives": used, "weight": weight, "split": split},
+        {"gradients": gradients, "collectives": used, "weight": weight, "scattered": scattered, "split": split},
         folder / f"rank{rank}.pt",
     )
     dist.barrier()
@@ -114,6 +116,12 @@ def test_gradients_larger_than_a_bucket_go_in_several(ranks):
 
 def test_weights_are_those_of_the_first_rank(ranks):
     assert all(rank["weight"].tolist() == [0.0] * 3 for rank in ranks)
+
+
+def test_also_where_they_do_not_lie_in_one_piece(ranks):
+    table = torch.arange(12.0).view(3, 4)
+    for rank in ranks:
+        assert all(map(torch.equal, rank["scattered"], (table.t(), table[:, ::2])))
 
 
 def test_a_rank_alone_scales_its_gradients_without_any_group():
