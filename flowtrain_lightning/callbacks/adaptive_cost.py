@@ -46,15 +46,18 @@ class AdaptCosts(L.Callback):
     """
 
     def __init__(self, replay: str | Path | None = None) -> None:
-        self.changes: list[CostChange] = []
+        self._repeated: list[CostChange] = []
         if replay is not None:
-            self.changes = [CostChange.from_state(change) for change in json.loads(Path(replay).read_text())]
+            self._repeated = [CostChange.from_state(change) for change in json.loads(Path(replay).read_text())]
         self._measures = replay is None
-        self._models = {role: AdaptiveCost(_UNKNOWN, _REMEMBERED) for role in (BACKBONE, ENCODER)}
-        self._observed: dict[str, list[Observation]] = {BACKBONE: [], ENCODER: []}
-        self._steps = 0
         self._folder = Path()
         self._engine: FlowEngine | None = None
+        self._begin()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Begins anew with another Trainer; what a checkpoint has comes after this."""
+        if stage == "fit" and trainer.global_step == 0:
+            self._begin()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tells the loader of changes so far, has the times told, and begins with the cost models of the data module.
@@ -115,6 +118,14 @@ class AdaptCosts(L.Callback):
             model.load_state_dict(state_dict["models"][role])
             self._observed[role] = [Observation(*item) for item in state_dict["observed"][role]]
         self.changes = [CostChange.from_state(change) for change in state_dict["changes"]]
+
+    def _begin(self) -> None:
+        self.changes = list(self._repeated)
+        self._models: dict[str, AdaptiveCost] = {
+            role: AdaptiveCost(_UNKNOWN, _REMEMBERED) for role in (BACKBONE, ENCODER)
+        }
+        self._observed: dict[str, list[Observation]] = {BACKBONE: [], ENCODER: []}
+        self._steps = 0
 
     def _tell(self, trainer: L.Trainer) -> None:
         """Tells the loader of changes that it does not know of, as it is a new one or as they are repeated."""

@@ -82,3 +82,21 @@ def train(
     rank = os.environ.get("RANK", "0")
     (folder / f"rank{rank}.json").write_text(json.dumps({"steps": notes.steps, "changes": changes}))
     disconnect_groups()
+
+
+def train_twice(folder: Path, *, data: str) -> None:
+    """Two runs, each with a Trainer of its own, that share the callback; writes the changes of each run."""
+    adapting, changes = AdaptCosts(), []
+    for number in range(2):
+        trainer = trainer_for(
+            "colocated 1",
+            max_epochs=1,
+            logger=False,
+            callbacks=[adapting],
+            precision="64-true",
+            default_root_dir=folder / str(number),
+        )
+        trainer.fit(DearAttention(), datamodule=tiny_data(Path(data)))
+        changes.append([change.state_dict() for change in adapting.changes])
+    (folder / "rank0.json").write_text(json.dumps(changes))
+    disconnect_groups()

@@ -106,6 +106,13 @@ def test_a_run_goes_on_with_the_costs_that_were_found_on_other_layouts(run, layo
     assert layout != "auto" or known == resumed[0]["changes"]
 
 
+def test_with_another_trainer_the_callback_begins_anew(folder):
+    job = Job("twice", "tests.callbacks.adapting:train_twice", 1, {"data": str(folder / "data")}, 120)
+    first, second = json.loads((run_jobs(folder, [job])["twice"].check().folder / "rank0.json").read_text())
+    assert [place(change) for change in second] == [place(change) for change in first]
+    assert second[0] not in first
+
+
 def test_the_error_of_the_predictions_is_logged(run):
     folder, _ = run("1+2")
     (file,) = folder.rglob("metrics.csv")
