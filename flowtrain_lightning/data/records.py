@@ -198,6 +198,11 @@ def _scan_array(path: Path) -> Iterator[tuple[int, int, Any]]:
     while True:
         start = _after_space(text, place)
         if text[start : start + 1] == "]":
+            if _after_space(text, start + 1) < len(text):
+                raise DataError(
+                    f"{path}: more follows after the JSON array, which ends with record {number}; put all records into "
+                    "one array, or write each on a line of its own."
+                )
             return
         if number > 0:
             if text[start : start + 1] != ",":

@@ -148,7 +148,12 @@ def test_a_broken_record_is_named_with_its_file(tmp_path, broken):
 
 @pytest.mark.parametrize(
     ("tail", "words"),
-    [(', {"id": 2,]', "record 2: not valid JSON"), (" {}]", "after record 1"), ("", "after record 1")],
+    [
+        (', {"id": 2,]', "record 2: not valid JSON"),
+        (" {}]", "after record 1"),
+        ("", "after record 1"),
+        ('] [{"id": 2}]', "more follows after the JSON array, which ends with record 1"),
+    ],
 )
 def test_a_broken_array_says_where(tmp_path, tail, words):
     (tmp_path / "d.json").write_text("[" + json.dumps(LLAVA) + tail)
