@@ -145,6 +145,7 @@ def _turns(items: Any, where: str, name: str, role_key: str, text_key: str) -> t
         text, named = _parts(content, where) if isinstance(content, list) else (content, [])
         if not isinstance(role, str) or not isinstance(text, str):
             raise DataError(f"{where}: every turn in '{name}' needs '{role_key}' and '{text_key}', both strings.")
+        _refuse_halves(text, where)
         turns.append(Turn(_LLAVA_ROLES.get(role, role), text))
         pictures += named
     return tuple(turns), pictures
@@ -166,6 +167,17 @@ def _parts(parts: list[Any], where: str) -> tuple[str, list[Any]]:
                 f"here it has {str(part)[:80]}."
             )
     return text, [picture.get("url") if isinstance(picture, dict) else picture for picture in pictures]
+
+
+def _refuse_halves(text: str, where: str) -> None:
+    """JSON can hold one half of a pair that UTF-16 writes a character with; fast tokenizers fail there."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise DataError(
+            f"{where}: its text holds half of a character, {half}, as is left where an emoji was cut; take it out."
+        ) from error
 
 
 def _decoded(content: bytes, path: Path, number: int) -> Any:

@@ -132,6 +132,14 @@ BROKEN = {
         '{"messages": [{"role": "user", "content": [{"type": "image", "url": "data:image/png;base64,AA"}]}]}',
         "picture 'data:image/png;base64,AA' is no file",
     ),
+    "half of a character": (
+        '{"messages": [{"role": "user", "content": "a \\ud83d b"}]}',
+        r"holds half of a character, '\\ud83d'",
+    ),
+    "half of a character in a list": (
+        '{"messages": [{"role": "user", "content": [{"type": "text", "text": "\\udc00"}]}]}',
+        r"holds half of a character, '\\udc00'",
+    ),
     "no path": ('{"images": [{}], "messages": [{"role": "user", "content": "<image>"}]}', "every picture needs a path"),
 }
 
