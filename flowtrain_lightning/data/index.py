@@ -21,7 +21,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from flowtrain_lightning.data.conversation import ChatTemplate
 from flowtrain_lightning.data.fingerprint import file_fingerprint, fingerprint
 from flowtrain_lightning.data.images import ImageProcessor, PictureError
-from flowtrain_lightning.data.records import DataError, Record, RecordPlace, scan
+from flowtrain_lightning.data.records import DataError, Record, RecordPlace, read, scan
 from flowtrain_lightning.data.tokenizer import Tokenizer
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
@@ -80,7 +80,8 @@ def index_table(path: Path, measure: Measure, cache_dir: Path | None) -> IndexTa
     """The table of one file: from the cache where it still holds, else measured and put there.
 
     The cache holds if it was made by the same measure from the same content. A file with the size and modification
-    time that the cache remembers is taken to have the same content; otherwise its content is compared.
+    time that the cache remembers is taken to have the same content; otherwise its content is compared. Where pictures
+    could not be used, they are tried again.
 
     Args:
         path: the data file.
@@ -96,7 +97,7 @@ def index_table(path: Path, measure: Measure, cache_dir: Path | None) -> IndexTa
         raise DataError(f"{path}: {is_folder if path.is_dir() else 'there is no such file.'}")
     places = _cache_files(path, measure, cache_dir)
     for place in places:
-        if (table := _load(place, path)) is not None:
+        if (table := _load(place, path)) is not None and not _mended(table, path, measure):
             return table
     # Taken before reading: a file that changes meanwhile is measured again next time.
     status = _status(path)
@@ -204,6 +205,14 @@ def _load(place: Path, path: Path) -> IndexTable | None:
         return IndexTable(content, arrays["offsets"], arrays["lengths"], arrays["readable"], sizes)
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None  # no cache, or a damaged one: measure again
+
+
+def _mended(table: IndexTable, path: Path, measure: Measure) -> bool:
+    """Whether a record can be used now that could not when the table was made, as a folder was not mounted, say."""
+    left_out = np.flatnonzero(~table.readable).tolist()
+    records = (read(path, number, int(table.offsets[number]), int(table.lengths[number])) for number in left_out)
+    with ThreadPoolExecutor() as threads:
+        return any(found.usable for found in threads.map(lambda record: _pictures(record, measure), records))
 
 
 def _status(path: Path) -> list[int]:

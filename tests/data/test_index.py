@@ -162,6 +162,21 @@ def test_a_picture_that_cannot_be_used_stops_or_marks_its_record(file):
     assert np.diff(table.sizes.media_start).tolist() == [0, 1, 0, 0, 0, 2, 0]
 
 
+def test_a_file_is_measured_anew_once_a_picture_can_be_used_that_could_not(file, scans):
+    dropping = replace(MEASURE, unreadable="drop")
+    picture = file.parent / "pictures/4_0.png"
+    whole = picture.read_bytes()
+    picture.unlink()
+    (file.parent / "pictures/1_0.png").write_bytes(b"no picture")
+    for _ in range(2):
+        assert index_table(file, dropping, None).readable.sum() == 5
+    assert len(scans) == 1
+    picture.write_bytes(whole)
+    for _ in range(2):
+        assert np.flatnonzero(~index_table(file, dropping, None).readable).tolist() == [1]
+    assert len(scans) == 2
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
         index_table(tmp_path / "none.jsonl", MEASURE, None)
