@@ -54,7 +54,7 @@ class FlowReplan(L.Callback):
         self._engine: FlowEngine | None = None
         self._plan: Plan | None = None
         self._folder = ""
-        self._ratios: dict[str, list[float]] = {BACKBONE: [], ENCODER: []}
+        self._ratios: dict[str, list[float]] = {}
         self._seen = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -67,6 +67,7 @@ class FlowReplan(L.Callback):
         self._engine = getattr(strategy, "engine", None)
         if self._engine is None:
             return
+        self._ratios, self._seen = {BACKBONE: [], ENCODER: []}, 0
         if strategy.root_device.type != "cpu":
             raise ValueError(
                 "FlowReplan measures how long a rank is busy, but a GPU computes after the rank has gone on. Leave it "

@@ -44,7 +44,15 @@ class TimelineRecorder(L.Callback):
         engine.timeline.save(path, rank, strategy.job.labels[rank], engine.pool_counters)
         strategy.barrier()
         if trainer.is_global_zero:
+            _remove_others(folder / "timeline", trainer.world_size)
             draw_step(read_timelines(folder / "timeline"), folder / "timeline.png")
+
+
+def _remove_others(folder: Path, ranks: int) -> None:
+    """Removes what an earlier run of more ranks has saved there."""
+    for timeline in read_timelines(folder):
+        if timeline["rank"] >= ranks:
+            (folder / f"rank{timeline['rank']}.json").unlink()
 
 
 def read_timelines(folder: Path) -> list[dict[str, Any]]:

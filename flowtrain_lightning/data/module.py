@@ -84,7 +84,7 @@ class FlowDataModule(L.LightningDataModule):
         drop_last: in training, leave out an epoch's last step if it is smaller.
         pad_to_budget: fill every microbatch up to ``token_budget``, for static shapes.
         too_long: what happens to a sample longer than ``token_budget``: ``"error"``, ``"drop"``, or ``"truncate"``
-            (its end is cut, never inside a picture).
+            (its end is cut, never inside a picture; of a prompt that is where the answer would begin).
         unreadable: what happens to a record with a picture that cannot be used: ``"error"``, or ``"drop"``, for which
             every picture is decoded once when the file is indexed, so that all ranks drop the same records.
         cost: what a packed set of sequences costs the backbone; None takes ``DEFAULT_COST``, or a checkpoint's. See

@@ -90,6 +90,13 @@ def test_some_slow_steps_are_no_drift(run, recwarn):
     assert not recwarn.list
 
 
+def test_with_another_trainer_the_callback_begins_anew(run, recwarn):
+    run.step(encoder=1.0, backbone=5.0, steps=STEPS - 1)
+    run.callback.on_train_start(run.trainer, None)
+    run.step(encoder=1.0, backbone=1.0, steps=STEPS)
+    assert not recwarn
+
+
 def test_without_a_plan_there_is_nothing_to_compare_with(tmp_path, recwarn):
     run = Run(tmp_path, None, FlowReplan(steps=1))
     run.step(1000.0, 1.0, steps=3)
