@@ -98,11 +98,18 @@ def _content(path: Path) -> Mapping[str, Any]:
 
 
 def _lengths(column: pyarrow.ChunkedArray, path: Path, name: str) -> IntArray:
-    import pyarrow
+    import pyarrow.compute
 
     whole = column.combine_chunks()
     is_list = pyarrow.types.is_list(whole.type) or pyarrow.types.is_large_list(whole.type)
     if not is_list or not pyarrow.types.is_integer(whole.type.value_type):
         raise PlanningError(f"The column {name!r} of {path} must hold lists of whole numbers, but holds {whole.type}.")
-    lengths: IntArray = whole.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
+    values = whole.flatten()
+    lengths: IntArray = values.cast(pyarrow.int64(), safe=False).fill_null(-1).to_numpy(zero_copy_only=False)
+    if (wrong := np.flatnonzero(lengths < 0)).size:
+        row = pyarrow.compute.list_parent_indices(whole)[wrong[0]]
+        raise PlanningError(
+            f"The column {name!r} of {path} must list whole numbers of at least 0, none missing, but row {row} lists "
+            f"{values[wrong[0]]}."
+        )
     return lengths

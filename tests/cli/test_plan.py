@@ -120,6 +120,7 @@ def test_lengths_come_from_a_file(plan, tmp_path):
         ({"tokens": [3]}, "has no column 'image_tokens' or 'media_tokens' (its columns: tokens)"),
         ({"tokens": [3], "image_tokens": [5]}, "'image_tokens' of lengths.parquet must hold lists of whole numbers"),
         ({"tokens": [3], "media_tokens": [[0.5]]}, "must hold lists of whole numbers, but holds list<"),
+        ({"tokens": [3], "image_tokens": [[4, None]]}, "at least 0, none missing, but row 0 lists None"),
         ({"tokens": [9000], "media_tokens": [[64]]}, "longest sample has 9,000 tokens, but a microbatch takes 8,192"),
     ],
 )

@@ -67,6 +67,20 @@ def test_data_without_media_and_fewer_samples_than_steps_take_will_do(simulate):
     assert values["shares"]["encoder"]["idle"] == 1
 
 
+@pytest.mark.parametrize("missing_or_negative", [None, -4])
+def test_a_media_without_a_length_or_with_a_negative_one_is_told_with_file_column_and_row(
+    simulate, missing_or_negative
+):
+    lengths = {"tokens": [20, 30, 40], "image_tokens": [[8, 12], None, [30, missing_or_negative]]}
+    pyarrow.parquet.write_table(pyarrow.table(lengths), "wrong.parquet")
+    with pytest.raises(SystemExit) as end:
+        simulate("--data", "wrong.parquet", "--global-batch-size", "8")
+    assert str(end.value.code) == (
+        "flowtrain simulate: The column 'image_tokens' of wrong.parquet must list whole numbers of at least 0, none "
+        f"missing, but row 2 lists {missing_or_negative}."
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
