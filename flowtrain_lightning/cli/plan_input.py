@@ -71,10 +71,18 @@ def read_workload(path: Path | None, module: ModuleDescription, settings: Mappin
 def read_sizes(path: Path) -> SampleSizes:
     """Sizes of samples with one modality, from such a file; without a column for media no sample has any.
 
+    Media are in the column of lists whose name ends in ``_tokens``; one of numbers (``text_tokens``) is not read.
     The file says nothing of target tokens and rows of features: all tokens, and a row for every patch, stand for them.
     """
     tokens, table = read_lengths(path)
-    name = next((name for name in table.column_names if name.endswith("_tokens")), None)
+    counted = [name for name in table.column_names if name.endswith("_tokens")]
+    listed = [name for name in counted if _is_list(table[name].type)]
+    if len(listed) > 1:
+        raise PlanningError(
+            f"{path} lists media in the columns {' and '.join(map(repr, listed))}, but a profile has one encoder; "
+            "leave only the column of its media."
+        )
+    name = next(iter(listed or counted), None)
     if name is None:
         nothing = np.empty(0, dtype=np.int64)
         return SampleSizes(tokens, tokens, np.zeros(len(tokens) + 1, dtype=np.int64), nothing, nothing)
@@ -97,12 +105,17 @@ def _content(path: Path) -> Mapping[str, Any]:
     return content
 
 
+def _is_list(kind: pyarrow.DataType) -> bool:
+    import pyarrow
+
+    return bool(pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind))
+
+
 def _lengths(column: pyarrow.ChunkedArray, path: Path, name: str) -> IntArray:
     import pyarrow.compute
 
     whole = column.combine_chunks()
-    is_list = pyarrow.types.is_list(whole.type) or pyarrow.types.is_large_list(whole.type)
-    if not is_list or not pyarrow.types.is_integer(whole.type.value_type):
+    if not _is_list(whole.type) or not pyarrow.types.is_integer(whole.type.value_type):
         raise PlanningError(f"The column {name!r} of {path} must hold lists of whole numbers, but holds {whole.type}.")
     values = whole.flatten()
     lengths: IntArray = values.cast(pyarrow.int64(), safe=False).fill_null(-1).to_numpy(zero_copy_only=False)

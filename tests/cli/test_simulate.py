@@ -67,6 +67,33 @@ def test_data_without_media_and_fewer_samples_than_steps_take_will_do(simulate):
     assert values["shares"]["encoder"]["idle"] == 1
 
 
+def test_a_column_of_numbers_beside_that_of_the_media_changes_nothing(simulate):
+    lengths = pyarrow.parquet.read_table("lengths.parquet").to_pydict()
+    lengths = {"text_tokens": [12, 30, 40, 20] * 5} | lengths
+    pyarrow.parquet.write_table(pyarrow.table(lengths), "more.parquet")
+    expected, found = (
+        simulate("--data", data, "--global-batch-size", "8", "--json") for data in ("lengths.parquet", "more.parquet")
+    )
+    assert found == expected
+
+
+def test_media_of_two_modalities_are_refused_since_a_profile_has_one_encoder(simulate):
+    lengths = {"tokens": [20, 30], "audio_tokens": [[5], []], "image_tokens": [[8, 12], [4]]}
+    pyarrow.parquet.write_table(pyarrow.table(lengths), "two.parquet")
+    with pytest.raises(SystemExit) as end:
+        simulate("--data", "two.parquet", "--global-batch-size", "8")
+    assert str(end.value.code) == (
+        "flowtrain simulate: two.parquet lists media in the columns 'audio_tokens' and 'image_tokens', but a profile "
+        "has one encoder; leave only the column of its media."
+    )
+
+
+def test_media_as_one_number_a_sample_are_refused_where_nothing_lists_them(simulate):
+    pyarrow.parquet.write_table(pyarrow.table({"tokens": [20, 30], "image_tokens": [8, 4]}), "numbers.parquet")
+    with pytest.raises(SystemExit, match=r"'image_tokens' of numbers\.parquet must hold lists of whole numbers"):
+        simulate("--data", "numbers.parquet")
+
+
 @pytest.mark.parametrize("missing_or_negative", [None, -4])
 def test_a_media_without_a_length_or_with_a_negative_one_is_told_with_file_column_and_row(
     simulate, missing_or_negative
