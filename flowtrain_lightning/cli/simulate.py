@@ -38,9 +38,9 @@ def simulation() -> None:
         PackingError: samples do not fit into microbatches, or there are none.
     """
     options = _parser().parse_args(sys.argv[2:])
-    for name in ("steps", "global_batch_size", "encoder_activations"):
-        if getattr(options, name) < 1:
-            raise PlanningError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
+    for name, least in (("steps", 1), ("global_batch_size", 1), ("encoder_activations", 1), ("seed", 0)):
+        if (value := getattr(options, name)) < least:
+            raise PlanningError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
     allocation, profile = read_plan(options.plan), read_profile(options.profile)
     sizes = read_sizes(options.data)
     if not len(sizes):

@@ -113,6 +113,7 @@ def test_a_media_without_a_length_or_with_a_negative_one_is_told_with_file_colum
     [
         (["--steps", "0"], "--steps is 0; it must be at least 1"),
         (["--encoder-activations", "0"], "--encoder-activations is 0; it must be at least 1"),
+        (["--seed", "-1"], "--seed is -1; it must be at least 0"),
         (["--plan", "nowhere.yaml"], "nowhere.yaml cannot be read as a plan"),
         (["--profile", "nowhere.json"], "nowhere.json cannot be read"),
         (["--data", "nowhere.parquet"], "nowhere.parquet"),
