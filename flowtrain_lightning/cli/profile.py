@@ -72,6 +72,8 @@ def profile() -> None:
     for path in filter(None, (options.out, options.plot, options.lengths)):
         if not path.parent.is_dir():
             raise ProfileError(f"{path} cannot be written: there is no folder {path.parent}.")
+        if path.is_dir():
+            raise ProfileError(f"{path} cannot be written: it is a folder; name a file.")
     if "OMP_NUM_THREADS" not in os.environ:  # in training, the ranks of a node share its processors
         torch.set_num_threads(max(1, torch.get_num_threads() // trainer.num_devices))
     device = trainer.strategy.root_device

@@ -90,6 +90,18 @@ def test_options_on_the_command_line_come_on_top(profile, tmp_path):
     assert content["roles"]["encoder"]["optimizer_seconds"] == 0
 
 
+@pytest.mark.parametrize("option", ["--out", "--plot", "--lengths"])
+def test_a_folder_in_place_of_a_file_is_told_before_anything_is_measured(option, profile, tmp_path, monkeypatch):
+    def measured(*arguments, **settings):
+        raise AssertionError("the module was measured")
+
+    monkeypatch.setattr("flowtrain_lightning.cli.profile.profile_module", measured)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SystemExit) as end:
+        profile(option, "folder")
+    assert end.value.code == "flowtrain profile: folder cannot be written: it is a folder; name a file."
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
