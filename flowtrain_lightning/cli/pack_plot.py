@@ -55,5 +55,5 @@ def draw(plan: OfflinePlan, costs: FloatArray, settings: OfflineSettings, path: 
     lower.set_xlabel(f"microbatches of {len(steps)} steps, in groups that the {settings.ranks} ranks run together")
     try:
         figure.savefig(path, dpi=140)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise PackingError(f"{path} cannot be written: {error}") from error

@@ -124,6 +124,7 @@ def test_a_picture_is_drawn(pack, tmp_path):
             ("--out", LENGTHS),
             "--out would write over .*, which is LENGTHS.parquet; choose another name",
         ),
+        ({"tokens": [5]}, ("--plot", "plot.nothing"), r"plot\.nothing cannot be written: Format 'nothing' is not"),
         ({"tokens": [5]}, ("--out", "a", "--plot", "a"), "--plot would write over a, which is --out"),
     ],
 )
