@@ -36,6 +36,17 @@ _PERCENT = {
     "bound",
 }
 
+_AS_NEEDED = "as many microbatches are made as the samples need"
+_AT_ONCE = "no sample waits for another step"
+_OF_SEMANTICS = {
+    "microbatches": ("tokens", _AS_NEEDED),
+    "row_width": ("tokens", _AS_NEEDED),
+    "max_delay": ("tokens", _AT_ONCE),
+    "lookahead": ("tokens", _AT_ONCE),
+    "global_batch_size": ("samples", "a step has as many samples as its microbatches hold"),
+}
+"""Options that one semantics has, and why the other has not."""
+
 
 def pack() -> None:
     """Pack a file of lengths, and print how good the plan is.
@@ -45,20 +56,17 @@ def pack() -> None:
     """
     options = _parser().parse_args(sys.argv[2:])
     _keep_apart(options)
+    of_semantics = _of_semantics(options)
     tokens, media_start, media_cost = _read(options.lengths)
     tokens, media_start, media_cost, kept = _fit(tokens, media_start, media_cost, options)
     settings = OfflineSettings(
         token_budget=options.token_budget,
         ranks=options.ranks,
-        microbatches=options.microbatches,
         semantics=options.semantics,
         objective=options.objective,
         cost=_cost(options),
         encoder_ranks=options.encoder_ranks,
-        global_batch_size=options.global_batch_size,
-        row_width=options.row_width,
-        max_delay=options.max_delay,
-        lookahead=options.lookahead,
+        **of_semantics,
     )
     tell_of_compiling(lambda sentence: print(sentence, file=sys.stderr))
     compiling = warm_up(settings)
@@ -95,9 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     pair = "cost of a token pair in a sequence (default: %(default).3g)"
     add("--cost-quadratic", type=float, default=1 / 24_576, help=pair)
     add("--encoder-ranks", type=int, default=1, help="ranks that encode (default: %(default)s)")
-    add("--row-width", type=int, help="microbatches of a row; the same on every layout (default: the ranks)")
-    add("--max-delay", type=int, default=8, help="steps that a sample may wait, with tokens (default: %(default)s)")
-    add("--lookahead", type=int, default=4, help="steps drawn ahead at most, with tokens (default: %(default)s)")
+    add("--row-width", type=int, help="microbatches of a row on every layout, with tokens (default: the ranks)")
+    delay, ahead = OfflineSettings.max_delay, OfflineSettings.lookahead
+    add("--max-delay", type=int, help=f"steps that a sample may wait, with tokens (default: {delay})")
+    add("--lookahead", type=int, help=f"steps drawn ahead at most, with tokens (default: {ahead})")
     add("--too-long", choices=("error", "drop", "truncate"), default="error", help="samples over the budget")
     add("--seed", type=int, default=0, help="the sampler's, for the record: packing itself draws no random numbers")
     add("--json", action="store_true", help="print the figures as JSON")
@@ -114,6 +123,20 @@ def _keep_apart(options: argparse.Namespace) -> None:
             continue
         if (other := seen.setdefault(path.resolve(), name)) != name:
             raise PackingError(f"{name} would write over {path}, which is {other}; choose another name.")
+
+
+def _of_semantics(options: argparse.Namespace) -> dict[str, int]:
+    """The options that were given of those that only one semantics has, which must be the one that was chosen."""
+    given = {name: value for name in _OF_SEMANTICS if (value := getattr(options, name)) is not None}
+    for name, value in given.items():
+        semantics, reason = _OF_SEMANTICS[name]
+        option = f"--{name.replace('_', '-')}"
+        if options.semantics != semantics:
+            raise PackingError(
+                f"{option}={value} was given with --semantics={options.semantics}, where {reason}; "
+                f"set --semantics={semantics}, or leave {option} out."
+            )
+    return given
 
 
 def _cost(options: argparse.Namespace) -> CostModel:

@@ -135,6 +135,34 @@ def test_bad_input_gets_a_sentence(pack, columns, options, words, tmp_path):
         pack(columns, *OPTIONS, *options)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "semantics", "reason"),
+    [
+        ("--microbatches", "2", SAMPLES, "as many microbatches are made as the samples need"),
+        ("--row-width", "3", SAMPLES, "as many microbatches are made as the samples need"),
+        ("--max-delay", "-1", SAMPLES, "no sample waits for another step"),
+        ("--lookahead", "4", SAMPLES, "no sample waits for another step"),
+        ("--global-batch-size", "16", TOKENS, "a step has as many samples as its microbatches hold"),
+    ],
+)
+def test_an_option_of_the_other_semantics_is_refused(pack, option, value, semantics, reason):
+    other = "tokens" if semantics is SAMPLES else "samples"
+    with pytest.raises(SystemExit) as end:
+        pack({"tokens": [5]}, *OPTIONS, *semantics, option, value)
+    assert end.value.code == (
+        f"flowtrain pack: {option}={value} was given with --semantics={semantics[1]}, where {reason}; "
+        f"set --semantics={other}, or leave {option} out."
+    )
+
+
+def test_the_help_names_the_defaults_of_options_that_only_tokens_has(pack, capsys):
+    with pytest.raises(SystemExit):
+        pack({"tokens": [5]}, "--help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "steps that a sample may wait, with tokens (default: 8)" in said
+    assert "steps drawn ahead at most, with tokens (default: 4)" in said
+
+
 def test_media_of_which_only_tokens_are_known_cost_nothing_and_that_is_said(pack):
     columns = {"tokens": [5, 9], "image_tokens": [[3], [4]]}
     _, printed = pack(columns, *OPTIONS, *SAMPLES, "--json")
