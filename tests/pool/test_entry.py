@@ -57,8 +57,10 @@ def test_tensors_whose_bytes_are_not_what_they_are_can_be_put():
     assert all(torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("elements", [16 * 1024 - 1, 16 * 1024, 16 * 1024 + 1])
-def test_small_and_large_tensors_are_copied_whole(elements):
+def test_small_and_large_tensors_are_copied_whole(monkeypatch, elements, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     tensors = [torch.rand(elements), torch.rand(elements).requires_grad_()]
     memory, nbytes = written(tensors)
     found = read_entry(memory, ADDRESS.offset, nbytes, ADDRESS, KEY)
