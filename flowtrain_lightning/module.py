@@ -150,19 +150,17 @@ class FlowModule(L.LightningModule):
         return type(self).configure_whole is not FlowModule.configure_whole
 
     def configure_model(self) -> None:
-        """Builds the halves that live on this rank, and the others without memory, or gives up the memory they had."""
+        """Builds the halves that live on this rank, and the others without memory."""
         if self._built is None:
             build_halves(self, self._resident)
             check_halves(self)
+            self._built = self._resident
         elif not set(self._resident) <= set(self._built):
             raise RuntimeError(
                 f"This {type(self).__name__} was built on a rank that holds {', '.join(self._built)} only, but is now "
                 f"needed with {', '.join(self._resident)}. Load it from a checkpoint: "
                 f"{type(self).__name__}.load_from_checkpoint(PATH)."
             )
-        else:
-            give_up_halves(self, self._resident)
-        self._built = self._resident
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of one whole step."""
@@ -264,6 +262,11 @@ class FlowModule(L.LightningModule):
     def live_on(self, roles: tuple[str, ...]) -> None:
         """The strategy says which halves this rank holds."""
         self._resident = roles
+
+    def give_up_absent_halves(self) -> None:
+        """Before others train them: what this rank had of them, if it was whole, would become stale."""
+        give_up_halves(self, self._resident)
+        self._built = self._resident
 
     def run_on(self, engine: Engine | None) -> None:
         """The strategy says who runs the steps (None: plain Lightning)."""

@@ -193,6 +193,8 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
         if self.num_nodes > 1:
             refuse_unlike_nodes(trainer, self.job.groups.cross)
         module = self.flow_module
+        if trainer.state.fn == TrainerFn.FITTING:
+            module.give_up_absent_halves()
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         for role in self.job.roles:

@@ -123,15 +123,20 @@ def part_a_whole_module(folder: Path, *, data: str) -> None:
         trainer = trainer_for(layout, max_steps=1, limit_val_batches=0, default_root_dir=folder)
         trainer.fit(module, datamodule=steps_data(Path(data)))
 
+    def absent() -> list[str]:
+        return sorted({name.split(".")[0] for name, p in module.named_parameters() if p.is_meta})
+
     module = TinyVLM()
     told = {}
     fit("colocated 2")
+    trainer_for("1+1", default_root_dir=folder).validate(module, datamodule=steps_data(Path(data)))
+    seen = {"absent after validation": absent()}
     fit("1+1")
-    absent = sorted({name.split(".")[0] for name, p in module.named_parameters() if p.is_meta})
+    seen["absent"] = absent()
     for layout in ("colocated 2", "auto"):
         try:
             fit(layout)
         except RuntimeError:
             told[layout] = traceback.format_exc()  # under "auto" Lightning's clean-up fails too
-    write_down(folder, {"absent": absent, "told": told})
+    write_down(folder, {**seen, "told": told})
     disconnect_groups()

@@ -139,6 +139,8 @@ def test_a_whole_module_gives_up_the_half_that_will_train_on_other_ranks(kind, o
     names, kept = [name for name, _ in module.named_parameters()], half_tensors(module, own)
     module.live_on((own,))
     module.configure_model()
+    assert not any(tensor.is_meta for tensor in half_tensors(module, other)), "validation changes no weights"
+    module.give_up_absent_halves()
     assert all(tensor.is_meta for tensor in half_tensors(module, other))
     assert all(now is before for now, before in zip(half_tensors(module, own), kept, strict=True))
     assert [name for name, _ in module.named_parameters()] == names
@@ -176,6 +178,7 @@ def test_what_one_half_has_learnt_on_its_own_ranks_is_not_mixed_with_what_the_ot
     done = run_jobs(tmp_path, [Job("whole", "tests.runtime.half_jobs:part_a_whole_module", 2, {"data": data})])["whole"]
     backbone, encoder = read_down(done.check().folder)
     assert (backbone["absent"], encoder["absent"]) == (["encoder"], ["backbone"])
+    assert backbone["absent after validation"] == encoder["absent after validation"] == []
     for rank, half in ((backbone, "backbone"), (encoder, "encoder")):
         for told in rank["told"].values():
             assert f"was built on a rank that holds {half} only" in told
