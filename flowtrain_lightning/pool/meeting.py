@@ -50,14 +50,13 @@ def meet(
         location: where the calling rank runs; None finds out.
     """
     others = {peer for peer in range(len(labels)) if peer != rank}
+    began = time.monotonic()
     if address is None:
-        return Met(Rendezvous(store, rank, labels, others, page, bell, timeout).meet() if others else {})
-    deadline = time.monotonic() + timeout
+        return Met(Rendezvous(store, rank, labels, others, page, bell, timeout, began).meet() if others else {})
     hosts = HostMeeting(store, rank, labels, address, location, timeout)
     try:
         near = others - hosts.elsewhere
-        remaining = max(deadline - time.monotonic(), 0.001)
-        here = Rendezvous(store, rank, labels, near, page, bell, remaining).meet() if near else {}
+        here = Rendezvous(store, rank, labels, near, page, bell, timeout, began).meet() if near else {}
     except BaseException:
         hosts.close()
         raise

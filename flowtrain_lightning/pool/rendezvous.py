@@ -54,6 +54,7 @@ class Rendezvous:
         page: descriptor of the calling rank's status page and inbox.
         bell: ``eventfd`` that wakes the calling rank.
         timeout: seconds for all of it.
+        began: when the meeting began, by ``time.monotonic()``.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Rendezvous:
         page: int,
         bell: int,
         timeout: float,
+        began: float,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -72,7 +74,7 @@ class Rendezvous:
         self._peers = sorted(peers)
         self._own = page, bell
         self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
+        self._deadline = began + timeout
         self._sockets: dict[int, socket.socket] = {}
         self._passed: dict[int, tuple[int, ...]] = {}  # page and bell of each peer
 
