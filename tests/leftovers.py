@@ -7,16 +7,18 @@ from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+_SPAWNED = "sem.mp-"
 _OTHERS_SECONDS = 3.0
 """Within which a program that has just ended, or is just making a file, is through with it."""
 
 
 def abandoned_files() -> set[str]:
-    """The files of shared memory that no living process has mapped.
+    """The files of shared memory that no living process has mapped; a file that one has belongs to another test.
 
-    A file that one has mapped, such as a semaphore of Python's multiprocessing, belongs to another test.
+    Semaphores of Python's multiprocessing do not count. What forks share has no name; those with one are of a test
+    that spawns, whose processes unmap them some time before they are removed.
     """
-    files = {str(path) for path in SHARED_MEMORY.iterdir()}
+    files = {str(path) for path in SHARED_MEMORY.iterdir() if not path.name.startswith(_SPAWNED)}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # the process has ended, or belongs to somebody else
             mapped = maps.read_text()
