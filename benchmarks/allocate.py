@@ -28,10 +28,10 @@ from benchmarks.modules import ROOT, Work, packed_module, training_records
 from benchmarks.report import machine_line, table, write_results
 from benchmarks.splits import compare_splits
 from benchmarks.variants import Job
+from flowtrain_lightning.placement.choice import Choice
+from flowtrain_lightning.placement.planning import Planner, processors_of
+from flowtrain_lightning.placement.steps import training_steps
 from flowtrain_lightning.profiling import Profile, profile_module, read_profile, write_profile
-from flowtrain_lightning.settling.choice import Choice
-from flowtrain_lightning.settling.planning import Planner, processors_of
-from flowtrain_lightning.settling.steps import training_steps
 
 MODULES = {"1:4": 32, "1:2": 32, "1:1": 32, "3:1": 32, "frozen": 8, "vocabulary": 8}
 """Modules of `benchmarks.modules`, and the samples of a step.

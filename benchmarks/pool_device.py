@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from flowtrain_lightning.pool import Key, Mesh, Pool, Tier, entry_room
+from flowtrain_lightning.pool import Key, Mesh, Pool, Tier, entry_nbytes
 from flowtrain_lightning.pool.device.choice import choose_device_tier
 
 MIB = 1 << 20
@@ -23,7 +23,7 @@ def measure_device(samples: int) -> list[dict[str, Any]]:
     A put is measured until its bytes are there (``put_us``) and until the call returns (``host_us``).
     """
     device = torch.device("cuda", 0)
-    room = entry_room([max(SIZES)])
+    room = entry_nbytes([max(SIZES)])
     mesh = Mesh.connect(HashStore(), 0, 1, ["owner"])
     tier = choose_device_tier("device", mesh, device, room)
     pool = Pool.open(mesh, room, 0, device=tier)

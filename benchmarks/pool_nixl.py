@@ -17,7 +17,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from flowtrain_lightning.pool import Key, Mesh, Pool, entry_room
+from flowtrain_lightning.pool import Key, Mesh, Pool, entry_nbytes
 from flowtrain_lightning.pool.ways import TransportName
 
 WAYS: tuple[TransportName, ...] = ("auto", "nixl")
@@ -37,7 +37,7 @@ def join(folder: str, rank: int) -> list[tuple[Mesh, Pool]]:
     for way in WAYS:
         store = FileStore(f"{folder}/{way}", 2)
         mesh = Mesh.connect(store, rank, 2, ["owner", "reader"], DEADLINE, "127.0.0.1", f"host {rank}")
-        joined.append((mesh, Pool.open(mesh, entry_room([max(SIZES)]) if rank == 0 else 0, 0, way)))
+        joined.append((mesh, Pool.open(mesh, entry_nbytes([max(SIZES)]) if rank == 0 else 0, 0, way)))
     return joined
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
-from flowtrain_lightning.pool import Key, Lease, Mesh, Pool, entry_room
+from flowtrain_lightning.pool import Key, Lease, Mesh, Pool, entry_nbytes
 
 STORE_BYTES = 4 << 20
 """What a TCPStore takes at most; it fails a little above."""
@@ -44,7 +44,7 @@ class PoolWay:
 
     def __init__(self, mesh: Mesh, most_bytes: int) -> None:
         self.most_bytes = most_bytes
-        self._pool = Pool.open(mesh, entry_room([most_bytes]) if mesh.rank == 0 else 0, 0)
+        self._pool = Pool.open(mesh, entry_nbytes([most_bytes]) if mesh.rank == 0 else 0, 0)
         self._rank = mesh.rank
         self._lease: Lease | None = None
 

@@ -16,11 +16,11 @@ from benchmarks.schedules import EmulatedJob
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.placement.choice import Choice
+from flowtrain_lightning.placement.planning import Planner
+from flowtrain_lightning.placement.prediction import Processors
+from flowtrain_lightning.placement.steps import training_steps
 from flowtrain_lightning.profiling import Origin, Profile, RoleProfile
-from flowtrain_lightning.settling.choice import Choice
-from flowtrain_lightning.settling.planning import Planner
-from flowtrain_lightning.settling.prediction import Processors
-from flowtrain_lightning.settling.steps import training_steps
 
 OPTIMIZER_SECONDS = 0.08
 """Of each half that a rank holds, where it costs something: on a colocated rank twice as much."""

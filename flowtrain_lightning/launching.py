@@ -16,11 +16,11 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from flowtrain_lightning.across_roles import AcrossRoles
-from flowtrain_lightning.runtime.arrival import root_store
+from flowtrain_lightning.parallel.job_store import root_store
 from flowtrain_lightning.runtime.job import patience
-from flowtrain_lightning.runtime.launcher import RankLauncher, kin
 from flowtrain_lightning.runtime.start_watch import StartWatch
 from flowtrain_lightning.runtime.watchdog import die_with_parent
+from flowtrain_lightning.trainer.launcher import RankLauncher, kin
 
 
 class LaunchingRanks(AcrossRoles):

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowtrain_lightning.allocator.roles import ROLES
+from flowtrain_lightning.compute.compute import Features
+from flowtrain_lightning.compute.generation import generate_greedily
+from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
+from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
-from flowtrain_lightning.runtime.compute import Features
-from flowtrain_lightning.runtime.generation import generate_greedily
-from flowtrain_lightning.runtime.halves import build_halves, check_halves, give_up_halves
-from flowtrain_lightning.runtime.logbook import Logbook, StepReport
-from flowtrain_lightning.runtime.plain import PlainEngine
+from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
 
 # What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.
 warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
 
 
 class Engine(Protocol):
-    """Who runs the steps: ``PlainEngine`` under plain Lightning, ``FlowEngine`` under flowtrain."""
+    """Who runs the steps: ``WholeModuleRunner`` under plain Lightning, ``RoleRunner`` under flowtrain."""
 
     trainer: L.Trainer
 
@@ -67,7 +67,7 @@ class FlowModule(L.LightningModule):
         self._resident: tuple[str, ...] = ROLES
         self._built: tuple[str, ...] | None = None
         self._engine: Engine | None = None
-        self._logbook: Logbook | None = None
+        self._logbook: MetricAccumulator | None = None
         self._no_logging_in: str | None = None
 
     # ---- what a user writes -------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class FlowModule(L.LightningModule):
             super().log(name, value, *args, **({"batch_size": 1} | kwargs))
 
     @contextmanager
-    def logging_into(self, logbook: Logbook) -> Iterator[None]:
+    def logging_into(self, logbook: MetricAccumulator) -> Iterator[None]:
         """Inside, ``log`` collects into ``logbook``."""
         self._logbook = logbook
         try:
@@ -259,16 +259,16 @@ class FlowModule(L.LightningModule):
 
     # ---- engine -------------------------------------------------------------------------------------------------
 
-    def live_on(self, roles: tuple[str, ...]) -> None:
+    def set_local_roles(self, roles: tuple[str, ...]) -> None:
         """The strategy says which halves this rank holds."""
         self._resident = roles
 
-    def give_up_absent_halves(self) -> None:
+    def drop_absent_roles(self) -> None:
         """Before others train them: what this rank had of them, if it was whole, would become stale."""
-        give_up_halves(self, self._resident)
+        drop_absent_roles(self, self._resident)
         self._built = self._resident
 
-    def run_on(self, engine: Engine | None) -> None:
+    def attach_runner(self, engine: Engine | None) -> None:
         """The strategy says who runs the steps (None: plain Lightning)."""
         self._engine = engine
 
@@ -280,7 +280,7 @@ class FlowModule(L.LightningModule):
                     f"A FlowModule trains under strategy='flowtrain', 'auto' (one device) or 'ddp', but got "
                     f"{type(strategy).__name__}. Change Trainer(strategy=...)."
                 )
-            self._engine = PlainEngine(self, self.trainer)
+            self._engine = WholeModuleRunner(self, self.trainer)
         return self._engine
 
     @classmethod

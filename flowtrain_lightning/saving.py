@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from flowtrain_lightning.across_roles import AcrossRoles
 from flowtrain_lightning.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
+from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer
 from flowtrain_lightning.module import FlowModule
-from flowtrain_lightning.runtime.halves import role_of
-from flowtrain_lightning.runtime.launcher import RankLauncher
-from flowtrain_lightning.runtime.optimizers import NamedOptimizer
+from flowtrain_lightning.parallel.halves import role_of
+from flowtrain_lightning.trainer.launcher import RankLauncher
 
 
 class SavingHalves(AcrossRoles):

@@ -14,34 +14,34 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from flowtrain_lightning.allocator import Allocation, Placement
 from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
-from flowtrain_lightning.compatibility import (
+from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer
+from flowtrain_lightning.data import RankShard
+from flowtrain_lightning.launching import LaunchingRanks
+from flowtrain_lightning.parallel import broadcast_half
+from flowtrain_lightning.parallel.halves import half_tensors, without_absent_halves
+from flowtrain_lightning.placement import (
+    LaunchContext,
+    PlacementDecision,
+    answer_if_wanted,
+    choose_allocation,
+    make_request,
+    part_of,
+    remember,
+)
+from flowtrain_lightning.pool.device.choice import TierChoice
+from flowtrain_lightning.pool.ways import NetworkChoice
+from flowtrain_lightning.runtime.engine import RoleRunner, RunnerSettings
+from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.saving import SavingHalves
+from flowtrain_lightning.trainer.launcher import kin
+from flowtrain_lightning.trainer.layout_invariance import not_layout_invariant
+from flowtrain_lightning.trainer.nodes import refuse_unlike_nodes, refuse_unmet_nodes
+from flowtrain_lightning.trainer.preemption import PreemptionCheckpoint
+from flowtrain_lightning.trainer.refusals import (
     refuse_foreign_module,
     refuse_optimizers,
     refuse_other_systems,
     refuse_unsupported,
-)
-from flowtrain_lightning.data import StepPart
-from flowtrain_lightning.launching import LaunchingRanks
-from flowtrain_lightning.nodes import refuse_unlike_nodes, refuse_unmet_nodes
-from flowtrain_lightning.parallel import broadcast_half
-from flowtrain_lightning.pool.device.choice import TierChoice
-from flowtrain_lightning.pool.ways import NetworkChoice
-from flowtrain_lightning.preemption import PreemptionCheckpoint
-from flowtrain_lightning.runtime.engine import EngineSettings, FlowEngine
-from flowtrain_lightning.runtime.halves import half_tensors, without_absent_halves
-from flowtrain_lightning.runtime.invariance import not_layout_invariant
-from flowtrain_lightning.runtime.job import Job
-from flowtrain_lightning.runtime.launcher import kin
-from flowtrain_lightning.runtime.optimizers import NamedOptimizer
-from flowtrain_lightning.saving import SavingHalves
-from flowtrain_lightning.settling import (
-    Settled,
-    Starting,
-    answer_if_wanted,
-    make_request,
-    part_of,
-    remember,
-    settle,
 )
 
 
@@ -100,9 +100,9 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
             raise ValueError(f"pool_network is {pool_network!r}; it is 'auto' or 'nixl'.")
         self._request = make_request(allocation, placement, encoder_ranks, profile)
         kept = 0 if recompute_encoder else encoder_activations
-        self._settings = EngineSettings(kept, pool_bytes, pool_tier, pool_network)
-        self._settled: Settled | None = None
-        self._engine: FlowEngine | None = None
+        self._settings = RunnerSettings(kept, pool_bytes, pool_tier, pool_network)
+        self._placement_decision: PlacementDecision | None = None
+        self._engine: RoleRunner | None = None
 
     # ---- who does what ------------------------------------------------------------------------------------------
 
@@ -114,18 +114,18 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
         return {"num_replicas": len(backbones), "rank": backbones.index(rank) if rank in backbones else 0}
 
     @property
-    def step_part(self) -> StepPart:
+    def rank_shard(self) -> RankShard:
         """Which part of every step this rank's loaders load."""
         return part_of(self.allocation, self.global_rank)
 
     @property
-    def settled(self) -> Settled:
+    def placement_decision(self) -> PlacementDecision:
         """Which allocation the run takes, and why; on rank 0 also what it was planned by."""
-        assert self._settled is not None, "the allocation is settled in setup_environment"
-        return self._settled
+        assert self._placement_decision is not None, "the allocation is settled in setup_environment"
+        return self._placement_decision
 
     @property
-    def engine(self) -> FlowEngine:
+    def engine(self) -> RoleRunner:
         """Runs the steps; its timeline tells what the lanes did when."""
         assert self._engine is not None, "the engine exists from setup to teardown"
         return self._engine
@@ -153,27 +153,27 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
         reset_seed()
         self.set_world_ranks()
         with self.watched_start():
-            self._settled = self._settle()
-            remember(self.flow_module, self.settled.allocation)
+            self._placement_decision = self._choose_allocation()
+            remember(self.flow_module, self.placement_decision.allocation)
             self._job = Job(
                 self.global_rank,
-                self.settled.allocation,
+                self.placement_decision.allocation,
                 backend=self.backend,
                 hang_timeout=self.hang_timeout,
                 timeout=self.timeout,
                 fault_folder=self.fault_folder,
                 nodes=self.num_nodes,
             )
-        self.flow_module.live_on(self.job.roles)
-        rank_zero_info(f"flowtrain: {self.settled.text}")
+        self.flow_module.set_local_roles(self.job.roles)
+        rank_zero_info(f"flowtrain: {self.placement_decision.text}")
 
-    def _settle(self) -> Settled:
+    def _choose_allocation(self) -> PlacementDecision:
         given = self._request.answer(self.world_size, self.num_nodes)
         if given is not None:
-            return Settled(given, "there is one rank" if self.world_size == 1 else "it was asked for")
+            return PlacementDecision(given, "there is one rank" if self.world_size == 1 else "it was asked for")
         assert self.rank_launcher is not None
         kin.folder, kin.needed = self.fault_folder, True
-        starting = Starting(
+        starting = LaunchContext(
             self.flow_module.trainer,
             self.flow_module,
             self._request,
@@ -184,7 +184,7 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
             self._settings.encoder_activations,
             self.rank_launcher,
         )
-        return settle(starting, self.root_store(), self.timeout)
+        return choose_allocation(starting, self.root_store(), self.timeout)
 
     def setup(self, trainer: L.Trainer) -> None:
         """Places this rank's halves, and sets up optimizers and engine."""
@@ -194,13 +194,13 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
             refuse_unlike_nodes(trainer, self.job.groups.cross)
         module = self.flow_module
         if trainer.state.fn == TrainerFn.FITTING:
-            module.give_up_absent_halves()
+            module.drop_absent_roles()
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         for role in self.job.roles:
             broadcast_half(half_tensors(module, role))
-        self._engine = FlowEngine(module, trainer, self.job, self._settings)
-        module.run_on(self._engine)
+        self._engine = RoleRunner(module, trainer, self.job, self._settings)
+        module.attach_runner(self._engine)
         for sentence in not_layout_invariant(module):
             rank_zero_info(f"flowtrain: {sentence}")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -214,7 +214,7 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
         folder = str(trainer.log_dir or trainer.default_root_dir)  # every rank asks for it
         leaves_files = trainer.loggers or trainer.checkpoint_callbacks  # type: ignore[attr-defined]
         if trainer.is_global_zero and leaves_files and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self.settled.record(trainer, folder)
+            self.placement_decision.record(trainer, folder)
 
     def model_to_device(self) -> None:
         """Moves the halves that live on this rank; the others have no memory to move."""
@@ -244,8 +244,8 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
             self._job.leave()
         kin.needed = False
         if self._lightning_module is not None and self._job is not None:
-            self.flow_module.run_on(None)
-            self.flow_module.live_on(ROLES)  # until another run says otherwise, as plain Lightning does not
+            self.flow_module.attach_runner(None)
+            self.flow_module.set_local_roles(ROLES)  # until another run says otherwise, as plain Lightning does not
             with without_absent_halves(self.flow_module, self.job.roles):
                 # A module that lies on no half was refused: its weights may have no memory to move.
                 if not any(parameter.is_meta for parameter in self.flow_module.parameters()):

@@ -22,7 +22,7 @@ from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.compiled import tell_of_compiling
 from flowtrain_lightning.packing.microbatches import OBJECTIVES
 from flowtrain_lightning.packing.offline import SEMANTICS, OfflineSettings, warm_up
-from flowtrain_lightning.runtime.groups import disconnect_groups
+from flowtrain_lightning.parallel.groups import disconnect_groups
 
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, derandomize=True, database=None)

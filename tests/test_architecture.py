@@ -17,15 +17,26 @@ PACKAGE = Path(__file__).parents[1] / "flowtrain_lightning"
 NAME = PACKAGE.name
 
 ROOMS = {
+    "attention": set(),
     "packing": set(),
-    "allocator": set(),
+    "allocator": {"packing"},
     "pool": set(),
     "data": {"packing"},
     "parallel": {"allocator"},
-    "runtime": {"packing", "allocator", "pool", "data", "parallel"},
-    "profiling": {"packing", "allocator", "data", "parallel", "runtime"},
+    "compute": {"packing", "allocator", "pool", "data", "parallel"},
+    "checkpoint": {"packing", "allocator", "data", "parallel"},
+    "module": {"allocator", "data", "parallel", "compute", "checkpoint"},
+    "runtime": {"packing", "allocator", "pool", "data", "parallel", "compute", "module"},
+    "profiling": {"packing", "allocator", "data", "parallel", "compute", "module", "runtime"},
+    "placement": {"packing", "allocator", "data", "parallel", "compute", "checkpoint", "module", "runtime", "profiling"},
+    "trainer": {"packing", "allocator", "pool", "data", "parallel", "compute", "checkpoint", "module", "runtime", "placement"},
 }
-"""Each room and the rooms that it may import. From the two planning rooms the runtime takes types and names."""
+"""Each room, or module beside the rooms, and the rooms that it may import; from below."""
+
+ROOMS["strategy"] = {*ROOMS, "trainer"} - {"attention"}
+ROOMS["metrics"] = ROOMS["callbacks"] = {*ROOMS, "strategy"} - {"attention"}
+ROOMS["models"] = {"attention", "data", "compute", "module"}
+ROOMS["cli"] = {*ROOMS} - {"attention"}
 
 OUTSIDE = {
     "packing": {"numba", "numpy", "scipy"},
@@ -35,40 +46,9 @@ OUTSIDE = {
 }
 """What rooms may import from outside the package; rooms that are not named here are free."""
 
-SHARED = {"attention"}
-"""Modules beside the rooms that import nothing of the package and serve everyone."""
-
-STOREYS = [
-    {
-        "strategy",
-        "across_roles",
-        "launching",
-        "module",
-        "checkpoint",
-        "saving",
-        "compatibility",
-        "nodes",
-        "preemption",
-        "plan_file",
-        "settling",
-    },
-    {"metrics", "callbacks", "doctor"},
-    {"models"},
-    {"cli"},
-]
-"""What stands above the rooms, from below: each may import all rooms, its own storey and those under it."""
-
-
 def imports(file: Path) -> Iterator[str]:
-    """The dotted names that a file imports when it runs: imports for the type checker are left out."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for_types = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    skipped = {inner for node in for_types for statement in node.body for inner in ast.walk(statement)}
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
+    """The dotted names that a file imports: at its top, inside of functions, and for the type checker alone."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -80,21 +60,13 @@ def room_of(file: Path) -> str:
     return file.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def allowed_rooms(room: str) -> set[str]:
-    if room in ROOMS:
-        return ROOMS[room] | {room} | SHARED
-    if room in SHARED:
-        return {room}
-    level = next(level for level, storey in enumerate(STOREYS) if room in storey)
-    return set(ROOMS) | SHARED | set().union(*STOREYS[: level + 1])
-
-
 FILES = [file for file in sorted(PACKAGE.rglob("*.py")) if file != PACKAGE / "__init__.py"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_imports_run_downward_only(file):
-    allowed = allowed_rooms(room_of(file))
+    room = room_of(file)
+    allowed = ROOMS[room] | {room}
     within = {name.split(".")[1] for name in imports(file) if name.startswith(f"{NAME}.")}
     assert within <= allowed, f"may import {sorted(allowed)}, but imports {sorted(within - allowed)} too"
 

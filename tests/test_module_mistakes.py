@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import flowtrain_lightning as flow
+from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
-from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.room import FeatureSpec
 from tests.exactness.layouts import trainer_for
 from tests.tiny import TinyVLM, tiny_data, write_records
@@ -123,7 +123,7 @@ def test_a_loss_that_is_no_pair_of_sum_and_tokens_is_told_what_to_return(folder,
 
 def on_a_backbone_rank(module: TinyVLM, folder: Path, root: Path) -> tuple[Compute, StepBatch]:
     """Runs the methods of a module that has no encoder there, and the first step of the data."""
-    module.live_on(("backbone",))
+    module.set_local_roles(("backbone",))
     module.configure_model()
     compute = Compute(module, trainer_for("auto", default_root_dir=root), torch.device("cpu"))
     return compute, first_step(folder)
@@ -158,8 +158,8 @@ def test_a_half_that_was_not_built_where_it_is_looked_for_is_named():
 
 def test_a_module_built_for_one_role_is_not_used_whole(folder):
     module = TinyVLM()
-    module.live_on(("encoder",))
+    module.set_local_roles(("encoder",))
     module.configure_model()
-    module.live_on(("encoder", "backbone"))
+    module.set_local_roles(("encoder", "backbone"))
     with pytest.raises(RuntimeError, match=r"holds encoder only.*load_from_checkpoint"):
         module.configure_model()

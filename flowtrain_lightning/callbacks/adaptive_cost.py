@@ -17,7 +17,7 @@ from flowtrain_lightning.packing.fit import AdaptiveCost, Observation
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 
 if TYPE_CHECKING:
-    from flowtrain_lightning.runtime.engine import FlowEngine
+    from flowtrain_lightning.runtime.engine import RoleRunner
 
 _STEPS_BETWEEN = 5
 """Steps from one look at the measured times to the next."""
@@ -51,7 +51,7 @@ class AdaptCosts(L.Callback):
             self._repeated = [CostChange.from_state(change) for change in json.loads(Path(replay).read_text())]
         self._measures = replay is None
         self._folder = Path()
-        self._engine: FlowEngine | None = None
+        self._engine: RoleRunner | None = None
         self._begin()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -74,7 +74,7 @@ class AdaptCosts(L.Callback):
                 "AdaptCosts measures how long a rank is busy, but a GPU computes after the rank has gone on. Leave it "
                 "out, and give FlowDataModule(cost=..., encoder_cost=...), for example from `cost_from_flops`."
             )
-        self._engine.tells_times = True
+        self._engine.collects_timings = True
         self._folder = Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
         if self._steps == 0:
             planning = _loader(trainer).steps.planning

@@ -9,7 +9,7 @@ import lightning as L
 from flowtrain_lightning.data import StepBatch
 
 if TYPE_CHECKING:
-    from flowtrain_lightning.runtime.engine import FlowEngine
+    from flowtrain_lightning.runtime.engine import RoleRunner
 
 
 class FlowMonitor(L.Callback):
@@ -36,11 +36,11 @@ class FlowMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
         """Every so many steps: all ranks tell, rank 0 logs."""
-        engine: FlowEngine | None = getattr(trainer.strategy, "engine", None)
+        engine: RoleRunner | None = getattr(trainer.strategy, "engine", None)
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         if engine is None or not every or trainer.global_step % every:
             return
-        figures = {f"flowtrain/{name}": figure for name, figure in engine.tell_figures(batch).items()}
+        figures = {f"flowtrain/{name}": figure for name, figure in engine.gather_metrics(batch).items()}
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=trainer.global_step - 1)  # beside the step's own loss, counted from 0

@@ -12,15 +12,15 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from flowtrain_lightning.allocator import AllocationError
+from flowtrain_lightning.allocator.plan_file import write_plan
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.plan_file import write_plan
+from flowtrain_lightning.placement import TELLABLE, Choice, Plan
 from flowtrain_lightning.profiling import Profile
-from flowtrain_lightning.settling import TELLABLE, Choice, Plan
 
 if TYPE_CHECKING:
-    from flowtrain_lightning.runtime.engine import FlowEngine
+    from flowtrain_lightning.runtime.engine import RoleRunner
     from flowtrain_lightning.strategy import FlowTrainStrategy
 
 FILE = "better_allocation.yaml"
@@ -51,7 +51,7 @@ class FlowReplan(L.Callback):
             )
         self.threshold = threshold
         self.steps = steps
-        self._engine: FlowEngine | None = None
+        self._engine: RoleRunner | None = None
         self._plan: Plan | None = None
         self._folder = ""
         self._ratios: dict[str, list[float]] = {}
@@ -73,13 +73,13 @@ class FlowReplan(L.Callback):
                 "FlowReplan measures how long a rank is busy, but a GPU computes after the rank has gone on. Leave it "
                 "out."
             )
-        self._engine.tells_times = True  # on all ranks, though rank 0 alone compares
+        self._engine.collects_timings = True  # on all ranks, though rank 0 alone compares
         self._folder = str(trainer.log_dir or trainer.default_root_dir)
-        self._plan = strategy.settled.plan
+        self._plan = strategy.placement_decision.plan
         if self._plan is None:
             rank_zero_info(
                 f"flowtrain: FlowReplan has no plan to compare with: the allocation is what it is because "
-                f"{strategy.settled.reason}."
+                f"{strategy.placement_decision.reason}."
             )
 
     def on_train_batch_end(

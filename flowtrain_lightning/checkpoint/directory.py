@@ -18,14 +18,14 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import ROLES
 from flowtrain_lightning.checkpoint.names import take_name, write_file
+from flowtrain_lightning.checkpoint.optimizer_state import NamedState
 from flowtrain_lightning.checkpoint.random_states import random_states, restore_random_states
 from flowtrain_lightning.checkpoint.shared import make_temporary, refuse_unseen, refuse_url
 from flowtrain_lightning.checkpoint.tensors import load_tensors, save_tensors
 from flowtrain_lightning.checkpoint.together import written_together
-from flowtrain_lightning.runtime.groups import Groups
-from flowtrain_lightning.runtime.halves import role_of
-from flowtrain_lightning.runtime.optimizers import NamedState
-from flowtrain_lightning.runtime.random import global_seed
+from flowtrain_lightning.parallel.groups import Groups
+from flowtrain_lightning.parallel.halves import role_of
+from flowtrain_lightning.parallel.random_streams import global_seed
 
 FORMAT = 1
 META = "meta.pt"

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from flowtrain_lightning.checkpoint.directory import read_checkpoint
 from flowtrain_lightning.checkpoint.names import take_name, temporary_name, write_file
-from flowtrain_lightning.runtime.optimizers import with_numbers
+from flowtrain_lightning.checkpoint.optimizer_state import with_numbers
 
 
 def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flowtrain_lightning.checkpoint.names import remove, temporary_name
-from flowtrain_lightning.runtime.groups import CrossGroup
+from flowtrain_lightning.parallel.groups import CrossGroup
 
 _PATIENCE_SECONDS = 10.0  # a network file system may show a moment later what another node has made
 _LOOK_SECONDS = 0.1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flowtrain_lightning.runtime.groups import CrossGroup
+from flowtrain_lightning.parallel.groups import CrossGroup
 
 
 class OtherRankFailed(RuntimeError):

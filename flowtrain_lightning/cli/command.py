@@ -16,12 +16,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from flowtrain_lightning.allocator import AllocationError, PlanningError
 from flowtrain_lightning.checkpoint import export_checkpoint
 from flowtrain_lightning.cli.configuration import UsageError, configured
+from flowtrain_lightning.cli.doctor import examine, examine_pool
 from flowtrain_lightning.cli.pack import PACK_DESCRIPTION, pack
 from flowtrain_lightning.cli.plan import PLAN_DESCRIPTION, plan
 from flowtrain_lightning.cli.profile import PROFILE_DESCRIPTION, profile
 from flowtrain_lightning.cli.simulate import SIMULATE_DESCRIPTION, simulation
 from flowtrain_lightning.data import DataError, PictureError
-from flowtrain_lightning.doctor import examine, examine_pool
 from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.profiling import ProfileError
 

@@ -23,10 +23,10 @@ from flowtrain_lightning.allocator import (
 )
 from flowtrain_lightning.allocator.devices import DEVICES
 from flowtrain_lightning.allocator.models import CONFIGS
+from flowtrain_lightning.allocator.plan_file import write_plan
 from flowtrain_lightning.allocator.precision import PRECISIONS
 from flowtrain_lightning.cli.plan_input import read_device, read_module, read_workload
 from flowtrain_lightning.cli.plan_text import as_text, as_values, columns
-from flowtrain_lightning.plan_file import write_plan
 from flowtrain_lightning.profiling import measured_efficiencies, read_profile
 
 PLAN_DESCRIPTION = "say how to split a module over devices, what a step takes, and whether splitting pays"

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from flowtrain_lightning.allocator import Allocation, PlanningError
+from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.callbacks.timeline import draw_step
 from flowtrain_lightning.cli.plan_input import read_sizes
 from flowtrain_lightning.cli.plan_text import columns
-from flowtrain_lightning.data.planning import Planning
+from flowtrain_lightning.data.planning import PackingConfig
 from flowtrain_lightning.packing import IntArray, SampleSizes, StepPlan
-from flowtrain_lightning.plan_file import read_plan
+from flowtrain_lightning.placement.simulation import PURPOSES, Simulation, simulate
+from flowtrain_lightning.placement.steps import part_of
 from flowtrain_lightning.profiling import Profile, read_profile
-from flowtrain_lightning.settling.simulation import PURPOSES, Simulation, simulate
-from flowtrain_lightning.settling.steps import part_of
 
 SIMULATE_DESCRIPTION = "play steps of a plan with measured costs, and say where the time goes"
 
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 def _plans(
     sizes: SampleSizes, allocation: Allocation, profile: Profile, token_budget: int, options: argparse.Namespace
 ) -> Iterator[StepPlan]:
-    planning = Planning(token_budget, profile.cost, profile.encoder_cost)
+    planning = PackingConfig(token_budget, profile.cost, profile.encoder_cost)
     part = part_of(allocation, 0)
     for chosen in _samples(len(sizes), options.global_batch_size, options.steps, options.seed):
         yield planning.plan(sizes.select(chosen), chosen, part)

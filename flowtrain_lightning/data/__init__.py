@@ -5,7 +5,7 @@ Begin with `module.py` and `stages.py` (settings to loaders) and `batch.py` (wha
 `token_stream.py` say which are in a step, `planning.py` and `steps.py` plan and load it, `loader.py` gives it out.
 """
 
-from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch, PackedMedia, StepBatch, StepPart
+from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.conversation import ChatTemplate, TokenSequence
 from flowtrain_lightning.data.images import ImageProcessor, PictureError
 from flowtrain_lightning.data.loader import StepLoader
@@ -30,12 +30,12 @@ __all__ = [
     "PackedBatch",
     "PackedMedia",
     "PictureError",
+    "RankShard",
     "Record",
     "Sampling",
     "StepBatch",
     "StepDataset",
     "StepLoader",
-    "StepPart",
     "StepPlan",
     "TokenSequence",
     "Tokenizer",

@@ -16,7 +16,7 @@ IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
-class StepPart:
+class RankShard:
     """Which part of every step one rank loads.
 
     Attributes:
@@ -24,7 +24,8 @@ class StepPart:
         backbone_ranks: ranks of the backbone role.
         encoder_rank: the rank within the encoder role, or None where the rank has no encoder lane.
         encoder_ranks: ranks of the encoder role.
-        homes: for each backbone rank the encoder rank on the same rank, or -1; None where no rank plays both roles.
+        colocated_encoder_ranks: for each backbone rank the encoder rank on the same rank, or -1; None where no rank
+            plays both roles.
         local: every rank encodes just the media that it reads, one encoder batch per microbatch (plain Lightning).
     """
 
@@ -32,11 +33,11 @@ class StepPart:
     backbone_ranks: int
     encoder_rank: int | None
     encoder_ranks: int
-    homes: tuple[int, ...] | None = None
+    colocated_encoder_ranks: tuple[int, ...] | None = None
     local: bool = False
 
     @classmethod
-    def plain(cls, rank: int, ranks: int) -> StepPart:
+    def plain(cls, rank: int, ranks: int) -> RankShard:
         """The part of one rank of plain data parallelism, where each rank holds the whole module."""
         return cls(rank, ranks, rank, ranks, local=True)
 
@@ -173,7 +174,7 @@ class StepBatch:
     def __init__(
         self,
         plan: StepPlan,
-        part: StepPart,
+        part: RankShard,
         microbatches: tuple[PackedBatch | None, ...],
         encoder_batches: tuple[PackedMedia | None, ...],
         epoch: int,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
 
-class ForkGate:
+class ForkLock:
     """Either threads load, or one forks.
 
     A fork has only the thread that made it, but every lock as it was at that moment: what another thread held then, a
@@ -58,7 +58,7 @@ class ForkGate:
                 self._changed.notify_all()
 
 
-fork_gate = ForkGate()
+fork_lock = ForkLock()
 """Of this process."""
 
 

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from flowtrain_lightning.data.batch import StepBatch
-from flowtrain_lightning.data.forking import end_with_starter, fork_gate
-from flowtrain_lightning.data.parcel import Parcel
+from flowtrain_lightning.data.forking import end_with_starter, fork_lock
+from flowtrain_lightning.data.parcel import SharedMemoryBatch
 from flowtrain_lightning.data.planning import CostChange
 from flowtrain_lightning.data.step_sampler import StepSampler
 from flowtrain_lightning.data.steps import StepDataset
@@ -61,7 +61,7 @@ class StepLoader:
         self._stream: StreamState | None = None
         self._num_workers = num_workers
         self._pin_memory = pin_memory
-        self._loader: DataLoader[Parcel] | None = None
+        self._loader: DataLoader[SharedMemoryBatch] | None = None
         self._reading: weakref.ref[_StepIterator] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._coming: Future[_Delivery | None] | None = None
@@ -96,7 +96,7 @@ class StepLoader:
         Raises:
             ValueError: the state was taken with other settings.
         """
-        steps = self.steps.going_on_from(state)
+        steps = self.steps.resumed_from(state)
         if told := _changes(state["settings"], self._settings_of(steps)):
             raise ValueError(
                 f"The checkpoint's place in the data means other samples now: {told}. "
@@ -106,7 +106,7 @@ class StepLoader:
             rank_zero_info(f"flowtrain: the same samples as before, in every step, are packed otherwise: {told}.")
         self.close()
         self.steps = self.sampler.steps = steps
-        if "cost" in steps.left_open:
+        if "cost" in steps.unset_settings:
             self.sampler.changes = [CostChange.from_state(change) for change in state["changes"]]
         self._stream = state["stream"] and stream_state(state["stream"])
         self._resume = (int(state["epoch"]), int(state["step"]))
@@ -159,14 +159,14 @@ class StepLoader:
             wait([self._coming])  # else the thread would go on reading from an iterator that begins anew
             self._coming = None
 
-    def _load_next(self, parcels: Iterator[Parcel]) -> Future[_Delivery | None]:
+    def _load_next(self, parcels: Iterator[SharedMemoryBatch]) -> Future[_Delivery | None]:
         """Let the thread bring the next batch, or None at the epoch's end."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="load the next step")
         self._coming = self._thread.submit(_next_batch, parcels)
         return self._coming
 
-    def _start(self, iterator: _StepIterator) -> Iterator[Parcel]:
+    def _start(self, iterator: _StepIterator) -> Iterator[SharedMemoryBatch]:
         """Begin to read the epoch that the sampler names, for this iterator."""
         self._release()
         self._reading = weakref.ref(iterator)
@@ -178,10 +178,10 @@ class StepLoader:
             self._loader = self._build()
         if not self._num_workers:
             return iter(self._loader)
-        with fork_gate.forking():
+        with fork_lock.forking():
             return iter(self._loader)
 
-    def _build(self) -> DataLoader[Parcel]:
+    def _build(self) -> DataLoader[SharedMemoryBatch]:
         return DataLoader(
             self.steps,
             batch_size=None,
@@ -208,7 +208,7 @@ class _StepIterator(Iterator[StepBatch]):
 
     def __init__(self, loader: StepLoader) -> None:
         self._loader: StepLoader | None = loader
-        self._parcels: Iterator[Parcel] | None = None
+        self._parcels: Iterator[SharedMemoryBatch] | None = None
         self._coming: Future[_Delivery | None] | None = None
         self._ahead: deque[_Delivery] = deque()
         self._next = 0
@@ -265,8 +265,8 @@ class _Delivery(NamedTuple):
     stream: StreamState | None
 
 
-def _next_batch(parcels: Iterator[Parcel]) -> _Delivery | None:
-    with fork_gate.loading():
+def _next_batch(parcels: Iterator[SharedMemoryBatch]) -> _Delivery | None:
+    with fork_lock.loading():
         parcel = next(parcels, None)
         if parcel is None:
             return None

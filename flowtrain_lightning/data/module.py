@@ -23,7 +23,7 @@ from flowtrain_lightning.data.arguments import (
     refuse_unknown,
     refuse_unlike_ranks,
 )
-from flowtrain_lightning.data.batch import StepPart
+from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.data.conversation import ChatTemplate
 from flowtrain_lightning.data.costs import chosen_costs
 from flowtrain_lightning.data.fingerprint import fingerprint
@@ -293,8 +293,8 @@ class FlowDataModule(L.LightningDataModule):
         self._loaders.add(loader)
         return loader
 
-    def _part(self) -> StepPart:
+    def _part(self) -> RankShard:
         if self.trainer is None:
-            return StepPart.plain(0, 1)
-        part: StepPart | None = getattr(self.trainer.strategy, "step_part", None)
-        return part or StepPart.plain(self.trainer.global_rank, self.trainer.world_size)
+            return RankShard.plain(0, 1)
+        part: RankShard | None = getattr(self.trainer.strategy, "rank_shard", None)
+        return part or RankShard.plain(self.trainer.global_rank, self.trainer.world_size)

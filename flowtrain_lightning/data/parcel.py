@@ -17,7 +17,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Parcel:
+class SharedMemoryBatch:
     """A :class:`StepBatch` with its tensors side by side in one block.
 
     A tensor sent between processes costs a file descriptor and pinning one costs a call, so a step of many
@@ -36,7 +36,7 @@ class Parcel:
     stream: StreamState | None = None
 
     @classmethod
-    def of(cls, batch: StepBatch, stream: StreamState | None = None) -> Parcel:
+    def of(cls, batch: StepBatch, stream: StreamState | None = None) -> SharedMemoryBatch:
         """Pack a batch; its ``following`` stays behind."""
         file = io.BytesIO()
         pickler = _Pickler(file)
@@ -57,7 +57,7 @@ class Parcel:
         unpickler.tensors = [_view(self.block, *place) for place in self.places]
         return StepBatch(*unpickler.load())
 
-    def pin_memory(self) -> Parcel:
+    def pin_memory(self) -> SharedMemoryBatch:
         """The same parcel in page-locked memory."""
         return replace(self, block=self.block.pin_memory())
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from flowtrain_lightning.data.batch import StepPart
+from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, plan_step
 from flowtrain_lightning.packing.arrange import arrange
 from flowtrain_lightning.packing.microbatches import Objective, as_microbatches, positive_costs
@@ -15,7 +15,7 @@ from flowtrain_lightning.packing.stream import StreamSettings, StreamStep
 
 
 @dataclass(frozen=True)
-class Planning:
+class PackingConfig:
     """How the samples of a step are packed. Which samples these are is decided elsewhere.
 
     Attributes:
@@ -31,7 +31,7 @@ class Planning:
     objective: Objective = "accumulate"
 
     def plan(
-        self, sizes: SampleSizes, samples: IntArray, part: StepPart, microbatches: Microbatches | None = None
+        self, sizes: SampleSizes, samples: IntArray, part: RankShard, microbatches: Microbatches | None = None
     ) -> StepPlan:
         """The whole step's plan, equal on all ranks.
 
@@ -48,14 +48,14 @@ class Planning:
             encoder_ranks=part.encoder_ranks,
             token_budget=self.token_budget,
             local=part.local,
-            homes=part.homes,
+            colocated_encoder_ranks=part.colocated_encoder_ranks,
             cost=self.cost,
             encoder_cost=self.encoder_cost,
             objective=self.objective,
             microbatches=microbatches,
         )
 
-    def arrange(self, step: StreamStep, settings: StreamSettings, part: StepPart) -> Microbatches:
+    def arrange(self, step: StreamStep, settings: StreamSettings, part: RankShard) -> Microbatches:
         """A stream's step, which is in rows of the stream's width, dealt to the ranks of this layout."""
         bins = settings.rows * settings.row_width
         bin_of = arrange(
@@ -74,16 +74,16 @@ class Planning:
         """The same in JSON types, for a checkpoint."""
         return asdict(self)
 
-    def with_costs(self, change: CostChange) -> Planning:
+    def with_costs(self, change: CostChange) -> PackingConfig:
         """The same with other cost models."""
         return replace(self, cost=change.cost, encoder_cost=change.encoder_cost)
 
-    def going_on_from(self, state: Mapping[str, Any], left_open: Set[str]) -> Planning:
+    def resumed_from(self, state: Mapping[str, Any], unset_settings: Set[str]) -> PackingConfig:
         """The cost models of a checkpoint in place of those that the user left open."""
         cost, encoder_cost = self.cost, self.encoder_cost
-        if "cost" in left_open:
+        if "cost" in unset_settings:
             cost = CostModel(**state["cost"])
-        if "encoder_cost" in left_open:
+        if "encoder_cost" in unset_settings:
             encoder_cost = state["encoder_cost"] and CostModel(**state["encoder_cost"])
         return replace(self, cost=cost, encoder_cost=encoder_cost)
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flowtrain_lightning.data.batch import StepPart
+from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.data.index import Measure
 from flowtrain_lightning.data.loader import StepLoader
 from flowtrain_lightning.data.metadata import JoinedSources, MetadataIndex
-from flowtrain_lightning.data.planning import Planning
+from flowtrain_lightning.data.planning import PackingConfig
 from flowtrain_lightning.data.records import DataError
 from flowtrain_lightning.data.samples import SampleLoader
 from flowtrain_lightning.data.sampling import Sampling
@@ -43,7 +43,7 @@ def stage_source(data: FlowDataModule, stage: str) -> JoinedSources:
     )
 
 
-def stage_loader(data: FlowDataModule, stage: str, source: JoinedSources, part: StepPart) -> StepLoader:
+def stage_loader(data: FlowDataModule, stage: str, source: JoinedSources, part: RankShard) -> StepLoader:
     """A new loader of a stage's steps.
 
     Args:
@@ -71,7 +71,7 @@ def stage_loader(data: FlowDataModule, stage: str, source: JoinedSources, part: 
             samples,
             _steps(data, stage, source, part),
             part,
-            Planning(data.token_budget, data.cost or DEFAULT_COST, data.encoder_cost, data.objective),
+            PackingConfig(data.token_budget, data.cost or DEFAULT_COST, data.encoder_cost, data.objective),
             data.pad_to_budget,
             frozenset(setting for setting, value in given.items() if value is None),
         ),
@@ -81,7 +81,7 @@ def stage_loader(data: FlowDataModule, stage: str, source: JoinedSources, part: 
     )
 
 
-def _steps(data: FlowDataModule, stage: str, source: JoinedSources, part: StepPart) -> Sampling | TokenStream:
+def _steps(data: FlowDataModule, stage: str, source: JoinedSources, part: RankShard) -> Sampling | TokenStream:
     sampling = _sampling(data, stage, source.lengths)
     if stage != "train" or data.microbatches is None:
         if sampling.steps == 0:

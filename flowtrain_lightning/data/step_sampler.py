@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import SequentialSampler
 
-from flowtrain_lightning.data.planning import CostChange, Planning
+from flowtrain_lightning.data.planning import CostChange, PackingConfig
 from flowtrain_lightning.data.steps import StepDataset
 
 
@@ -38,14 +38,14 @@ class StepSampler(SequentialSampler):
     def __len__(self) -> int:
         return len(self.steps)
 
-    def __iter__(self) -> Iterator[tuple[int, int, Planning]]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[tuple[int, int, PackingConfig]]:  # type: ignore[override]
         return self._places(self.epoch, self.first)
 
-    def _places(self, epoch: int, first: int) -> Iterator[tuple[int, int, Planning]]:
+    def _places(self, epoch: int, first: int) -> Iterator[tuple[int, int, PackingConfig]]:
         for step in range(first, len(self.steps)):
             self.planned = (epoch, step)
             yield epoch, step, self._planning(epoch, step)
 
-    def _planning(self, epoch: int, step: int) -> Planning:
+    def _planning(self, epoch: int, step: int) -> PackingConfig:
         held = [change for change in self.changes if change.place <= (epoch, step)]
         return self.steps.planning.with_costs(held[-1]) if held else self.steps.planning

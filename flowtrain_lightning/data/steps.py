@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from flowtrain_lightning.data.batch import PackedBatch, PackedMedia, StepBatch, StepPart
+from flowtrain_lightning.data.batch import PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.collate import pack_pictures, pack_sequences
-from flowtrain_lightning.data.parcel import Parcel
-from flowtrain_lightning.data.planning import Planning
+from flowtrain_lightning.data.parcel import SharedMemoryBatch
+from flowtrain_lightning.data.planning import PackingConfig
 from flowtrain_lightning.data.records import Record
 from flowtrain_lightning.data.samples import SampleLoader
 from flowtrain_lightning.data.sampling import Sampling
@@ -21,7 +21,7 @@ from flowtrain_lightning.packing import IntArray, StepPlan
 
 
 @dataclass(frozen=True)
-class StepDataset(Dataset[Parcel]):
+class StepDataset(Dataset[SharedMemoryBatch]):
     """Steps by epoch, number and the planning that holds in it. Reading one depends on these alone.
 
     Attributes:
@@ -30,24 +30,24 @@ class StepDataset(Dataset[Parcel]):
         part: what this rank holds of every step.
         planning: how they are packed, where the loader says nothing else.
         pad_to_budget: fill every microbatch up to the token budget.
-        left_open: names of settings that the user did not give: a checkpoint's take their place.
+        unset_settings: names of settings that the user did not give: a checkpoint's take their place.
     """
 
     samples: SampleLoader
     sampling: Sampling | TokenStream
-    part: StepPart
-    planning: Planning
+    part: RankShard
+    planning: PackingConfig
     pad_to_budget: bool = False
-    left_open: frozenset[str] = frozenset()
+    unset_settings: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return self.sampling.steps
 
-    def __getitem__(self, place: tuple[int, int, Planning]) -> Parcel:
+    def __getitem__(self, place: tuple[int, int, PackingConfig]) -> SharedMemoryBatch:
         batch = self.load(*place)
-        return Parcel.of(batch, self.sampling.state if isinstance(self.sampling, TokenStream) else None)
+        return SharedMemoryBatch.of(batch, self.sampling.state if isinstance(self.sampling, TokenStream) else None)
 
-    def plan(self, epoch: int, step: int, planning: Planning | None = None) -> StepPlan:
+    def plan(self, epoch: int, step: int, planning: PackingConfig | None = None) -> StepPlan:
         """The whole step's plan, equal on all ranks; None plans as the run began."""
         planning, microbatches = planning or self.planning, None
         if isinstance(self.sampling, TokenStream):
@@ -58,14 +58,14 @@ class StepDataset(Dataset[Parcel]):
             chosen = self.sampling.step(epoch, step)
         return planning.plan(self.samples.source.sizes(chosen), chosen, self.part, microbatches)
 
-    def going_on_from(self, state: Mapping[str, Any]) -> StepDataset:
+    def resumed_from(self, state: Mapping[str, Any]) -> StepDataset:
         """The same steps as when ``state`` was saved, in what the user left open."""
-        planning, sampling = self.planning.going_on_from(state["planning"], self.left_open), self.sampling
+        planning, sampling = self.planning.resumed_from(state["planning"], self.unset_settings), self.sampling
         if isinstance(sampling, TokenStream) and state["stream"] is not None:
-            sampling = sampling.going_on_from(state["settings"], stream_state(state["stream"]), self.left_open)
+            sampling = sampling.resumed_from(state["settings"], stream_state(state["stream"]), self.unset_settings)
         return replace(self, planning=planning, sampling=sampling)
 
-    def load(self, epoch: int, step: int, planning: Planning | None = None) -> StepBatch:
+    def load(self, epoch: int, step: int, planning: PackingConfig | None = None) -> StepBatch:
         """This rank's part of one step.
 
         Raises:

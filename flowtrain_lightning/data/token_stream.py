@@ -87,12 +87,12 @@ class TokenStream:
         del stream["rows"]
         return {"semantics": "tokens", "steps_of_an_epoch": self.steps, **order, **stream}
 
-    def going_on_from(self, state: Mapping[str, Any], start: StreamState, left_open: Set[str]) -> TokenStream:
+    def resumed_from(self, state: Mapping[str, Any], start: StreamState, unset_settings: Set[str]) -> TokenStream:
         """The settings of a checkpoint in place of those that the user left open, and its place in the stream."""
         settings = self.settings
-        if "cost" in left_open:
+        if "cost" in unset_settings:
             settings = replace(settings, cost=CostModel(**state["cost"]))
-        if "row_width" in left_open and state["microbatches"] == self.microbatches:
+        if "row_width" in unset_settings and state["microbatches"] == self.microbatches:
             width = state["row_width"]
             settings = replace(settings, row_width=width, rows=self.microbatches // width)
         return TokenStream(self._sampling, self._tokens, settings, start)

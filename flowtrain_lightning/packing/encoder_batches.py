@@ -18,7 +18,7 @@ def pack_encoder_batches(
     encoder_ranks: int,
     patch_budget: int | None,
     costs: FloatArray | None = None,
-    homes: Sequence[int] | None = None,
+    colocated_encoder_ranks: Sequence[int] | None = None,
 ) -> tuple[tuple[IntArray, ...], ...]:
     """Deal the media of one position after another to the encoder ranks, to the one with the least work so far.
 
@@ -32,8 +32,8 @@ def pack_encoder_batches(
         encoder_ranks: ranks of the encoder role.
         patch_budget: the most patches of one batch; None makes one batch per rank and position.
         costs: ``[media]`` what encoding each costs; None takes the patches.
-        homes: for each backbone rank the encoder rank on the same rank, or -1: there its media are encoded unless
-            balance moves them. None where no rank does both.
+        colocated_encoder_ranks: for each backbone rank the encoder rank on the same rank, or -1: there its media are
+            encoded unless balance moves them. None where no rank does both.
 
     Returns:
         ``[encoder rank][position]`` -> media numbers. No batch is empty, so ranks may differ in their number.
@@ -41,8 +41,8 @@ def pack_encoder_batches(
     costs = patches.astype(np.float64) if costs is None else costs
     order = np.lexsort((-costs, microbatch))
     home = np.full(len(patches), -1, dtype=np.int64)
-    if homes is not None:
-        home = np.array(homes, dtype=np.int64)[backbone_rank]
+    if colocated_encoder_ranks is not None:
+        home = np.array(colocated_encoder_ranks, dtype=np.int64)[backbone_rank]
     encoder_rank = deal_media(costs, order, home, encoder_ranks)
     by_batch = np.lexsort((backbone_rank, microbatch, encoder_rank))
     changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(microbatch[by_batch]) != 0)
@@ -53,15 +53,17 @@ def pack_encoder_batches(
     return tuple(tuple(of_rank) for of_rank in batches)
 
 
-def moved_rows(plan: StepPlan, homes: Sequence[int] | None = None) -> int:
+def moved_rows(plan: StepPlan, colocated_encoder_ranks: Sequence[int] | None = None) -> int:
     """Rows of features that one rank encodes and another one reads; with gradients, as many come back.
 
     Args:
         plan: the step.
-        homes: as in :func:`pack_encoder_batches`.
+        colocated_encoder_ranks: as in :func:`pack_encoder_batches`.
     """
     return sum(
-        entry.rows for entry in plan.entries if homes is None or homes[entry.backbone_rank] != entry.encoder_rank
+        entry.rows
+        for entry in plan.entries
+        if colocated_encoder_ranks is None or colocated_encoder_ranks[entry.backbone_rank] != entry.encoder_rank
     )
 
 

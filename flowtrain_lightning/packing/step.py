@@ -28,7 +28,7 @@ def plan_step(
     token_budget: int,
     patch_budget: int | None = None,
     local: bool = False,
-    homes: Sequence[int] | None = None,
+    colocated_encoder_ranks: Sequence[int] | None = None,
     cost: CostModel = DEFAULT_COST,
     encoder_cost: CostModel | None = None,
     objective: Objective = "sync",
@@ -45,8 +45,8 @@ def plan_step(
         patch_budget: the most patches of one encoder batch. A batch never holds more than the media that one encoder
             rank owes to one position of the microbatches, so None needs no number.
         local: every rank encodes just the media that it reads, one encoder batch (perhaps empty) per microbatch.
-        homes: for each backbone rank the encoder rank on the same rank, or -1: there its media are encoded unless
-            balance moves them. None where no rank does both.
+        colocated_encoder_ranks: for each backbone rank the encoder rank on the same rank, or -1: there its media are
+            encoded unless balance moves them. None where no rank does both.
         cost: what a packed set of sequences costs the backbone.
         encoder_cost: what a set of media costs the encoder, by patches and in the unit of ``cost``: then media are
             dealt by it, the order of the microbatches is the one that makes the step shortest, and samples of equal
@@ -58,17 +58,19 @@ def plan_step(
 
     Raises:
         PackingError: a number of ranks or a budget below 1, sizes of other samples, a sample over the token budget,
-            a media over the patch budget, ``homes`` of other ranks, or ``local`` with unequal numbers of ranks or with
-            a patch budget.
+            a media over the patch budget, ``colocated_encoder_ranks`` of other ranks, or ``local`` with unequal numbers
+            of ranks or with a patch budget.
     """
     _refuse_bad_settings(backbone_ranks, encoder_ranks, token_budget, patch_budget, local)
-    _refuse_bad_homes(homes, backbone_ranks, encoder_ranks)
+    _refuse_bad_homes(colocated_encoder_ranks, backbone_ranks, encoder_ranks)
     _refuse_what_does_not_fit(sizes, samples, token_budget, patch_budget)
     if microbatches is None:
         microbatches = pack_microbatches(
             sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, objective=objective
         )
-    if encoder_cost is None or local or homes is not None:  # a rank with both lanes never waits for its own
+    if (
+        encoder_cost is None or local or colocated_encoder_ranks is not None
+    ):  # a rank with both lanes never waits for its own
         order = flow_order(_media_per_position(microbatches, sizes))
         microbatches = tuple(tuple(of_rank[position] for position in order) for of_rank in microbatches)
     else:
@@ -87,7 +89,7 @@ def plan_step(
             encoder_ranks=encoder_ranks,
             patch_budget=patch_budget,
             costs=costs,
-            homes=homes,
+            colocated_encoder_ranks=colocated_encoder_ranks,
         )
     return StepPlan(samples, sizes, _by_arrival(microbatches, batches, sizes), batches)
 
@@ -169,11 +171,14 @@ def _refuse_bad_settings(
         )
 
 
-def _refuse_bad_homes(homes: Sequence[int] | None, backbone_ranks: int, encoder_ranks: int) -> None:
-    if homes is not None and (len(homes) != backbone_ranks or not all(-1 <= home < encoder_ranks for home in homes)):
+def _refuse_bad_homes(colocated_encoder_ranks: Sequence[int] | None, backbone_ranks: int, encoder_ranks: int) -> None:
+    if colocated_encoder_ranks is not None and (
+        len(colocated_encoder_ranks) != backbone_ranks
+        or not all(-1 <= home < encoder_ranks for home in colocated_encoder_ranks)
+    ):
         raise PackingError(
-            f"homes is {tuple(homes)}; it must name an encoder rank below {encoder_ranks}, or -1, for each of the "
-            f"{backbone_ranks} backbone ranks."
+            f"colocated_encoder_ranks is {tuple(colocated_encoder_ranks)}; it must name an encoder rank below "
+            f"{encoder_ranks}, or -1, for each of the {backbone_ranks} backbone ranks."
         )
 
 

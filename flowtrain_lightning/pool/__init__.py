@@ -10,7 +10,7 @@ folder `device`: `runtime.py` (what is asked of a device), `tier.py`, `entries.p
 from flowtrain_lightning.pool.address import Address, Tier
 from flowtrain_lightning.pool.board import StatusBoard
 from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
-from flowtrain_lightning.pool.entry import entry_room
+from flowtrain_lightning.pool.entry import entry_nbytes
 from flowtrain_lightning.pool.errors import PeerFailed, PoolError
 from flowtrain_lightning.pool.faults import fault_sentence, first_fault
 from flowtrain_lightning.pool.key import Key
@@ -37,7 +37,7 @@ __all__ = [
     "StatusBoard",
     "StatusPage",
     "Tier",
-    "entry_room",
+    "entry_nbytes",
     "fault_sentence",
     "first_fault",
     "lay_out",

@@ -105,7 +105,7 @@ DeviceView = Callable[[int, torch.dtype, Sequence[int]], Tensor]
 """Looks at a tensor of an entry in device memory: where it begins, from the entry's start on, its dtype and shape."""
 
 
-def entry_room(nbytes: Sequence[int]) -> int:
+def entry_nbytes(nbytes: Sequence[int]) -> int:
     """Room that an entry takes, header and alignment included, given the bytes of each tensor of the tuple."""
     return aligned(_HEAD.size + len(nbytes) * _TENSOR.size) + sum(map(aligned, nbytes))
 

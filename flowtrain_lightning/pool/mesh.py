@@ -19,7 +19,7 @@ from flowtrain_lightning.pool.meeting import Met, meet
 from flowtrain_lightning.pool.record import Kind, Numbered, Record, encode_record
 from flowtrain_lightning.pool.store import Store
 from flowtrain_lightning.pool.stream import Stream
-from flowtrain_lightning.pool.turns import Turns
+from flowtrain_lightning.pool.turns import RecordOrder
 
 _LOOK_SECONDS = 0.25  # how often a rank reads the others' pages, and its sockets though its inbox is never empty
 _PAGE_SECONDS = 0.2  # how long a closed connection waits for its process to be gone or to say why
@@ -55,7 +55,7 @@ class Mesh:
         self.page = page
         self.locations = met.locations or ("here",) * self.ranks
         self._inbox = Inbox(page.memory, PAGE_BYTES, self.ranks)
-        self._turns = Turns(self.ranks)
+        self._turns = RecordOrder(self.ranks)
         self._sent = [0] * self.ranks
         self._next_look = 0.0
         self.links = 0
@@ -257,7 +257,7 @@ class Mesh:
         self._forget(stream.peer)
 
     def _in_order(self, found: list[Numbered]) -> list[Record]:
-        """The records whose turn it is; see `Turns.take`."""
+        """The records whose turn it is; see `RecordOrder.take`."""
         records = self._turns.take(found) if found else []
         while self._turns.goodbyes:
             self._forget(self._turns.goodbyes.pop())

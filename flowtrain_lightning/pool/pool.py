@@ -162,7 +162,7 @@ class Pool:
         return address
 
     def fits(self, nbytes: int | Sequence[int], ahead: bool = False) -> bool:
-        """Whether there is room now for an entry of ``nbytes`` (see `entry_room`), or for several, not reserved."""
+        """Whether there is room now for an entry of ``nbytes`` (see `entry_nbytes`), or for several, not reserved."""
         return self._segment.part(ahead).fits([nbytes] if isinstance(nbytes, int) else nbytes)
 
     def poll(self, timeout: float = 0.0) -> bool:

@@ -24,7 +24,7 @@ class Reservation:
     """Room promised to an entry before it exists.
 
     Attributes:
-        nbytes: room that it takes at most, see `entry_room`.
+        nbytes: room that it takes at most, see `entry_nbytes`.
         released_after: position of the last entry in the order that its readers may need before they release it;
             its own position or less where they release it without any later entry.
     """

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from flowtrain_lightning.pool.counters import PoolCounters
-from flowtrain_lightning.pool.entry import entry_room
+from flowtrain_lightning.pool.entry import entry_nbytes
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.key import Key
 from flowtrain_lightning.pool.mesh import Mesh
@@ -60,7 +60,7 @@ def self_test(timeout: float = 20.0, apart: bool = False) -> SelfTest:
         reader.start()
         try:
             mesh = _connect(store, 0, timeout, apart)
-            pool = Pool.open(mesh, entry_room([_ELEMENTS * 4]), 0)
+            pool = Pool.open(mesh, entry_nbytes([_ELEMENTS * 4]), 0)
             try:
                 return _measure(pool, deadline)
             finally:

@@ -6,7 +6,7 @@ from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.record import Kind, Numbered, Record
 
 
-class Turns:
+class RecordOrder:
     """Which record of each peer comes next.
 
     Args:

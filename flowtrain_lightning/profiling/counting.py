@@ -12,17 +12,17 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.compute.compute import as_features
+from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.fit import Observation, fit_cost
+from flowtrain_lightning.parallel.halves import half_parameters, half_trains
+from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.profiling.errors import ProfileError
 from flowtrain_lightning.profiling.origin import copy_on_meta
 from flowtrain_lightning.profiling.probes import Probe
 from flowtrain_lightning.profiling.profile import Flops
-from flowtrain_lightning.profiling.steering import SteeredOnMeta
-from flowtrain_lightning.runtime.compute import as_features
-from flowtrain_lightning.runtime.halves import half_parameters, half_trains
-from flowtrain_lightning.runtime.logbook import Logbook
-from flowtrain_lightning.runtime.random import own_streams
+from flowtrain_lightning.profiling.steering import MetaTensorMode
 
 if TYPE_CHECKING:
     from flowtrain_lightning.module import FlowModule
@@ -77,7 +77,7 @@ class _Counter:
     """Runs parts of a pass on the meta device, and says how many FLOPs each has."""
 
     def __init__(self) -> None:
-        self._steered = SteeredOnMeta()
+        self._steered = MetaTensorMode()
 
     def run(self, part: Callable[[], Any]) -> tuple[Any, float]:
         """What the part returns, and its FLOPs."""
@@ -111,7 +111,7 @@ def _count(module: FlowModule, probe: Probe) -> Passes:
         leaves = tuple(out.detach().requires_grad_(trains and out.is_floating_point()) for out in outputs)
         features = as_features(media.modality, leaves)
         found[ENCODER] = encoding, counter.backward(outputs)
-    with module.logging_into(Logbook()):
+    with module.logging_into(MetricAccumulator()):
         (loss, _), forward = counter.run(lambda: module.backbone_step(packed, features, "train"))
     found[BACKBONE] = forward, counter.backward((loss,))
     return found

@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.compute.compute import as_features
+from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.data.batch import IGNORED_LABEL
 from flowtrain_lightning.parallel import reduce_gradients
+from flowtrain_lightning.parallel.halves import half_parameters, half_trains
+from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.profiling.probes import Probe
-from flowtrain_lightning.runtime.compute import as_features
-from flowtrain_lightning.runtime.halves import half_parameters, half_trains
-from flowtrain_lightning.runtime.plain import PlainEngine
-from flowtrain_lightning.runtime.random import own_streams
 
 if TYPE_CHECKING:
     from flowtrain_lightning.module import FlowModule
@@ -62,7 +62,7 @@ class OptimizerClock(L.Callback):
         self.seconds = now(trainer.strategy.root_device) - self._start
 
 
-class HalvesEngine(PlainEngine):
+class HalvesEngine(WholeModuleRunner):
     """Fills the steps of a Trainer: with one probe each, and at last with one half's optimizer step each.
 
     Probes take turns in rounds, so that a slow moment of the machine does not hit one size alone. Gradients add up in

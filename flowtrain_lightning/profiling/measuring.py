@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from flowtrain_lightning.allocator.roles import ROLES
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.packing.fit import Observation
+from flowtrain_lightning.parallel.halves import half_parameters
 from flowtrain_lightning.profiling.counting import count_flops
 from flowtrain_lightning.profiling.errors import ProfileError
 from flowtrain_lightning.profiling.fitting import plainest_cost
@@ -25,7 +26,6 @@ from flowtrain_lightning.profiling.probes import Probe, load_probes
 from flowtrain_lightning.profiling.profile import Flops, Profile, Reduction, RoleProfile
 from flowtrain_lightning.profiling.reduction import measure_reduction
 from flowtrain_lightning.profiling.running import Taken, profiling_trainer, run_halves
-from flowtrain_lightning.runtime.halves import half_parameters
 
 if TYPE_CHECKING:
     from flowtrain_lightning.module import FlowModule

@@ -17,8 +17,8 @@ import flowtrain_lightning
 from flowtrain_lightning.allocator.roles import ROLES
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.parallel.halves import build_halves
 from flowtrain_lightning.profiling.profile import Origin
-from flowtrain_lightning.runtime.halves import build_halves
 
 if TYPE_CHECKING:
     from flowtrain_lightning.module import FlowModule
@@ -81,7 +81,7 @@ def copy_on_meta(module: FlowModule) -> FlowModule:
     copy = detached_copy(module, weights)
     with suppress(RuntimeError):
         copy.trainer = module.trainer
-    copy.live_on(ROLES)
+    copy.set_local_roles(ROLES)
     with torch.device("meta"):
         copy.configure_model()
     return copy

@@ -77,12 +77,12 @@ def run_halves(
         progress: show a bar.
     """
     clock = next(callback for callback in trainer.callbacks if isinstance(callback, OptimizerClock))  # type: ignore[attr-defined]
-    module.live_on(ROLES)
+    module.set_local_roles(ROLES)
     engine = HalvesEngine(module, trainer, probes, clock, seconds=seconds, progress=progress)
-    module.run_on(engine)
+    module.attach_runner(engine)
     with _quiet():
         trainer.fit(module, datamodule=_StandIn(data, _Repeated(probes[0].batch, engine.most_steps)))
-    module.run_on(None)
+    module.attach_runner(None)
     return Taken(
         passes={
             role: {probe: np.quantile(times, _QUARTILE, axis=0) for probe, times in of_role.items()}

@@ -17,7 +17,7 @@ _META = torch.device("meta")
 _IN_PLACE = ("__setitem__", "index_copy_", "index_add_", "index_put_", "scatter_", "masked_scatter_", "copy_")
 
 
-class SteeredOnMeta(TorchFunctionMode):
+class MetaTensorMode(TorchFunctionMode):
     """Inside, numbers that steer the computing are real and lie on the CPU; all else lies on the meta device.
 
     Grids, boundaries of sequences and masks decide what is computed, so models read them: with ``tolist``, or by
@@ -83,7 +83,7 @@ class _Attention(torch.autograd.Function):
     """Stands for attention: gives tensors of the right shape, and notes FLOPs."""
 
     @staticmethod
-    def forward(ctx: Any, mode: SteeredOnMeta, flops: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, mode: MetaTensorMode, flops: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ctx.mode, ctx.flops = mode, flops
         ctx.save_for_backward(query, key, value)
         mode.attention_flops += flops

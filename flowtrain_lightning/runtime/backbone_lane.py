@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.allocator.roles import BACKBONE
+from flowtrain_lightning.compute.compute import Features, as_features
 from flowtrain_lightning.data import PackedBatch
 from flowtrain_lightning.pool import Key
-from flowtrain_lightning.runtime.compute import Features, as_features
-from flowtrain_lightning.runtime.lane import Desk, Turns
+from flowtrain_lightning.runtime.lane import LaneContext, Schedule
 from flowtrain_lightning.runtime.room import FeatureSpec, gradient_order
 from flowtrain_lightning.runtime.step import Step, feature_places
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE
@@ -27,11 +27,11 @@ class BackboneLane:
         encoder_ranks: global rank of every encoder rank.
     """
 
-    def __init__(self, desk: Desk, encoder_ranks: tuple[int, ...]) -> None:
+    def __init__(self, desk: LaneContext, encoder_ranks: tuple[int, ...]) -> None:
         self._desk = desk
         self._encoder_ranks = encoder_ranks
 
-    def run(self, step: Step, spec: FeatureSpec | None, outputs: list[Any]) -> Turns:
+    def run(self, step: Step, spec: FeatureSpec | None, outputs: list[Any]) -> Schedule:
         """Works through the step's microbatches in the plan's order.
 
         Args:
@@ -43,7 +43,7 @@ class BackboneLane:
         assert rank is not None
         # Made before the first features are here, when this lane has nothing else to do.
         mailboxes = deque(
-            Mailbox(step, step.entries_of_microbatch.get((rank, number), []))
+            MicrobatchFeatures(step, step.entries_of_microbatch.get((rank, number), []))
             for number in range(len(step.batch.microbatches))
         )
         if step.trains and spec is not None:
@@ -60,7 +60,9 @@ class BackboneLane:
             if packed is not None:
                 yield from self._compute(step, number, packed, mailbox, outputs)
 
-    def _compute(self, step: Step, number: int, packed: PackedBatch, mailbox: Mailbox, outputs: list[Any]) -> Turns:
+    def _compute(
+        self, step: Step, number: int, packed: PackedBatch, mailbox: MicrobatchFeatures, outputs: list[Any]
+    ) -> Schedule:
         desk = self._desk
         leaves = mailbox.leaves(step.trains)
         desk.enter(f"compute microbatch {number}", step)
@@ -82,13 +84,13 @@ class BackboneLane:
             yield from self._return_gradients(step, mailbox, leaves)
         yield None
 
-    def _reserve(self, step: Step, spec: FeatureSpec, entries: list[int]) -> Turns:
+    def _reserve(self, step: Step, spec: FeatureSpec, entries: list[int]) -> Schedule:
         order = gradient_order(step.plan, spec, entries)
         keyed = {step.gradient_key(entry): room for entry, room in order.items()}
         while not self._desk.pool.reserve(keyed, ahead=True):
             yield "room for gradients in the pool"
 
-    def _return_gradients(self, step: Step, mailbox: Mailbox, leaves: tuple[Tensor, ...]) -> Turns:
+    def _return_gradients(self, step: Step, mailbox: MicrobatchFeatures, leaves: tuple[Tensor, ...]) -> Schedule:
         for entry, runs in mailbox.places.items():
             # No rows stand for no gradient: what took no part in the loss keeps None, as it would in one process.
             gradients = [leaf.detach()[:0] if leaf.grad is None else _rows(leaf.grad, runs) for leaf in leaves]
@@ -102,7 +104,7 @@ class BackboneLane:
             # features, two ranks with both lanes could each fill it with what the other must read first.
             return self._desk.pool.put(step.gradient_key(entry), gradients, [reader], ahead=True) is not None
 
-    def _fetch(self, mailbox: Mailbox) -> bool:
+    def _fetch(self, mailbox: MicrobatchFeatures) -> bool:
         arrived = self._desk.pool.arrived(mailbox.missing)
         if arrived:
             with self._desk.timeline.span(BACKBONE, COMMUNICATION, "features", mailbox.step.place):
@@ -110,7 +112,7 @@ class BackboneLane:
         return bool(arrived)
 
 
-class Mailbox:
+class MicrobatchFeatures:
     """The features of one microbatch, gathered from their entries as they arrive.
 
     Attributes:
@@ -134,7 +136,7 @@ class Mailbox:
         """All features are here."""
         return not self.missing
 
-    def fetch(self, arrived: list[Key], desk: Desk) -> None:
+    def fetch(self, arrived: list[Key], desk: LaneContext) -> None:
         """Copies entries that have arrived and gives their room back at once."""
         for key in arrived:
             lease = desk.pool.get(key)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flowtrain_lightning.allocator.roles import ENCODER
 from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.packing.activations import recomputed_batches
 from flowtrain_lightning.pool import Key
-from flowtrain_lightning.runtime.activations import recomputed_batches
-from flowtrain_lightning.runtime.lane import Desk, Turns
+from flowtrain_lightning.runtime.lane import LaneContext, Schedule
 from flowtrain_lightning.runtime.room import FeatureSpec, feature_order
 from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE
@@ -30,13 +30,13 @@ class EncoderLane:
         kept_batches: encoder batches whose activations may be kept at a time.
     """
 
-    def __init__(self, desk: Desk, backbone_ranks: tuple[int, ...], kept_batches: int) -> None:
+    def __init__(self, desk: LaneContext, backbone_ranks: tuple[int, ...], kept_batches: int) -> None:
         self._desk = desk
         self._backbone_ranks = backbone_ranks
         self._kept_batches = kept_batches
         self._published: dict[tuple[str, int], int] = {}
 
-    def run(self, step: Step, spec: FeatureSpec | None) -> Turns:
+    def run(self, step: Step, spec: FeatureSpec | None) -> Schedule:
         """Works through the step's encoder batches in the plan's order.
 
         Args:
@@ -76,7 +76,7 @@ class EncoderLane:
 
     # ---- an encoder that does not train -------------------------------------------------------------------------
 
-    def _publish_all(self, step: Step) -> Turns:
+    def _publish_all(self, step: Step) -> Schedule:
         for number in self._unpublished(step):
             while not self._has_room(step, number):
                 yield "room for features in the pool"
@@ -90,7 +90,7 @@ class EncoderLane:
 
     # ---- an encoder that trains ---------------------------------------------------------------------------------
 
-    def _train(self, step: Step) -> Turns:
+    def _train(self, step: Step) -> Schedule:
         assert step.batch.part.encoder_rank is not None
         recomputed = recomputed_batches(step.plan, self._kept_batches)[step.batch.part.encoder_rank]
         forwards = deque(self._unpublished(step))
@@ -140,7 +140,7 @@ class EncoderLane:
 
     # ---- both ---------------------------------------------------------------------------------------------------
 
-    def _reserve(self, step: Step, spec: FeatureSpec) -> Turns:
+    def _reserve(self, step: Step, spec: FeatureSpec) -> Schedule:
         batches = [self._entries(step, number) for number in self._unpublished(step)]
         order = feature_order(step.plan, spec, batches)
         while not self._desk.pool.reserve({step.feature_key(entry): room for entry, room in order.items()}):
@@ -159,7 +159,7 @@ class EncoderLane:
                 self._media(step, number), step=step.name, number=step.batch_number(rank, number)
             )
 
-    def _publish(self, step: Step, number: int, features: tuple[Tensor, ...]) -> Turns:
+    def _publish(self, step: Step, number: int, features: tuple[Tensor, ...]) -> Schedule:
         for entry, parts in self._split(step, number, features):
             while not self._put(step, entry, parts, ahead=False):
                 yield "room for features in the pool"
@@ -210,7 +210,7 @@ class AwaitingBackward:
         """All gradients are here."""
         return not self.missing
 
-    def collect(self, arrived: list[Key], desk: Desk) -> None:
+    def collect(self, arrived: list[Key], desk: LaneContext) -> None:
         """Copies gradients that have arrived and gives their room back."""
         for key in arrived:
             lease = desk.pool.get(key)

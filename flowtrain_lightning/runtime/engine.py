@@ -9,29 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.parallel import reduce_gradients
+from flowtrain_lightning.parallel.halves import half_parameters, half_trains
+from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.pool import PoolCounters
 from flowtrain_lightning.pool.device.choice import TierChoice
 from flowtrain_lightning.pool.ways import NetworkChoice
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
-from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
-from flowtrain_lightning.runtime.figures import Figures, FiguresTaker
+from flowtrain_lightning.runtime.figures import Figures, RankMetricsTaker
 from flowtrain_lightning.runtime.frozen import FrozenEncoder
-from flowtrain_lightning.runtime.halves import half_parameters, half_trains
 from flowtrain_lightning.runtime.job import Job
-from flowtrain_lightning.runtime.lane import Turns, take_turns
-from flowtrain_lightning.runtime.logbook import StepReport
-from flowtrain_lightning.runtime.logged import LoggedOutside
+from flowtrain_lightning.runtime.lane import Schedule, run_schedule
 from flowtrain_lightning.runtime.news import News
-from flowtrain_lightning.runtime.random import own_streams
 from flowtrain_lightning.runtime.reporting import Reporter
-from flowtrain_lightning.runtime.room_keeper import RoomKeeper
+from flowtrain_lightning.runtime.room_keeper import PoolCapacity
 from flowtrain_lightning.runtime.step import STAGES, Step, figures_key
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, Timeline
 from flowtrain_lightning.runtime.times import Times
 from flowtrain_lightning.runtime.unused_features import UnusedFeatures
+from flowtrain_lightning.trainer.epoch_metrics import EpochMetricSync
 
 if TYPE_CHECKING:
     import lightning as L
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class RunnerSettings:
     """What a user may bound.
 
     Attributes:
@@ -57,13 +57,13 @@ class EngineSettings:
     pool_network: NetworkChoice
 
 
-class FlowEngine:
+class RoleRunner:
     """The steps of one rank.
 
     Attributes:
         timeline: what the lanes did when.
         stop_requested: some rank was asked to end (SIGTERM); known to all ranks after the same step.
-        tells_times: reports of training steps say how long everything took.
+        collects_timings: reports of training steps say how long everything took.
         times: those of the training step that ended last, equal on all ranks.
     """
 
@@ -72,12 +72,12 @@ class FlowEngine:
         module: FlowModule,
         trainer: L.Trainer,
         job: Job,
-        settings: EngineSettings,
+        settings: RunnerSettings,
     ) -> None:
         self.trainer = trainer
         self.timeline = Timeline()
         self.stop_requested = False
-        self.tells_times = False
+        self.collects_timings = False
         self.times: Times = {}
         self._module = module
         self._allocation = job.allocation
@@ -90,13 +90,13 @@ class FlowEngine:
         self._figures_news = News(job.groups, job.mesh, self._listeners, first, figures_key)
         self._figures_told = 0
         lanes = {role: f"{role} {job.allocation.ranks[role].index(job.rank)}" for role in self._roles}
-        self._figures = FiguresTaker(lanes, job.labels[job.rank], self.timeline)
+        self._figures = RankMetricsTaker(lanes, job.labels[job.rank], self.timeline)
         self._compute = Compute(module, trainer, trainer.strategy.root_device)
-        self._room = RoomKeeper(
+        self._room = PoolCapacity(
             module, job, self._compute, self.timeline, settings.pool_bytes, settings.pool_tier, settings.pool_network
         )
         self._reporter = Reporter(job, self._listeners, self._compute.logbooks, self._room, self.timeline)
-        self._logged = LoggedOutside(job)
+        self._logged = EpochMetricSync(job)
         self._frozen = FrozenEncoder(module)
         self._unused_features = UnusedFeatures()
         self._indices = dict.fromkeys(STAGES, 0)
@@ -154,7 +154,7 @@ class FlowEngine:
         """The value that rank 0 logged outside of a step, on every rank, which all call it."""
         return self._logged.agree(name, value)
 
-    def tell_figures(self, batch: StepBatch) -> Figures:
+    def gather_metrics(self, batch: StepBatch) -> Figures:
         """Tells what this rank did since it told last. Every rank calls it after the same steps.
 
         Args:
@@ -194,7 +194,7 @@ class FlowEngine:
         anew = self._changes_course(step)
         if self._ahead.get(stage) is not None and not anew:
             self._frozen.refuse_changes(stage)
-        if self._room.make_room(step, anew=anew):
+        if self._room.ensure_capacity(step, anew=anew):
             desk, ranks = self._room.desk, self._allocation.ranks
             self._backbone_lane = BackboneLane(desk, ranks[ENCODER])
             self._encoder_lane = EncoderLane(desk, ranks[BACKBONE], self._settings.encoder_activations)
@@ -209,13 +209,13 @@ class FlowEngine:
         return ahead is not None and (step.trains or step.name != ahead)
 
     def _run_lanes(self, step: Step, outputs: list[Any]) -> None:
-        lanes: list[tuple[str, Turns]] = []
+        lanes: list[tuple[str, Schedule]] = []
         spec = self._room.spec if step.plan.entries else None
         if BACKBONE in self._roles:
             lanes.append((BACKBONE, self._backbone_lane.run(step, spec, outputs)))
         if ENCODER in self._roles:
             lanes.append((ENCODER, self._encoder_lane.run(step, spec)))
-        take_turns(self._room.desk, lanes, step)
+        run_schedule(self._room.desk, lanes, step)
 
     def _end(self, step: Step, steps_left: int) -> StepReport:
         epoch, number = step.name
@@ -223,7 +223,7 @@ class FlowEngine:
         self._ahead[step.stage] = (epoch, number + 1) if may_work_ahead else None
         if may_work_ahead:
             self._frozen.note(step.stage)
-        with_times = self.tells_times and step.stage == "train"
+        with_times = self.collects_timings and step.stage == "train"
         if BACKBONE in self._roles:
             return self._reporter.agree(step, with_times=with_times)
         spec = None if step.trains else self._room.spec

@@ -11,7 +11,7 @@ Figures = dict[str, float]
 """Name -> figure."""
 
 
-class FiguresTaker:
+class RankMetricsTaker:
     """Takes the figures of one rank, each time those since the last.
 
     Args:

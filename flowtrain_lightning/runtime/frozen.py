@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from flowtrain_lightning.allocator.roles import ENCODER
-from flowtrain_lightning.runtime.halves import role_of
+from flowtrain_lightning.parallel.halves import role_of
 
 if TYPE_CHECKING:
     from flowtrain_lightning.module import FlowModule

@@ -17,6 +17,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.parallel.groups import connect_groups
+from flowtrain_lightning.parallel.job_store import node_names
 from flowtrain_lightning.pool import Mesh, State, first_fault
 from flowtrain_lightning.pool.between_hosts.location import (
     address_of,
@@ -24,10 +26,8 @@ from flowtrain_lightning.pool.between_hosts.location import (
     describe_ways,
     interface_of,
 )
-from flowtrain_lightning.runtime.arrival import node_names
-from flowtrain_lightning.runtime.groups import connect_groups
-from flowtrain_lightning.runtime.launcher import kin
 from flowtrain_lightning.runtime.watchdog import Watchdog
+from flowtrain_lightning.trainer.launcher import kin
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -109,7 +109,7 @@ class Job:
         if self._mesh is None:
             return
         interrupted = isinstance(exception, KeyboardInterrupt)
-        with _deaf_to_children():
+        with _ignore_sigchld():
             lines = traceback.format_exception_only(exception) if interrupted else traceback.format_exception(exception)
             try:
                 if isinstance(exception, RuntimeError):  # so a collective fails when a peer has gone
@@ -142,7 +142,7 @@ def patience(hang_timeout: float, timeout: timedelta) -> timedelta:
 
 
 @contextmanager
-def _deaf_to_children() -> Iterator[None]:
+def _ignore_sigchld() -> Iterator[None]:
     """Inside, no child's end raises: PyTorch's loaders do so in a signal's handler, for each worker that has died."""
     if threading.current_thread() is not threading.main_thread():  # no other thread runs handlers
         yield

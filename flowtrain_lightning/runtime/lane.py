@@ -6,19 +6,19 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.pool import Pool, StatusPage
-from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import STALL, Span, Timeline
 
-Turns = Iterator[str | None]
+Schedule = Iterator[str | None]
 """A lane at work: each turn is one unit of work (None), or what the lane waits for (a text)."""
 
 _POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Desk:
+class LaneContext:
     """What a lane works with.
 
     Attributes:
@@ -43,7 +43,7 @@ class Desk:
         self.page.enter(step.phase(phase), step.index)
 
 
-def take_turns(desk: Desk, lanes: Sequence[tuple[str, Turns]], step: Step) -> None:
+def run_schedule(desk: LaneContext, lanes: Sequence[tuple[str, Schedule]], step: Step) -> None:
     """Runs the lanes of this rank to their end, in one thread.
 
     After every unit of work the first lane is asked again, so it has precedence. Where no lane can move, the rank
@@ -69,7 +69,7 @@ def take_turns(desk: Desk, lanes: Sequence[tuple[str, Turns]], step: Step) -> No
             _sleep(desk, next(iter(running)), reasons, step)
 
 
-def _sleep(desk: Desk, role: str, reasons: list[str], step: Step) -> None:
+def _sleep(desk: LaneContext, role: str, reasons: list[str], step: Step) -> None:
     reason = " and ".join(reasons)
     desk.enter(f"wait for {reason}", step)
     start = time.monotonic()

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.pool import Key, Mesh, Pool
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
-from flowtrain_lightning.runtime.groups import Groups
 
 _PATIENCE = 2 * STEPS_AHEAD
 """Rounds after which nobody looks any more for what an encoder rank may have sent."""

@@ -10,10 +10,10 @@ from dataclasses import asdict, replace
 import torch
 
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.runtime.job import Job
-from flowtrain_lightning.runtime.logbook import Logbook, StepReport
 from flowtrain_lightning.runtime.news import News
-from flowtrain_lightning.runtime.room_keeper import RoomKeeper
+from flowtrain_lightning.runtime.room_keeper import PoolCapacity
 from flowtrain_lightning.runtime.step import Step, times_key
 from flowtrain_lightning.runtime.timeline import STALL, Span, Timeline
 from flowtrain_lightning.runtime.times import measured, of_all_ranks
@@ -36,8 +36,8 @@ class Reporter:
         self,
         job: Job,
         listeners: Sequence[int],
-        logbooks: Mapping[str, Logbook],
-        room: RoomKeeper,
+        logbooks: Mapping[str, MetricAccumulator],
+        room: PoolCapacity,
         timeline: Timeline,
     ) -> None:
         self._mesh = job.mesh

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.packing import StepPlan
-from flowtrain_lightning.pool import Reservation, entry_room, lay_out
+from flowtrain_lightning.pool import Reservation, entry_nbytes, lay_out
 
 LEAST_PART = 16 << 20
 """Bytes of a part of the pool that nobody asked to be smaller."""
@@ -37,7 +37,7 @@ class FeatureSpec:
 
     def room(self, rows: int) -> int:
         """Bytes that an entry of so many rows takes."""
-        return entry_room([rows * width for width in self._row_bytes])
+        return entry_nbytes([rows * width for width in self._row_bytes])
 
     def __str__(self) -> str:
         return " and ".join(f"{list(shape)} {dtype}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True))

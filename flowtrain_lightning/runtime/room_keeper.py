@@ -8,15 +8,15 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.allocator.roles import ENCODER
+from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.pool import Pool, PoolCounters, PoolError
 from flowtrain_lightning.pool.device.choice import TierChoice, choose_device_tier
 from flowtrain_lightning.pool.device.tier import DeviceTier
 from flowtrain_lightning.pool.ways import NetworkChoice
-from flowtrain_lightning.runtime.compute import Compute
 from flowtrain_lightning.runtime.job import Job
-from flowtrain_lightning.runtime.lane import Desk
-from flowtrain_lightning.runtime.random import own_streams
+from flowtrain_lightning.runtime.lane import LaneContext
 from flowtrain_lightning.runtime.room import LEAST_PART, FeatureSpec, least_room, step_room
 from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import Timeline
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flowtrain_lightning.module import FlowModule
 
 
-class RoomKeeper:
+class PoolCapacity:
     """One rank's part of the pool, from step to step. All ranks decide alike, from the plan.
 
     Args:
@@ -60,12 +60,12 @@ class RoomKeeper:
         self._pool_tier = pool_tier
         self._pool_network = pool_network
         self._part_bytes = 0
-        self._desk: Desk | None = None
+        self._desk: LaneContext | None = None
         self._last_counters: PoolCounters | None = None
         self._tier: DeviceTier | None = None
 
     @property
-    def desk(self) -> Desk:
+    def desk(self) -> LaneContext:
         """What lanes work with, since the first step found its room."""
         assert self._desk is not None, "no step has asked for room yet"
         return self._desk
@@ -75,7 +75,7 @@ class RoomKeeper:
         """What this rank's part of the pool has done since it was opened last; None before the first step."""
         return self._last_counters if self._desk is None else self._desk.pool.counters
 
-    def make_room(self, step: Step, anew: bool) -> bool:
+    def ensure_capacity(self, step: Step, anew: bool) -> bool:
         """Opens the pool where the step needs more than there is.
 
         Args:
@@ -132,7 +132,7 @@ class RoomKeeper:
         page.enter(step.phase("wait for all ranks to open the pool"), step.index)
         room, tier = self._part_bytes, self._open_tier()
         pool = Pool.open(self._job.mesh, room, room, self._pool_network, tier)
-        self._desk = Desk(pool, self._compute, page, self._timeline)
+        self._desk = LaneContext(pool, self._compute, page, self._timeline)
         if former is not None:
             former.pool.close()
 

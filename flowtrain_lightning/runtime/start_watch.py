@@ -12,8 +12,8 @@ from types import TracebackType
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from flowtrain_lightning.runtime.launcher import kin
 from flowtrain_lightning.runtime.watchdog import end_children, say_fault
+from flowtrain_lightning.trainer.launcher import kin
 
 _BEAT_SECONDS = 0.5
 _SILENT_SECONDS = 30.0  # without a beat: that process has ended, or its whole node

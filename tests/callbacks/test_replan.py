@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.callbacks import FlowReplan
-from flowtrain_lightning.plan_file import read_plan
-from flowtrain_lightning.settling import Plan, Settled
-from flowtrain_lightning.settling.choice import split
-from flowtrain_lightning.settling.planning import Planner
-from flowtrain_lightning.settling.prediction import Processors
-from flowtrain_lightning.settling.steps import training_steps
-from tests.settling.profiles import make_profile
+from flowtrain_lightning.placement import PlacementDecision, Plan
+from flowtrain_lightning.placement.choice import split
+from flowtrain_lightning.placement.planning import Planner
+from flowtrain_lightning.placement.prediction import Processors
+from flowtrain_lightning.placement.steps import training_steps
+from tests.placement.profiles import make_profile
 from tests.tiny import tiny_data, write_records
 
 STEPS = 4
@@ -32,12 +32,12 @@ class Run:
     """A run on two CPU ranks, of which nothing is there but what the callback asks for."""
 
     def __init__(self, folder, plan, callback, device="cpu"):
-        self.engine = SimpleNamespace(tells_times=False, times={})
+        self.engine = SimpleNamespace(collects_timings=False, times={})
         reason = "it was asked for" if plan is None else plan.choice.why
         strategy = SimpleNamespace(
             engine=self.engine,
             root_device=torch.device(device),
-            settled=Settled(None, reason, plan),
+            settled=PlacementDecision(None, reason, plan),
         )
         self.trainer = SimpleNamespace(strategy=strategy, log_dir=str(folder), default_root_dir=str(folder))
         self.callback = callback
@@ -62,7 +62,7 @@ def run(planner, tmp_path):
 
 def test_times_as_planned_say_nothing(run, recwarn):
     run.step(1.1, 0.9, steps=5 * STEPS)
-    assert run.engine.tells_times
+    assert run.engine.collects_timings
     assert not recwarn.list
 
 

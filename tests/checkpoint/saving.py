@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import directory, names, read_checkpoint, save_checkpoint, shared, tensors
 from flowtrain_lightning.checkpoint.tensors import save_tensors
-from flowtrain_lightning.runtime.groups import connect_groups
+from flowtrain_lightning.parallel.groups import connect_groups
 from tests.forks import write_down
 
 HALVES = {"encoder": ("encoder",), "backbone": ("backbone", "head")}

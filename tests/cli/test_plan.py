@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flowtrain_lightning.allocator.models import CONFIGS
+from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.cli import main
-from flowtrain_lightning.plan_file import read_plan
 
 MODEL = ("--model", "smolvlm-2.2b", "--device", "h200")
 

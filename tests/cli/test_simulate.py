@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 
 from flowtrain_lightning.allocator import default_allocation
+from flowtrain_lightning.allocator.plan_file import write_plan
 from flowtrain_lightning.cli import main
-from flowtrain_lightning.plan_file import write_plan
 from flowtrain_lightning.profiling import write_profile
-from tests.settling.profiles import make_profile
+from tests.placement.profiles import make_profile
 
 FILES = ("--plan", "plan.yaml", "--data", "lengths.parquet", "--profile", "profile.json")
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flowtrain_lightning.data import FlowDataModule, StepPart
+from flowtrain_lightning.data import FlowDataModule, RankShard
 from flowtrain_lightning.data.planning import CostChange
 from flowtrain_lightning.packing import CostModel
 from tests.data.loading import WORKERS, named, read
@@ -19,7 +19,7 @@ def packed(batches):
 @pytest.fixture
 def uneven(loader_of, monkeypatch):
     """Builds loaders of steps whose packing on two ranks depends on the cost model."""
-    monkeypatch.setattr(FlowDataModule, "_part", lambda _: StepPart.plain(0, 2))
+    monkeypatch.setattr(FlowDataModule, "_part", lambda _: RankShard.plain(0, 2))
     return lambda **changes: loader_of(global_batch_size=10, **changes)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flowtrain_lightning.data import FlowDataModule, StepPart
+from flowtrain_lightning.data import FlowDataModule, RankShard
 from flowtrain_lightning.packing import CostModel
 from tests.data.loading import WORKERS, read
 from tests.data.support import TOKENS
@@ -80,7 +80,7 @@ def test_a_place_among_microbatches_does_not_depend_on_this_runs_ranks(loader_of
     first = loader_of(**TOKENS)
     read(first, count=1)
     state = first.state_dict()
-    monkeypatch.setattr(FlowDataModule, "_part", lambda _: StepPart.plain(0, 2))
+    monkeypatch.setattr(FlowDataModule, "_part", lambda _: RankShard.plain(0, 2))
     second = loader_of(**TOKENS)
     assert second.state_dict()["settings"]["row_width"] == 2
     second.load_state_dict(state)

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from flowtrain_lightning.data import ChatTemplate, DataError, ImageProcessor, StepPart
+from flowtrain_lightning.data import ChatTemplate, DataError, ImageProcessor, RankShard
 from tests.data.support import TOKENS, data_module, message_record, write_records, write_set
 from tests.data.training import Recorder, Scheduled, trained, trainer_of
 
@@ -84,7 +84,7 @@ def test_prediction_reads_prompts(file, tmp_path):
 
 def test_the_strategy_says_which_part_is_loaded(file, tmp_path):
     trainer = trainer_of(tmp_path, max_steps=1)
-    trainer.strategy.step_part = StepPart(None, 1, 0, 1)
+    trainer.strategy.rank_shard = RankShard(None, 1, 0, 1)
     seen = []
     model = Recorder()
     model.on_train_batch_start = lambda batch, _: seen.append(batch)

@@ -5,8 +5,8 @@ import pickle
 import numpy as np
 import torch
 
-from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch, StepPart
-from flowtrain_lightning.data.parcel import Parcel
+from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch
+from flowtrain_lightning.data.parcel import SharedMemoryBatch
 from flowtrain_lightning.packing import SampleSizes, plan_step
 
 
@@ -17,12 +17,12 @@ def batch_of_one_step():
     numbers = torch.arange(3)
     packed = PackedBatch(numbers, -numbers, numbers, numbers.int(), 3, {"image": numbers[1:]}, (5,))
     media = PackedMedia("image", torch.rand(5, 3), torch.tensor([0, 5], dtype=torch.int32), numbers[None], 5, (1,))
-    return StepBatch(plan, StepPart.plain(0, 1), (packed, None), (media, None), epoch=2, step=4)
+    return StepBatch(plan, RankShard.plain(0, 1), (packed, None), (media, None), epoch=2, step=4)
 
 
 def test_a_parcel_brings_the_batch_unchanged():
     batch = batch_of_one_step()
-    opened = pickle.loads(pickle.dumps(Parcel.of(batch))).open()
+    opened = pickle.loads(pickle.dumps(SharedMemoryBatch.of(batch))).open()
     (packed, nothing), (media, none) = opened.microbatches, opened.encoder_batches
     assert nothing is none is None
     assert (opened.epoch, opened.step, opened.part) == (2, 4, batch.part)
@@ -37,7 +37,7 @@ def test_a_parcel_brings_the_batch_unchanged():
 
 
 def test_all_tensors_travel_in_one_block():
-    opened = Parcel.of(batch_of_one_step()).open()
+    opened = SharedMemoryBatch.of(batch_of_one_step()).open()
     packed, media = opened.microbatches[0], opened.encoder_batches[0]
     storages = {tensor.untyped_storage().data_ptr() for tensor in (packed.tokens, packed.labels, media.patches)}
     assert len(storages) == 1

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from flowtrain_lightning.data import StepPart
-from flowtrain_lightning.data.planning import Planning
+from flowtrain_lightning.data import RankShard
+from flowtrain_lightning.data.planning import PackingConfig
 from flowtrain_lightning.packing import CostModel, SampleSizes
 
 COST, ENCODER_COST = CostModel(1.0, 0.5, 0.25), CostModel(0.1, 0.0, 0.0)
@@ -20,10 +20,10 @@ def sizes(*tokens):
 
 
 def test_the_cost_model_decides_who_computes_what():
-    part, lengths = StepPart(0, 2, 0, 1), [8, 4, 4, 4, 4]
+    part, lengths = RankShard(0, 2, 0, 1), [8, 4, 4, 4, 4]
 
     def totals(cost):
-        plan = Planning(16, cost).plan(sizes(*lengths), np.arange(5), part)
+        plan = PackingConfig(16, cost).plan(sizes(*lengths), np.arange(5), part)
         return sorted(sum(lengths[i] for members in of_rank for i in members) for of_rank in plan.microbatches)
 
     assert totals(CostModel(1.0, 0.0, 0.0)) == [12, 12]
@@ -31,17 +31,17 @@ def test_the_cost_model_decides_who_computes_what():
 
 
 def test_a_rank_with_both_lanes_encodes_what_it_reads():
-    part = StepPart(0, 2, 0, 2, homes=(1, 0))
-    plan = Planning(16).plan(sizes(8, 8, 8, 8), np.arange(4), part)
+    part = RankShard(0, 2, 0, 2, colocated_encoder_ranks=(1, 0))
+    plan = PackingConfig(16).plan(sizes(8, 8, 8, 8), np.arange(4), part)
     assert {(entry.backbone_rank, entry.encoder_rank) for entry in plan.entries} == {(0, 1), (1, 0)}
 
 
-@pytest.mark.parametrize("planning", [Planning(16), Planning(16, COST, ENCODER_COST, "sync")])
+@pytest.mark.parametrize("planning", [PackingConfig(16), PackingConfig(16, COST, ENCODER_COST, "sync")])
 def test_a_checkpoint_gives_back_what_was_left_open(planning):
     state = json.loads(json.dumps(planning.state_dict()))
-    assert Planning(16, objective=planning.objective).going_on_from(state, OPEN) == planning
+    assert PackingConfig(16, objective=planning.objective).resumed_from(state, OPEN) == planning
 
 
 def test_what_was_given_stays():
-    given = Planning(32, COST, ENCODER_COST)
-    assert given.going_on_from(Planning(16).state_dict(), frozenset()) == given
+    given = PackingConfig(32, COST, ENCODER_COST)
+    assert given.resumed_from(PackingConfig(16).state_dict(), frozenset()) == given

@@ -49,8 +49,8 @@ def test_settings_of_the_checkpoint_hold_in_loaders_of_later_epochs_too(file, tm
     settings = {"max_epochs": 3, "num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
     given = data_module(file, **TOKENS | {"row_width": 2})
     whole = trained(tmp_path, given, callbacks=[SaveAlways(tmp_path)], **settings)
-    left_open = data_module(file, **TOKENS | {"row_width": None})
-    assert trained(tmp_path, left_open, tmp_path / "batch-2.ckpt", **settings) == whole[2:]
+    unset_settings = data_module(file, **TOKENS | {"row_width": None})
+    assert trained(tmp_path, unset_settings, tmp_path / "batch-2.ckpt", **settings) == whole[2:]
 
 
 def test_a_run_with_limited_epochs_resumes_exactly(file, tmp_path):

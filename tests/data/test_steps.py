@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flowtrain_lightning.data import StepPart
+from flowtrain_lightning.data import RankShard
 from tests.data.support import data_module, write_set
 
 LAYOUTS = {
-    "plain 1": [StepPart.plain(0, 1)],
-    "plain 2": [StepPart.plain(rank, 2) for rank in range(2)],
-    "plain 4": [StepPart.plain(rank, 4) for rank in range(4)],
-    "1 + 1": [StepPart(0, 1, None, 1), StepPart(None, 1, 0, 1)],
+    "plain 1": [RankShard.plain(0, 1)],
+    "plain 2": [RankShard.plain(rank, 2) for rank in range(2)],
+    "plain 4": [RankShard.plain(rank, 4) for rank in range(4)],
+    "1 + 1": [RankShard(0, 1, None, 1), RankShard(None, 1, 0, 1)],
     "2 + 3": [
-        *(StepPart(rank, 2, None, 3) for rank in range(2)),
-        *(StepPart(None, 2, rank, 3) for rank in range(3)),
+        *(RankShard(rank, 2, None, 3) for rank in range(2)),
+        *(RankShard(None, 2, rank, 3) for rank in range(3)),
     ],
-    "colocated 2": [StepPart(rank, 2, rank, 2) for rank in range(2)],
+    "colocated 2": [RankShard(rank, 2, rank, 2) for rank in range(2)],
 }
 
 

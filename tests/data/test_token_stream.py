@@ -97,8 +97,8 @@ def test_what_was_left_open_is_as_it_was():
     cost = CostModel(1.0, 0.5, 0.25)
     saved, state = stream_of(200, width=4, cost=cost).state_dict(), StreamState()
     assert json.loads(json.dumps(saved)) == saved
-    left_open = stream_of(200).going_on_from(saved, state, {"cost", "row_width"})
-    assert left_open.state_dict() == saved
-    assert stream_of(200).going_on_from(saved, state, set()).state_dict() == stream_of(200).state_dict()
+    unset_settings = stream_of(200).resumed_from(saved, state, {"cost", "row_width"})
+    assert unset_settings.state_dict() == saved
+    assert stream_of(200).resumed_from(saved, state, set()).state_dict() == stream_of(200).state_dict()
     other_number = {**saved, "microbatches": 8, "row_width": 8}
-    assert stream_of(200).going_on_from(other_number, state, {"row_width"}).settings.row_width == 2
+    assert stream_of(200).resumed_from(other_number, state, {"row_width"}).settings.row_width == 2

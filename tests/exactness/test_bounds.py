@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowtrain_lightning.data import StepPart
+from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.runtime.room import FeatureSpec, least_room
 from tests.exactness.compare import Run, error, read_run, same_bits
 from tests.exactness.data import STEPS, steps_data, write_steps
@@ -58,8 +58,10 @@ def least_pool(folder: Path, layout: str) -> int:
     encoder_ranks, backbone_ranks = ROLES[layout]
     data = steps_data(folder / "data")
     data.setup("fit")
-    homes = tuple(range(backbone_ranks)) if layout.startswith("colocated") else None
-    steps = replace(data.train_dataloader().steps, part=StepPart(0, backbone_ranks, 0, encoder_ranks, homes))
+    colocated_encoder_ranks = tuple(range(backbone_ranks)) if layout.startswith("colocated") else None
+    steps = replace(
+        data.train_dataloader().steps, part=RankShard(0, backbone_ranks, 0, encoder_ranks, colocated_encoder_ranks)
+    )
     return 2 * max(least_room(steps.plan(0, step), SPEC) for step in range(STEPS))
 
 

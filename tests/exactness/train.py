@@ -13,7 +13,7 @@ from torch import Tensor
 from flowtrain_lightning.callbacks import FlowReplan
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.runtime.groups import disconnect_groups
+from flowtrain_lightning.parallel.groups import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.modules import KINDS

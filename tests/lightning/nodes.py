@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.runtime.groups import disconnect_groups
+from flowtrain_lightning.parallel.groups import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import SEED
 from tests.exactness.train import Recorder
@@ -166,7 +166,10 @@ def main() -> None:
     trainer.fit(TinyVLM(), steps_data(Path(data)))
     os.environ["RANK"] = str(trainer.global_rank)  # by which `Recorder` names its file
     recorder.save(Path(folder))
-    settled = {"ranks": trainer.strategy.allocation.state_dict()["ranks"], "reason": trainer.strategy.settled.reason}
+    settled = {
+        "ranks": trainer.strategy.allocation.state_dict()["ranks"],
+        "reason": trainer.strategy.placement_decision.reason,
+    }
     Path(folder, f"settled{trainer.global_rank}.json").write_text(json.dumps(settled))
     disconnect_groups()
 

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")  # as on a Mac
     from pathlib import Path
     import lightning as L
-    from flowtrain_lightning import compatibility
+    from flowtrain_lightning.trainer import refusals
     from tests.tiny import TinyVLM, tiny_data, write_records
 
     folder = Path(sys.argv[1])

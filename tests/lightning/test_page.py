@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 
-from flowtrain_lightning.compatibility import PRECISIONS, REFUSED_CALLBACKS
+from flowtrain_lightning.trainer.refusals import PRECISIONS, REFUSED_CALLBACKS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
 QUOTED = set(re.findall(r"`([^`]+)`", PAGE))

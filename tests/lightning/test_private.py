@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 import flowtrain_lightning
 from flowtrain_lightning.data.loader import StepLoader
-from flowtrain_lightning.runtime.launcher import RankLauncher
+from flowtrain_lightning.trainer.launcher import RankLauncher
 
 PACKAGE = Path(flowtrain_lightning.__file__).parent
 

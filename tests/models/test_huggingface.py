@@ -71,7 +71,7 @@ def test_frequencies_of_rotary_positions_stay_exact_in_bfloat16():
 
 def test_tied_weights_stay_tied_where_their_half_is_absent():
     module = flow.models.QwenVLM(FAMILIES["qwen2_vl, tied"].config)
-    module.live_on(("encoder",))
+    module.set_local_roles(("encoder",))
     module.configure_model()
     text, head = module.model.model.language_model, module.model.lm_head
     assert head.weight.is_meta

@@ -61,7 +61,7 @@ def test_ranks_are_even_to_a_thousandth_over_a_step_of_pictures():
 
 
 def test_media_are_encoded_where_they_are_read_unless_balance_moves_them():
-    settings = {"encoder_ranks": 2, "patch_budget": None, "homes": (0, 1)}
+    settings = {"encoder_ranks": 2, "patch_budget": None, "colocated_encoder_ranks": (0, 1)}
     even = pack_encoder_batches(np.full(8, 10), np.repeat([0, 1], 4), np.zeros(8, int), **settings)
     assert [[batch.tolist() for batch in of_rank] for of_rank in even] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     uneven = pack_encoder_batches(np.full(8, 10), np.repeat([0, 1], [6, 2]), np.zeros(8, int), **settings)
@@ -72,7 +72,12 @@ def test_media_are_encoded_where_they_are_read_unless_balance_moves_them():
 def test_media_whose_readers_have_no_encoder_go_to_the_ranks_with_least_to_do():
     # Backbone rank 1 shares a rank with encoder rank 0; backbone rank 0 only reads, encoder rank 1 only encodes.
     batches = pack_encoder_batches(
-        np.full(4, 10), np.array([1, 1, 0, 0]), np.zeros(4, int), encoder_ranks=2, patch_budget=None, homes=(-1, 0)
+        np.full(4, 10),
+        np.array([1, 1, 0, 0]),
+        np.zeros(4, int),
+        encoder_ranks=2,
+        patch_budget=None,
+        colocated_encoder_ranks=(-1, 0),
     )
     assert [[batch.tolist() for batch in of_rank] for of_rank in batches] == [[[0, 1]], [[2, 3]]]
 
@@ -80,13 +85,20 @@ def test_media_whose_readers_have_no_encoder_go_to_the_ranks_with_least_to_do():
 @pytest.mark.parametrize("seed", range(3))
 def test_of_a_colocated_step_little_moves_and_ranks_are_even(seed):
     draw = np.random.default_rng(seed)
-    patches, homes = draw.integers(100, 2000, 400), tuple(range(4))
+    patches, colocated_encoder_ranks = draw.integers(100, 2000, 400), tuple(range(4))
     sizes = make_sizes(*[(10, [int(rows)]) for rows in patches])
-    step = plan_step(sizes, np.arange(400), backbone_ranks=4, encoder_ranks=4, token_budget=8192, homes=homes)
+    step = plan_step(
+        sizes,
+        np.arange(400),
+        backbone_ranks=4,
+        encoder_ranks=4,
+        token_budget=8192,
+        colocated_encoder_ranks=colocated_encoder_ranks,
+    )
     loads = [sum(int(sizes.media_patches[batch].sum()) for batch in of_rank) for of_rank in step.encoder_batches]
     assert max(loads) <= 1.001 * np.mean(loads)
     apart = plan_step(sizes, np.arange(400), backbone_ranks=4, encoder_ranks=4, token_budget=8192)
-    assert moved_rows(step, homes) < 0.15 * moved_rows(apart, homes)
+    assert moved_rows(step, colocated_encoder_ranks) < 0.15 * moved_rows(apart, colocated_encoder_ranks)
     assert moved_rows(apart) == int(patches.sum())
 
 

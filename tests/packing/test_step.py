@@ -164,12 +164,12 @@ def test_local_plans_refuse_what_they_cannot_keep(settings, words):
         plan(make_sizes((10, [])), local=True, **settings)
 
 
-@pytest.mark.parametrize("homes", [(0,), (0, 2), (0, -2)])
-def test_homes_of_other_ranks_are_refused(homes):
+@pytest.mark.parametrize("colocated_encoder_ranks", [(0,), (0, 2), (0, -2)])
+def test_homes_of_other_ranks_are_refused(colocated_encoder_ranks):
     with pytest.raises(
         PackingError, match="must name an encoder rank below 2, or -1, for each of the 2 backbone ranks"
     ):
-        plan(make_sizes((10, [])), homes=homes)
+        plan(make_sizes((10, [])), colocated_encoder_ranks=colocated_encoder_ranks)
 
 
 def test_sizes_of_other_samples_are_refused():

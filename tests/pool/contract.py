@@ -2,13 +2,13 @@
 
 import torch
 
-from flowtrain_lightning.pool import entry_room
+from flowtrain_lightning.pool import entry_nbytes
 from tests.pool.ranks import NIXL
 
 TRANSPORTS = ["shared_memory", "device", "remote", "network", "both", NIXL]
 ROOM = 1 << 20
 """Bytes of a rank's part of the pool."""
-FLOATS = entry_room([1000 * 4])
+FLOATS = entry_nbytes([1000 * 4])
 """Bytes that an entry of :func:`floats` takes there."""
 
 

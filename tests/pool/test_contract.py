@@ -6,7 +6,7 @@ from bisect import bisect_right
 import pytest
 import torch
 
-from flowtrain_lightning.pool import WAIT_LIMITS, Key, PoolError, entry_room
+from flowtrain_lightning.pool import WAIT_LIMITS, Key, PoolError, entry_nbytes
 from tests.pool.contract import FLOATS, ROOM, floats, now, serve
 from tests.pool.ranks import lease_of, meshes, open_pool, open_pools, wait_for
 
@@ -138,7 +138,7 @@ def test_when_there_is_no_room_nothing_changes_until_a_release_makes_some(pools)
 
 def test_exactly_what_the_helper_says_is_enough(three, transport):
     shapes, dtypes = [(33, 7), (5,)], [torch.bfloat16, torch.int64]
-    owner, *_ = open_pools(three, entry_room([33 * 7 * 2, 5 * 8]), 0, transport)
+    owner, *_ = open_pools(three, entry_nbytes([33 * 7 * 2, 5 * 8]), 0, transport)
     tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     assert owner.put(Key(0, 0, 0), tensors, [1]) is not None
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.pool import Address, Key, PoolError, Tier, entry_room
+from flowtrain_lightning.pool import Address, Key, PoolError, Tier, entry_nbytes
 from flowtrain_lightning.pool.entry import erase_entry, outline, read_entry, write_header, write_tensors
 from flowtrain_lightning.pool.memory import first_byte_of
 
@@ -36,7 +36,7 @@ def test_tensors_of_any_shape_and_dtype_come_back_as_they_were(described, seed):
         assert tensor.dtype == expected.dtype
         assert tensor.shape == expected.shape
         assert torch.equal(tensor, expected)
-    assert nbytes == entry_room([tensor.nbytes for tensor in tensors])
+    assert nbytes == entry_nbytes([tensor.nbytes for tensor in tensors])
     assert not any(memory[ADDRESS.offset + nbytes :]), "nothing is written behind the entry"
 
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from flowtrain_lightning.pool import Key, PoolError, entry_room
+from flowtrain_lightning.pool import Key, PoolError, entry_nbytes
 from flowtrain_lightning.pool.inbox import ORDERED_STORES
 from tests.pool.ranks import meshes, open_pools
 
@@ -35,14 +35,14 @@ class PoolUse(RuleBasedStateMachine):
     @rule(owner=ranks, readers=st.sets(ranks, min_size=1), elements=st.integers(0, 480), ahead=st.booleans())
     def put(self, owner, readers, elements, ahead):
         key, pool = Key(owner, 0, self.items), self.pools[owner]
-        fits = pool.fits(entry_room([8 * elements]), ahead)
+        fits = pool.fits(entry_nbytes([8 * elements]), ahead)
         placed = pool.put(key, [torch.full((elements,), self.items)], sorted(readers), ahead)
         assert (placed is not None) == fits
         if placed is not None:
             self.unread |= {(reader, key): self.items for reader in readers}
             self.unseen |= {(reader, key) for reader in readers - {owner}}
             self.held[key] = set(readers)
-            self.rooms[key] = entry_room([8 * elements]), ahead
+            self.rooms[key] = entry_nbytes([8 * elements]), ahead
             self.items += 1
 
     @rule(rank=ranks)

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from flowtrain_lightning.pool import Key, Pool, PoolError, Reservation, entry_room, lay_out
+from flowtrain_lightning.pool import Key, Pool, PoolError, Reservation, entry_nbytes, lay_out
 from tests.pool.ranks import join_job, lease_of, open_pool, place
 from tests.processes import assert_all_good, run_ranks
 
@@ -17,13 +17,13 @@ TRANSPORTS = ["shared_memory", "remote", "network", "device"]
 def random_order(seed):
     choose = random.Random(seed)
     return [
-        Reservation(entry_room([4 * choose.randint(1, 2000)]), min(place + choose.choice([0, 0, 1, 3]), ENTRIES - 1))
+        Reservation(entry_nbytes([4 * choose.randint(1, 2000)]), min(place + choose.choice([0, 0, 1, 3]), ENTRIES - 1))
         for place in range(ENTRIES)
     ]
 
 
 def elements(reservation):
-    return (reservation.nbytes - entry_room([0])) // 4
+    return (reservation.nbytes - entry_nbytes([0])) // 4
 
 
 def pass_reserved(rank, ranks, transport, seed):

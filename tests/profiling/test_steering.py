@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flowtrain_lightning.allocator import describe_config
 from flowtrain_lightning.allocator.flops import forward_work
-from flowtrain_lightning.profiling.steering import SteeredOnMeta
+from flowtrain_lightning.profiling.steering import MetaTensorMode
 
 pytest.importorskip("transformers")
 
@@ -18,7 +18,7 @@ from tests.allocator.live import CONFIGS, build
 
 def test_numbers_that_steer_are_read_wherever_the_model_puts_them():
     rows = torch.empty(6, 2, device="meta")
-    with SteeredOnMeta():
+    with MetaTensorMode():
         ends = torch.tensor([0, 2, 6]).to(rows.device)
         assert ends.diff().tolist() == [2, 4]
         assert torch.arange(3, device=rows.device).tolist() == [0, 1, 2]
@@ -28,7 +28,7 @@ def test_numbers_that_steer_are_read_wherever_the_model_puts_them():
 def test_rows_are_picked_and_written_by_masks():
     rows = torch.empty(4, 2, device="meta")
     mask = torch.tensor([True, False, True, True])
-    with SteeredOnMeta():
+    with MetaTensorMode():
         assert rows[mask].shape == (3, 2)
         assert rows[mask, 0].shape == (3,)
         rows[mask] = torch.zeros(3, 2)
@@ -37,7 +37,7 @@ def test_rows_are_picked_and_written_by_masks():
 
 def test_what_is_computed_may_not_be_lost_in_a_tensor_on_the_cpu():
     rows, whole = torch.empty(2, 2, device="meta"), torch.zeros(4, 2)
-    with SteeredOnMeta(), pytest.raises(RuntimeError, match="writes what is computed into a tensor on the CPU"):
+    with MetaTensorMode(), pytest.raises(RuntimeError, match="writes what is computed into a tensor on the CPU"):
         whole[:2] = rows
 
 
@@ -52,7 +52,7 @@ def test_what_is_computed_may_not_be_lost_in_a_tensor_on_the_cpu():
 )
 def test_attention_counts_the_pairs_that_its_mask_leaves(options, pairs):
     query = torch.empty(1, 3, 5, 8, device="meta", requires_grad=True)
-    with SteeredOnMeta() as steered:
+    with MetaTensorMode() as steered:
         out = scaled_dot_product_attention(query, query, query, **options)
         assert out.shape == query.shape
         assert steered.attention_flops == 3 * pairs * 4 * 8
@@ -62,7 +62,7 @@ def test_attention_counts_the_pairs_that_its_mask_leaves(options, pairs):
 
 
 def counted(run):
-    with SteeredOnMeta() as steered, FlopCounterMode(display=False) as counter:
+    with MetaTensorMode() as steered, FlopCounterMode(display=False) as counter:
         run()
     return counter.get_total_flops() + steered.attention_flops
 

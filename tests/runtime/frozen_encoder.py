@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from flowtrain_lightning.runtime.groups import disconnect_groups
+from flowtrain_lightning.parallel.groups import disconnect_groups
 from flowtrain_lightning.runtime.timeline import Span
 from tests.exactness.layouts import trainer_for
 from tests.forks import write_down

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch, StepPart, StepPlan
+from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch, StepPlan
 from flowtrain_lightning.pool import Key, Reservation
 from flowtrain_lightning.pool.entry import outline
 from flowtrain_lightning.pool.part import Part
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
-from flowtrain_lightning.runtime.lane import Desk, take_turns
+from flowtrain_lightning.runtime.lane import LaneContext, run_schedule
 from flowtrain_lightning.runtime.room import FeatureSpec
 from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import Timeline
@@ -231,21 +231,21 @@ class Rehearsal:
         self.compute = [NumbersCompute() for _ in range(ranks)]
         parts = []
         for rank in range(ranks):
-            part = StepPart(
+            part = RankShard(
                 backbone_ranks.index(rank) if rank in backbone_ranks else None,
                 backbones,
                 encoder_ranks.index(rank) if rank in encoder_ranks else None,
                 encoders,
             )
             step = Step(batch_of(plan, part), "train", 0, trains)
-            desk = Desk(self.pools[rank], self.compute[rank], Page(), Timeline())  # type: ignore[arg-type]
+            desk = LaneContext(self.pools[rank], self.compute[rank], Page(), Timeline())  # type: ignore[arg-type]
             lanes = []
             spec = SPEC if plan.entries else None
             if part.backbone_rank is not None:
                 lanes.append(("backbone", BackboneLane(desk, encoder_ranks).run(step, spec, [])))
             if part.encoder_rank is not None:
                 lanes.append(("encoder", EncoderLane(desk, backbone_ranks, kept_batches).run(step, spec)))
-            parts.append(lambda desk=desk, lanes=lanes, step=step: take_turns(desk, lanes, step))
+            parts.append(lambda desk=desk, lanes=lanes, step=step: run_schedule(desk, lanes, step))
         stage.play(parts)
 
     def gradient(self, half: str) -> Tensor:
@@ -265,7 +265,7 @@ class Page:
         pass
 
 
-def batch_of(plan: StepPlan, part: StepPart) -> StepBatch:
+def batch_of(plan: StepPlan, part: RankShard) -> StepBatch:
     """A rank's part of a plan, without pixels or tokens: media carry their number as their only patch."""
     microbatches: tuple[Any, ...] = ()
     encoder_batches: tuple[Any, ...] = ()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
-from flowtrain_lightning.runtime.figures import FiguresTaker
+from flowtrain_lightning.runtime.figures import RankMetricsTaker
 from flowtrain_lightning.runtime.timeline import COMPUTE, STALL, Span, Timeline
 
 COUNTERS = PoolCounters(
@@ -32,7 +32,7 @@ def spend(timeline: Timeline, kind: str, seconds: float) -> None:
 
 def test_shares_are_of_the_time_since_the_last_call():
     timeline = Timeline()
-    taker = FiguresTaker({"encoder": "encoder 1"}, "encoder 1", timeline)
+    taker = RankMetricsTaker({"encoder": "encoder 1"}, "encoder 1", timeline)
     spend(timeline, COMPUTE, 3.0)
     spend(timeline, STALL, 1.0)
     assert taker.take(None) == {
@@ -46,7 +46,7 @@ def test_shares_are_of_the_time_since_the_last_call():
 
 
 def test_the_pool_is_told_as_rates_and_shares():
-    taker = FiguresTaker({}, "encoder 1", Timeline())
+    taker = RankMetricsTaker({}, "encoder 1", Timeline())
     time.sleep(0.01)
     first = taker.take(COUNTERS)
     assert first["encoder 1/pool_put"] == pytest.approx(6 * first["encoder 1/pool_read"]) != 0
@@ -58,7 +58,7 @@ def test_the_pool_is_told_as_rates_and_shares():
 
 
 def test_a_pool_that_was_opened_anew_is_told_from_its_beginning():
-    taker = FiguresTaker({}, "encoder 1", Timeline())
+    taker = RankMetricsTaker({}, "encoder 1", Timeline())
     taker.take(COUNTERS)
     time.sleep(0.01)
     told = taker.take(replace(COUNTERS, entries=1, bytes=1000, refused=1, waits=1))

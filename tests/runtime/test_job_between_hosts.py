@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.parallel.groups import disconnect_groups
 from flowtrain_lightning.pool import Key, Pool
-from flowtrain_lightning.runtime.groups import disconnect_groups
 from flowtrain_lightning.runtime.job import Job
 from tests.hosts import ADDRESSES, Hosts, enter, why_not
 from tests.processes import Ranks, assert_all_good, run_ranks

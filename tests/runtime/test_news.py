@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from flowtrain_lightning.parallel.groups import CrossGroup, Groups
 from flowtrain_lightning.pool import Key, Mesh
-from flowtrain_lightning.runtime.groups import CrossGroup, Groups
 from flowtrain_lightning.runtime.news import News
 from tests.pool.ranks import meshes, open_pools, wait_for
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.pool import Reservation, entry_room
+from flowtrain_lightning.pool import Reservation, entry_nbytes
 from flowtrain_lightning.runtime.room import FeatureSpec, feature_order, gradient_order, least_room, step_room
 from tests.packing.sizes import make_sizes, plan_of, sizes_strategy
 
@@ -19,7 +19,7 @@ def test_a_spec_tells_what_a_row_of_features_is():
 
 
 def test_an_entry_takes_the_room_of_all_its_tensors():
-    assert SPEC.room(5) == entry_room([5 * 8 * 4, 5 * 2 * 3 * 8])
+    assert SPEC.room(5) == entry_nbytes([5 * 8 * 4, 5 * 2 * 3 * 8])
 
 
 def test_features_of_a_batch_are_held_together_and_gradients_one_by_one():

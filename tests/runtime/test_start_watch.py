@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from flowtrain_lightning.parallel.job_store import root_store
 from flowtrain_lightning.runtime import start_watch
-from flowtrain_lightning.runtime.arrival import root_store
 from flowtrain_lightning.runtime.start_watch import StartWatch
 from tests.ports import free_port
 from tests.processes import assert_all_good, run_ranks

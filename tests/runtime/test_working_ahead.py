@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowtrain_lightning.data import StepPart, StepPlan
+from flowtrain_lightning.data import RankShard, StepPlan
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 from flowtrain_lightning.runtime.room import FeatureSpec, least_room
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Span
@@ -36,7 +36,7 @@ def plans(folder: Path) -> list[StepPlan]:
     """The steps with one encoder and one backbone rank."""
     data = tiny_data(folder / "data", shuffle=False)
     data.setup("fit")
-    steps = replace(data.train_dataloader().steps, part=StepPart(0, 1, 0, 1))
+    steps = replace(data.train_dataloader().steps, part=RankShard(0, 1, 0, 1))
     return [steps.plan(0, step) for step in range(STEPS)]
 
 

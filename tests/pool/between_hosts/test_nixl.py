@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowtrain_lightning.pool import Key, Pool, PoolError, entry_room
+from flowtrain_lightning.pool import Key, Pool, PoolError, entry_nbytes
 from flowtrain_lightning.pool.between_hosts.location import address_towards
 from tests.hosts import ADDRESSES, Hosts, enter, own_interfaces, why_not
 from tests.pool.faults import TOLD, assert_nothing_is_left, named, slowness, told
@@ -20,7 +20,7 @@ from tests.processes import Ranks, assert_all_good, run_ranks
 
 with_nixl = pytest.mark.skipif(NIXL.marks[0].args[0], reason=NIXL.marks[0].kwargs["reason"])
 ELEMENTS = 1 << 20
-ROOM = entry_room([ELEMENTS * 4])
+ROOM = entry_nbytes([ELEMENTS * 4])
 
 
 def test_where_nixl_is_not_installed_a_sentence_names_what_to_install(monkeypatch):

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from flowtrain_lightning.pool import Key, Pool, Tier, entry_room, lay_out
+from flowtrain_lightning.pool import Key, Pool, Tier, entry_nbytes, lay_out
 from flowtrain_lightning.pool.device.choice import choose_device_tier
 from tests.pool.ranks import join_job, lease_of
 from tests.pool.test_reserved import ENTRIES, STEPS, elements, random_order
@@ -77,7 +77,7 @@ def test_what_is_put_is_what_other_processes_read(cards):
 def reuse(rank, ranks):
     """A block with room for one entry, which readers are still reading on their streams when it is written again."""
     elements = 1 << 20
-    room = entry_room([4 * elements])
+    room = entry_nbytes([4 * elements])
     mesh, tier, pool, device = open_on_gpu(rank, ranks, 4 * room, room)
     for item in range(100):
         if rank == 0:

@@ -6,14 +6,14 @@ from mmap import mmap
 import pytest
 import torch
 
-from flowtrain_lightning.pool import Address, Key, PoolError, Tier, entry_room
+from flowtrain_lightning.pool import Address, Key, PoolError, Tier, entry_nbytes
 from flowtrain_lightning.pool.device.entries import DeviceEntries
 from flowtrain_lightning.pool.device.tier import DeviceTier, ReadableBlock
 from flowtrain_lightning.pool.entry import outline
 from tests.pool.device.simulated import Eager, Event, SimulatedRuntime, Stepped
 
 OWNER, READER = 0, 1
-ROOM = entry_room([4000])
+ROOM = entry_nbytes([4000])
 """Of an entry of a thousand floats."""
 
 
@@ -63,7 +63,7 @@ class Pair:
         return address
 
     def read(self, address, tensors):
-        nbytes = entry_room([tensor.nbytes for tensor in tensors])
+        nbytes = entry_nbytes([tensor.nbytes for tensor in tensors])
         return self.reader.read(self.memory, address.offset, nbytes, address, Key(0, 0, address.generation))
 
     def give_back(self, address):
@@ -111,7 +111,7 @@ def test_what_finds_no_room_no_slot_or_no_reader_belongs_into_host_memory(pair):
     assert pair.put(1, [floats()], readers=[READER, 2]) is None, "rank 2 cannot read it"
     assert pair.put(1, []) is None
     assert [pair.put(number, [torch.zeros(1)]) is not None for number in range(1, 4)] == [True, True, False]
-    assert pair.owner.occupancy.now == 2 * entry_room([4])
+    assert pair.owner.occupancy.now == 2 * entry_nbytes([4])
 
 
 def test_tensors_of_other_devices_belong_into_host_memory(pair, monkeypatch):

@@ -1,0 +1,72 @@
+"""Greedy generation on a packed microbatch, with features from wherever they were encoded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.compute.compute import Features
+from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
+
+if TYPE_CHECKING:
+    from flowtrain_lightning.module import FlowModule
+
+
+@torch.no_grad()
+def generate_greedily(module: FlowModule, batch: PackedBatch, features: Features) -> list[tuple[int, list[int]]]:
+    """Continues every sequence by its likeliest tokens.
+
+    The whole microbatch is computed anew for every token, without a cache: simple, exact, meant for looking at what
+    a model has learned.
+
+    Returns:
+        data set index and new token ids of every sequence, in the microbatch's order.
+    """
+    backbone = module.get_submodule(module.halves["backbone"][0])
+    sequences = len(batch.samples)
+    generated: list[list[int]] = [[] for _ in range(sequences)]
+    open_sequences = set(range(sequences))
+    for _ in range(module.max_new_tokens):
+        logits = module.logits(backbone(**module.merge(batch, features)))
+        last = batch.cu_seqlens[1 : sequences + 1].long() - 1
+        likeliest = logits[last].argmax(dim=-1).tolist()
+        for sequence in sorted(open_sequences):
+            if likeliest[sequence] == module.end_token:
+                open_sequences.discard(sequence)
+            else:
+                generated[sequence].append(likeliest[sequence])
+        if not open_sequences:
+            break
+        batch = _append(batch, torch.tensor(likeliest, device=batch.tokens.device))
+    return list(zip(batch.samples, generated, strict=True))
+
+
+def _append(batch: PackedBatch, tokens: Tensor) -> PackedBatch:
+    """One more token at the end of every sequence; places of media move along. Padding is dropped."""
+    ends = batch.cu_seqlens[1 : len(batch.samples) + 1].long()
+    used = int(ends[-1])
+    sequence_of = torch.repeat_interleave(
+        torch.arange(len(ends), device=ends.device), torch.diff(batch.cu_seqlens[: len(batch.samples) + 1]).long()
+    )
+    old_places = torch.arange(used, device=ends.device) + sequence_of
+    new_places = ends + torch.arange(len(ends), device=ends.device)
+    grown = used + len(ends)
+
+    def spread(old: Tensor, new: Tensor) -> Tensor:
+        out = old.new_empty(grown)
+        out[old_places] = old[:used]
+        out[new_places] = new.to(old.dtype)
+        return out
+
+    return replace(
+        batch,
+        tokens=spread(batch.tokens, tokens),
+        labels=batch.labels.new_full((grown,), IGNORED_LABEL),
+        position_ids=spread(batch.position_ids, batch.position_ids[ends - 1] + 1),
+        cu_seqlens=torch.cat([batch.cu_seqlens[:1], (new_places + 1).to(batch.cu_seqlens.dtype)]),
+        max_seqlen=batch.max_seqlen + 1,
+        media_positions={name: old_places[places] for name, places in batch.media_positions.items()},
+    )

@@ -1,0 +1,138 @@
+"""The whole module on every rank: what a step does under plain Lightning (``strategy="auto"`` and ``"ddp"``)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flowtrain_lightning.allocator.roles import ROLES
+from flowtrain_lightning.compute.compute import Compute, Features, as_features
+from flowtrain_lightning.compute.step_metrics import StepReport
+from flowtrain_lightning.data import StepBatch
+from flowtrain_lightning.parallel import reduce_gradients
+from flowtrain_lightning.parallel.halves import half_parameters
+from flowtrain_lightning.parallel.random_streams import own_streams
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from flowtrain_lightning.module import FlowModule
+
+
+class WholeModuleRunner:
+    """One backward per microbatch through both halves; gradients are summed once, after the last microbatch."""
+
+    def __init__(self, module: FlowModule, trainer: L.Trainer) -> None:
+        refuse_groups_of_roles(trainer)
+        self._module = module
+        self.trainer = trainer
+        self._compute = Compute(module, trainer, trainer.strategy.root_device)
+        self._no_sync = ExitStack()
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        """All microbatches forward and backward; returns the mean loss over target tokens, detached."""
+        refuse_accumulation(self.trainer)
+        self._silence_ddp()
+        self._compute.logbooks["train"].clear()
+        self._module.zero_grad(set_to_none=True)
+        with own_streams():
+            for number, _ in enumerate(batch.microbatches):
+                loss = self._microbatch(batch, number, "train")
+                if loss is not None and loss.requires_grad:
+                    self._compute.backward((loss,), (torch.ones_like(loss),))
+        report = self._agree("train")
+        for role in ROLES:
+            reduce_gradients(half_parameters(self._module, role), 1 / max(report.tokens, 1))
+        return self._module.log_report("train", report)
+
+    def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
+        """All microbatches forward, without gradients; returns the mean loss over target tokens."""
+        self._compute.logbooks[stage].clear()
+        with own_streams():
+            for number, _ in enumerate(batch.microbatches):
+                self._microbatch(batch, number, stage)
+        return self._module.log_report(stage, self._agree(stage))
+
+    def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
+        """What ``backbone_step`` returns for each microbatch."""
+        with own_streams():
+            outputs = [self._microbatch(batch, number, "predict") for number, _ in enumerate(batch.microbatches)]
+        return [output for output in outputs if output is not None]
+
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The 2-norm of all gradients."""
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    def agree_on_logged(self, name: str, value: Any) -> Any:
+        """The value itself: under plain Lightning every rank has results of its own."""
+        return value
+
+    def _microbatch(self, batch: StepBatch, number: int, stage: str) -> Any:
+        packed, media = batch.microbatches[number], batch.encoder_batches[number]
+        if packed is None:
+            return None
+        step = (batch.epoch, batch.step)
+        rank = self.trainer.global_rank
+        stream = number * self.trainer.world_size + rank
+        features: Features = {}
+        if media is not None:
+            features = as_features(media.modality, self._compute.encode(media, step=step, number=stream))
+        return self._compute.microbatch(packed, features, stage=stage, step=step, number=stream)
+
+    def _agree(self, stage: str) -> StepReport:
+        return self._compute.logbooks[stage].agree(False, _sum_over_ranks, _gather_over_ranks)
+
+    def _silence_ddp(self) -> None:
+        # Under DDP Lightning calls this step inside DDP's forward. The step sums gradients itself, so DDP's own
+        # reduction stays off from here to the end of the run; `no_sync` is DDP's public switch.
+        wrapped = self.trainer.strategy.model
+        if isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync:
+            self._no_sync.enter_context(wrapped.no_sync())
+
+
+def refuse_accumulation(trainer: L.Trainer) -> None:
+    """Raises where Lightning would accumulate over steps, since every step starts with gradients of its own.
+
+    Raises:
+        ValueError: says what was given and what to set instead.
+    """
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) was given, but a FlowModule's step "
+            "already accumulates over its microbatches. Leave it at 1 and raise FlowDataModule(global_batch_size=...)."
+        )
+
+
+def refuse_groups_of_roles(trainer: L.Trainer) -> None:
+    """Raises where DDP has taken the default group of an earlier flowtrain run, which is one role's, for its own.
+
+    Raises:
+        RuntimeError: says how many ranks each has and what to do.
+    """
+    if trainer.world_size > 1 and dist.is_initialized() and dist.get_world_size() != trainer.world_size:
+        raise RuntimeError(
+            f"This Trainer has {trainer.world_size} ranks, but torch.distributed's default group has "
+            f"{dist.get_world_size()}: it is that of one role, from an earlier flowtrain run in this process. Call "
+            "torch.distributed.destroy_process_group() on every rank before this run, or give it a script of its own."
+        )
+
+
+def _sum_over_ranks(vector: Tensor) -> Tensor:
+    if dist.is_initialized():
+        on_device = vector.cuda() if dist.get_backend() == "nccl" else vector
+        dist.all_reduce(on_device)
+        vector.copy_(on_device)
+    return vector
+
+
+def _gather_over_ranks(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

@@ -1,0 +1,248 @@
+"""Process groups: one world per role, and one explicit CPU group for what spans roles at step boundaries.
+
+Each role is a default group of its own (DeepSpeed ZeRO-3 and Lightning's per-step broadcast reach no further than
+the default group); a colocated placement has one default group of all ranks. Collectives over all roles go through
+``Groups.cross`` only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from flowtrain_lightning.parallel.job_store import readable_rendezvous_errors, root_store
+from flowtrain_lightning.pool import StatusPage
+
+WAITS_FOR_ALL = "wait for all ranks"
+WAITS_FOR_NEWS = "wait for news from rank"
+"""Phases of a rank that waits in a collective over all ranks."""
+
+_LOOK = timedelta(seconds=1)
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda rows: rows.sum(0) / len(rows),
+    "sum": lambda rows: rows.sum(0),
+    "min": lambda rows: rows.amin(0),
+    "max": lambda rows: rows.amax(0),
+}
+
+
+class CrossGroup:
+    """All ranks of the job, on CPU tensors over gloo.
+
+    torch.distributed makes subgroups of the default group only, and the default group is a role; so this one is a
+    ``ProcessGroupGloo`` of its own. Its collectives are counted, for the test that none runs inside a step.
+
+    Attributes:
+        collectives: how many there were.
+        page: tells the other ranks that this one waits; None before they can see it.
+        look: called again and again while this rank waits; may raise.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int, timeout: timedelta) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.collectives = 0
+        self.page: StatusPage | None = None
+        self.look: Callable[[], None] | None = None
+        self._group: Any = dist.ProcessGroupGloo(store, rank, ranks, timeout) if ranks > 1 else None
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduces a CPU tensor over all ranks, in place, and returns it."""
+        self.collectives += 1
+        if self._group is not None:
+            options = dist.AllreduceOptions()
+            options.reduceOp = op
+            with self._during(WAITS_FOR_ALL):
+                self._wait(self._group.allreduce([tensor], options))
+        return tensor
+
+    def reduce_over(self, ranks: Sequence[int], tensor: Tensor, operation: str) -> Tensor:
+        """The ``"sum"``, ``"mean"``, ``"min"`` or ``"max"`` of the CPU tensors of ``ranks``, on every rank."""
+        rows = torch.zeros((self.ranks, *tensor.shape), dtype=tensor.dtype)
+        rows[self.rank] = tensor
+        return _REDUCTIONS[operation](self.all_reduce(rows)[list(ranks)])
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Overwrites a CPU tensor with that of ``source`` and returns it."""
+        self.collectives += 1
+        if self._group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            with self._during(f"{WAITS_FOR_NEWS} {source}"):
+                self._wait(self._group.broadcast([tensor], options))
+        return tensor
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """The object that ``source`` passed, on every rank."""
+        if self._group is None:
+            return value
+        payload = _to_bytes(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+        size = self.broadcast(torch.tensor([payload.numel()]), source)
+        if self.rank != source:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(payload, source)
+        return value if self.rank == source else _from_bytes(payload)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The objects of all ranks in rank order, on every rank."""
+        return [self.broadcast_object(value if rank == self.rank else None, rank) for rank in range(self.ranks)]
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        self.all_reduce(torch.zeros(1))
+
+    def _wait(self, work: Any) -> None:
+        while self.look is not None and not work.is_completed():
+            try:
+                work.wait(_LOOK)
+            except RuntimeError as error:
+                if "timed out" not in str(error):  # it has failed; or PyTorch tells here of a data worker's death
+                    raise
+                self.look()
+        work.wait()
+
+    def _during(self, phase: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.page is None else self.page.during(phase)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one rank.
+
+    Attributes:
+        cross: all ranks, on CPU.
+        logging: the same once more, where those meet that log outside of steps. One that does so alone waits there,
+            and takes no part in another collective by mistake.
+        role: the default group: the ranks of this one's role, or all of a colocated placement.
+        role_rank: this rank within its default group.
+        role_ranks: size of its default group.
+        role_cpu: the ranks of the default group, on CPU; None is the default group itself.
+    """
+
+    cross: CrossGroup
+    logging: CrossGroup
+    role: dist.ProcessGroup
+    role_rank: int
+    role_ranks: int
+    role_cpu: dist.ProcessGroup | None
+    _stores: Iterator[Store]
+
+    def new_store(self) -> Store:
+        """An empty key-value store, the same on all ranks if they ask equally often."""
+        return next(self._stores)
+
+    def sum_over_role(self, tensor: Tensor) -> Tensor:
+        """Sums a CPU tensor over the ranks of the default group, in place, and returns it."""
+        if self.role_ranks > 1:
+            dist.all_reduce(tensor, group=self.role_cpu)
+        return tensor
+
+    def gather_over_role(self, value: Any) -> list[Any]:
+        """The objects of the default group's ranks in rank order."""
+        if self.role_ranks == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.role_ranks
+        dist.all_gather_object(gathered, value, group=self.role_cpu)
+        return gathered
+
+
+_connected: tuple[Any, Groups] | None = None
+_connected_process = 0  # the process that `_connected` is of: the threads behind its groups do not outlive a fork
+_connections = 0
+
+
+def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta) -> Groups:
+    """Connects this process, or returns the groups of an earlier ``fit`` of the same layout, if they are still there.
+
+    Args:
+        rank: global rank.
+        worlds: the global ranks of every default group; together they hold each rank once.
+        backend: of the default groups, for example ``"nccl"`` or ``"gloo"``.
+        timeout: after which a blocked collective raises.
+
+    Raises:
+        RuntimeError: the others do not come in time, torch.distributed is in use already, or was so when this process
+            was forked.
+    """
+    global _connected, _connected_process, _connections
+    if _connected is not None and _connected_process != os.getpid():
+        raise RuntimeError(
+            f"This process was forked from process {_connected_process} while that was in a flowtrain run, and the "
+            "threads of its process groups did not come along. Start it as a process of its own (multiprocessing's "
+            '"spawn"), or fork before `fit`.'
+        )
+    key = (rank, worlds, backend, timeout)
+    if _connected is not None and _connected[0] == key and _connected[1].role is dist.group.WORLD:
+        return _connected[1]
+    disconnect_groups()
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is already initialised in this process, by code outside flowtrain. Each role needs a "
+            "default group of its own: destroy the group before `fit` (torch.distributed.destroy_process_group())."
+        )
+    ranks = sum(map(len, worlds))
+    _connections += 1
+    root = root_store(rank, ranks, timeout)
+    with readable_rendezvous_errors(rank, ranks, timeout, root):
+        groups = _connect(rank, worlds, backend, timeout, PrefixStore(f"flowtrain/{_connections}", root))
+    _connected, _connected_process = (key, groups), os.getpid()
+    return groups
+
+
+def _connect(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta, store: Store) -> Groups:
+    number, world = next((n, world) for n, world in enumerate(worlds) if rank in world)
+    role_rank = world.index(rank)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"world/{number}", store),
+        rank=role_rank,
+        world_size=len(world),
+        timeout=timeout,
+    )
+    assert dist.group.WORLD is not None
+    ranks = sum(map(len, worlds))
+    return Groups(
+        cross=CrossGroup(PrefixStore("cross", store), rank, ranks, timeout),
+        logging=CrossGroup(PrefixStore("logging", store), rank, ranks, timeout),
+        role=dist.group.WORLD,
+        role_rank=role_rank,
+        role_ranks=len(world),
+        role_cpu=None if backend == "gloo" else dist.new_group(backend="gloo"),
+        _stores=(PrefixStore(f"store/{number}", store) for number in itertools.count()),
+    )
+
+
+@atexit.register
+def disconnect_groups() -> None:
+    """Leaves all groups; also at exit. A fork leaves those of its parent alone, and all leave those of others alone."""
+    global _connected
+    if _connected is None or _connected_process != os.getpid():
+        return
+    role, _connected = _connected[1].role, None
+    if role is dist.group.WORLD:
+        dist.destroy_process_group()
+    # gloo's threads may still drop finished work; the interpreter must not end under their feet.
+    time.sleep(0.1)
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.from_numpy(np.frombuffer(pickle.dumps(value), dtype=np.uint8).copy())
+
+
+def _from_bytes(payload: Tensor) -> Any:
+    return pickle.loads(payload.numpy().tobytes())

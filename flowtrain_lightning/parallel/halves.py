@@ -1,0 +1,150 @@
+"""The two halves of a module: how they are built, which parameters they own, and what may not be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from flowtrain_lightning.allocator.roles import ROLES
+from flowtrain_lightning.parallel.random_streams import enter_stream, global_seed, own_streams
+
+if TYPE_CHECKING:
+    from flowtrain_lightning.module import FlowModule
+
+
+def build_halves(module: FlowModule, resident: Collection[str]) -> None:
+    """Builds every half: resident ones with their own random stream, the others without memory (meta device).
+
+    A half's weights depend on the seed and its role alone, so they are equal on all layouts. A module that overrides
+    ``configure_whole`` is built whole on every rank, from one stream, and gives up what is not resident afterwards.
+
+    Raises:
+        ValueError: a half names a module that was not built.
+    """
+    if module.builds_whole:
+        with own_streams():
+            enter_stream(global_seed(), "weights")
+            module.configure_whole()
+    else:
+        for role in ROLES:
+            place = nullcontext() if role in resident else torch.device("meta")
+            with own_streams(), place:
+                enter_stream(global_seed(), "weights", role)
+                getattr(module, f"configure_{role}")()
+    _refuse_missing_modules(module)
+    drop_absent_roles(module, resident)
+
+
+def drop_absent_roles(module: FlowModule, resident: Collection[str]) -> None:
+    """Leaves the halves that are not resident without memory. Parameters that are tied stay so, on every rank alike."""
+    named = module.named_parameters(remove_duplicate=False)
+    first_names: dict[int, str] = {}
+    names = {name: first_names.setdefault(id(parameter), name) for name, parameter in named}
+    for role in ROLES:
+        if role not in resident:
+            for path in module.halves[role]:
+                module.get_submodule(path).to("meta")
+    for name, first_name in names.items():
+        if module.get_parameter(name) is not module.get_parameter(first_name):
+            owner, _, own_name = name.rpartition(".")
+            setattr(module.get_submodule(owner), own_name, module.get_parameter(first_name))
+
+
+def half_names(module: FlowModule, role: str) -> list[str]:
+    """Names of the parameters of one half, in the module's order."""
+    paths = module.halves[role]
+    return [name for name, _ in module.named_parameters() if _is_under(name, paths)]
+
+
+def half_parameters(module: FlowModule, role: str) -> list[nn.Parameter]:
+    """The parameters of one half, in the module's order."""
+    paths = module.halves[role]
+    return [parameter for name, parameter in module.named_parameters() if _is_under(name, paths)]
+
+
+def half_tensors(module: FlowModule, role: str) -> list[Tensor]:
+    """Parameters and buffers of one half, in the module's order."""
+    paths = module.halves[role]
+    buffers = [buffer for name, buffer in module.named_buffers() if _is_under(name, paths)]
+    return [*half_parameters(module, role), *buffers]
+
+
+def half_trains(module: FlowModule, role: str) -> bool:
+    """Whether any parameter of the half wants a gradient. Equal on all ranks, also where the half is absent."""
+    return any(parameter.requires_grad for parameter in half_parameters(module, role))
+
+
+def check_halves(module: FlowModule) -> None:
+    """Refuses parameters that two halves share and parameters that no half owns.
+
+    Raises:
+        ValueError: with the parameters' names.
+    """
+    owners: dict[int, tuple[str, str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        role = role_of(name, module.halves)
+        if role is None:
+            raise ValueError(
+                f"The parameter {name!r} of {type(module).__name__} lies on no half: the halves are "
+                f"{ {half: list(paths) for half, paths in module.halves.items()} }. Put it under one of these "
+                "modules, or name its module in `halves`."
+            )
+        first_name, first_role = owners.setdefault(id(parameter), (name, role))
+        if first_role != role:
+            raise ValueError(
+                f"The parameters {first_name!r} ({first_role}) and {name!r} ({role}) are one tensor. Halves live on "
+                "different ranks and cannot share weights: untie them, or put both into one half."
+            )
+
+
+def role_of(name: str, halves: Mapping[str, Collection[str]]) -> str | None:
+    """The role whose half owns the parameter or buffer of this name, or None."""
+    return next((role for role, paths in halves.items() if _is_under(name, paths)), None)
+
+
+@contextmanager
+def without_absent_halves(module: FlowModule, resident: Collection[str]) -> Iterator[None]:
+    """Takes the halves without memory off the module, so that ``module.to(device)`` moves what is really there."""
+    removed: list[tuple[nn.Module, str, nn.Module]] = []
+    for role in ROLES:
+        if role in resident:
+            continue
+        for path in module.halves[role]:
+            parent_path, _, name = path.rpartition(".")
+            if not _has_module(module, path):  # building it failed, and what follows on that must not hide why
+                continue
+            parent = module.get_submodule(parent_path)
+            removed.append((parent, name, getattr(parent, name)))
+            setattr(parent, name, None)
+    try:
+        yield
+    finally:
+        for parent, name, half in removed:
+            setattr(parent, name, half)
+
+
+def _refuse_missing_modules(module: FlowModule) -> None:
+    built = "configure_whole" if module.builds_whole else "configure_{}"
+    for role in ROLES:
+        for path in module.halves[role]:
+            if not _has_module(module, path):
+                raise ValueError(
+                    f"{type(module).__name__} has no module {path!r}, where its {role} half should be. Build it in "
+                    f"{built.format(role)}, or say in `halves` which modules the {role} is made of."
+                )
+
+
+def _has_module(module: nn.Module, path: str) -> bool:
+    try:
+        module.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _is_under(name: str, paths: Collection[str]) -> bool:
+    return any(name.startswith(f"{path}.") for path in paths)

@@ -1,0 +1,74 @@
+"""How the ranks of a job find each other before they have groups, and what is said of those that do not come."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]
+
+_PRESENT = "flowtrain/present/{}"
+"""In the job's store: the rank of that number has come, and the name of its node."""
+
+_root_stores: dict[int, Store] = {}  # by process: a fork must not speak through its parent's connection
+
+
+def root_store(rank: int, ranks: int, timeout: timedelta) -> Store:
+    """The store of the whole job, through which its ranks find each other; groups come later.
+
+    Args:
+        rank: global rank.
+        ranks: of the job.
+        timeout: after which a rank gives up to wait for the others, or for what they are to put there.
+
+    Raises:
+        RuntimeError: the others do not come in time, rank 0, which keeps the store, has ended, or its port is in use.
+    """
+    if os.getpid() not in _root_stores:
+        with readable_rendezvous_errors(rank, ranks, timeout):
+            store, _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
+            store.set(_PRESENT.format(rank), socket.gethostname())
+        _root_stores[os.getpid()] = store
+    root = _root_stores[os.getpid()]
+    root.set_timeout(timeout)  # an earlier run in this process may have had another one
+    return root
+
+
+def node_names(ranks: int) -> list[str]:
+    """The name of each rank's node; all ranks are connected."""
+    root = _root_stores[os.getpid()]
+    return [root.get(_PRESENT.format(rank)).decode() for rank in range(ranks)]
+
+
+@contextmanager
+def readable_rendezvous_errors(rank: int, ranks: int, timeout: timedelta, store: Store | None = None) -> Iterator[None]:
+    """Inside, errors of connections and stores become a sentence that says who is missing, or which port is in use."""
+    try:
+        yield
+    except RuntimeError as error:
+        if store is None and "EADDRINUSE" in str(error):
+            raise RuntimeError(
+                f"Port {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']}, at which the ranks are to meet, is "
+                "in use, by another run perhaps. Set MASTER_PORT to a free one, or unset it."
+            ) from error
+        raise RuntimeError(
+            f"Rank {rank} could not connect to the other ranks: {_missing(rank, ranks, timeout, store)}. Did a rank "
+            "meet an error while it started? See the output of all of them."
+        ) from error
+
+
+def _missing(rank: int, ranks: int, timeout: timedelta, store: Store | None) -> str:
+    within = f"within {timeout.total_seconds():g} s"
+    if store is None:
+        return f"not all {ranks} have come {within}" if rank == 0 else f"rank 0 was not there {within}, or has ended"
+    try:
+        # Rank 0 keeps the store, as a rule, and says that it has come when the others have.
+        absent = [other for other in range(1, ranks) if not store.check([_PRESENT.format(other)])]
+    except RuntimeError:
+        return "rank 0, which keeps what they tell each other at the start, has ended"
+    if not absent:
+        return f"one of them has ended, or did not answer {within}"
+    return f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(map(str, absent))} did not come {within}"

@@ -1,0 +1,102 @@
+"""Each role is a world of its own, and what spans roles waits for the end of the step."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.exactness.data import write_steps
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, read_down, run_jobs
+
+LANES = ["lanes begin", "lanes end"]
+SPEC = ["all: broadcast", "all: broadcast"]
+"""The first step with media tells all ranks what a row of features is: its size, then itself."""
+LOG = ["role: all_reduce"]
+"""Losses, target tokens and logged values of the backbone ranks."""
+NAMES = ["role: all_gather_object", "role: all_reduce"]
+"""Names that were never logged before."""
+GRADIENTS = ["role: all_reduce"]
+"""Gradients of one half."""
+NORM = ["all: all_reduce"]
+"""With clipping on: the norm over both halves."""
+SIGTERM = ["role: broadcast"]
+"""Lightning's own, once a step."""
+
+BACKBONE = [LANES + LOG + GRADIENTS + NORM + SIGTERM] * 3
+ENCODER = [LANES + GRADIENTS + NORM + SIGTERM] * 3
+COLOCATED = [LANES + LOG + GRADIENTS * 2 + SIGTERM] * 3
+PLAIN = [LOG + GRADIENTS * 2 + SIGTERM] * 3
+
+EXPECTED = {
+    "2+2": [
+        [SPEC + LANES + LOG + NAMES + GRADIENTS + NORM + SIGTERM, *BACKBONE],
+        [SPEC + LANES + LOG + NAMES + GRADIENTS + NORM + SIGTERM, *BACKBONE],
+        [SPEC + LANES + GRADIENTS + NORM + SIGTERM, *ENCODER],
+        [SPEC + LANES + GRADIENTS + NORM + SIGTERM, *ENCODER],
+    ],
+    "colocated 2": [[SPEC + LANES + LOG + NAMES + GRADIENTS * 2 + SIGTERM, *COLOCATED]] * 2,
+    "ddp 2": [[LOG + NAMES + GRADIENTS * 2 + SIGTERM, *PLAIN]] * 2,
+}
+"""Layout -> rank -> step -> every collective, in order."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("groups")
+    write_steps(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("layout", EXPECTED)
+def test_no_collective_runs_inside_the_lanes_and_these_at_the_boundary(tmp_path, data, layout):
+    arguments = {"data": data, "layout": layout, "clip": 0.1}
+    job = Job(layout, "tests.parallel.group_jobs:list_collectives", ranks_of(layout), arguments)
+    assert read_down(run_jobs(tmp_path, [job])[layout].check().folder) == EXPECTED[layout]
+
+
+def test_all_ranks_meet_in_one_group_and_each_role_in_its_own(tmp_path):
+    job = Job("groups", "tests.parallel.group_jobs:cross_group", 3)
+    ranks = read_down(run_jobs(tmp_path, [job])["groups"].check().folder)
+    for seen in ranks:
+        assert seen["sum"] == [6]
+        assert seen["most"] == [2]
+        assert seen["broadcast"] == [10]
+        assert seen["object"] == {"from": 2}
+        assert seen["gathered"] == ["rank 0", "rank 1", "rank 2"]
+        assert seen["again the same"]
+    assert [seen["role"] for seen in ranks] == [[0, 2], [1, 2], [0, 1]]
+    assert [seen["sum of role"] for seen in ranks] == [[3], [3], [3]]
+    assert [seen["objects of role"] for seen in ranks] == [[0, 1], [0, 1], [2]]
+    assert [seen["role of another layout"] for seen in ranks] == [[0, 1], [0, 2], [1, 2]]
+    assert [seen["gathered in another layout"] for seen in ranks] == [[0], [1, 2], [1, 2]]
+
+
+def test_collectives_of_the_group_over_all_ranks_are_counted(tmp_path):
+    job = Job("groups", "tests.parallel.group_jobs:cross_group", 3)
+    ranks = read_down(run_jobs(tmp_path, [job])["groups"].check().folder)
+    objects = 1 + 3  # one broadcast object, and one from each rank that is gathered; each is a size and the bytes
+    assert [seen["collectives"] for seen in ranks] == [2 + 1 + 2 * objects] * 3
+
+
+def test_forks_of_a_process_that_was_connected_connect_anew(tmp_path):
+    job = Job("forks", "tests.parallel.group_jobs:fork_after_a_run", 1)
+    assert read_down(run_jobs(tmp_path, [job])["forks"].check().folder) == [[0, 1], [0, 1]]
+
+
+def test_a_fork_of_a_connected_process_is_refused_and_leaves_its_groups_alone(tmp_path):
+    job = Job("fork during", "tests.parallel.group_jobs:fork_during_a_run", 1)
+    folder = run_jobs(tmp_path, [job])["fork during"].check().folder
+    assert read_down(folder) == [{"fork ended with": 5, "gathered afterwards": ["here"]}]
+    assert re.match(r"This process was forked from process \d+ while", (folder / "refusal.txt").read_text())
+
+
+def test_groups_are_made_anew_for_another_timeout_and_where_somebody_has_left_them(tmp_path):
+    job = Job("anew", "tests.parallel.group_jobs:connect_again", 1)
+    (seen,) = read_down(run_jobs(tmp_path, [job])["anew"].check().folder)
+    assert seen["same settings, same groups"]
+    assert seen["another timeout, other groups"]
+    assert seen["groups that were left are made anew"]
+    assert seen["refusal"].startswith("torch.distributed is already initialised in this process, by code outside")
+    assert seen["the group of others stays"]

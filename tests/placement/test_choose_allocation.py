@@ -1,0 +1,124 @@
+"""What rank 0 finds out where nothing is said, and what it does where it cannot."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flowtrain_lightning.allocator import Allocation, Layout, default_allocation
+from flowtrain_lightning.placement import LaunchContext, choose_allocation, make_request
+from tests.tiny import TinyVLM, tiny_data, write_records
+
+SHORT = timedelta(seconds=0.2)
+
+
+def starting(profile="auto", checkpoint=None, weights_only=None, data=None, rank=0, ranks=2, nodes=1, module=None):
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    return LaunchContext(
+        trainer=SimpleNamespace(datamodule=data, strategy=strategy, precision="32-true"),
+        module=module or TinyVLM(),
+        request=make_request(None, None, None, profile),
+        rank=rank,
+        ranks=ranks,
+        nodes=nodes,
+        ranks_per_device=1,
+        kept_batches=4,
+        launcher=SimpleNamespace(checkpoint=lambda trainer: checkpoint, weights_only=weights_only),
+    )
+
+
+def settled(**given):
+    return choose_allocation(starting(**given), dist.HashStore(), SHORT)
+
+
+def saved(folder, allocation, **hyperparameters):
+    """A checkpoint of which nothing is there but its allocation, and hyperparameters."""
+    folder.mkdir()
+    torch.save({"flowtrain": {"format": 1, **allocation}, "hyper_parameters": hyperparameters}, folder / "meta.pt")
+    return str(folder)
+
+
+def test_without_a_profile_the_rule_decides():
+    found = settled(profile="off", ranks=8)
+    assert found.allocation == default_allocation(8)
+    assert "rule of thumb, as profile='off'" in found.reason
+
+
+def test_on_several_nodes_the_rule_puts_encoder_ranks_on_each():
+    assert settled(profile="off", ranks=8, nodes=2).allocation.ranks["encoder"] == (3, 7)
+
+
+def test_without_training_data_the_rule_decides(tmp_path):
+    write_records(tmp_path, 8, "val.jsonl")
+    for data in (None, tiny_data(tmp_path)):
+        found = settled(data=data)
+        assert found.allocation == default_allocation(2)
+        assert "no training data" in found.reason
+
+
+def test_what_cannot_be_planned_is_told_and_left_to_the_rule(tmp_path, monkeypatch):
+    write_records(tmp_path, 20)
+    monkeypatch.setattr("sys.orig_argv", ["python", "-c", "raise ValueError('no such thing')"])
+    with pytest.warns(UserWarning, match=r"could not be planned: .*exit code 1.*no such thing.*profile='off'"):
+        found = settled(data=tiny_data(tmp_path))
+    assert found.allocation == default_allocation(2)
+    assert "planning failed" in found.reason
+
+
+def test_a_run_that_goes_on_keeps_the_saved_allocation_also_without_a_profile(tmp_path):
+    saved_on = default_allocation(3, encoder_ranks=2)
+    path = saved(tmp_path / "a.ckpt", saved_on.state_dict())
+    assert settled(profile="off", checkpoint=path, ranks=3).allocation == saved_on
+
+
+@pytest.mark.parametrize(("weights_only", "keeps_it"), [(False, True), (None, False)])
+def test_the_allocation_of_a_checkpoint_with_other_objects_is_kept_by_those_who_trust_it(
+    tmp_path, weights_only, keeps_it
+):
+    saved_on = default_allocation(2, "colocated")
+    path = saved(tmp_path / "a.ckpt", saved_on.state_dict(), data_folder=tmp_path)
+    found = settled(profile="off", checkpoint=path, weights_only=weights_only)
+    assert (found.allocation == saved_on) == keeps_it
+
+
+def test_a_checkpoint_that_knows_no_layouts_is_of_whole_copies(tmp_path):
+    state = default_allocation(2, "colocated").state_dict()
+    del state["layouts"]
+    path = saved(tmp_path / "a.ckpt", state)
+    assert settled(profile="off", checkpoint=path).allocation == default_allocation(2, "colocated")
+
+
+@pytest.mark.parametrize(
+    ("allocation", "words"),
+    [
+        (default_allocation(4), "is for 4 ranks, but the Trainer starts 2 ranks"),
+        (
+            Allocation(
+                "colocated",
+                dict.fromkeys(("encoder", "backbone"), Layout(1, tensor=2)),
+                dict.fromkeys(("encoder", "backbone"), (0, 1)),
+            ),
+            "every rank holds a whole copy",
+        ),
+    ],
+)
+def test_a_saved_allocation_that_does_not_fit_is_told_and_settled_anew(tmp_path, capsys, caplog, allocation, words):
+    path = saved(tmp_path / "a.ckpt", allocation.state_dict())
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        found = settled(profile="off", checkpoint=path)
+    assert found.allocation == default_allocation(2)
+    assert words in caplog.text + capsys.readouterr().err
+
+
+def test_a_plain_checkpoint_says_nothing_about_ranks(tmp_path):
+    (tmp_path / "plain.ckpt").touch()
+    assert settled(profile="off", checkpoint=str(tmp_path / "plain.ckpt")).allocation == default_allocation(2)
+
+
+def test_another_rank_does_not_wait_for_ever():
+    with pytest.raises(TimeoutError, match=r"Rank 0 had not settled the allocation after 0 s"):
+        settled(rank=1)

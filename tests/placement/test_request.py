@@ -1,0 +1,121 @@
+"""What a user says about the allocation: read, or refused with both sides of what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from flowtrain_lightning import FlowTrainStrategy
+from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, default_allocation
+from flowtrain_lightning.allocator.plan_file import write_plan
+from flowtrain_lightning.placement import make_request
+from flowtrain_lightning.profiling import ProfileError, write_profile
+from tests.placement.profiles import make_profile
+
+PLAN = default_allocation(3, encoder_ranks=1)
+
+
+def planned(placement, backbone, **encoders):
+    """Roles with so many copies or of these layouts, on ranks one after another."""
+    given = {"backbone": backbone, **encoders}
+    layouts = {role: each if isinstance(each, Layout) else Layout(each) for role, each in given.items()}
+    ranks, first = {}, 0
+    for role, layout in layouts.items():
+        ranks[role] = tuple(range(first, first + layout.ranks))
+        first += layout.ranks
+    return Allocation(placement, layouts, ranks)
+
+
+def test_what_is_left_open_is_not_answered():
+    assert make_request(None, None, None, "auto").answer(4) is None
+    assert make_request(None, None, None, "off").answer(4) is None
+
+
+def test_one_rank_leaves_nothing_open():
+    assert make_request(None, None, None, "auto").answer(1) == default_allocation(1)
+
+
+def test_placement_or_encoder_ranks_answer_by_the_rule():
+    assert make_request(None, "colocated", None, "auto").answer(4) == default_allocation(4, "colocated")
+    assert make_request(None, None, 2, "auto").answer(4) == default_allocation(4, encoder_ranks=2)
+
+
+def test_on_several_nodes_each_has_encoder_ranks():
+    assert make_request(None, None, 2, "auto").answer(4, nodes=2).ranks == {"encoder": (1, 3), "backbone": (0, 2)}
+
+
+def test_an_allocation_is_taken_as_an_object_or_from_a_file(tmp_path):
+    write_plan(PLAN, tmp_path / "plan.yaml", "by hand", {})
+    for given in (PLAN, tmp_path / "plan.yaml", str(tmp_path / "plan.yaml")):
+        assert make_request(given, None, None, "auto").answer(3) == PLAN
+
+
+def test_the_command_line_takes_an_allocation_and_a_profile_by_path(tmp_path):
+    write_plan(PLAN, tmp_path / "plan.yaml", "by hand", {})
+    write_profile(make_profile(1, 1), tmp_path / "profile.json")
+    parser = ArgumentParser()
+    parser.add_class_arguments(FlowTrainStrategy, "strategy")
+    for option in (f"allocation={tmp_path / 'plan.yaml'}", f"profile={tmp_path / 'profile.json'}", "profile=off"):
+        given = parser.instantiate_classes(parser.parse_args([f"--strategy.{option}"])).strategy
+        assert isinstance(given, FlowTrainStrategy)
+    parsed = parser.parse_args([f"--strategy.allocation={tmp_path / 'plan.yaml'}"]).strategy.allocation
+    assert make_request(parsed, None, None, "auto").answer(3) == PLAN
+
+
+def test_a_profile_is_read_at_once(tmp_path):
+    write_profile(make_profile(1, 1), tmp_path / "profile.json")
+    assert make_request(None, None, None, tmp_path / "profile.json").profile == make_profile(1, 1)
+    with pytest.raises(ProfileError, match=r"missing.json"):
+        make_request(None, None, None, tmp_path / "missing.json")
+
+
+def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
+    write_plan(PLAN, tmp_path / "plan.yaml", "by hand", {})
+    request = make_request(tmp_path / "plan.yaml", None, None, "auto")
+    with pytest.raises(AllocationError, match=r"plan.yaml is for 3 ranks, .* starts 2 ranks. .*devices=3"):
+        request.answer(2)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "words"),
+    [
+        (planned("separate", encoder=1, backbone=Layout(1, tensor=2)), "layout data 1, tensor 2, replicate, .* data 2"),
+        (planned("separate", encoder=1, backbone=Layout(2, shard="fsdp")), "the backbone the layout data 2, fsdp"),
+        (
+            Allocation("mixed", {"encoder": Layout(2), "backbone": Layout(1)}, {"encoder": (0, 1), "backbone": (0,)}),
+            "is mixed, but today",
+        ),
+        (
+            planned("separate", image=1, audio=1, backbone=1),
+            "the roles backbone, image, audio, .* encoder and backbone",
+        ),
+    ],
+    ids=["tensor ranks", "sharding", "mixed", "two encoders"],
+)
+def test_a_plan_that_cannot_run_yet_is_refused(allocation, words):
+    with pytest.raises(AllocationError, match=words):
+        make_request(allocation, None, None, "auto").answer(len(set().union(*allocation.ranks.values())))
+
+
+@pytest.mark.parametrize(
+    ("placement", "encoder_ranks", "words"),
+    [("colocated", None, "placement='colocated'"), (None, 1, "encoder_ranks='1'")],
+)
+def test_an_allocation_beside_a_part_of_one_is_refused(placement, encoder_ranks, words):
+    with pytest.raises(AllocationError, match=f"Both allocation and {words}"):
+        make_request(PLAN, placement, encoder_ranks, "auto")
+
+
+def test_a_profile_beside_what_leaves_nothing_to_plan_is_refused(tmp_path):
+    path = tmp_path / "profile.json"
+    with pytest.raises(AllocationError, match="Both allocation and profile="):
+        make_request(PLAN, None, None, path)
+    with pytest.raises(AllocationError, match="leave nothing to plan"):
+        make_request(None, None, 1, path)
+
+
+@pytest.mark.parametrize("text", ["placement: separate", "[1, 2", ""])
+def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(AllocationError, match=r"plan.yaml"):
+        make_request(tmp_path / "plan.yaml", None, None, "auto")
