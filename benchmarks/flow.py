@@ -16,7 +16,7 @@ from benchmarks.packing_data import TABLES, Lengths, load
 from benchmarks.report import table, write_results
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.judging import judge
-from flowtrain_lightning.packing.microbatches import Objective
+from flowtrain_lightning.packing.microbatches import SyncEvery
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings, pack_offline
 from flowtrain_lightning.packing.order import flow_order, rows_time
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
@@ -71,16 +71,16 @@ def gaps(mixes: list[Lengths], microbatches: int, encoder_ranks: int, share: flo
     found: dict[str, list[float]] = {name: [] for name in HEAD[3:]}
     for mix in mixes:
         scale = share * encoder_ranks / RANKS * float(COST.of_each(mix.tokens).sum() / mix.media_cost.sum())
-        packed = _pack(mix, 0.0, microbatches, encoder_ranks, "sync")
+        packed = _pack(mix, 0.0, microbatches, encoder_ranks, "microbatch")
         for name, order in ORDERS.items():
             found[name].append(_gap_of_rows(packed, mix, scale / encoder_ranks, order))
-        objectives: dict[Objective, str] = {"sync": HEAD[6], "accumulate": HEAD[8]}
-        for objective, name in objectives.items():
-            settings = _settings(microbatches, encoder_ranks, objective)
-            plan = _pack(mix, scale, microbatches, encoder_ranks, objective)
+        sync_every_values: dict[SyncEvery, str] = {"microbatch": HEAD[6], "step": HEAD[8]}
+        for sync_every, name in sync_every_values.items():
+            settings = _settings(microbatches, encoder_ranks, sync_every)
+            plan = _pack(mix, scale, microbatches, encoder_ranks, sync_every)
             figures = judge(plan, mix.tokens, mix.media_start, scale * mix.media_cost, settings)
             found[name].append(figures["flow_gap"])
-            if objective == "sync":
+            if sync_every == "microbatch":
                 found[HEAD[7]].append(figures["flow_bound"])
     return {name: mean(values) for name, values in found.items()}
 
@@ -93,20 +93,20 @@ ORDERS: dict[str, Callable[[FloatArray], IntArray]] = {
 """The rows as they are, put in order by how much media each reads."""
 
 
-def _settings(microbatches: int, encoder_ranks: int, objective: Objective) -> OfflineSettings:
+def _settings(microbatches: int, encoder_ranks: int, sync_every: SyncEvery) -> OfflineSettings:
     return OfflineSettings(
         token_budget=BUDGET,
         ranks=RANKS,
         cost=COST,
         microbatches=microbatches,
-        semantics="tokens",
-        objective=objective,
+        batch_unit="tokens",
+        sync_every=sync_every,
         encoder_ranks=encoder_ranks,
     )
 
 
-def _pack(mix: Lengths, scale: float, microbatches: int, encoder_ranks: int, objective: Objective) -> OfflinePlan:
-    settings = _settings(microbatches, encoder_ranks, objective)
+def _pack(mix: Lengths, scale: float, microbatches: int, encoder_ranks: int, sync_every: SyncEvery) -> OfflinePlan:
+    settings = _settings(microbatches, encoder_ranks, sync_every)
     return pack_offline(mix.tokens, mix.media_start, scale * mix.media_cost, settings)
 
 

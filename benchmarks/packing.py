@@ -22,8 +22,8 @@ from benchmarks.packing_report import draw, show, table
 from benchmarks.packing_scores import COST, POSITIONS, RANKS, level, longest_wait, random_order, score
 from benchmarks.packing_signatures import Bins, StepPacker, WindowPacker
 from flowtrain_lightning.packing.judging import judge
-from flowtrain_lightning.packing.microbatches import Objective, pack_microbatches
-from flowtrain_lightning.packing.offline import OfflineSettings, Semantics, pack_offline
+from flowtrain_lightning.packing.microbatches import SyncEvery, pack_microbatches
+from flowtrain_lightning.packing.offline import BatchUnit, OfflineSettings, pack_offline
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 
 ENCODERS = 2
@@ -67,23 +67,23 @@ def main() -> None:
 
 def ours(lengths: Lengths, budget: int) -> Iterator[dict[str, Any]]:
     """This project, in its settings, and over windows."""
-    cases: list[tuple[Semantics, Objective, int]] = [
-        ("tokens", "sync", 8),
-        ("tokens", "sync", 40),
-        ("tokens", "sync", 0),
-        ("tokens", "accumulate", 8),
-        ("tokens", "accumulate", 0),
-        ("samples", "sync", 0),
-        ("samples", "accumulate", 0),
+    cases: list[tuple[BatchUnit, SyncEvery, int]] = [
+        ("tokens", "microbatch", 8),
+        ("tokens", "microbatch", 40),
+        ("tokens", "microbatch", 0),
+        ("tokens", "step", 8),
+        ("tokens", "step", 0),
+        ("samples", "microbatch", 0),
+        ("samples", "step", 0),
     ]
-    for semantics, objective, delay in cases:
+    for batch_unit, sync_every, delay in cases:
         settings = OfflineSettings(
             budget,
             RANKS,
             COST,
             POSITIONS,
-            semantics,
-            objective,
+            batch_unit,
+            sync_every,
             ENCODERS,
             global_batch_size=max(RANKS, int(0.97 * RANKS * POSITIONS * budget / lengths.tokens.mean())),
             max_delay=delay,
@@ -92,9 +92,9 @@ def ours(lengths: Lengths, budget: int) -> Iterator[dict[str, Any]]:
         seconds = min(pack_offline(*arguments).seconds for _ in range(3))
         plan = pack_offline(*arguments)
         figures = judge(plan, *arguments[:3], settings)
-        name = f"this project: {semantics}, {objective}" + (f", delay {delay}" if semantics == "tokens" else "")
+        name = f"this project: {batch_unit}, {sync_every}" + (f", delay {delay}" if batch_unit == "tokens" else "")
         per_window = {}
-        if semantics == "tokens" and objective == "sync" and delay:
+        if batch_unit == "tokens" and sync_every == "microbatch" and delay:
             per_window = {window: ours_in_windows(lengths, window, settings) for window in WINDOWS}
         yield {
             **figures,
@@ -108,7 +108,7 @@ def ours(lengths: Lengths, budget: int) -> Iterator[dict[str, Any]]:
 
 def ours_in_windows(lengths: Lengths, window: int, settings: OfflineSettings) -> float:
     """Microseconds per sample where each window is packed alone, as one step of samples."""
-    alone = replace(settings, semantics="samples", global_batch_size=min(window, 1_000))
+    alone = replace(settings, batch_unit="samples", global_batch_size=min(window, 1_000))
     taken = 0.0
     count = min(len(lengths.tokens) // window, 20)
     for number in range(count):
@@ -187,7 +187,7 @@ def in_steps(
 
 def own_step(tokens: IntArray, costs: FloatArray, bins: int, budget: int) -> Bins:
     """This project's microbatches of one step, row by row."""
-    found = pack_microbatches(tokens, ranks=RANKS, token_budget=budget, cost=COST, objective="sync")
+    found = pack_microbatches(tokens, ranks=RANKS, token_budget=budget, cost=COST, sync_every="microbatch")
     return [members.tolist() for row in zip(*found, strict=True) for members in row]
 
 

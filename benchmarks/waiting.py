@@ -1,6 +1,6 @@
 """How long the training loop waits for its next step, which has to be planned and loaded before it can run.
 
-python benchmarks/waiting.py               both semantics, without and with a worker, two processes: some minutes
+python benchmarks/waiting.py               both batch_unit, without and with a worker, two processes: some minutes
 python benchmarks/waiting.py --quick       at a tiny size, to see that it runs
 
 Waiting is what Lightning's loop spends between asking the loader for a batch and having it. The first step of a run is
@@ -46,7 +46,7 @@ class Job:
     """What one run does.
 
     Attributes:
-        semantics: what a step has a fixed number of.
+        batch_unit: what a step has a fixed number of.
         workers: processes that load, for each rank.
         module: one of ``benchmarks.modules.MODULES``.
         steps: how many, in one epoch.
@@ -55,7 +55,7 @@ class Job:
         cache: folder of the data's index.
     """
 
-    semantics: str
+    batch_unit: str
     workers: int
     module: str
     steps: int
@@ -65,7 +65,7 @@ class Job:
 
     def data(self) -> FlowDataModule:
         """The data module."""
-        of_tokens: dict[str, Any] = {"semantics": "tokens", "microbatches": MICROBATCHES}
+        of_tokens: dict[str, Any] = {"batch_unit": "tokens", "microbatches": MICROBATCHES}
         return FlowDataModule(
             self.records,
             tokenizer=TOKENIZER,
@@ -76,7 +76,7 @@ class Job:
             seed=SEED,
             cache_dir=self.cache,
             num_workers=self.workers,
-            **(of_tokens if self.semantics == "tokens" else {}),
+            **(of_tokens if self.batch_unit == "tokens" else {}),
         )
 
 
@@ -110,15 +110,15 @@ def main() -> None:
     where, records = machine(), training_records()
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
-        for semantics in ("samples", "tokens"):
+        for batch_unit in ("samples", "tokens"):
             for workers in (0, 1):
-                folder = Path(temporary) / f"{semantics}-{workers}"
+                folder = Path(temporary) / f"{batch_unit}-{workers}"
                 module, steps = ("tiny", 4) if options.quick else (options.module, options.steps)
-                job = Job(semantics, workers, module, steps, records, folder, Path(temporary) / "index")
+                job = Job(batch_unit, workers, module, steps, records, folder, Path(temporary) / "index")
                 job.data().setup("fit")  # writes the index, once for all runs
                 launch(train, job, len(ROLES), folder, DEADLINE)
                 runs += [figures(job, rank) for rank in range(len(ROLES))]
-                print(f"{semantics}, {workers} workers: {runs[-2]['total_ms']:.1f} ms, {runs[-1]['total_ms']:.1f} ms")
+                print(f"{batch_unit}, {workers} workers: {runs[-2]['total_ms']:.1f} ms, {runs[-1]['total_ms']:.1f} ms")
     text = f"{machine_line(where)}\n\n{waiting_table(runs)}"
     write_results(options.out, "waiting", {"machine": where, "records": records.name, "runs": runs}, text)
     print(f"\n{text}\nWritten to {options.out}.")
@@ -151,7 +151,7 @@ def figures(job: Job, rank: int) -> dict[str, Any]:
     waits = np.array(seconds["train_dataloader_next"][: job.steps])
     ran = np.array(seconds["run_training_batch"])
     return {
-        "semantics": job.semantics,
+        "batch_unit": job.batch_unit,
         "workers": job.workers,
         "role": ROLES[rank],
         "first_ms": 1e3 * float(waits[0]),
@@ -165,10 +165,10 @@ def figures(job: Job, rank: int) -> dict[str, Any]:
 
 def waiting_table(runs: list[dict[str, Any]]) -> str:
     """All runs as a table."""
-    head = ["semantics", "workers", "rank", "a step takes", "first wait", "median", "p99", "all waits", "share"]
+    head = ["batch unit", "workers", "rank", "a step takes", "first wait", "median", "p99", "all waits", "share"]
     rows = [
         [
-            run["semantics"],
+            run["batch_unit"],
             str(run["workers"]),
             run["role"],
             *(f"{run[name]:.{digits}f} ms" for name, digits in (("step_ms", 0), ("first_ms", 0))),

@@ -20,8 +20,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 import flowtrain_lightning.packing
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.compiled import tell_of_compiling
-from flowtrain_lightning.packing.microbatches import OBJECTIVES
-from flowtrain_lightning.packing.offline import SEMANTICS, OfflineSettings, warm_up
+from flowtrain_lightning.packing.microbatches import SYNC_EVERY
+from flowtrain_lightning.packing.offline import BATCH_UNITS, OfflineSettings, warm_up
 from flowtrain_lightning.parallel.groups import disconnect_groups
 
 torch.set_num_threads(1)
@@ -37,8 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     tell_of_compiling(print)
     tiny = OfflineSettings(64, 2, CostModel(1.0, 0.01, 0.0), 2, encoder_ranks=2, global_batch_size=64)
-    for semantics, objective in itertools.product(SEMANTICS, OBJECTIVES):
-        warm_up(replace(tiny, semantics=semantics, objective=objective))
+    for batch_unit, sync_every in itertools.product(BATCH_UNITS, SYNC_EVERY):
+        warm_up(replace(tiny, batch_unit=batch_unit, sync_every=sync_every))
 
 
 @pytest.fixture(autouse=True)

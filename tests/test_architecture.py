@@ -16,6 +16,11 @@ import scipy
 PACKAGE = Path(__file__).parents[1] / "flowtrain_lightning"
 NAME = PACKAGE.name
 
+PLANNING = {"packing", "allocator"}
+RANKS = {*PLANNING, "pool", "data", "parallel", "compute"}
+RUNS = {*RANKS, "checkpoint", "module", "runtime"}
+STARTS = {*RUNS, "profiling", "placement", "trainer", "strategy"}
+
 ROOMS = {
     "attention": set(),
     "packing": set(),
@@ -23,20 +28,20 @@ ROOMS = {
     "pool": set(),
     "data": {"packing"},
     "parallel": {"allocator"},
-    "compute": {"packing", "allocator", "pool", "data", "parallel"},
-    "checkpoint": {"packing", "allocator", "data", "parallel"},
-    "module": {"allocator", "data", "parallel", "compute", "checkpoint"},
-    "runtime": {"packing", "allocator", "pool", "data", "parallel", "compute", "module"},
-    "profiling": {"packing", "allocator", "data", "parallel", "compute", "module", "runtime"},
-    "placement": {"packing", "allocator", "data", "parallel", "compute", "checkpoint", "module", "runtime", "profiling"},
-    "trainer": {"packing", "allocator", "pool", "data", "parallel", "compute", "checkpoint", "module", "runtime", "placement"},
+    "compute": RANKS,
+    "checkpoint": RANKS - {"pool", "compute"},
+    "module": RUNS - {"packing", "pool", "runtime"},
+    "runtime": RUNS - {"checkpoint"},
+    "profiling": RUNS - {"pool", "checkpoint"},
+    "placement": {*RUNS, "profiling"} - {"pool"},
+    "trainer": {*RUNS, "profiling", "placement"},
+    "strategy": STARTS,
+    "metrics": STARTS,
+    "callbacks": STARTS,
+    "models": {"attention", "data", "compute", "module"},
+    "cli": {*STARTS, "callbacks"},
 }
 """Each room, or module beside the rooms, and the rooms that it may import; from below."""
-
-ROOMS["strategy"] = {*ROOMS, "trainer"} - {"attention"}
-ROOMS["metrics"] = ROOMS["callbacks"] = {*ROOMS, "strategy"} - {"attention"}
-ROOMS["models"] = {"attention", "data", "compute", "module"}
-ROOMS["cli"] = {*ROOMS} - {"attention"}
 
 OUTSIDE = {
     "packing": {"numba", "numpy", "scipy"},
@@ -45,6 +50,7 @@ OUTSIDE = {
     "parallel": {"numpy", "torch"},
 }
 """What rooms may import from outside the package; rooms that are not named here are free."""
+
 
 def imports(file: Path) -> Iterator[str]:
     """The dotted names that a file imports: at its top, inside of functions, and for the type checker alone."""

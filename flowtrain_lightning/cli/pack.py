@@ -14,8 +14,8 @@ from flowtrain_lightning.cli.lengths import read_lengths
 from flowtrain_lightning.packing import CostModel, PackingError
 from flowtrain_lightning.packing.compiled import tell_of_compiling
 from flowtrain_lightning.packing.judging import judge
-from flowtrain_lightning.packing.microbatches import OBJECTIVES
-from flowtrain_lightning.packing.offline import SEMANTICS, OfflinePlan, OfflineSettings, pack_offline, warm_up
+from flowtrain_lightning.packing.microbatches import SYNC_EVERY
+from flowtrain_lightning.packing.offline import BATCH_UNITS, OfflinePlan, OfflineSettings, pack_offline, warm_up
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ _PERCENT = {
 
 _AS_NEEDED = "as many microbatches are made as the samples need"
 _AT_ONCE = "no sample waits for another step"
-_OF_SEMANTICS = {
+_OF_BATCH_UNIT = {
     "microbatches": ("tokens", _AS_NEEDED),
     "row_width": ("tokens", _AS_NEEDED),
     "max_delay": ("tokens", _AT_ONCE),
     "lookahead": ("tokens", _AT_ONCE),
     "global_batch_size": ("samples", "a step has as many samples as its microbatches hold"),
 }
-"""Options that one semantics has, and why the other has not."""
+"""Options that one batch unit has, and why the other has not."""
 
 
 def pack() -> None:
@@ -56,17 +56,17 @@ def pack() -> None:
     """
     options = _parser().parse_args(sys.argv[2:])
     _keep_apart(options)
-    of_semantics = _of_semantics(options)
+    of_batch_unit = _of_batch_unit(options)
     tokens, media_start, media_cost = _read(options.lengths)
     tokens, media_start, media_cost, kept = _fit(tokens, media_start, media_cost, options)
     settings = OfflineSettings(
         token_budget=options.token_budget,
         ranks=options.ranks,
-        semantics=options.semantics,
-        objective=options.objective,
+        batch_unit=options.batch_unit,
+        sync_every=options.sync_every,
         cost=_cost(options),
         encoder_ranks=options.encoder_ranks,
-        **of_semantics,
+        **of_batch_unit,
     )
     tell_of_compiling(lambda sentence: print(sentence, file=sys.stderr))
     compiling = warm_up(settings)
@@ -95,10 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--media-out", type=Path, metavar="MEDIA.parquet", help="who encodes which media in which batch")
     add("--token-budget", type=int, required=True, help="the most tokens of a microbatch")
     add("--ranks", type=int, required=True, help="backbone ranks")
-    add("--microbatches", type=int, help="of each rank and step, with --semantics tokens")
-    add("--global-batch-size", type=int, help="samples of a step, with --semantics samples")
-    add("--semantics", choices=SEMANTICS, default="samples", help="what a step is (default: %(default)s)")
-    add("--objective", choices=OBJECTIVES, default="sync", help="ranks meet at every microbatch, or once a step")
+    add("--microbatches", type=int, help="of each rank and step, with --batch-unit tokens")
+    add("--global-batch-size", type=int, help="samples of a step, with --batch-unit samples")
+    add("--batch-unit", choices=BATCH_UNITS, default="samples", help="what a step is (default: %(default)s)")
+    add("--sync-every", choices=SYNC_EVERY, default="microbatch", help="ranks meet at every microbatch, or once a step")
     add("--cost-linear", type=float, default=1.0, help="cost of a token (default: %(default)s)")
     pair = "cost of a token pair in a sequence (default: %(default).3g)"
     add("--cost-quadratic", type=float, default=1 / 24_576, help=pair)
@@ -125,16 +125,16 @@ def _keep_apart(options: argparse.Namespace) -> None:
             raise PackingError(f"{name} would write over {path}, which is {other}; choose another name.")
 
 
-def _of_semantics(options: argparse.Namespace) -> dict[str, int]:
-    """The options that were given of those that only one semantics has, which must be the one that was chosen."""
-    given = {name: value for name in _OF_SEMANTICS if (value := getattr(options, name)) is not None}
+def _of_batch_unit(options: argparse.Namespace) -> dict[str, int]:
+    """The options that were given of those that only one batch unit has, which must be the one that was chosen."""
+    given = {name: value for name in _OF_BATCH_UNIT if (value := getattr(options, name)) is not None}
     for name, value in given.items():
-        semantics, reason = _OF_SEMANTICS[name]
+        batch_unit, reason = _OF_BATCH_UNIT[name]
         option = f"--{name.replace('_', '-')}"
-        if options.semantics != semantics:
+        if options.batch_unit != batch_unit:
             raise PackingError(
-                f"{option}={value} was given with --semantics={options.semantics}, where {reason}; "
-                f"set --semantics={semantics}, or leave {option} out."
+                f"{option}={value} was given with --batch-unit={options.batch_unit}, where {reason}; "
+                f"set --batch-unit={batch_unit}, or leave {option} out."
             )
     return given
 

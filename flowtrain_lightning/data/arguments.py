@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.data.records import DataError
-from flowtrain_lightning.packing.offline import Semantics
+from flowtrain_lightning.packing.offline import BatchUnit
 
 Files = str | Path | Sequence[str | Path]
 """One data file, or several that are read as one."""
@@ -35,24 +35,24 @@ def refuse_unknown(**settings: tuple[str, Sequence[str]]) -> None:
             raise ValueError(f"{name} is {given!r}; give one of {', '.join(map(repr, known))}.")
 
 
-def refuse_mixed_semantics(
-    semantics: Semantics, microbatches: int | None, row_width: int | None, drop_last: bool
+def refuse_mixed_batch_units(
+    batch_unit: BatchUnit, microbatches: int | None, row_width: int | None, drop_last: bool
 ) -> None:
-    """Raises a ValueError for settings that the other semantics has."""
-    if semantics == "tokens" and microbatches is None:
-        raise ValueError("With semantics='tokens' a training step is a number of microbatches: set microbatches.")
-    if semantics == "tokens" and not drop_last:
+    """Raises a ValueError for settings that the other batch unit has."""
+    if batch_unit == "tokens" and microbatches is None:
+        raise ValueError("With batch_unit='tokens' a training step is a number of microbatches: set microbatches.")
+    if batch_unit == "tokens" and not drop_last:
         raise ValueError(
-            "drop_last=False was given with semantics='tokens', where every step is full and what an epoch leaves "
+            "drop_last=False was given with batch_unit='tokens', where every step is full and what an epoch leaves "
             "comes first in the next one; leave drop_last out."
         )
     for name, value in (("microbatches", microbatches), ("row_width", row_width)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1.")
-        if semantics == "samples" and value is not None:
+        if batch_unit == "samples" and value is not None:
             raise ValueError(
-                f"{name}={value} was given with semantics='samples', where as many microbatches are made as the "
-                f"samples need; set semantics='tokens', or leave {name} out."
+                f"{name}={value} was given with batch_unit='samples', where as many microbatches are made as the "
+                f"samples need; set batch_unit='tokens', or leave {name} out."
             )
 
 

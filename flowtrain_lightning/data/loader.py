@@ -287,6 +287,6 @@ class _Following:
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     changed = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
-    if "semantics" in changed:
-        changed = ["semantics"]  # the others follow from it
+    if "batch_unit" in changed:
+        changed = ["batch_unit"]  # the others follow from it
     return "; ".join(f"{name} was {saved.get(name)}, is {now.get(name)}" for name in changed)

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from flowtrain_lightning.data.arguments import (
     Files,
     paths_of,
-    refuse_mixed_semantics,
+    refuse_mixed_batch_units,
     refuse_unknown,
     refuse_unlike_ranks,
 )
@@ -37,8 +37,8 @@ from flowtrain_lightning.data.stages import stage_loader, stage_source
 from flowtrain_lightning.data.tokenizer import Tokenizer, open_tokenizer
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.compiled import tell_of_compiling
-from flowtrain_lightning.packing.microbatches import OBJECTIVES, Objective
-from flowtrain_lightning.packing.offline import SEMANTICS, Semantics
+from flowtrain_lightning.packing.microbatches import SYNC_EVERY, SyncEvery
+from flowtrain_lightning.packing.offline import BATCH_UNITS, BatchUnit
 
 # Without a validation file there is no loader, on purpose, so this advice would mislead.
 warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
@@ -58,11 +58,11 @@ class FlowDataModule(L.LightningDataModule):
     (``drop_last``), which costs fewer than ``global_batch_size`` samples, shuffled others each time; it is kept in
     validation, test and prediction. Which samples are in a step depends on the data, ``seed``, ``global_batch_size``,
     ``shuffle`` and ``drop_last`` alone: a checkpoint keeps them and refuses to go on in mid-epoch with others. Costs
-    and ``objective`` decide how the samples of a step are packed. Cost models stay as they are for the whole run,
+    and ``sync_every`` decide how the samples of a step are packed. Cost models stay as they are for the whole run,
     unless the callback ``AdaptCosts`` is there; a checkpoint keeps them too, and where they are left open on a resume
     it brings them back.
 
-    With ``semantics="tokens"`` a training step has ``microbatches`` microbatches instead, nearly full, and as many
+    With ``batch_unit="tokens"`` a training step has ``microbatches`` microbatches instead, nearly full, and as many
     samples as these hold. Samples may wait for others like them, and past the end of an epoch too: see
     :mod:`~flowtrain_lightning.data.token_stream`. Steps are then the same on any number of backbone ranks that divides
     ``microbatches``; they depend on ``token_budget``, ``microbatches``, ``row_width``, ``max_delay`` and ``cost`` as
@@ -76,7 +76,7 @@ class FlowDataModule(L.LightningDataModule):
         predict: files whose last assistant turns are to be written anew: sequences end with that turn's header.
         tokenizer: path of a ``tokenizer.json`` or its folder, a ``tokenizers.Tokenizer``, or a Hugging Face tokenizer.
         token_budget: the most tokens of a microbatch.
-        global_batch_size: samples of one step over all ranks; with ``semantics="tokens"``, of one that does not train.
+        global_batch_size: samples of one step over all ranks; with ``batch_unit="tokens"``, of one that does not train.
         images: how large pictures become; None takes ``ImageProcessor()``.
         template: how conversations are written; None takes ``ChatTemplate()``.
         seed: of order and augmentation; None takes that of ``seed_everything``, or 0.
@@ -92,9 +92,9 @@ class FlowDataModule(L.LightningDataModule):
         encoder_cost: what a set of media costs the encoder, by their patches and in the unit of ``cost``; None
             balances by patches, or takes a checkpoint's.
         profile: a ``profile.json`` of ``flowtrain profile``, which brings both cost models.
-        objective: when backbone ranks wait for each other: ``"accumulate"``, once a step, as replicas do that sum
-            their gradients; ``"sync"``, at every microbatch, as with FSDP, tensor and pipeline parallelism.
-        semantics: ``"samples"`` or ``"tokens"``: what a training step has a fixed number of.
+        sync_every: when backbone ranks wait for each other: ``"step"``, once a step, as replicas do that sum
+            their gradients; ``"microbatch"``, at every microbatch, as with FSDP, tensor and pipeline parallelism.
+        batch_unit: ``"samples"`` or ``"tokens"``: what a training step has a fixed number of.
         microbatches: of one training step over all ranks, with ``"tokens"``.
         row_width: microbatches that are made alike in cost, with ``"tokens"``: best as many as run at the same time.
             None takes the number of backbone ranks, or a checkpoint's.
@@ -126,8 +126,8 @@ class FlowDataModule(L.LightningDataModule):
         cost: CostModel | None = None,
         encoder_cost: CostModel | None = None,
         profile: str | Path | None = None,
-        objective: Objective = "accumulate",
-        semantics: Semantics = "samples",
+        sync_every: SyncEvery = "step",
+        batch_unit: BatchUnit = "samples",
         microbatches: int | None = None,
         row_width: int | None = None,
         max_delay: int = 8,
@@ -139,10 +139,10 @@ class FlowDataModule(L.LightningDataModule):
         refuse_unknown(
             too_long=(too_long, ("error", "drop", "truncate")),
             unreadable=(unreadable, ("error", "drop")),
-            objective=(objective, OBJECTIVES),
-            semantics=(semantics, SEMANTICS),
+            sync_every=(sync_every, SYNC_EVERY),
+            batch_unit=(batch_unit, BATCH_UNITS),
         )
-        refuse_mixed_semantics(semantics, microbatches, row_width, drop_last)
+        refuse_mixed_batch_units(batch_unit, microbatches, row_width, drop_last)
         given: dict[str, Files | Mapping[str, float] | None] = {
             "train": train,
             "val": val,
@@ -161,8 +161,8 @@ class FlowDataModule(L.LightningDataModule):
         self.too_long = too_long
         self.unreadable = unreadable
         self.cost, self.encoder_cost = chosen_costs(cost, encoder_cost, profile)
-        self.objective: Objective = objective
-        self.semantics: Semantics = semantics
+        self.sync_every: SyncEvery = sync_every
+        self.batch_unit: BatchUnit = batch_unit
         self.microbatches = microbatches
         self.row_width = row_width
         self.max_delay = max_delay
@@ -267,8 +267,8 @@ class FlowDataModule(L.LightningDataModule):
 
     def _planned_by(self) -> dict[str, Any]:
         names = (
-            *("global_batch_size", "token_budget", "shuffle", "drop_last", "too_long", "unreadable", "objective"),
-            *("semantics", "microbatches", "row_width", "max_delay", "weights", "cost", "encoder_cost"),
+            *("global_batch_size", "token_budget", "shuffle", "drop_last", "too_long", "unreadable", "sync_every"),
+            *("batch_unit", "microbatches", "row_width", "max_delay", "weights", "cost", "encoder_cost"),
         )
         measured_by = {
             "tokenizer": self.tokenizer.fingerprint,

@@ -9,7 +9,7 @@ from typing import Any
 from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, plan_step
 from flowtrain_lightning.packing.arrange import arrange
-from flowtrain_lightning.packing.microbatches import Objective, as_microbatches, positive_costs
+from flowtrain_lightning.packing.microbatches import SyncEvery, as_microbatches, positive_costs
 from flowtrain_lightning.packing.step import Microbatches
 from flowtrain_lightning.packing.stream import StreamSettings, StreamStep
 
@@ -22,13 +22,13 @@ class PackingConfig:
         token_budget: the most tokens of a microbatch.
         cost: what a packed set of sequences costs the backbone.
         encoder_cost: what a set of media costs the encoder; None balances by patches.
-        objective: when backbone ranks wait for each other.
+        sync_every: when backbone ranks wait for each other.
     """
 
     token_budget: int
     cost: CostModel = DEFAULT_COST
     encoder_cost: CostModel | None = None
-    objective: Objective = "accumulate"
+    sync_every: SyncEvery = "step"
 
     def plan(
         self, sizes: SampleSizes, samples: IntArray, part: RankShard, microbatches: Microbatches | None = None
@@ -51,7 +51,7 @@ class PackingConfig:
             colocated_encoder_ranks=part.colocated_encoder_ranks,
             cost=self.cost,
             encoder_cost=self.encoder_cost,
-            objective=self.objective,
+            sync_every=self.sync_every,
             microbatches=microbatches,
         )
 
@@ -66,7 +66,7 @@ class PackingConfig:
             width=settings.row_width,
             ranks=part.backbone_ranks,
             budget=settings.token_budget,
-            objective=self.objective,
+            sync_every=self.sync_every,
         )
         return as_microbatches(bin_of, bins // part.backbone_ranks, part.backbone_ranks)
 

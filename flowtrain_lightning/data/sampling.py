@@ -65,7 +65,7 @@ class Sampling:
         """What decides which samples are in a step, beside the data; in JSON types."""
         settings = asdict(self)
         del settings["lengths"]
-        return {"semantics": "samples", **settings, "weights": self.weights and list(self.weights)}
+        return {"batch_unit": "samples", **settings, "weights": self.weights and list(self.weights)}
 
     def step(self, epoch: int, step: int) -> IntArray:
         """The samples of one step: numbers into the sources one after another."""

@@ -71,7 +71,7 @@ def stage_loader(data: FlowDataModule, stage: str, source: JoinedSources, part: 
             samples,
             _steps(data, stage, source, part),
             part,
-            PackingConfig(data.token_budget, data.cost or DEFAULT_COST, data.encoder_cost, data.objective),
+            PackingConfig(data.token_budget, data.cost or DEFAULT_COST, data.encoder_cost, data.sync_every),
             data.pad_to_budget,
             frozenset(setting for setting, value in given.items() if value is None),
         ),

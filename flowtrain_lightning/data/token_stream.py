@@ -85,7 +85,7 @@ class TokenStream:
         order = {"weights": weights, "seed": self._sampling.seed, "shuffle": self._sampling.shuffle}
         stream = {**asdict(self.settings), "microbatches": self.microbatches}
         del stream["rows"]
-        return {"semantics": "tokens", "steps_of_an_epoch": self.steps, **order, **stream}
+        return {"batch_unit": "tokens", "steps_of_an_epoch": self.steps, **order, **stream}
 
     def resumed_from(self, state: Mapping[str, Any], start: StreamState, unset_settings: Set[str]) -> TokenStream:
         """The settings of a checkpoint in place of those that the user left open, and its place in the stream."""

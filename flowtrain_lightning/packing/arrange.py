@@ -6,7 +6,7 @@ import numpy as np
 
 from flowtrain_lightning.packing.errors import PackingError
 from flowtrain_lightning.packing.evening import even_out
-from flowtrain_lightning.packing.microbatches import Objective, deal_to_ranks, group_alike, level_ranks
+from flowtrain_lightning.packing.microbatches import SyncEvery, deal_to_ranks, group_alike, level_ranks
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 
 
@@ -19,7 +19,7 @@ def arrange(
     width: int,
     ranks: int,
     budget: int,
-    objective: Objective,
+    sync_every: SyncEvery,
 ) -> IntArray:
     """Deal a step's microbatches, made as rows of ``width``, to ``ranks`` ranks.
 
@@ -33,7 +33,7 @@ def arrange(
         width: the canonical width of a row.
         ranks: backbone ranks of this layout.
         budget: the most tokens of a microbatch.
-        objective: when ranks wait for each other.
+        sync_every: when ranks wait for each other.
 
     Returns:
         ``[samples]`` the microbatch of each, ``position * ranks + rank``.
@@ -49,7 +49,7 @@ def arrange(
     rows = bins // ranks
     order = np.argsort(-tokens, kind="stable")
     tokens, costs, found = tokens[order], costs[order], bin_of[order]
-    if objective == "sync":
+    if sync_every == "microbatch":
         if ranks != width:
             found = group_alike(found, costs, rows, ranks)
             even_out(found, np.arange(bins) // ranks, rows, tokens, costs, bins, budget)

@@ -6,7 +6,7 @@ import numpy as np
 
 from flowtrain_lightning.packing.evening import even_out
 from flowtrain_lightning.packing.exchange import exchange_media
-from flowtrain_lightning.packing.microbatches import Objective, level_ranks
+from flowtrain_lightning.packing.microbatches import SyncEvery, level_ranks
 from flowtrain_lightning.packing.order import fastest_order, rows_time
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 
@@ -30,7 +30,7 @@ def flow_rows(
     ranks: int,
     encoder_ranks: int,
     budget: int,
-    objective: Objective,
+    sync_every: SyncEvery,
 ) -> IntArray:
     """Order the rows of a step, and let samples of different rows change places where that makes the step shorter.
 
@@ -46,21 +46,21 @@ def flow_rows(
         ranks: backbone ranks.
         encoder_ranks: ranks that share the encoder cost.
         budget: the most tokens of a microbatch.
-        objective: when ranks wait for each other.
+        sync_every: when ranks wait for each other.
 
     Returns:
         ``[samples]`` the microbatch of each, ``position * ranks + rank``.
     """
     encoder = encoder / encoder_ranks
-    if objective == "accumulate":
+    if sync_every == "step":
         bin_of = _alike_rows(bin_of, costs, encoder, rows, ranks)
-    cost, media = _per_row(bin_of, costs, encoder, rows, ranks, objective)
+    cost, media = _per_row(bin_of, costs, encoder, rows, ranks, sync_every)
     order = fastest_order(cost, media)
     time = rows_time(order, cost, media)
     longest = cost.sum(axis=0).max()
     if time > max(longest, media.sum()) * (1 + _ENOUGH):
-        found = _exchanged(bin_of, order, tokens, costs, encoder, cost, rows, ranks, budget, objective)
-        new_cost, new_media = _per_row(found, costs, encoder, rows, ranks, objective)
+        found = _exchanged(bin_of, order, tokens, costs, encoder, cost, rows, ranks, budget, sync_every)
+        new_cost, new_media = _per_row(found, costs, encoder, rows, ranks, sync_every)
         new_order = fastest_order(new_cost, new_media)
         new_longest = new_cost.sum(axis=0).max()
         if rows_time(new_order, new_cost, new_media) < time and new_longest <= longest * (1 + _UNEVENNESS):
@@ -71,13 +71,13 @@ def flow_rows(
 
 
 def _per_row(
-    bin_of: IntArray, costs: FloatArray, encoder: FloatArray, rows: int, ranks: int, objective: Objective
+    bin_of: IntArray, costs: FloatArray, encoder: FloatArray, rows: int, ranks: int, sync_every: SyncEvery
 ) -> tuple[FloatArray, FloatArray]:
     """``[rows, lanes]`` time on the backbone, and ``[rows]`` on each encoder rank."""
     loads: FloatArray = np.bincount(bin_of, costs, minlength=rows * ranks).astype(np.float64)
     media: FloatArray = np.bincount(bin_of // ranks, encoder, minlength=rows).astype(np.float64)
     grid = loads.reshape(rows, ranks)
-    return grid.max(axis=1, keepdims=True) if objective == "sync" else grid, media
+    return grid.max(axis=1, keepdims=True) if sync_every == "microbatch" else grid, media
 
 
 def _alike_rows(bin_of: IntArray, costs: FloatArray, encoder: FloatArray, rows: int, ranks: int) -> IntArray:
@@ -87,7 +87,7 @@ def _alike_rows(bin_of: IntArray, costs: FloatArray, encoder: FloatArray, rows: 
     other: IntArray = (place * ranks + np.arange(ranks)).ravel()[bin_of]
     times = []
     for bins in (bin_of, other):
-        cost, media = _per_row(bins, costs, encoder, rows, ranks, "accumulate")
+        cost, media = _per_row(bins, costs, encoder, rows, ranks, "step")
         times.append(rows_time(fastest_order(cost, media), cost, media))
     return other if times[1] < times[0] else bin_of
 
@@ -102,16 +102,16 @@ def _exchanged(
     rows: int,
     ranks: int,
     budget: int,
-    objective: Objective,
+    sync_every: SyncEvery,
 ) -> IntArray:
     found = bin_of.copy()
     by_density, slack = np.lexsort((-tokens, encoder / costs)), budget
-    if objective == "sync":
+    if sync_every == "microbatch":
         # Attention: what a sample costs beyond the like number of the cheapest tokens.
         attention = costs - (costs / tokens).min() * tokens
         by_density, slack = by_density[attention[by_density] <= _MOVABLE * cost.mean()], _SLACK
     exchange_media(found, order, by_density, tokens, encoder, cost[order], ranks, budget, slack)
-    if objective == "sync":
+    if sync_every == "microbatch":
         falling = np.argsort(-tokens, kind="stable")
         evened = found[falling]
         bins = rows * ranks

@@ -54,9 +54,9 @@ def judge(
 def _bound(plan: OfflinePlan, tokens: IntArray, pad: float, settings: OfflineSettings) -> float:
     """The least idle share for these samples and settings, with the same samples left over and the same padding."""
     placed = np.sort(np.concatenate([step.samples for step in plan.steps]))
-    if settings.objective == "accumulate":
+    if settings.sync_every == "step":
         return rank_bound([settings.cost.of_each(tokens[step.samples]) for step in plan.steps], settings.ranks)
-    if settings.semantics == "samples":
+    if settings.batch_unit == "samples":
         step_of = np.arange(len(placed)) // (settings.global_batch_size or 1)
         reach = 0
     else:
@@ -98,12 +98,12 @@ def _flow(
                 total = float(media_cost[batch].sum())
                 works.append(EncoderWork(total * FORWARD_SHARE, total * (1 - FORWARD_SHARE), readers))
             batches.append(works)
-        found = step_time(grid.T.tolist(), batches, meet=settings.objective == "sync")
+        found = step_time(grid.T.tolist(), batches, meet=settings.sync_every == "microbatch")
         makespan, work = makespan + found.makespan, work + found.work
-        if settings.objective == "sync":
+        if settings.sync_every == "microbatch":
             own = step.samples
             least += least_step_time(grid, costs[own], encoder[own], encoder_ranks=settings.encoder_ranks)
     if not work:
         return {"flow_gap": 0.0}
-    bound = {"flow_bound": 100 * max(0.0, least / work - 1)} if settings.objective == "sync" else {}
+    bound = {"flow_bound": 100 * max(0.0, least / work - 1)} if settings.sync_every == "microbatch" else {}
     return {"flow_gap": 100 * (makespan / work - 1)} | bound

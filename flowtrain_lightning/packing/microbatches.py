@@ -15,10 +15,10 @@ from flowtrain_lightning.packing.plan import FloatArray, IntArray
 from flowtrain_lightning.packing.rows import fill_rows
 from flowtrain_lightning.packing.tiny import MOST_SAMPLES, search
 
-Objective = Literal["sync", "accumulate"]
-"""``sync``: ranks meet at every microbatch (FSDP, tensor and pipeline parallelism); ``accumulate``: once a step."""
+SyncEvery = Literal["microbatch", "step"]
+"""``microbatch``: ranks meet at every microbatch (FSDP, tensor and pipeline parallelism); ``step``: once a step."""
 
-OBJECTIVES: tuple[str, ...] = get_args(Objective)
+SYNC_EVERY: tuple[str, ...] = get_args(SyncEvery)
 
 _FEW = 12
 """Samples per microbatch below which several rules are tried, as none is good for all."""
@@ -31,11 +31,11 @@ _SHORTFALL = 1e-3
 
 
 def pack_microbatches(
-    tokens: IntArray, *, ranks: int, token_budget: int, cost: CostModel, objective: Objective = "sync"
+    tokens: IntArray, *, ranks: int, token_budget: int, cost: CostModel, sync_every: SyncEvery = "microbatch"
 ) -> tuple[tuple[IntArray, ...], ...]:
     """Pack samples into microbatches and deal these to the backbone ranks.
 
-    With ``sync`` the microbatches at one position are alike in cost on all ranks, with ``accumulate`` the ranks'
+    With ``microbatch`` the microbatches at one position are alike in cost on all ranks, with ``step`` the ranks'
     totals are. Ties are broken by index, so the answer depends on the arguments alone.
 
     Args:
@@ -43,7 +43,7 @@ def pack_microbatches(
         ranks: backbone ranks.
         token_budget: the most tokens of one microbatch.
         cost: what a packed set of sequences costs the backbone.
-        objective: when ranks wait for each other.
+        sync_every: when ranks wait for each other.
 
     Returns:
         ``[rank][position]`` -> sample numbers, ascending; empty arrays where there are fewer samples than
@@ -51,7 +51,7 @@ def pack_microbatches(
     """
     order = np.argsort(-tokens, kind="stable")
     costs = positive_costs(tokens[order], cost)
-    bin_of, rows = pack_sorted(tokens[order], costs, ranks, token_budget, objective, cost.constant)
+    bin_of, rows = pack_sorted(tokens[order], costs, ranks, token_budget, sync_every, cost.constant)
     found = np.empty(len(tokens), dtype=np.int64)
     found[order] = bin_of
     return as_microbatches(found, rows, ranks)
@@ -73,7 +73,7 @@ def as_microbatches(bin_of: IntArray, rows: int, ranks: int) -> tuple[tuple[IntA
 
 
 def pack_sorted(
-    tokens: IntArray, costs: FloatArray, ranks: int, budget: int, objective: Objective, constant: float = 0.0
+    tokens: IntArray, costs: FloatArray, ranks: int, budget: int, sync_every: SyncEvery, constant: float = 0.0
 ) -> tuple[IntArray, int]:
     """Pack samples that come longest first.
 
@@ -82,7 +82,7 @@ def pack_sorted(
         costs: ``[samples]`` of each.
         ranks: backbone ranks.
         budget: the most tokens of a microbatch.
-        objective: when ranks wait for each other.
+        sync_every: when ranks wait for each other.
         constant: what one more microbatch costs.
 
     Returns:
@@ -92,7 +92,7 @@ def pack_sorted(
     rows = max(1, -(-opened // ranks))
     if len(tokens) == 0 or (ranks == 1 and opened == 1):
         return fitted, rows
-    if objective == "accumulate":
+    if sync_every == "step":
         return _by_rank(tokens, costs, fitted, rows, ranks, budget, constant)
     if rows == 1 and opened == len(tokens):
         return fitted, 1

@@ -13,14 +13,14 @@ from flowtrain_lightning.packing.cost import CostModel
 from flowtrain_lightning.packing.encoder_batches import pack_encoder_batches
 from flowtrain_lightning.packing.errors import PackingError
 from flowtrain_lightning.packing.flowing import flow_rows
-from flowtrain_lightning.packing.microbatches import OBJECTIVES, Objective, pack_sorted, positive_costs
+from flowtrain_lightning.packing.microbatches import SYNC_EVERY, SyncEvery, pack_sorted, positive_costs
 from flowtrain_lightning.packing.plan import FloatArray, IntArray
 from flowtrain_lightning.packing.stream import StreamPacker, StreamSettings
 
-Semantics = Literal["samples", "tokens"]
+BatchUnit = Literal["samples", "tokens"]
 """``samples``: a step is so many samples; ``tokens``: a step is so many microbatches, and samples may wait."""
 
-SEMANTICS: tuple[str, ...] = get_args(Semantics)
+BATCH_UNITS: tuple[str, ...] = get_args(BatchUnit)
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class OfflineSettings:
         token_budget: the most tokens of a microbatch.
         ranks: backbone ranks.
         microbatches: of each rank and step; with ``samples`` it follows from the samples.
-        semantics: what a step is.
-        objective: when ranks wait for each other.
+        batch_unit: what a step is.
+        sync_every: when ranks wait for each other.
         cost: what a packed set of sequences costs the backbone.
         encoder_ranks: ranks that encode.
         global_batch_size: samples of a step, with ``samples``.
@@ -45,8 +45,8 @@ class OfflineSettings:
     ranks: int
     cost: CostModel
     microbatches: int | None = None
-    semantics: Semantics = "samples"
-    objective: Objective = "sync"
+    batch_unit: BatchUnit = "samples"
+    sync_every: SyncEvery = "microbatch"
     encoder_ranks: int = 1
     global_batch_size: int | None = None
     row_width: int | None = None
@@ -58,13 +58,13 @@ class OfflineSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PackingError(f"{name} is {value}; it must be at least 1.")
-        for name, allowed in (("semantics", SEMANTICS), ("objective", OBJECTIVES)):
+        for name, allowed in (("batch_unit", BATCH_UNITS), ("sync_every", SYNC_EVERY)):
             if getattr(self, name) not in allowed:
                 raise PackingError(f"{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, allowed))}.")
-        if self.semantics == "tokens" and self.microbatches is None:
-            raise PackingError("With semantics 'tokens' a step is a number of microbatches: set microbatches.")
-        if self.semantics == "samples" and self.global_batch_size is None:
-            raise PackingError("With semantics 'samples' a step is a number of samples: set global_batch_size.")
+        if self.batch_unit == "tokens" and self.microbatches is None:
+            raise PackingError("With batch_unit 'tokens' a step is a number of microbatches: set microbatches.")
+        if self.batch_unit == "samples" and self.global_batch_size is None:
+            raise PackingError("With batch_unit 'samples' a step is a number of samples: set global_batch_size.")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def pack_offline(
     costs = positive_costs(tokens, settings.cost)
     of_sample = np.concatenate([[0.0], np.cumsum(media_cost)])
     encoder_cost = of_sample[media_start[1:]] - of_sample[media_start[:-1]]
-    drafts, left = (_by_samples if settings.semantics == "samples" else _by_tokens)(tokens, costs, settings)
+    drafts, left = (_by_samples if settings.batch_unit == "samples" else _by_tokens)(tokens, costs, settings)
     steps = []
     for samples, bin_of, positions, delay in drafts:
         ordered = flow_rows(
@@ -129,7 +129,7 @@ def pack_offline(
             ranks=settings.ranks,
             encoder_ranks=settings.encoder_ranks,
             budget=settings.token_budget,
-            objective=settings.objective,
+            sync_every=settings.sync_every,
         )
         batches = _encode(samples, ordered, media_start, media_cost, settings)
         steps.append(PackedStep(samples, ordered, positions, delay, batches))
@@ -161,7 +161,7 @@ def _by_samples(
             costs[start + order],
             settings.ranks,
             settings.token_budget,
-            settings.objective,
+            settings.sync_every,
             settings.cost.constant,
         )
         bin_of = np.empty_like(found)
@@ -196,7 +196,7 @@ def _by_tokens(
             width=width,
             ranks=settings.ranks,
             budget=settings.token_budget,
-            objective=settings.objective,
+            sync_every=settings.sync_every,
         )
         drafts.append((step.samples, bin_of, settings.microbatches, step.delay))
     return drafts, stream.left()

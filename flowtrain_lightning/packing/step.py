@@ -11,7 +11,7 @@ from flowtrain_lightning.packing.cost import DEFAULT_COST, CostModel
 from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches
 from flowtrain_lightning.packing.errors import PackingError
 from flowtrain_lightning.packing.flowing import flow_rows
-from flowtrain_lightning.packing.microbatches import Objective, as_microbatches, pack_microbatches, positive_costs
+from flowtrain_lightning.packing.microbatches import SyncEvery, as_microbatches, pack_microbatches, positive_costs
 from flowtrain_lightning.packing.order import flow_order
 from flowtrain_lightning.packing.plan import FloatArray, IntArray, SampleSizes, StepPlan
 
@@ -31,7 +31,7 @@ def plan_step(
     colocated_encoder_ranks: Sequence[int] | None = None,
     cost: CostModel = DEFAULT_COST,
     encoder_cost: CostModel | None = None,
-    objective: Objective = "sync",
+    sync_every: SyncEvery = "microbatch",
     microbatches: Microbatches | None = None,
 ) -> StepPlan:
     """Plan one step. The same arguments give the same plan on every rank and machine.
@@ -52,7 +52,7 @@ def plan_step(
             dealt by it, the order of the microbatches is the one that makes the step shortest, and samples of equal
             length change places between positions where that makes it shorter still. None deals by patches, and
             orders by how much media a position reads.
-        objective: when backbone ranks wait for each other.
+        sync_every: when backbone ranks wait for each other.
         microbatches: the microbatches, if they are made already: they are put in order, and media dealt. None packs
             as many as are needed.
 
@@ -66,7 +66,7 @@ def plan_step(
     _refuse_what_does_not_fit(sizes, samples, token_budget, patch_budget)
     if microbatches is None:
         microbatches = pack_microbatches(
-            sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, objective=objective
+            sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, sync_every=sync_every
         )
     if (
         encoder_cost is None or local or colocated_encoder_ranks is not None
@@ -75,7 +75,13 @@ def plan_step(
         microbatches = tuple(tuple(of_rank[position] for position in order) for of_rank in microbatches)
     else:
         microbatches = _in_flow(
-            microbatches, sizes, encoder_ranks, token_budget, cost, encoder_cost.of_each(sizes.media_patches), objective
+            microbatches,
+            sizes,
+            encoder_ranks,
+            token_budget,
+            cost,
+            encoder_cost.of_each(sizes.media_patches),
+            sync_every,
         )
     rank, position = StepPlan(samples, sizes, microbatches, ()).readers
     if local:
@@ -120,7 +126,7 @@ def _in_flow(
     token_budget: int,
     cost: CostModel,
     media_costs: FloatArray,
-    objective: Objective,
+    sync_every: SyncEvery,
 ) -> Microbatches:
     """The microbatches in the order that makes the step shortest, after exchanges that make it shorter still."""
     ranks, rows = len(microbatches), len(microbatches[0])
@@ -139,7 +145,7 @@ def _in_flow(
         ranks=ranks,
         encoder_ranks=encoder_ranks,
         budget=token_budget,
-        objective=objective,
+        sync_every=sync_every,
     )
     return as_microbatches(found, rows, ranks)
 

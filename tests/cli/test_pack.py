@@ -15,9 +15,9 @@ pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
 
 OPTIONS = ("--token-budget", "100", "--ranks", "2")
-TOKENS = ("--semantics", "tokens", "--microbatches", "2", "--max-delay", "4")
+TOKENS = ("--batch-unit", "tokens", "--microbatches", "2", "--max-delay", "4")
 LENGTHS = "the file that is read"
-SAMPLES = ("--semantics", "samples", "--global-batch-size", "50")
+SAMPLES = ("--batch-unit", "samples", "--global-batch-size", "50")
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def table(count=400):
     return {"tokens": generator.integers(1, 40, count), "media_cost": pyarrow.array(media)}
 
 
-@pytest.mark.parametrize("semantics", [TOKENS, SAMPLES])
-@pytest.mark.parametrize("objective", ["sync", "accumulate"])
-def test_the_plan_holds_every_sample_once_within_the_budget(pack, semantics, objective):
+@pytest.mark.parametrize("batch_unit", [TOKENS, SAMPLES])
+@pytest.mark.parametrize("sync_every", ["microbatch", "step"])
+def test_the_plan_holds_every_sample_once_within_the_budget(pack, batch_unit, sync_every):
     columns = table()
-    folder, printed = pack(columns, *OPTIONS, *semantics, "--objective", objective, "--encoder-ranks", "2", "--json")
+    folder, printed = pack(columns, *OPTIONS, *batch_unit, "--sync-every", sync_every, "--encoder-ranks", "2", "--json")
     figures = json.loads(printed)
     plan = parquet.read_table(folder / "plan.parquet").to_pydict()
     assert list(plan) == ["sample", "step", "rank", "microbatch", "position"]
@@ -113,8 +113,8 @@ def test_a_picture_is_drawn(pack, tmp_path):
         ({"tokens": [5], "media_cost": [[float("nan")]]}, (), "The cost of media 0 is nan"),
         ({"tokens": [5]}, ("--ranks", "0"), "ranks is 0; it must be at least 1"),
         ({"tokens": [5]}, ("--encoder-ranks", "0"), "encoder_ranks is 0"),
-        ({"tokens": [5]}, ("--semantics", "tokens"), "set microbatches"),
-        ({"tokens": [5]}, ("--semantics", "tokens", "--microbatches", "0"), "microbatches is 0"),
+        ({"tokens": [5]}, ("--batch-unit", "tokens"), "set microbatches"),
+        ({"tokens": [5]}, ("--batch-unit", "tokens", "--microbatches", "0"), "microbatches is 0"),
         ({"tokens": [5]}, ("--global-batch-size", "0"), "global_batch_size is 0"),
         ({"tokens": [5]}, ("--cost-linear", "-1"), "The linear coefficient of a cost model is -1.0"),
         ({"tokens": [5]}, ("--cost-quadratic", "nan"), "The quadratic coefficient of a cost model is nan"),
@@ -129,14 +129,14 @@ def test_a_picture_is_drawn(pack, tmp_path):
     ],
 )
 def test_bad_input_gets_a_sentence(pack, columns, options, words, tmp_path):
-    options = options if "--semantics" in options else ("--global-batch-size", "1", *options)
+    options = options if "--batch-unit" in options else ("--global-batch-size", "1", *options)
     options = [str(tmp_path / "lengths.parquet") if option is LENGTHS else option for option in options]
     with pytest.raises(SystemExit, match=f"flowtrain pack: .*{words}"):
         pack(columns, *OPTIONS, *options)
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "semantics", "reason"),
+    ("option", "value", "batch_unit", "reason"),
     [
         ("--microbatches", "2", SAMPLES, "as many microbatches are made as the samples need"),
         ("--row-width", "3", SAMPLES, "as many microbatches are made as the samples need"),
@@ -145,13 +145,13 @@ def test_bad_input_gets_a_sentence(pack, columns, options, words, tmp_path):
         ("--global-batch-size", "16", TOKENS, "a step has as many samples as its microbatches hold"),
     ],
 )
-def test_an_option_of_the_other_semantics_is_refused(pack, option, value, semantics, reason):
-    other = "tokens" if semantics is SAMPLES else "samples"
+def test_an_option_of_the_other_semantics_is_refused(pack, option, value, batch_unit, reason):
+    other = "tokens" if batch_unit is SAMPLES else "samples"
     with pytest.raises(SystemExit) as end:
-        pack({"tokens": [5]}, *OPTIONS, *semantics, option, value)
+        pack({"tokens": [5]}, *OPTIONS, *batch_unit, option, value)
     assert end.value.code == (
-        f"flowtrain pack: {option}={value} was given with --semantics={semantics[1]}, where {reason}; "
-        f"set --semantics={other}, or leave {option} out."
+        f"flowtrain pack: {option}={value} was given with --batch-unit={batch_unit[1]}, where {reason}; "
+        f"set --batch-unit={other}, or leave {option} out."
     )
 
 
@@ -179,9 +179,9 @@ def test_a_file_that_is_not_there_gets_a_sentence(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("tokens", [[], [7], [7] * 3])
-@pytest.mark.parametrize("semantics", [TOKENS, SAMPLES])
-def test_too_few_samples_for_a_step_are_all_left_over(pack, tokens, semantics):
-    _, printed = pack({"tokens": pyarrow.array(tokens, pyarrow.int64())}, *OPTIONS, *semantics, "--json")
+@pytest.mark.parametrize("batch_unit", [TOKENS, SAMPLES])
+def test_too_few_samples_for_a_step_are_all_left_over(pack, tokens, batch_unit):
+    _, printed = pack({"tokens": pyarrow.array(tokens, pyarrow.int64())}, *OPTIONS, *batch_unit, "--json")
     figures = json.loads(printed)
     assert (figures["steps"], figures["samples_left"]) == (0, len(tokens))
 

@@ -21,7 +21,7 @@ TEMPLATE = ChatTemplate(
     after_image="]",
 )
 IMAGES = ImageProcessor(patch_size=2, merge_size=2, min_pixels=16, max_pixels=256)
-TOKENS = {"semantics": "tokens", "microbatches": 2, "max_delay": 2}
+TOKENS = {"batch_unit": "tokens", "microbatches": 2, "max_delay": 2}
 """Settings of :func:`data_module` for steps of a number of microbatches."""
 
 SPECIAL = {"<B>": 1, "<S>": 2, "<U>": 3, "<A>": 4, "<E>": 5, "<I>": 6}

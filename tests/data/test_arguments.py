@@ -19,15 +19,18 @@ from tests.data.training import Recorder, trainer_of
     [
         ({"global_batch_size": 19}, "train has 18 samples, fewer than global_batch_size=19"),
         ({"too_long": "cut"}, "too_long is 'cut'; give one of 'error', 'drop', 'truncate'"),
-        ({"objective": "pipeline"}, "objective is 'pipeline'; give one of 'sync', 'accumulate'"),
-        ({"semantics": "pages"}, "semantics is 'pages'; give one of 'samples', 'tokens'"),
-        ({"semantics": "tokens"}, "semantics='tokens' .*: set microbatches"),
-        ({"semantics": "tokens", "microbatches": 0}, "microbatches is 0"),
-        ({"semantics": "tokens", "microbatches": 2, "drop_last": False}, "drop_last=False was given with semantics="),
-        ({"microbatches": 2}, "microbatches=2 was given with semantics='samples'"),
-        ({"row_width": 2}, "row_width=2 was given with semantics='samples'"),
-        ({"semantics": "tokens", "microbatches": 3, "row_width": 2}, "microbatches=3 cannot be shared out evenly by 2"),
-        ({"semantics": "tokens", "microbatches": 99}, "tokens, too few to fill microbatches=99 of token_budget=64"),
+        ({"sync_every": "pipeline"}, "sync_every is 'pipeline'; give one of 'microbatch', 'step'"),
+        ({"batch_unit": "pages"}, "batch_unit is 'pages'; give one of 'samples', 'tokens'"),
+        ({"batch_unit": "tokens"}, "batch_unit='tokens' .*: set microbatches"),
+        ({"batch_unit": "tokens", "microbatches": 0}, "microbatches is 0"),
+        ({"batch_unit": "tokens", "microbatches": 2, "drop_last": False}, "drop_last=False was given with batch_unit="),
+        ({"microbatches": 2}, "microbatches=2 was given with batch_unit='samples'"),
+        ({"row_width": 2}, "row_width=2 was given with batch_unit='samples'"),
+        (
+            {"batch_unit": "tokens", "microbatches": 3, "row_width": 2},
+            "microbatches=3 cannot be shared out evenly by 2",
+        ),
+        ({"batch_unit": "tokens", "microbatches": 99}, "tokens, too few to fill microbatches=99 of token_budget=64"),
         ({"unreadable": "skip"}, "unreadable is 'skip'"),
         ({"train": []}, "train is an empty list of files"),
         ({"val": {"v.jsonl": 1.0}}, "val gives files weights, which only train may have"),
@@ -81,8 +84,8 @@ data:
       after_image: "]"
     too_long: truncate
     cost: {{linear: 1.0, quadratic: 0.5, constant: 0.0}}
-    objective: sync
-    semantics: tokens
+    sync_every: microbatch
+    batch_unit: tokens
     microbatches: 2
     row_width: 1
     max_delay: 4
@@ -98,7 +101,7 @@ data:
     assert read.weights == (1.0,)
     assert isinstance(read.tokenizer, Letters)
     assert read.cost == CostModel(1.0, 0.5, 0.0)
-    assert read.objective == "sync"
+    assert read.sync_every == "microbatch"
     assert isinstance(read.augment, Mirrored)
     read.setup("fit")
     assert read.train_dataloader().steps.sampling.settings == StreamSettings(64, 1, 2, read.cost, 4)

@@ -97,7 +97,7 @@ def test_a_place_among_microbatches_does_not_depend_on_this_runs_ranks(loader_of
         ({"max_delay": 3}, "max_delay was 2, is 3"),
         ({"row_width": 2}, "row_width was 1, is 2"),
         ({"cost": CostModel(1.0, 2.0, 0.0)}, "cost was .*, is .*2.0"),
-        ({"semantics": "samples", "microbatches": None}, "now: semantics was tokens, is samples. Use"),
+        ({"batch_unit": "samples", "microbatches": None}, "now: batch_unit was tokens, is samples. Use"),
     ],
 )
 def test_a_place_among_other_microbatches_is_refused(loader_of, change, words):

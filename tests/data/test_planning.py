@@ -36,10 +36,10 @@ def test_a_rank_with_both_lanes_encodes_what_it_reads():
     assert {(entry.backbone_rank, entry.encoder_rank) for entry in plan.entries} == {(0, 1), (1, 0)}
 
 
-@pytest.mark.parametrize("planning", [PackingConfig(16), PackingConfig(16, COST, ENCODER_COST, "sync")])
+@pytest.mark.parametrize("planning", [PackingConfig(16), PackingConfig(16, COST, ENCODER_COST, "microbatch")])
 def test_a_checkpoint_gives_back_what_was_left_open(planning):
     state = json.loads(json.dumps(planning.state_dict()))
-    assert PackingConfig(16, objective=planning.objective).resumed_from(state, OPEN) == planning
+    assert PackingConfig(16, sync_every=planning.sync_every).resumed_from(state, OPEN) == planning
 
 
 def test_what_was_given_stays():

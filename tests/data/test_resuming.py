@@ -89,8 +89,8 @@ def test_cost_models_come_back_from_the_checkpoint_where_they_are_left_open(file
 def test_another_way_to_pack_the_same_samples_is_told(file, tmp_path, caplog):
     trained(tmp_path, data_module(file), callbacks=[SaveAlways(tmp_path)], max_steps=2)
     with caplog.at_level("INFO"):
-        trained(tmp_path, data_module(file, objective="sync"), tmp_path / "batch-2.ckpt", max_steps=3)
-    assert any("packed otherwise: objective was accumulate, is sync" in told for told in caplog.messages)
+        trained(tmp_path, data_module(file, sync_every="microbatch"), tmp_path / "batch-2.ckpt", max_steps=3)
+    assert any("packed otherwise: sync_every was step, is microbatch" in told for told in caplog.messages)
 
 
 def test_resuming_with_a_setting_that_moves_samples_says_which(file, tmp_path):

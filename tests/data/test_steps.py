@@ -144,7 +144,7 @@ def test_augmentation_is_the_same_on_every_layout(parts):
     assert patches("plain 1", 0) != patches("plain 1", 1)
 
 
-TOKENS = {"semantics": "tokens", "microbatches": 4, "global_batch_size": 1, "max_delay": 2}
+TOKENS = {"batch_unit": "tokens", "microbatches": 4, "global_batch_size": 1, "max_delay": 2}
 
 
 @pytest.mark.parametrize("layout", ["plain 1", "plain 2", "plain 4", "1 + 1", "2 + 3", "colocated 2"])

@@ -18,9 +18,9 @@ COSTS = {
     "encoder_cost": {"linear": 0.5, "quadratic": 0.0, "constant": 0.0},
 }
 PACKINGS: dict[str, dict[str, Any]] = {
-    "samples": {"objective": "sync", **COSTS},
-    "tokens": {"semantics": "tokens", "microbatches": 4, "row_width": 2, "max_delay": 3},
-    "tokens, costs": {"semantics": "tokens", "microbatches": 4, "row_width": 4, "shuffle": True, **COSTS},
+    "samples": {"sync_every": "microbatch", **COSTS},
+    "tokens": {"batch_unit": "tokens", "microbatches": 4, "row_width": 2, "max_delay": 3},
+    "tokens, costs": {"batch_unit": "tokens", "microbatches": 4, "row_width": 4, "shuffle": True, **COSTS},
 }
 LAYOUTS = ("ddp 2", "colocated 2", "1+2", "2+4")
 

@@ -21,12 +21,12 @@ SCRIPT = """if True:
     cost = CostModel(1.0, 1 / 300, 0.0)
     for step in StreamPacker(StreamSettings(200, 4, 2, cost), lambda start, end: lengths[start:end]):
         print(step.step, step.samples.tolist(), step.bin_of.tolist())
-    for objective in ("sync", "accumulate"):
-        packed = pack_microbatches(lengths[:9], ranks=2, token_budget=200, cost=cost, objective=objective)
+    for sync_every in ("microbatch", "step"):
+        packed = pack_microbatches(lengths[:9], ranks=2, token_budget=200, cost=cost, sync_every=sync_every)
         print([[m.tolist() for m in of_rank] for of_rank in packed])
         short = np.arange(200) % 37 + 3
         encoder = np.where(np.arange(200) % 7 > 1, 0.7 * short, 0.0)
-        shape = dict(rows=6, ranks=2, encoder_ranks=2, budget=500, objective=objective)
+        shape = dict(rows=6, ranks=2, encoder_ranks=2, budget=500, sync_every=sync_every)
         print(flow_rows(np.arange(200) % 12, short, cost.of_each(short), encoder, **shape).tolist())
 """
 

@@ -27,7 +27,7 @@ def step_of_texts_and_pictures(seed: int):
     return np.array(bins), lengths, lengths.astype(np.float64), encoder
 
 
-def flow(seed: int, objective="sync"):
+def flow(seed: int, sync_every="microbatch"):
     bin_of, tokens, costs, encoder = step_of_texts_and_pictures(seed)
     found = flow_rows(
         bin_of,
@@ -38,7 +38,7 @@ def flow(seed: int, objective="sync"):
         ranks=RANKS,
         encoder_ranks=RANKS,
         budget=BUDGET,
-        objective=objective,
+        sync_every=sync_every,
     )
     return bin_of, found, tokens, costs, encoder
 
@@ -69,7 +69,7 @@ def test_rows_do_not_become_uneven(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_where_ranks_meet_once_a_step_each_keeps_what_it_has_to_do(seed):
-    before, after, _, costs, _ = flow(seed, "accumulate")
+    before, after, _, costs, _ = flow(seed, "step")
     totals = [np.bincount(bin_of % RANKS, costs) for bin_of in (before, after)]
     assert totals[0].tolist() == pytest.approx(totals[1].tolist())
 
@@ -79,7 +79,7 @@ def test_ranks_that_need_not_meet_each_read_their_poorest_microbatch_first():
     bin_of, encoder = np.array([0, 2, 1, 3]), np.array([90.0, 0.0, 0.0, 90.0])
     settings = {"rows": 2, "ranks": 2, "encoder_ranks": 2, "budget": 100}
     tokens, costs = np.full(4, 100), np.full(4, 100.0)
-    apart = flow_rows(bin_of, tokens, costs, encoder, objective="accumulate", **settings)
+    apart = flow_rows(bin_of, tokens, costs, encoder, sync_every="step", **settings)
     assert len(set((apart[encoder > 0] // 2).tolist())) == 1
 
 
@@ -94,6 +94,6 @@ def test_without_media_only_nothing_changes_places():
         ranks=RANKS,
         encoder_ranks=1,
         budget=BUDGET,
-        objective="sync",
+        sync_every="microbatch",
     )
     assert len({(old, new) for old, new in zip(bin_of.tolist(), found.tolist(), strict=True)}) == ROWS * RANKS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flowtrain_lightning.packing.cost import DEFAULT_COST, CostModel
 from flowtrain_lightning.packing.fitting import best_fit
-from flowtrain_lightning.packing.microbatches import OBJECTIVES, pack_microbatches
+from flowtrain_lightning.packing.microbatches import SYNC_EVERY, pack_microbatches
 
 BUDGET = 100
 LENGTHS = st.lists(st.integers(1, BUDGET), max_size=60)
@@ -54,11 +54,11 @@ def test_ranks_total_alike_because_positions_are_dealt_like_a_snake():
     assert totals == [170, 170]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("sync_every", SYNC_EVERY)
 @pytest.mark.parametrize("lengths", [[BUDGET], [60, 30, 10]])
-def test_what_fills_one_microbatch_is_one_microbatch(lengths, objective):
+def test_what_fills_one_microbatch_is_one_microbatch(lengths, sync_every):
     tokens = np.array(lengths, dtype=np.int64)
-    ((only,),) = pack_microbatches(tokens, ranks=1, token_budget=BUDGET, cost=DEFAULT_COST, objective=objective)
+    ((only,),) = pack_microbatches(tokens, ranks=1, token_budget=BUDGET, cost=DEFAULT_COST, sync_every=sync_every)
     assert sorted(only.tolist()) == list(range(len(lengths)))
 
 
@@ -78,12 +78,12 @@ def test_equal_samples_are_told_apart_by_index():
     assert [[m.tolist() for m in of_rank] for of_rank in pack([50] * 4, ranks=2)] == [[[0, 2]], [[1, 3]]]
 
 
-def time_of(microbatches, lengths, cost, objective):
+def time_of(microbatches, lengths, cost, sync_every):
     loads = np.array([[cost.of_each(np.array(lengths)[m]).sum() for m in of_rank] for of_rank in microbatches])
-    return loads.max(axis=0).sum() if objective == "sync" else loads.sum(axis=1).max()
+    return loads.max(axis=0).sum() if sync_every == "microbatch" else loads.sum(axis=1).max()
 
 
-def best_time(lengths, positions, ranks, cost, objective):
+def best_time(lengths, positions, ranks, cost, sync_every):
     """By trying everything."""
     bins, costs = positions * ranks, cost.of_each(np.array(lengths))
     best = np.inf
@@ -91,28 +91,28 @@ def best_time(lengths, positions, ranks, cost, objective):
         if np.bincount(assignment, lengths, minlength=bins).max() > BUDGET:
             continue
         loads = np.bincount(assignment, costs, minlength=bins).reshape(positions, ranks)
-        best = min(best, loads.max(axis=1).sum() if objective == "sync" else loads.sum(axis=0).max())
+        best = min(best, loads.max(axis=1).sum() if sync_every == "microbatch" else loads.sum(axis=0).max())
     return best
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(1, BUDGET), min_size=1, max_size=6), st.integers(1, 3), st.sampled_from(OBJECTIVES))
-def test_tiny_steps_are_within_one_percent_of_the_best(lengths, ranks, objective):
+@given(st.lists(st.integers(1, BUDGET), min_size=1, max_size=6), st.integers(1, 3), st.sampled_from(SYNC_EVERY))
+def test_tiny_steps_are_within_one_percent_of_the_best(lengths, ranks, sync_every):
     cost = CostModel(linear=1.0, quadratic=0.01, constant=0.0)
     packed = pack_microbatches(
-        np.array(lengths, dtype=np.int64), ranks=ranks, token_budget=BUDGET, cost=cost, objective=objective
+        np.array(lengths, dtype=np.int64), ranks=ranks, token_budget=BUDGET, cost=cost, sync_every=sync_every
     )
     positions = len(packed[0])
     if (positions * ranks) ** len(lengths) < 20_000:
-        found = time_of(packed, lengths, cost, objective)
-        assert found <= 1.01 * best_time(lengths, positions, ranks, cost, objective)
+        found = time_of(packed, lengths, cost, sync_every)
+        assert found <= 1.01 * best_time(lengths, positions, ranks, cost, sync_every)
 
 
 @settings(deadline=None)
-@given(LENGTHS, st.integers(1, 5), st.sampled_from(OBJECTIVES))
-def test_every_sample_is_packed_once_within_the_budget(lengths, ranks, objective):
+@given(LENGTHS, st.integers(1, 5), st.sampled_from(SYNC_EVERY))
+def test_every_sample_is_packed_once_within_the_budget(lengths, ranks, sync_every):
     packed = pack_microbatches(
-        np.array(lengths, dtype=np.int64), ranks=ranks, token_budget=BUDGET, cost=DEFAULT_COST, objective=objective
+        np.array(lengths, dtype=np.int64), ranks=ranks, token_budget=BUDGET, cost=DEFAULT_COST, sync_every=sync_every
     )
     members = [microbatch for of_rank in packed for microbatch in of_rank]
     assert sorted(np.concatenate(members).tolist()) == list(range(len(lengths)))
@@ -123,6 +123,6 @@ def test_every_sample_is_packed_once_within_the_budget(lengths, ranks, objective
 def test_ranks_that_meet_once_a_step_total_the_same_even_with_a_dear_sample():
     lengths = [BUDGET, *np.random.default_rng(0).integers(1, 12, 120).tolist()]
     cost = CostModel(linear=1.0, quadratic=1 / 150, constant=0.0)
-    packed = pack_microbatches(np.array(lengths), ranks=4, token_budget=BUDGET, cost=cost, objective="accumulate")
+    packed = pack_microbatches(np.array(lengths), ranks=4, token_budget=BUDGET, cost=cost, sync_every="step")
     mean = cost.of_each(np.array(lengths)).sum() / 4
-    assert time_of(packed, lengths, cost, "accumulate") <= 1.001 * mean
+    assert time_of(packed, lengths, cost, "step") <= 1.001 * mean

@@ -193,15 +193,15 @@ def pictures_and_text(seed: int, count: int = 200):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("objective", ["sync", "accumulate"])
-def test_with_an_encoder_cost_the_simulated_step_is_shorter_and_costs_the_backbone_no_more(seed, objective):
+@pytest.mark.parametrize("sync_every", ["microbatch", "step"])
+def test_with_an_encoder_cost_the_simulated_step_is_shorter_and_costs_the_backbone_no_more(seed, sync_every):
     sizes = pictures_and_text(seed)
     cost = CostModel(1.0, 1 / 24576, 0.0)
     encoder_cost = CostModel(0.25, 0.0, 0.0)
-    settings = {"cost": cost, "token_budget": 4096, "objective": objective}
+    settings = {"cost": cost, "token_budget": 4096, "sync_every": sync_every}
     ordered = plan(sizes, 4, 2, encoder_cost=encoder_cost, **settings)
     plain = plan(sizes, 4, 2, **settings)
-    meet = objective == "sync"
+    meet = sync_every == "microbatch"
     found, usual = (plan_time(step, cost, encoder_cost, meet=meet) for step in (ordered, plain))
     assert found.makespan < usual.makespan or found.makespan == pytest.approx(found.work)
     backbone = [
@@ -212,10 +212,10 @@ def test_with_an_encoder_cost_the_simulated_step_is_shorter_and_costs_the_backbo
     assert time[0] <= time[1] * 1.0003
 
 
-@given(sizes_strategy(), RANKS, RANKS, st.sampled_from(["sync", "accumulate"]))
-def test_exchanges_keep_every_sample_and_the_budget(sizes, backbone_ranks, encoder_ranks, objective):
+@given(sizes_strategy(), RANKS, RANKS, st.sampled_from(["microbatch", "step"]))
+def test_exchanges_keep_every_sample_and_the_budget(sizes, backbone_ranks, encoder_ranks, sync_every):
     encoder_cost = CostModel(0.2, 0.0, 0.0)
-    step = plan(sizes, backbone_ranks, encoder_ranks, encoder_cost=encoder_cost, objective=objective)
+    step = plan(sizes, backbone_ranks, encoder_ranks, encoder_cost=encoder_cost, sync_every=sync_every)
     members = [microbatch for of_rank in step.microbatches for microbatch in of_rank]
     assert sorted(np.concatenate(members).tolist()) == list(range(len(sizes)))
     assert all(sizes.tokens[microbatch].sum() <= TOKEN_BUDGET for microbatch in members)
@@ -224,6 +224,6 @@ def test_exchanges_keep_every_sample_and_the_budget(sizes, backbone_ranks, encod
 
 def test_ranks_that_meet_once_a_step_may_have_unlike_microbatches_but_like_totals():
     sizes = make_sizes(*[(tokens, []) for tokens in (90, 60, 50, 40, 30, 20, 10, 10)])
-    step = plan(sizes, backbone_ranks=2, cost=CostModel(1.0, 0.01, 0.0), objective="accumulate")
+    step = plan(sizes, backbone_ranks=2, cost=CostModel(1.0, 0.01, 0.0), sync_every="step")
     totals = [sum(CostModel(1.0, 0.01, 0.0).of_set(sizes.tokens[m]) for m in rank) for rank in step.microbatches]
     assert max(totals) <= 1.02 * np.mean(totals)

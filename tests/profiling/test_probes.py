@@ -73,5 +73,5 @@ def test_probes_are_the_same_for_the_same_seed(tmp_path):
 
 def test_probes_are_drawn_alike_where_steps_count_microbatches(tmp_path):
     write_records(tmp_path, 48)
-    by_tokens = tiny_data(tmp_path, semantics="tokens", microbatches=4)
+    by_tokens = tiny_data(tmp_path, batch_unit="tokens", microbatches=4)
     assert len(load_probes(by_tokens)) == len(load_probes(tiny_data(tmp_path)))
