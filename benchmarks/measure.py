@@ -80,10 +80,10 @@ def contents(batch: Any) -> dict[str, int]:
 
 def lanes(trainer: L.Trainer, window: tuple[float, float]) -> dict[str, dict[str, float]]:
     """Role -> kind of time -> seconds within the window; nothing under plain Lightning."""
-    engine = getattr(trainer.strategy, "engine", None)
+    runner = getattr(trainer.strategy, "runner", None)
     seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    if engine is not None:
-        for span in engine.timeline.spans:
+    if runner is not None:
+        for span in runner.timeline.spans:
             seconds[span.lane][span.kind] += max(0.0, min(span.end, window[1]) - max(span.start, window[0]))
     return seconds
 

@@ -17,7 +17,7 @@ from benchmarks.emulation import EmulatedCost, EmulatedVLM, emulated_data
 from benchmarks.ideal import Rules
 from benchmarks.measure import Meter
 from benchmarks.precedence import take_precedence
-from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PackedMedia
+from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PackedMedia, PoolSettings
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing import StepPlan
@@ -132,7 +132,7 @@ class PlanRecorder(L.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, FlowTrainStrategy)
         rank = trainer.global_rank
-        strategy.engine.timeline.save(self._folder / "timeline" / f"rank{rank}.json", rank, strategy.job.labels[rank])
+        strategy.runner.timeline.save(self._folder / "timeline" / f"rank{rank}.json", rank, strategy.job.labels[rank])
         if trainer.is_global_zero:
             (self._folder / "plans.pickle").write_bytes(pickle.dumps(self._plans))
 
@@ -155,7 +155,7 @@ def train(job: EmulatedJob) -> None:
             encoder_ranks=None if colocated else job.encoder_ranks,
             placement="colocated" if colocated else "separate",
             encoder_activations=job.kept_batches,
-            pool_bytes=2 * job.step_bytes if job.schedule == "batch-synchronous" else None,
+            pool=PoolSettings(bytes=2 * job.step_bytes if job.schedule == "batch-synchronous" else None),
         ),
         max_steps=job.warmup + job.steps,
         callbacks=[Meter(folder, job.warmup), PlanRecorder(folder)],

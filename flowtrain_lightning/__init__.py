@@ -9,6 +9,7 @@ try:
     from flowtrain_lightning.checkpoint import FlowCheckpointIO, export_checkpoint
     from flowtrain_lightning.data import FlowDataModule, ImageProcessor, PackedBatch, PackedMedia
     from flowtrain_lightning.module import FlowModule
+    from flowtrain_lightning.runtime.pool_capacity import PoolSettings
     from flowtrain_lightning.strategy import FlowTrainStrategy
 
     if FlowTrainStrategy.strategy_name not in StrategyRegistry.available_strategies():
@@ -26,6 +27,7 @@ __all__ = [
     "ImageProcessor",
     "PackedBatch",
     "PackedMedia",
+    "PoolSettings",
     "export_checkpoint",
     "models",
 ]

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowtrain_lightning.allocator.roles import ROLES
-from flowtrain_lightning.compute.compute import Features
+from flowtrain_lightning.checkpoint import plain_file
 from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
-from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
+from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, StepBatch
 from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
 
 # What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.
 warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
 
 
-class Engine(Protocol):
+class StepRunner(Protocol):
     """Who runs the steps: ``WholeModuleRunner`` under plain Lightning, ``RoleRunner`` under flowtrain."""
 
     trainer: L.Trainer
@@ -66,8 +66,8 @@ class FlowModule(L.LightningModule):
         super().__init__()
         self._resident: tuple[str, ...] = ROLES
         self._built: tuple[str, ...] | None = None
-        self._engine: Engine | None = None
-        self._logbook: MetricAccumulator | None = None
+        self._runner: StepRunner | None = None
+        self._metrics: MetricAccumulator | None = None
         self._no_logging_in: str | None = None
 
     # ---- what a user writes -------------------------------------------------------------------------------------
@@ -164,19 +164,19 @@ class FlowModule(L.LightningModule):
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of one whole step."""
-        return self._running_engine().training_step(_step_batch(batch), batch_idx)
+        return self._step_runner(batch).training_step(batch, batch_idx)
 
     def validation_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Forward of one validation step."""
-        return self._running_engine().evaluation_step(_step_batch(batch), batch_idx, "val")
+        return self._step_runner(batch).evaluation_step(batch, batch_idx, "val")
 
     def test_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Forward of one test step."""
-        return self._running_engine().evaluation_step(_step_batch(batch), batch_idx, "test")
+        return self._step_runner(batch).evaluation_step(batch, batch_idx, "test")
 
     def predict_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> list[Any]:
         """What ``backbone_step`` returns for every microbatch of this rank; empty on encoder ranks."""
-        return self._running_engine().predict_step(_step_batch(batch), batch_idx)
+        return self._step_runner(batch).predict_step(batch, batch_idx)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Does nothing: ``training_step`` has run one backward per microbatch already."""
@@ -200,7 +200,7 @@ class FlowModule(L.LightningModule):
             if parameters:  # a step without pictures leaves encoder ranks without gradients, which PyTorch refuses
                 nn.utils.clip_grad_value_(parameters, limit)
         else:
-            norm = self._running_engine().gradient_norm(parameters)
+            norm = self._step_runner().gradient_norm(parameters)
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
 
     # ---- logging ------------------------------------------------------------------------------------------------
@@ -217,28 +217,28 @@ class FlowModule(L.LightningModule):
                 f"log({name!r}) was called in {self._no_logging_in}, where other ranks cannot hear it in time. Log in "
                 "`merge`, `loss` or `backbone_step` instead."
             )
-        if self._logbook is not None:
+        if self._metrics is not None:
             names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-            self._logbook.record(name, value, dict(zip(names, args, strict=False)) | kwargs)
+            self._metrics.record(name, value, dict(zip(names, args, strict=False)) | kwargs)
         else:
-            if self._engine is not None and not kwargs.get("rank_zero_only"):
-                agreed = self._engine.agree_on_logged(name, value)
+            if self._runner is not None and not kwargs.get("rank_zero_only"):
+                agreed = self._runner.agree_on_logged(name, value)
                 value = value if kwargs.get("sync_dist") else agreed
             super().log(name, value, *args, **({"batch_size": 1} | kwargs))
 
     @contextmanager
-    def logging_into(self, logbook: MetricAccumulator) -> Iterator[None]:
-        """Inside, ``log`` collects into ``logbook``."""
-        self._logbook = logbook
+    def logging_into(self, metrics: MetricAccumulator) -> Iterator[None]:
+        """Inside, ``log`` collects into ``metrics``."""
+        self._metrics = metrics
         try:
             yield
         finally:
-            self._logbook = None
+            self._metrics = None
 
     @contextmanager
-    def logging_refused(self, place: str) -> Iterator[None]:
+    def logging_refused(self, where: str) -> Iterator[None]:
         """Inside, ``log`` raises."""
-        self._no_logging_in = place
+        self._no_logging_in = where
         try:
             yield
         finally:
@@ -257,7 +257,7 @@ class FlowModule(L.LightningModule):
             super().log(name, loss.new_tensor(value), **options)
         return loss
 
-    # ---- engine -------------------------------------------------------------------------------------------------
+    # ---- who runs the steps --------------------------------------------------------------------------------------
 
     def set_local_roles(self, roles: tuple[str, ...]) -> None:
         """The strategy says which halves this rank holds."""
@@ -268,36 +268,31 @@ class FlowModule(L.LightningModule):
         drop_absent_roles(self, self._resident)
         self._built = self._resident
 
-    def attach_runner(self, engine: Engine | None) -> None:
+    def attach_runner(self, runner: StepRunner | None) -> None:
         """The strategy says who runs the steps (None: plain Lightning)."""
-        self._engine = engine
+        self._runner = runner
 
-    def _running_engine(self) -> Engine:
-        if self._engine is None or self._engine.trainer is not self.trainer:
+    def _step_runner(self, batch: Any = None) -> StepRunner:
+        """Who runs the step of ``batch``, if one is given."""
+        if batch is not None and not isinstance(batch, StepBatch):
+            raise TypeError(
+                f"A FlowModule takes the packed steps of a FlowDataModule, but the loader gave {type(batch).__name__}. "
+                "Pass `datamodule=FlowDataModule(...)` to the Trainer."
+            )
+        if self._runner is None or self._runner.trainer is not self.trainer:
             strategy = self.trainer.strategy
             if type(strategy).__name__ not in ("SingleDeviceStrategy", "DDPStrategy"):
                 raise TypeError(
                     f"A FlowModule trains under strategy='flowtrain', 'auto' (one device) or 'ddp', but got "
                     f"{type(strategy).__name__}. Change Trainer(strategy=...)."
                 )
-            self._engine = WholeModuleRunner(self, self.trainer)
-        return self._engine
+            self._runner = WholeModuleRunner(self, self.trainer)
+        return self._runner
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Lightning's ``load_from_checkpoint``, for plain checkpoints and for flowtrain's directories."""
-        from flowtrain_lightning.checkpoint import plain_file
-
         if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
             with plain_file(checkpoint_path, kwargs.get("weights_only")) as path:
                 return super().load_from_checkpoint(path, *args, **kwargs)
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
-
-
-def _step_batch(batch: Any) -> StepBatch:
-    if not isinstance(batch, StepBatch):
-        raise TypeError(
-            f"A FlowModule takes the packed steps of a FlowDataModule, but the loader gave {type(batch).__name__}. "
-            "Pass `datamodule=FlowDataModule(...)` to the Trainer."
-        )
-    return batch

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
 import lightning as L
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.optim import Optimizer
 
 from flowtrain_lightning.allocator import Allocation, Placement
 from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
-from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer
-from flowtrain_lightning.data import RankShard
-from flowtrain_lightning.launching import LaunchingRanks
+from flowtrain_lightning.checkpoint import load_checkpoint, load_half, remove_checkpoint, save_checkpoint
+from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
+from flowtrain_lightning.data import RankShard, StepBatch
+from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import broadcast_half
 from flowtrain_lightning.parallel.halves import half_tensors, without_absent_halves
+from flowtrain_lightning.parallel.job_store import root_store
 from flowtrain_lightning.placement import (
     LaunchContext,
     PlacementDecision,
@@ -30,22 +42,27 @@ from flowtrain_lightning.placement import (
 )
 from flowtrain_lightning.pool.device.choice import TierChoice
 from flowtrain_lightning.pool.ways import NetworkChoice
-from flowtrain_lightning.runtime.engine import RoleRunner, RunnerSettings
-from flowtrain_lightning.runtime.job import Job
-from flowtrain_lightning.saving import SavingHalves
-from flowtrain_lightning.trainer.launcher import kin
+from flowtrain_lightning.runtime.health import process_health
+from flowtrain_lightning.runtime.job import Job, collective_timeout
+from flowtrain_lightning.runtime.pool_capacity import PoolSettings
+from flowtrain_lightning.runtime.process_end import die_with_parent
+from flowtrain_lightning.runtime.program import StepProgram
+from flowtrain_lightning.runtime.runner import RoleRunner
+from flowtrain_lightning.trainer.launcher import RankLauncher
 from flowtrain_lightning.trainer.layout_invariance import not_layout_invariant
-from flowtrain_lightning.trainer.nodes import refuse_unlike_nodes, refuse_unmet_nodes
 from flowtrain_lightning.trainer.preemption import PreemptionCheckpoint
 from flowtrain_lightning.trainer.refusals import (
     refuse_foreign_module,
     refuse_optimizers,
     refuse_other_systems,
+    refuse_storage_options,
+    refuse_unlike_nodes,
+    refuse_unmet_nodes,
     refuse_unsupported,
 )
 
 
-class FlowTrainStrategy(LaunchingRanks, SavingHalves):
+class FlowTrainStrategy(ParallelStrategy):
     """Encoder ranks and backbone ranks, bridged by one pool. ``Trainer(strategy="flowtrain")``.
 
     Where nothing is said about who does what, the halves are measured in a process of their own before roles are
@@ -62,12 +79,9 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
             the allocation on which it was saved, unless a file is given here.
         ranks_per_device: processes that share one device.
         encoder_activations: encoder batches per rank whose activations a trainable encoder keeps for its backward.
-            Beyond that it waits, or where waiting would block computes a forward again. More room, less waiting.
-        recompute_encoder: keep no activations: every encoder forward runs a second time for its backward.
-        pool_bytes: room in the pool on each rank. By default it follows from the plan and grows between steps.
-        pool_tier: where features and gradients of GPUs lie: ``"auto"`` in GPU memory between ranks that prove at start
-            that they can read it there, ``"host"`` in host memory, ``"device"`` as ``"auto"`` or not at all.
-        pool_network: how they pass between hosts: ``"auto"`` over TCP, ``"nixl"`` as that package finds (extra `nixl`).
+            Beyond that it waits, or where waiting would block computes a forward again; with 0, each runs twice. More
+            memory, less waiting.
+        pool: bytes, tier and network of the pool.
         hang_timeout: seconds without any progress of any rank after which all ranks end with an error.
         timeout: the same until every rank has begun its first step, since preparing data and building the model may
             take longer.
@@ -83,28 +97,74 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
         profile: str | Path = "auto",
         ranks_per_device: int = 1,
         encoder_activations: int = 4,
-        recompute_encoder: bool = False,
-        pool_bytes: int | None = None,
-        pool_tier: TierChoice = "auto",
-        pool_network: NetworkChoice = "auto",
+        pool: PoolSettings | None = None,
         hang_timeout: float = 600.0,
         timeout: float = 1800.0,
     ) -> None:
         refuse_other_systems()
-        super().__init__(ranks_per_device, hang_timeout, timedelta(seconds=timeout))
+        super().__init__()
+        pool = pool or PoolSettings()
+        if ranks_per_device < 1:
+            raise ValueError(f"ranks_per_device is {ranks_per_device}; at least 1 process must use each device.")
         if encoder_activations < 0:
             raise ValueError(f"encoder_activations is {encoder_activations}; it counts batches, from 0.")
-        if pool_tier not in get_args(TierChoice):
-            raise ValueError(f"pool_tier is {pool_tier!r}; it is 'auto', 'host' or 'device'.")
-        if pool_network not in get_args(NetworkChoice):
-            raise ValueError(f"pool_network is {pool_network!r}; it is 'auto' or 'nixl'.")
+        if pool.tier not in get_args(TierChoice):
+            raise ValueError(f"The pool's tier is {pool.tier!r}; it is 'auto', 'host' or 'device'.")
+        if pool.network not in get_args(NetworkChoice):
+            raise ValueError(f"The pool's network is {pool.network!r}; it is 'auto' or 'nixl'.")
+        self.num_nodes = 1
+        self.ranks_per_device = ranks_per_device
+        self.encoder_activations = encoder_activations
+        self.pool = pool
+        self.hang_timeout = hang_timeout
+        self.timeout = timedelta(seconds=timeout)
         self._request = make_request(allocation, placement, encoder_ranks, profile)
-        kept = 0 if recompute_encoder else encoder_activations
-        self._settings = RunnerSettings(kept, pool_bytes, pool_tier, pool_network)
-        self._placement_decision: PlacementDecision | None = None
-        self._engine: RoleRunner | None = None
+        self._health = process_health()
+        self._rank_launcher: RankLauncher | None = None
+        self._decision: PlacementDecision | None = None
+        self._job: Job | None = None
+        self._runner: RoleRunner | None = None
+        self._named_optimizers: Sequence[NamedOptimizer] = ()
 
     # ---- who does what ------------------------------------------------------------------------------------------
+
+    @property
+    def flow_module(self) -> FlowModule:
+        """The module that trains."""
+        assert isinstance(self._lightning_module, FlowModule)
+        return self._lightning_module
+
+    @property
+    def job(self) -> Job:
+        """This rank's place among the others."""
+        assert self._job is not None, "the job begins in setup_environment"
+        return self._job
+
+    @property
+    def runner(self) -> RoleRunner:
+        """Runs the steps; its timeline tells what the lanes did when."""
+        assert self._runner is not None, "the runner exists from setup to teardown"
+        return self._runner
+
+    @property
+    def placement_decision(self) -> PlacementDecision:
+        """Which allocation the run takes, and why; on rank 0 also what it was planned by."""
+        assert self._decision is not None, "the allocation is chosen in setup_environment"
+        return self._decision
+
+    @property
+    def allocation(self) -> Allocation:
+        """Which ranks play which role."""
+        return self.job.allocation
+
+    @property
+    def rank_shard(self) -> RankShard:
+        """Which part of every step this rank's loaders load."""
+        return part_of(self.allocation, self.global_rank)
+
+    def prepare_step(self, batch: StepBatch) -> StepProgram | None:
+        """This rank's work in a step, worked out by the loader's thread."""
+        return None if self._runner is None else self._runner.prepare(batch)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -113,22 +173,61 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
         rank = self.global_rank
         return {"num_replicas": len(backbones), "rank": backbones.index(rank) if rank in backbones else 0}
 
-    @property
-    def rank_shard(self) -> RankShard:
-        """Which part of every step this rank's loaders load."""
-        return part_of(self.allocation, self.global_rank)
+    # ---- processes, devices and nodes ---------------------------------------------------------------------------
 
     @property
-    def placement_decision(self) -> PlacementDecision:
-        """Which allocation the run takes, and why; on rank 0 also what it was planned by."""
-        assert self._placement_decision is not None, "the allocation is settled in setup_environment"
-        return self._placement_decision
+    def is_distributed(self) -> bool:
+        """Lightning asks for this name to switch ``sync_dist`` and its like on."""
+        return True
 
     @property
-    def engine(self) -> RoleRunner:
-        """Runs the steps; its timeline tells what the lanes did when."""
-        assert self._engine is not None, "the engine exists from setup to teardown"
-        return self._engine
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or ()) * self.ranks_per_device
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank // self.ranks_per_device]
+
+    @property
+    def backend(self) -> str:
+        """Of the roles' process groups."""
+        # NCCL refuses two ranks of one group on the same device.
+        return "nccl" if self.root_device.type == "cuda" and self.ranks_per_device == 1 else "gloo"
+
+    @property
+    def fault_folder(self) -> Path:
+        """Where ``fault-rank<rank>.txt`` is written."""
+        root = str(self.flow_module.trainer.default_root_dir)
+        return Path() if "://" in root else Path(root)
+
+    def set_world_ranks(self) -> None:
+        """Called by Lightning when the cluster environment is known."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = self._rank_launcher = RankLauncher(
+            self.cluster_environment, self._health, self.num_processes, self.num_nodes, self._check_before_start
+        )
+        if not self.cluster_environment.creates_processes_externally:
+            return
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with_parent()  # torchrun's agent
+        else:
+            self._health.watch_launcher(self.global_rank, first=self.global_rank - self.local_rank)
+
+    def _check_before_start(self, trainer: L.Trainer) -> None:
+        """Raises where it would be in vain to start the other ranks."""
+        refuse_foreign_module(trainer.lightning_module)
+        refuse_unsupported(trainer)
+        refuse_unmet_nodes(trainer)
+        self._request.answer(self.num_nodes * self.num_processes, self.num_nodes)
 
     # ---- start and end ------------------------------------------------------------------------------------------
 
@@ -137,43 +236,41 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
         refuse_foreign_module(model)
         super().connect(model)
 
-    def check_before_start(self, trainer: L.Trainer) -> None:
-        """Refuses what can be known to be in vain before there are other ranks."""
-        refuse_foreign_module(trainer.lightning_module)
-        refuse_unsupported(trainer)
-        refuse_unmet_nodes(trainer)
-        self._request.answer(self.num_nodes * self.num_processes, self.num_nodes)
-
     def setup_environment(self) -> None:
-        """Settles roles, connects the groups and starts to watch over the other ranks."""
+        """Chooses roles, connects the groups and starts to watch over the other ranks."""
         super().setup_environment()
-        refuse_unsupported(self.flow_module.trainer)  # once more, with the callbacks that the module brings
-        answer_if_wanted(self.flow_module.trainer, self.flow_module)
-        self.name_main_address()
+        module = self.flow_module
+        refuse_unsupported(module.trainer)  # once more, with the callbacks that the module brings
+        answer_if_wanted(module.trainer, module)
+        assert self.cluster_environment is not None
+        if not isinstance(self.cluster_environment, LightningEnvironment):  # which reads them, or makes a port up
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         reset_seed()
         self.set_world_ranks()
-        with self.watched_start():
-            self._placement_decision = self._choose_allocation()
-            remember(self.flow_module, self.placement_decision.allocation)
+        store = self._root_store() if self.num_nodes > 1 else None
+        with self._health.starting(self.fault_folder, self.global_rank, self.world_size, store):
+            self._decision = self._choose_allocation()
+            remember(module, self._decision.allocation)
             self._job = Job(
                 self.global_rank,
-                self.placement_decision.allocation,
+                self._decision.allocation,
+                self._health,
                 backend=self.backend,
                 hang_timeout=self.hang_timeout,
                 timeout=self.timeout,
                 fault_folder=self.fault_folder,
                 nodes=self.num_nodes,
             )
-        self.flow_module.set_local_roles(self.job.roles)
-        rank_zero_info(f"flowtrain: {self.placement_decision.text}")
+        module.set_local_roles(self._job.roles)
+        rank_zero_info(f"flowtrain: {self._decision.text}")
 
     def _choose_allocation(self) -> PlacementDecision:
         given = self._request.answer(self.world_size, self.num_nodes)
         if given is not None:
             return PlacementDecision(given, "there is one rank" if self.world_size == 1 else "it was asked for")
-        assert self.rank_launcher is not None
-        kin.folder, kin.needed = self.fault_folder, True
-        starting = LaunchContext(
+        assert self._rank_launcher is not None
+        context = LaunchContext(
             self.flow_module.trainer,
             self.flow_module,
             self._request,
@@ -181,39 +278,43 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
             self.world_size,
             self.num_nodes,
             self.ranks_per_device,
-            self._settings.encoder_activations,
-            self.rank_launcher,
+            self.encoder_activations,
+            self._rank_launcher,
         )
-        return choose_allocation(starting, self.root_store(), self.timeout)
+        return choose_allocation(context, self._root_store(), self.timeout)
+
+    def _root_store(self) -> Store:
+        return root_store(self.global_rank, self.world_size, collective_timeout(self.hang_timeout, self.timeout))
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Places this rank's halves, and sets up optimizers and engine."""
+        """Puts this rank's halves onto its device, and sets up optimizers and runner."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if self.num_nodes > 1:
             refuse_unlike_nodes(trainer, self.job.groups.cross)
         module = self.flow_module
-        if trainer.state.fn == TrainerFn.FITTING:
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
             module.drop_absent_roles()
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         for role in self.job.roles:
             broadcast_half(half_tensors(module, role))
-        self._engine = RoleRunner(module, trainer, self.job, self._settings)
-        module.attach_runner(self._engine)
+        self._runner = RoleRunner(module, trainer, self.job, self.encoder_activations, self.pool)
+        module.attach_runner(self._runner)
         for sentence in not_layout_invariant(module):
             rank_zero_info(f"flowtrain: {sentence}")
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fits:
             self.setup_optimizers(trainer)
             self._record_allocation(trainer)
-        if not any(isinstance(callback, PreemptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            trainer.callbacks.append(PreemptionCheckpoint())  # type: ignore[attr-defined]
+        others = [each for each in trainer.callbacks if not isinstance(each, PreemptionCheckpoint)]  # type: ignore[attr-defined]
+        trainer.callbacks = [*others, PreemptionCheckpoint(self._runner, self.job)]  # type: ignore[attr-defined]
         self.setup_precision_plugin()
 
     def _record_allocation(self, trainer: L.Trainer) -> None:
         folder = str(trainer.log_dir or trainer.default_root_dir)  # every rank asks for it
         leaves_files = trainer.loggers or trainer.checkpoint_callbacks  # type: ignore[attr-defined]
-        if trainer.is_global_zero and leaves_files and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self.is_global_zero and leaves_files and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.placement_decision.record(trainer, folder)
 
     def model_to_device(self) -> None:
@@ -238,15 +339,15 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
 
     def teardown(self) -> None:
         """Closes pool and mesh; the process groups stay for what the user does after ``fit``."""
-        if self._engine is not None:
-            self._engine.close()
+        if self._runner is not None:
+            self._runner.close()
         if self._job is not None:
             self._job.leave()
-        kin.needed = False
+        self._health.rest()
         if self._lightning_module is not None and self._job is not None:
             self.flow_module.attach_runner(None)
             self.flow_module.set_local_roles(ROLES)  # until another run says otherwise, as plain Lightning does not
-            with without_absent_halves(self.flow_module, self.job.roles):
+            with without_absent_halves(self.flow_module, self._job.roles):
                 # A module that lies on no half was refused: its weights may have no memory to move.
                 if not any(parameter.is_meta for parameter in self.flow_module.parameters()):
                     self.flow_module.cpu()
@@ -255,3 +356,90 @@ class FlowTrainStrategy(LaunchingRanks, SavingHalves):
             self.cluster_environment.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
+
+    # ---- across all roles, at step boundaries -------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks of all roles."""
+        if self._job is not None:
+            self._job.groups.cross.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The value of rank ``src`` on all ranks of all roles: what `parallel.messages` can send."""
+        return obj if self._job is None else self._job.groups.cross.broadcast_message(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The sum, mean, minimum or maximum over the backbone ranks, whose results count; every rank gets it."""
+        if not isinstance(tensor, Tensor) or self._job is None:
+            return tensor
+        operation = str(reduce_op).lower().rpartition(".")[2].replace("avg", "mean")
+        backbones = self.allocation.ranks[BACKBONE]
+        return self._job.groups.cross.reduce_over(backbones, tensor.detach().cpu(), operation).to(tensor.device)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (or any rank) say yes."""
+        if self._job is None:
+            return decision
+        votes = int(self._job.groups.cross.all_reduce(torch.tensor([int(decision)])))
+        return votes == self.world_size if all else votes > 0
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """``[ranks, ...]``: the tensors of all ranks of all roles."""
+        if self._job is None:
+            return tensor.unsqueeze(0)
+        return torch.stack(self._job.groups.cross.gather_messages(tensor.detach().cpu())).to(tensor.device)
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Halves and optimizers must be in place first."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights that live on this rank, by name."""
+        state = self.flow_module.state_dict()
+        return {name: value for name, value in state.items() if not (isinstance(value, Tensor) and value.is_meta)}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's optimizer state, by parameter name."""
+        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self._named_optimizers[[id(known) for known in self.optimizers].index(id(own))].state()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint directory; every rank calls it.
+
+        Raises:
+            TypeError: there are ``storage_options``.
+        """
+        refuse_storage_options(storage_options)
+        with self.job.during("save a checkpoint"):
+            save_checkpoint(checkpoint, filepath, self.flow_module.halves, self.allocation, self.job.groups)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint directory, this rank's halves only, or a plain Lightning checkpoint."""
+        module = self.flow_module
+        if weights_only is None and self._rank_launcher is not None:
+            weights_only = self._rank_launcher.weights_only  # Lightning passes it on only where it loads before setup
+        return load_checkpoint(
+            checkpoint_path,
+            module.halves,
+            self.allocation,
+            self.job.groups,
+            self.checkpoint_io,
+            weights_only,
+            resumes=module.trainer.training,
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads the weights that live on this rank."""
+        load_half(self.flow_module, checkpoint["state_dict"], self.job.roles, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads this rank's part of the optimizers' state."""
+        load_optimizers(self._named_optimizers, checkpoint["optimizer_states"])
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint directory."""
+        if self.is_global_zero:
+            remove_checkpoint(filepath)

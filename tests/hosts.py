@@ -136,7 +136,9 @@ class Hosts:
             interface = f"flow{host}-{os.getpid()}"[:15]
             fcntl.ioctl(end, _SET_INTERFACE, struct.pack("16sH22x", interface.encode(), _PACKETS_ONLY))
             _ip("link", "set", interface, "netns", _name(host), "name", f"flow{host}")
-        from flowtrain_lightning.runtime.watchdog import die_with_parent  # it takes torch, for which no host shall wait
+        from flowtrain_lightning.runtime.process_end import (
+            die_with_parent,  # it takes torch, for which no host shall wait
+        )
 
         parent = os.getpid()
         self._relay = os.fork()

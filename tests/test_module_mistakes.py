@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
-from flowtrain_lightning.runtime.room import FeatureSpec
 from tests.exactness.layouts import trainer_for
 from tests.tiny import TinyVLM, tiny_data, write_records
 

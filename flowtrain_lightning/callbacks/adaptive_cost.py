@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 
@@ -15,9 +15,8 @@ from flowtrain_lightning.data.planning import CostChange
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.fit import AdaptiveCost, Observation
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
-
-if TYPE_CHECKING:
-    from flowtrain_lightning.runtime.engine import RoleRunner
+from flowtrain_lightning.runtime.rank_metrics import joined_timings
+from flowtrain_lightning.runtime.runner import RoleRunner
 
 _STEPS_BETWEEN = 5
 """Steps from one look at the measured times to the next."""
@@ -51,7 +50,7 @@ class AdaptCosts(L.Callback):
             self._repeated = [CostChange.from_state(change) for change in json.loads(Path(replay).read_text())]
         self._measures = replay is None
         self._folder = Path()
-        self._engine: RoleRunner | None = None
+        self._runner: RoleRunner | None = None
         self._begin()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -66,15 +65,15 @@ class AdaptCosts(L.Callback):
             ValueError: the ranks compute on GPUs.
         """
         self._tell(trainer)  # here too: a run that goes on in mid-epoch starts no epoch
-        self._engine = getattr(trainer.strategy, "engine", None)
-        if self._engine is None or not self._measures:
+        self._runner = getattr(trainer.strategy, "runner", None)
+        if self._runner is None or not self._measures:
             return
         if trainer.strategy.root_device.type != "cpu":
             raise ValueError(
                 "AdaptCosts measures how long a rank is busy, but a GPU computes after the rank has gone on. Leave it "
                 "out, and give FlowDataModule(cost=..., encoder_cost=...), for example from `cost_from_flops`."
             )
-        self._engine.collects_timings = True
+        self._runner.collects_timings = True
         self._folder = Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
         if self._steps == 0:
             planning = _loader(trainer).steps.planning
@@ -89,10 +88,10 @@ class AdaptCosts(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
         """Takes in the step's times, and every few steps changes the costs."""
-        if self._engine is None or not self._measures:
+        if self._runner is None or not self._measures:
             return
-        for role, times in self._engine.times.items():
-            self._observed[role] += [Observation(*item) for item in times]
+        for role, timings in joined_timings(note["timings"] for note in self._runner.report.notes).items():
+            self._observed[role] += [Observation(*item) for item in timings]
         self._steps += 1
         if self._steps % _STEPS_BETWEEN == 0:
             self._look(trainer, batch)

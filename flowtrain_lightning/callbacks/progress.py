@@ -48,7 +48,7 @@ class FlowProgressBar(TQDMProgressBar):
         metrics.pop("v_num", None)
         if trainer.training and self._samples:
             metrics["samples/s"] = f"{self._samples / (time.monotonic() - self._started):.0f}"
-            engine = getattr(trainer.strategy, "engine", None)
-            if engine is not None:
-                metrics["stall"] = f"{100 * engine.timeline.share(BACKBONE, STALL):.0f}%"
+            runner = getattr(trainer.strategy, "runner", None)
+            if runner is not None:
+                metrics["stall"] = f"{100 * runner.timeline.share(BACKBONE, STALL):.0f}%"
         return metrics

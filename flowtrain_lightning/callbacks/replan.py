@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -18,10 +18,9 @@ from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.placement import TELLABLE, Choice, Plan
 from flowtrain_lightning.profiling import Profile
-
-if TYPE_CHECKING:
-    from flowtrain_lightning.runtime.engine import RoleRunner
-    from flowtrain_lightning.strategy import FlowTrainStrategy
+from flowtrain_lightning.runtime.rank_metrics import joined_timings
+from flowtrain_lightning.runtime.runner import RoleRunner
+from flowtrain_lightning.strategy import FlowTrainStrategy
 
 FILE = "better_allocation.yaml"
 
@@ -51,7 +50,7 @@ class FlowReplan(L.Callback):
             )
         self.threshold = threshold
         self.steps = steps
-        self._engine: RoleRunner | None = None
+        self._runner: RoleRunner | None = None
         self._plan: Plan | None = None
         self._folder = ""
         self._ratios: dict[str, list[float]] = {}
@@ -64,8 +63,8 @@ class FlowReplan(L.Callback):
             ValueError: the ranks compute on GPUs.
         """
         strategy: FlowTrainStrategy = trainer.strategy  # type: ignore[assignment]
-        self._engine = getattr(strategy, "engine", None)
-        if self._engine is None:
+        self._runner = getattr(strategy, "runner", None)
+        if self._runner is None:
             return
         self._ratios, self._seen = {BACKBONE: [], ENCODER: []}, 0
         if strategy.root_device.type != "cpu":
@@ -73,7 +72,7 @@ class FlowReplan(L.Callback):
                 "FlowReplan measures how long a rank is busy, but a GPU computes after the rank has gone on. Leave it "
                 "out."
             )
-        self._engine.collects_timings = True  # on all ranks, though rank 0 alone compares
+        self._runner.collects_timings = True  # on all ranks, though rank 0 alone compares
         self._folder = str(trainer.log_dir or trainer.default_root_dir)
         self._plan = strategy.placement_decision.plan
         if self._plan is None:
@@ -86,12 +85,12 @@ class FlowReplan(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
         """Takes in the step's times, and looks at them every ``steps`` steps."""
-        if self._engine is None or self._plan is None:
+        if self._runner is None or self._plan is None:
             return
-        for role, times in self._engine.times.items():
-            planned = sum(_seconds(self._plan.profile.roles[role].cost, *sizes) for *sizes, _ in times)
+        for role, timings in joined_timings(note["timings"] for note in self._runner.report.notes).items():
+            planned = sum(_seconds(self._plan.profile.roles[role].cost, *sizes) for *sizes, _ in timings)
             if planned > 0:
-                self._ratios[role].append(sum(seconds for *_, seconds in times) / planned)
+                self._ratios[role].append(sum(seconds for *_, seconds in timings) / planned)
         self._seen += 1
         if self._seen % self.steps == 0:
             drift = {role: float(np.median(ratios)) for role, ratios in self._ratios.items() if ratios}

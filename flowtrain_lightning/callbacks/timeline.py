@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 
 from flowtrain_lightning.runtime.timeline import Span
-
-if TYPE_CHECKING:
-    from flowtrain_lightning.strategy import FlowTrainStrategy
+from flowtrain_lightning.strategy import FlowTrainStrategy
 
 COLOURS = {
     "forward": "#2a78d6",
@@ -35,13 +33,13 @@ class TimelineRecorder(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes the files; rank 0 draws."""
-        strategy: FlowTrainStrategy = trainer.strategy  # type: ignore[assignment]
-        if not hasattr(strategy, "allocation"):
+        strategy = trainer.strategy
+        if not isinstance(strategy, FlowTrainStrategy):
             return
         folder = Path(strategy.broadcast(str(self.folder or trainer.log_dir or trainer.default_root_dir)))
         rank = trainer.global_rank
-        engine, path = strategy.engine, folder / "timeline" / f"rank{rank}.json"
-        engine.timeline.save(path, rank, strategy.job.labels[rank], engine.pool_counters)
+        runner, path = strategy.runner, folder / "timeline" / f"rank{rank}.json"
+        runner.timeline.save(path, rank, strategy.job.labels[rank], runner.pool_counters)
         strategy.barrier()
         if trainer.is_global_zero:
             _remove_others(folder / "timeline", trainer.world_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -75,6 +75,21 @@ class NamedOptimizer:
             self.groups.append([_name(parameter, self._names) for parameter in group["params"]])
             group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
             self._parameters |= {self._names[id(parameter)]: parameter for parameter in group["params"]}
+
+
+def load_optimizers(optimizers: Sequence[NamedOptimizer], saved: Sequence[NamedState]) -> None:
+    """Loads this rank's part of the optimizers' state.
+
+    Raises:
+        ValueError: there are other optimizers, or other groups, than those that were saved.
+    """
+    if len(saved) != len(optimizers):
+        raise ValueError(
+            f"The checkpoint holds the state of {len(saved)} optimizers, but configure_optimizers returns "
+            f"{len(optimizers)}. Use the same configure_optimizers as when it was saved."
+        )
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        optimizer.load(state)
 
 
 def with_names(saved: Mapping[str, Any], groups: list[list[str]]) -> NamedState:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from flowtrain_lightning.checkpoint.together import OtherRankFailed
+from flowtrain_lightning.checkpoint.files import OtherRankFailed
 
 INDEX = "index.json"
 

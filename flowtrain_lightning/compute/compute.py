@@ -5,40 +5,54 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
+import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
-from flowtrain_lightning.data import PackedBatch, PackedMedia
-from flowtrain_lightning.parallel.random_streams import enter_stream, global_seed
-from flowtrain_lightning.runtime.room import FeatureSpec
+from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
+from flowtrain_lightning.parallel.random_streams import enter_stream
 
-if TYPE_CHECKING:
-    import lightning as L
 
-    from flowtrain_lightning.module import FlowModule
+class UserMethods(Protocol):
+    """What the user's module offers to a step; `FlowModule` does."""
 
-Features = dict[str, Tensor | tuple[Tensor, ...]]
+    def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
+        """Packed media of one modality -> features."""
+
+    def backbone_step(self, batch: PackedBatch, features: Features, stage: str) -> Any:
+        """One microbatch -> summed loss and number of target tokens, or a prediction."""
+
+    def logging_into(self, metrics: MetricAccumulator) -> AbstractContextManager[None]:
+        """Inside, ``log`` collects into ``metrics``."""
+
+    def logging_refused(self, where: str) -> AbstractContextManager[None]:
+        """Inside, ``log`` raises."""
+
+    def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of `torch.nn.Module`."""
 
 
 class Compute:
-    """Calls the user's methods with the right device, precision, random stream and logbook.
+    """Calls the user's methods with the right device, precision, random stream and metrics.
 
     Attributes:
-        logbooks: one for each stage, since a name may be logged with other options in validation than in training.
-        spec: what a row of features was found to be, for which room is reserved; None where nobody reserves any.
+        metrics: one accumulator for each stage, since a name may be logged with other options in validation than in
+            training.
+        spec: what a row of features was found to be, for which bytes are reserved; None where nobody reserves any.
     """
 
-    def __init__(self, module: FlowModule, trainer: L.Trainer, device: torch.device) -> None:
-        self.module = module
+    def __init__(self, module: UserMethods, trainer: L.Trainer, device: torch.device) -> None:
         self.device = device
-        self.logbooks: defaultdict[str, MetricAccumulator] = defaultdict(MetricAccumulator)
+        self.metrics: defaultdict[str, MetricAccumulator] = defaultdict(MetricAccumulator)
         self.spec: FeatureSpec | None = None
-        self._trainer = trainer
+        self._module = module
+        self._name = type(module).__name__
         self._convert_input = trainer.precision_plugin.convert_input
 
     def encode(self, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
@@ -51,34 +65,30 @@ class Compute:
 
         Raises:
             TypeError: the user's ``encode`` returned no tensors.
-            ValueError: it returned another number of rows than the plan promises, or rows that take more room than when
-                it was first tried.
+            ValueError: it returned another number of rows than the plan promises, or rows that take more bytes than
+                when it was first tried.
         """
         media = media.to(self.device, non_blocking=True)
         media = media.with_patches(self._convert_input(media.patches))
-        enter_stream(global_seed(), ENCODER, *step, number)
-        with self.module.logging_refused("encode"), self._own_half(ENCODER):
-            output = self.module.encode(media)
+        enter_stream(ENCODER, *step, number)
+        with self._module.logging_refused("encode"), self._explains_absent_weights(ENCODER):
+            output = self._module.encode(media)
         features = output if isinstance(output, tuple) else (output,)
-        expected = sum(media.rows)
+        rows = sum(media.rows)
         for feature in features:
             if not isinstance(feature, Tensor):
                 raise TypeError(
-                    f"{type(self.module).__name__}.encode returned {_named(output)}; return a tensor with a row for "
-                    "each backbone token of the media, or a tuple of such tensors."
+                    f"{self._name}.encode returned {_described(output)}; return a tensor with a row for each backbone "
+                    "token of the media, or a tuple of such tensors."
                 )
-            if feature.shape[0] != expected:
+            if feature.shape[0] != rows:
                 raise ValueError(
-                    f"{type(self.module).__name__}.encode returned {feature.shape[0]} rows of features for "
-                    f"{len(media.rows)} media, but their sizes promise {expected} (PackedMedia.rows). Check that the "
-                    "encoder merges patches as the data module's image processor says."
+                    f"{self._name}.encode returned {feature.shape[0]} rows of features for {len(media.rows)} media "
+                    f"items, but their sizes promise {rows} (PackedMedia.rows). Check that the encoder merges patches "
+                    "as the data module's image processor says."
                 )
-        if self.spec is not None and (found := FeatureSpec.of(features)).room(expected) > self.spec.room(expected):
-            raise ValueError(
-                f"{type(self.module).__name__}.encode returned features of {found}, but of {self.spec} when it was "
-                "tried before the first step, in evaluation mode, to reserve room for them. Return as many tensors, as "
-                "wide and of the same type, in training and in evaluation."
-            )
+        if self.spec is not None:
+            self._refuse_wider_rows(features, self.spec)
         return features
 
     def microbatch(
@@ -86,48 +96,31 @@ class Compute:
     ) -> Any:
         """The user's ``backbone_step``: the summed loss, or what it returns for predictions.
 
-        The loss, its target tokens and the logged values go into the stage's logbook; the loss is returned to be
+        The loss, its target tokens and the logged values go into the stage's metrics; the loss is returned to be
         differentiated.
 
         Raises:
             TypeError: a step with a loss returned something else than one summed loss and a number of tokens.
         """
         batch = batch.to(self.device, non_blocking=True)
-        enter_stream(global_seed(), BACKBONE, *step, number)
+        enter_stream(BACKBONE, *step, number)
         if stage == "predict":
-            with self.module.logging_refused("predictions"), self._own_half(BACKBONE):
-                return self.module.backbone_step(batch, features, stage)
-        logbook = self.logbooks[stage]
-        with self.module.logging_into(logbook), self._own_half(BACKBONE):
-            loss, tokens = self._loss_and_tokens(self.module.backbone_step(batch, features, stage))
-        logbook.close_microbatch(loss, tokens)
+            with self._module.logging_refused("predictions"), self._explains_absent_weights(BACKBONE):
+                return self._module.backbone_step(batch, features, stage)
+        metrics = self.metrics[stage]
+        with self._module.logging_into(metrics), self._explains_absent_weights(BACKBONE):
+            output = self._module.backbone_step(batch, features, stage)
+            match output:
+                case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
+                    if loss.is_meta:
+                        raise RuntimeError("The loss is on device meta and has no value.")
+                case _:
+                    raise TypeError(
+                        f"{self._name}.loss (or backbone_step) returned {_described(output)}; return a pair: the loss "
+                        "summed over the target tokens, a tensor of one element, and the number of these tokens."
+                    )
+        metrics.close_microbatch(loss, tokens)
         return loss
-
-    @contextmanager
-    def _own_half(self, role: str) -> Iterator[None]:
-        """Tells who meets weights without values that they are those of a half on other ranks."""
-        try:
-            yield
-        except RuntimeError as error:
-            absent = [name for name, parameter in self.module.named_parameters() if parameter.is_meta]
-            if not absent or not re.search(r"\bmeta\b", str(error)):
-                raise
-            raise RuntimeError(
-                f"What {type(self.module).__name__} computes on {role} ranks uses weights that other ranks hold, such "
-                f"as {absent[0]!r}: {error} Encode with the encoder half alone and do all else with the backbone half; "
-                "`halves` says which modules these are."
-            ) from error
-
-    def _loss_and_tokens(self, output: Any) -> tuple[Tensor, int | float | Tensor]:
-        match output:
-            case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
-                if loss.is_meta:
-                    raise RuntimeError("The loss is on device meta and has no value.")
-                return loss, tokens
-        raise TypeError(
-            f"{type(self.module).__name__}.loss (or backbone_step) returned {_named(output)}; return a pair: the loss "
-            "summed over the target tokens, a tensor of one element, and the number of these tokens."
-        )
 
     def backward(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
         """Backward of the outputs that have a gradient.
@@ -135,22 +128,41 @@ class Compute:
         It runs outside autocast, as PyTorch advises: each operation runs in the precision of its forward.
         """
         pairs = [
-            (out, gradient)
-            for out, gradient in zip(outputs, gradients, strict=True)
-            if out.requires_grad and gradient is not None
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if output.requires_grad and gradient is not None
         ]
         with torch.autocast(self.device.type, enabled=False):
-            torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _refuse_wider_rows(self, features: tuple[Tensor, ...], expected: FeatureSpec) -> None:
+        found, rows = FeatureSpec.of(features), [features[0].shape[0]]
+        if found != expected and found.entry_nbytes(rows) > expected.entry_nbytes(rows):
+            raise ValueError(
+                f"{self._name}.encode returned features of {found}, but of {expected} when it was tried before the "
+                "first step, in evaluation mode, to reserve bytes for them. Return as many tensors, as wide and of the "
+                "same type, in training and in evaluation."
+            )
+
+    @contextmanager
+    def _explains_absent_weights(self, role: str) -> Iterator[None]:
+        """Inside, an error about weights without values becomes one that says that they are on other ranks."""
+        try:
+            yield
+        except RuntimeError as error:
+            absent = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
+            if not absent or not re.search(r"\bmeta\b", str(error)):
+                raise
+            raise RuntimeError(
+                f"What {self._name} computes on {role} ranks uses weights that other ranks hold, such as "
+                f"{absent[0]!r}: {error} Encode with the encoder half alone and do all else with the backbone half; "
+                "`halves` says which modules these are."
+            ) from error
 
 
-def _named(value: Any) -> str:
+def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, tuple):
-        return f"({', '.join(map(_named, value))})"
+        return f"({', '.join(map(_described, value))})"
     return "None" if value is None else f"{type(value).__name__} {value!r:.60}"
-
-
-def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:
-    """What ``merge`` gets: a tensor, or a tuple where the encoder returned several."""
-    return {modality: tensors[0] if len(tensors) == 1 else tensors}

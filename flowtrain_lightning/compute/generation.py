@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.compute.compute import Features
-from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
+from flowtrain_lightning.data import IGNORED_LABEL, Features, PackedBatch
+from flowtrain_lightning.parallel.halves import HalvedModule
 
-if TYPE_CHECKING:
-    from flowtrain_lightning.module import FlowModule
+
+class GeneratingModule(HalvedModule, Protocol):
+    """What a module offers to be generated with; `FlowModule` does."""
+
+    max_new_tokens: int
+    end_token: int | None
+
+    def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
+        """Token embeddings and features -> the backbone's keyword arguments."""
+
+    def logits(self, outputs: Any) -> Tensor:
+        """The backbone's outputs -> ``[tokens, vocabulary]``."""
 
 
 @torch.no_grad()
-def generate_greedily(module: FlowModule, batch: PackedBatch, features: Features) -> list[tuple[int, list[int]]]:
+def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Features) -> list[tuple[int, list[int]]]:
     """Continues every sequence by its likeliest tokens.
 
     The whole microbatch is computed anew for every token, without a cache: simple, exact, meant for looking at what

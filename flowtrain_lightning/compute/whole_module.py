@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flowtrain_lightning.allocator.roles import ROLES
-from flowtrain_lightning.compute.compute import Compute, Features, as_features
+from flowtrain_lightning.compute.compute import Compute, UserMethods
+from flowtrain_lightning.compute.features import as_features
 from flowtrain_lightning.compute.step_metrics import StepReport
-from flowtrain_lightning.data import StepBatch
+from flowtrain_lightning.data import Features, StepBatch
 from flowtrain_lightning.parallel import reduce_gradients
-from flowtrain_lightning.parallel.halves import half_parameters
+from flowtrain_lightning.parallel.groups import gather_over
+from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
 from flowtrain_lightning.parallel.random_streams import own_streams
 
-if TYPE_CHECKING:
-    import lightning as L
 
-    from flowtrain_lightning.module import FlowModule
+class WholeModule(UserMethods, HalvedModule, Protocol):
+    """What a module offers to whoever runs both of its halves; `FlowModule` does."""
+
+    def zero_grad(self, set_to_none: bool = ...) -> None:
+        """As of `torch.nn.Module`."""
+
+    def log_report(self, stage: str, report: StepReport) -> Tensor:
+        """Logs a step's report, and returns its mean loss."""
 
 
 class WholeModuleRunner:
-    """One backward per microbatch through both halves; gradients are summed once, after the last microbatch."""
+    """One backward per microbatch through both halves; gradients are summed once, after the last microbatch.
 
-    def __init__(self, module: FlowModule, trainer: L.Trainer) -> None:
+    Attributes:
+        trainer: whose steps it runs.
+    """
+
+    def __init__(self, module: WholeModule, trainer: L.Trainer) -> None:
         refuse_groups_of_roles(trainer)
-        self._module = module
         self.trainer = trainer
+        self._module = module
         self._compute = Compute(module, trainer, trainer.strategy.root_device)
         self._no_sync = ExitStack()
 
@@ -38,10 +51,10 @@ class WholeModuleRunner:
         """All microbatches forward and backward; returns the mean loss over target tokens, detached."""
         refuse_accumulation(self.trainer)
         self._silence_ddp()
-        self._compute.logbooks["train"].clear()
+        self._compute.metrics["train"].clear()
         self._module.zero_grad(set_to_none=True)
         with own_streams():
-            for number, _ in enumerate(batch.microbatches):
+            for number in range(len(batch.microbatches)):
                 loss = self._microbatch(batch, number, "train")
                 if loss is not None and loss.requires_grad:
                     self._compute.backward((loss,), (torch.ones_like(loss),))
@@ -52,16 +65,16 @@ class WholeModuleRunner:
 
     def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
         """All microbatches forward, without gradients; returns the mean loss over target tokens."""
-        self._compute.logbooks[stage].clear()
+        self._compute.metrics[stage].clear()
         with own_streams():
-            for number, _ in enumerate(batch.microbatches):
+            for number in range(len(batch.microbatches)):
                 self._microbatch(batch, number, stage)
         return self._module.log_report(stage, self._agree(stage))
 
     def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
         """What ``backbone_step`` returns for each microbatch."""
         with own_streams():
-            outputs = [self._microbatch(batch, number, "predict") for number, _ in enumerate(batch.microbatches)]
+            outputs = [self._microbatch(batch, number, "predict") for number in range(len(batch.microbatches))]
         return [output for output in outputs if output is not None]
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
@@ -77,15 +90,15 @@ class WholeModuleRunner:
         if packed is None:
             return None
         step = (batch.epoch, batch.step)
-        rank = self.trainer.global_rank
-        stream = number * self.trainer.world_size + rank
+        stream = number * self.trainer.world_size + self.trainer.global_rank
         features: Features = {}
         if media is not None:
             features = as_features(media.modality, self._compute.encode(media, step=step, number=stream))
         return self._compute.microbatch(packed, features, stage=stage, step=step, number=stream)
 
     def _agree(self, stage: str) -> StepReport:
-        return self._compute.logbooks[stage].agree(False, _sum_over_ranks, _gather_over_ranks)
+        device = self._compute.device if dist.is_initialized() and dist.get_backend() == "nccl" else None
+        return self._compute.metrics[stage].agree(False, _sum_over_ranks(device), _gather_over_ranks(device))
 
     def _silence_ddp(self) -> None:
         # Under DDP Lightning calls this step inside DDP's forward. The step sums gradients itself, so DDP's own
@@ -122,17 +135,17 @@ def refuse_groups_of_roles(trainer: L.Trainer) -> None:
         )
 
 
-def _sum_over_ranks(vector: Tensor) -> Tensor:
-    if dist.is_initialized():
-        on_device = vector.cuda() if dist.get_backend() == "nccl" else vector
-        dist.all_reduce(on_device)
-        vector.copy_(on_device)
-    return vector
+def _sum_over_ranks(device: torch.device | None) -> Callable[[Tensor], Tensor]:
+    def sum_over_ranks(vector: Tensor) -> Tensor:
+        if not dist.is_initialized():
+            return vector
+        summed = vector.to(device)
+        dist.all_reduce(summed)
+        return summed.cpu()
+
+    return sum_over_ranks
 
 
-def _gather_over_ranks(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+def _gather_over_ranks(device: torch.device | None) -> Callable[[Any], list[Any]]:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return lambda value: gather_over(None, ranks, value, device)

@@ -5,7 +5,7 @@ Begin with `module.py` and `stages.py` (settings to loaders) and `batch.py` (wha
 `token_stream.py` say which are in a step, `planning.py` and `steps.py` plan and load it, `loader.py` gives it out.
 """
 
-from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch, PackedMedia, RankShard, StepBatch
+from flowtrain_lightning.data.batch import IGNORED_LABEL, Features, PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.conversation import ChatTemplate, TokenSequence
 from flowtrain_lightning.data.images import ImageProcessor, PictureError
 from flowtrain_lightning.data.loader import StepLoader
@@ -22,6 +22,7 @@ __all__ = [
     "ChatTemplate",
     "DataError",
     "Entry",
+    "Features",
     "FlowDataModule",
     "ImageProcessor",
     "JoinedSources",

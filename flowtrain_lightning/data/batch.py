@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowtrain_lightning.packing import StepPlan
+
+Features = dict[str, Tensor | tuple[Tensor, ...]]
+"""Modality -> features, a tensor or a tuple of tensors with one row for each backbone token of the media."""
 
 IGNORED_LABEL = -100
 """The label of a token that carries no loss, as in PyTorch's cross entropy."""
@@ -167,9 +171,10 @@ class StepBatch:
         step: the step's number within its epoch.
         following: ``following(n)`` is the n-th next batch (from 1) of the same loader on this rank, or None past
             the end. Asking loads it early; it is still delivered in its turn. Only a frozen encoder may ask.
+        program: this rank's work in the step, where it was worked out ahead of it; None elsewhere.
     """
 
-    __slots__ = ("encoder_batches", "epoch", "following", "microbatches", "part", "plan", "step")
+    __slots__ = ("encoder_batches", "epoch", "following", "microbatches", "part", "plan", "program", "step")
 
     def __init__(
         self,
@@ -188,6 +193,7 @@ class StepBatch:
         self.epoch = epoch
         self.step = step
         self.following = following
+        self.program: Any = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> StepBatch:
         """The same part, unmoved: lanes move one microbatch or encoder batch at a time, when its turn comes."""

@@ -275,7 +275,9 @@ class FlowDataModule(L.LightningDataModule):
             "images": asdict(self.images),
             "template": asdict(self.template),
         }
-        return {"seed": self.seed, **{name: getattr(self, name) for name in names}, **measured_by}
+        settings = {name: getattr(self, name) for name in names}
+        costs = {name: value and asdict(value) for name, value in settings.items() if name in ("cost", "encoder_cost")}
+        return {"seed": self.seed, **settings, **costs, **measured_by}
 
     def _wanted(self, stage: str | None) -> list[str]:
         names = self.files if stage is None else _STAGES[stage]

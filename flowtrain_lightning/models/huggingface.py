@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flowtrain_lightning.compute.compute import Features
-from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
+from flowtrain_lightning.data import IGNORED_LABEL, Features, PackedBatch
 from flowtrain_lightning.models.attention import pack_attention, sequence_bounds
 from flowtrain_lightning.module import FlowModule
 

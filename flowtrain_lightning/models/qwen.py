@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flowtrain_lightning.compute.compute import Features
-from flowtrain_lightning.data import PackedBatch, PackedMedia
+from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.models.attention import pack_attention
 from flowtrain_lightning.models.huggingface import HuggingFaceVLM
 from flowtrain_lightning.models.positions import mrope_positions, picture_offsets

@@ -10,35 +10,40 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from flowtrain_lightning.parallel.job_store import readable_rendezvous_errors, root_store
-from flowtrain_lightning.pool import StatusPage
+from flowtrain_lightning.parallel.messages import MAX_MESSAGE_BYTES, decode_message, encode_message
 
 WAITS_FOR_ALL = "wait for all ranks"
-WAITS_FOR_NEWS = "wait for news from rank"
+WAITS_FOR_RANK = "wait for a message from rank"
 """Phases of a rank that waits in a collective over all ranks."""
 
 _LOOK = timedelta(seconds=1)
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda rows: rows.sum(0) / len(rows),
-    "sum": lambda rows: rows.sum(0),
-    "min": lambda rows: rows.amin(0),
-    "max": lambda rows: rows.amax(0),
+    "mean": lambda of_ranks: of_ranks.sum(0) / len(of_ranks),
+    "sum": lambda of_ranks: of_ranks.sum(0),
+    "min": lambda of_ranks: of_ranks.amin(0),
+    "max": lambda of_ranks: of_ranks.amax(0),
 }
+
+
+class ShowsPhase(Protocol):
+    """Shows other ranks what this one does."""
+
+    def during(self, phase: str) -> AbstractContextManager[None]:
+        """Inside, this rank is in ``phase``."""
 
 
 class CrossGroup:
@@ -49,7 +54,7 @@ class CrossGroup:
 
     Attributes:
         collectives: how many there were.
-        page: tells the other ranks that this one waits; None before they can see it.
+        page: shows the other ranks that this one waits; None before they can see it.
         look: called again and again while this rank waits; may raise.
     """
 
@@ -57,67 +62,71 @@ class CrossGroup:
         self.rank = rank
         self.ranks = ranks
         self.collectives = 0
-        self.page: StatusPage | None = None
+        self.page: ShowsPhase | None = None
         self.look: Callable[[], None] | None = None
         self._group: Any = dist.ProcessGroupGloo(store, rank, ranks, timeout) if ranks > 1 else None
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduces a CPU tensor over all ranks, in place, and returns it."""
-        self.collectives += 1
-        if self._group is not None:
-            options = dist.AllreduceOptions()
-            options.reduceOp = op
-            with self._during(WAITS_FOR_ALL):
-                self._wait(self._group.allreduce([tensor], options))
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self._run(WAITS_FOR_ALL, lambda group: group.allreduce([tensor], options))
         return tensor
 
     def reduce_over(self, ranks: Sequence[int], tensor: Tensor, operation: str) -> Tensor:
         """The ``"sum"``, ``"mean"``, ``"min"`` or ``"max"`` of the CPU tensors of ``ranks``, on every rank."""
-        rows = torch.zeros((self.ranks, *tensor.shape), dtype=tensor.dtype)
-        rows[self.rank] = tensor
-        return _REDUCTIONS[operation](self.all_reduce(rows)[list(ranks)])
+        of_ranks = torch.zeros((self.ranks, *tensor.shape), dtype=tensor.dtype)
+        of_ranks[self.rank] = tensor
+        return _REDUCTIONS[operation](self.all_reduce(of_ranks)[list(ranks)])
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Overwrites a CPU tensor with that of ``source`` and returns it."""
-        self.collectives += 1
-        if self._group is not None:
-            options = dist.BroadcastOptions()
-            options.rootRank = source
-            with self._during(f"{WAITS_FOR_NEWS} {source}"):
-                self._wait(self._group.broadcast([tensor], options))
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self._run(f"{WAITS_FOR_RANK} {source}", lambda group: group.broadcast([tensor], options))
         return tensor
 
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        """The object that ``source`` passed, on every rank."""
+    def broadcast_message(self, value: Any, source: int) -> Any:
+        """The value that ``source`` passed, on every rank; see :func:`~.messages.encode_message` for what it may be."""
         if self._group is None:
             return value
-        payload = _to_bytes(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
-        size = self.broadcast(torch.tensor([payload.numel()]), source)
-        if self.rank != source:
-            payload = torch.empty(int(size), dtype=torch.uint8)
-        self.broadcast(payload, source)
-        return value if self.rank == source else _from_bytes(payload)
+        message = encode_message(value) if self.rank == source else b""
+        size = int(self.broadcast(torch.tensor([len(message)]), source))
+        _refuse_long(size)
+        message_bytes = self.broadcast(_as_tensor(message, size), source)
+        return value if self.rank == source else decode_message(message_bytes.numpy().tobytes())
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """The objects of all ranks in rank order, on every rank."""
-        return [self.broadcast_object(value if rank == self.rank else None, rank) for rank in range(self.ranks)]
+    def gather_messages(self, value: Any) -> list[Any]:
+        """The values of all ranks in rank order, on every rank."""
+        if self._group is None:
+            return [value]
+
+        def gather(tensor: Tensor) -> list[Tensor]:
+            gathered = [torch.empty_like(tensor) for _ in range(self.ranks)]
+            self._run(WAITS_FOR_ALL, lambda group: group.allgather([gathered], [tensor]))
+            return gathered
+
+        return _gather_messages(value, gather)
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
         self.all_reduce(torch.zeros(1))
 
-    def _wait(self, work: Any) -> None:
-        while self.look is not None and not work.is_completed():
-            try:
-                work.wait(_LOOK)
-            except RuntimeError as error:
-                if "timed out" not in str(error):  # it has failed; or PyTorch tells here of a data worker's death
-                    raise
-                self.look()
-        work.wait()
-
-    def _during(self, phase: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.page is None else self.page.during(phase)
+    def _run(self, phase: str, start: Callable[[Any], Any]) -> None:
+        """Starts a collective and waits for its end."""
+        self.collectives += 1
+        if self._group is None:
+            return
+        with nullcontext() if self.page is None else self.page.during(phase):
+            work = start(self._group)
+            while self.look is not None and not work.is_completed():
+                try:
+                    work.wait(_LOOK)
+                except RuntimeError as error:
+                    if "timed out" not in str(error):  # it has failed, or PyTorch tells here of a data worker's death
+                        raise
+                    self.look()
+            work.wait()
 
 
 @dataclass(frozen=True)
@@ -126,8 +135,8 @@ class Groups:
 
     Attributes:
         cross: all ranks, on CPU.
-        logging: the same once more, where those meet that log outside of steps. One that does so alone waits there,
-            and takes no part in another collective by mistake.
+        logging: a second group of all ranks, in which those wait that log outside of steps. A rank that logs alone
+            waits there, and takes no part in another collective by mistake.
         role: the default group: the ranks of this one's role, or all of a colocated placement.
         role_rank: this rank within its default group.
         role_ranks: size of its default group.
@@ -153,12 +162,52 @@ class Groups:
         return tensor
 
     def gather_over_role(self, value: Any) -> list[Any]:
-        """The objects of the default group's ranks in rank order."""
-        if self.role_ranks == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.role_ranks
-        dist.all_gather_object(gathered, value, group=self.role_cpu)
-        return gathered
+        """The values of the default group's ranks in rank order; see :func:`gather_over`."""
+        return gather_over(self.role_cpu, self.role_ranks, value)
+
+
+def gather_over(
+    group: dist.ProcessGroup | None, ranks: int, value: Any, device: torch.device | None = None
+) -> list[Any]:
+    """The values of all ranks of a group of torch.distributed, in rank order.
+
+    Args:
+        group: None is the default group.
+        ranks: its size.
+        value: this rank's; see :func:`~.messages.encode_message` for what it may be.
+        device: on whose tensors the group works; None is the CPU.
+    """
+    if ranks == 1:
+        return [value]
+
+    def gather(tensor: Tensor) -> list[Tensor]:
+        own = tensor.to(device)
+        gathered = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(gathered, own, group=group)
+        return [of_rank.cpu() for of_rank in gathered]
+
+    return _gather_messages(value, gather)
+
+
+def _gather_messages(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[Any]:
+    message = encode_message(value)
+    sizes = [int(size) for size in gather(torch.tensor([len(message)]))]
+    _refuse_long(max(sizes))
+    padded = gather(_as_tensor(message, max(sizes)))
+    return [decode_message(found[:size].numpy().tobytes()) for found, size in zip(padded, sizes, strict=True)]
+
+
+def _as_tensor(message: bytes, size: int) -> Tensor:
+    """``[size]`` uint8, which begins with ``message``."""
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    if message:
+        tensor[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    return tensor
+
+
+def _refuse_long(size: int) -> None:
+    if not 0 <= size <= MAX_MESSAGE_BYTES:
+        raise ValueError(f"Another rank announced a message of {size:,} bytes; {MAX_MESSAGE_BYTES:,} are the most.")
 
 
 _connected: tuple[Any, Groups] | None = None
@@ -238,11 +287,3 @@ def disconnect_groups() -> None:
         dist.destroy_process_group()
     # gloo's threads may still drop finished work; the interpreter must not end under their feet.
     time.sleep(0.1)
-
-
-def _to_bytes(value: Any) -> Tensor:
-    return torch.from_numpy(np.frombuffer(pickle.dumps(value), dtype=np.uint8).copy())
-
-
-def _from_bytes(payload: Tensor) -> Any:
-    return pickle.loads(payload.numpy().tobytes())

@@ -4,19 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.allocator.roles import ROLES
-from flowtrain_lightning.parallel.random_streams import enter_stream, global_seed, own_streams
+from flowtrain_lightning.parallel.random_streams import enter_stream, own_streams
 
-if TYPE_CHECKING:
-    from flowtrain_lightning.module import FlowModule
+Halves = Mapping[str, tuple[str, ...]]
+"""Role -> paths of the modules that its half is made of."""
 
 
-def build_halves(module: FlowModule, resident: Collection[str]) -> None:
+class HalvedModule(Protocol):
+    """What a module of two halves offers to whoever builds and places them; `FlowModule` is one."""
+
+    halves: ClassVar[Halves]
+
+    @property
+    def builds_whole(self) -> bool:
+        """Whether `configure_whole` builds both halves at once."""
+
+    def configure_whole(self) -> None:
+        """Builds both halves."""
+
+    def configure_encoder(self) -> None:
+        """Builds the encoder half."""
+
+    def configure_backbone(self) -> None:
+        """Builds the backbone half."""
+
+    def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of `torch.nn.Module`."""
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """As of `torch.nn.Module`."""
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of `torch.nn.Module`."""
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As of `torch.nn.Module`."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """As of `torch.nn.Module`."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = ...) -> Any:
+        """As of `torch.nn.Module`."""
+
+
+def build_halves(module: HalvedModule, resident: Collection[str]) -> None:
     """Builds every half: resident ones with their own random stream, the others without memory (meta device).
 
     A half's weights depend on the seed and its role alone, so they are equal on all layouts. A module that overrides
@@ -27,20 +64,20 @@ def build_halves(module: FlowModule, resident: Collection[str]) -> None:
     """
     if module.builds_whole:
         with own_streams():
-            enter_stream(global_seed(), "weights")
+            enter_stream("weights")
             module.configure_whole()
     else:
         for role in ROLES:
             place = nullcontext() if role in resident else torch.device("meta")
             with own_streams(), place:
-                enter_stream(global_seed(), "weights", role)
+                enter_stream("weights", role)
                 getattr(module, f"configure_{role}")()
     _refuse_missing_modules(module)
     drop_absent_roles(module, resident)
 
 
-def drop_absent_roles(module: FlowModule, resident: Collection[str]) -> None:
-    """Leaves the halves that are not resident without memory. Parameters that are tied stay so, on every rank alike."""
+def drop_absent_roles(module: HalvedModule, resident: Collection[str]) -> None:
+    """Leaves the halves that are not resident without memory. Tied parameters stay tied, on every rank alike."""
     named = module.named_parameters(remove_duplicate=False)
     first_names: dict[int, str] = {}
     names = {name: first_names.setdefault(id(parameter), name) for name, parameter in named}
@@ -54,31 +91,25 @@ def drop_absent_roles(module: FlowModule, resident: Collection[str]) -> None:
             setattr(module.get_submodule(owner), own_name, module.get_parameter(first_name))
 
 
-def half_names(module: FlowModule, role: str) -> list[str]:
-    """Names of the parameters of one half, in the module's order."""
-    paths = module.halves[role]
-    return [name for name, _ in module.named_parameters() if _is_under(name, paths)]
-
-
-def half_parameters(module: FlowModule, role: str) -> list[nn.Parameter]:
+def half_parameters(module: HalvedModule, role: str) -> list[nn.Parameter]:
     """The parameters of one half, in the module's order."""
     paths = module.halves[role]
     return [parameter for name, parameter in module.named_parameters() if _is_under(name, paths)]
 
 
-def half_tensors(module: FlowModule, role: str) -> list[Tensor]:
+def half_tensors(module: HalvedModule, role: str) -> list[Tensor]:
     """Parameters and buffers of one half, in the module's order."""
     paths = module.halves[role]
     buffers = [buffer for name, buffer in module.named_buffers() if _is_under(name, paths)]
     return [*half_parameters(module, role), *buffers]
 
 
-def half_trains(module: FlowModule, role: str) -> bool:
+def half_trains(module: HalvedModule, role: str) -> bool:
     """Whether any parameter of the half wants a gradient. Equal on all ranks, also where the half is absent."""
     return any(parameter.requires_grad for parameter in half_parameters(module, role))
 
 
-def check_halves(module: FlowModule) -> None:
+def check_halves(module: HalvedModule) -> None:
     """Refuses parameters that two halves share and parameters that no half owns.
 
     Raises:
@@ -107,7 +138,7 @@ def role_of(name: str, halves: Mapping[str, Collection[str]]) -> str | None:
 
 
 @contextmanager
-def without_absent_halves(module: FlowModule, resident: Collection[str]) -> Iterator[None]:
+def without_absent_halves(module: HalvedModule, resident: Collection[str]) -> Iterator[None]:
     """Takes the halves without memory off the module, so that ``module.to(device)`` moves what is really there."""
     removed: list[tuple[nn.Module, str, nn.Module]] = []
     for role in ROLES:
@@ -127,7 +158,7 @@ def without_absent_halves(module: FlowModule, resident: Collection[str]) -> Iter
             setattr(parent, name, half)
 
 
-def _refuse_missing_modules(module: FlowModule) -> None:
+def _refuse_missing_modules(module: HalvedModule) -> None:
     built = "configure_whole" if module.builds_whole else "configure_{}"
     for role in ROLES:
         for path in module.halves[role]:
@@ -138,7 +169,7 @@ def _refuse_missing_modules(module: FlowModule) -> None:
                 )
 
 
-def _has_module(module: nn.Module, path: str) -> bool:
+def _has_module(module: HalvedModule, path: str) -> bool:
     try:
         module.get_submodule(path)
     except AttributeError:

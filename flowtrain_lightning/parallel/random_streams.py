@@ -1,12 +1,15 @@
-"""Random streams by name: what a half draws never depends on the layout, the timing or the other half."""
+"""Random streams by name, which no layout, timing or other half can change; and the state of the user's own streams."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -15,24 +18,48 @@ def global_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
-def stream_seed(*name: object) -> int:
-    """A 63-bit seed for the stream with this name, for example ``stream_seed(seed, "encoder", epoch, step, 3)``."""
-    digest = hashlib.sha256("/".join(map(str, name)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
 @contextmanager
 def own_streams() -> Iterator[None]:
     """Inside, torch's generators may be seeded freely; the user's own streams go on afterwards as if untouched."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    if torch.get_default_device().type == "cuda":
+        # Else its generator could not be seeded before the first weights are drawn there.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=devices):
         yield
 
 
 def enter_stream(*name: object) -> None:
-    """Seeds torch's generators with the stream of this name. Call inside ``own_streams``."""
-    seed = stream_seed(*name)
+    """Seeds torch's generators with the stream of this name, for example ``"encoder", epoch, step, 3``.
+
+    Call it inside ``own_streams``. The seed is 63 bits of a hash of the global seed and the name.
+    """
+    digest = hashlib.sha256("/".join(map(str, (global_seed(), *name))).encode()).digest()
+    seed = int.from_bytes(digest[:8], "little") >> 1
     # torch.manual_seed would note the call stack for every kind of accelerator that is not there: milliseconds.
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
+
+
+def random_states() -> dict[str, Any]:
+    """The states of torch (CPU and this rank's GPU), Python's ``random`` and numpy."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "python": (version, list(numbers), gauss),
+        "numpy": (str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(cached)),
+    }
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Takes up what ``random_states`` gave."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))

@@ -34,7 +34,7 @@ from flowtrain_lightning.profiling import (
     read_profile,
     write_profile,
 )
-from flowtrain_lightning.runtime.watchdog import die_with_parent
+from flowtrain_lightning.runtime.process_end import die_with_parent
 
 _WANTED = "FLOWTRAIN_PROFILE"  # for the process that measures: the file to write, and who started it
 _MEASURED_SECONDS = 8.0

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
-from flowtrain_lightning.compute.compute import as_features
+from flowtrain_lightning.compute.features import as_features
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.data.batch import IGNORED_LABEL

@@ -20,7 +20,7 @@ from flowtrain_lightning.packing.fit import Observation, fit_cost
 from flowtrain_lightning.parallel import reduce_gradients
 from flowtrain_lightning.profiling.errors import ProfileError
 from flowtrain_lightning.profiling.profile import Reduction
-from flowtrain_lightning.runtime.watchdog import die_with_parent
+from flowtrain_lightning.runtime.process_end import die_with_parent
 
 _RANKS = 2
 _SIZES = (1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25)

@@ -19,15 +19,14 @@ from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.parallel.groups import connect_groups
 from flowtrain_lightning.parallel.job_store import node_names
-from flowtrain_lightning.pool import Mesh, State, first_fault
+from flowtrain_lightning.pool import Mesh, first_fault
 from flowtrain_lightning.pool.between_hosts.location import (
     address_of,
     address_towards,
     describe_ways,
     interface_of,
 )
-from flowtrain_lightning.runtime.watchdog import Watchdog
-from flowtrain_lightning.trainer.launcher import kin
+from flowtrain_lightning.runtime.health import HealthMonitor
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -38,6 +37,7 @@ class Job:
     Args:
         rank: global rank.
         allocation: which ranks play which role.
+        health: watches over this process and the others.
         backend: of the roles' process groups.
         hang_timeout: seconds without progress of any rank after which all end.
         timeout: the same until every rank has begun its first step.
@@ -54,6 +54,7 @@ class Job:
         self,
         rank: int,
         allocation: Allocation,
+        health: HealthMonitor,
         *,
         backend: str,
         hang_timeout: float,
@@ -65,24 +66,22 @@ class Job:
         self.allocation = allocation
         ranks = len({*allocation.ranks[ENCODER], *allocation.ranks[BACKBONE]})
         self.labels = [_label(allocation, number) for number in range(ranks)]
-        kin.labels, kin.folder, kin.needed = self.labels, fault_folder, True
+        self._health = health
+        health.name_ranks(self.labels)
         address = _reachable_address() if nodes > 1 else None
         separate = allocation.placement == "separate"
         worlds = tuple(allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
         seconds = timeout.total_seconds()
-        self.groups = connect_groups(rank, worlds, backend, patience(hang_timeout, timeout))
+        self.groups = connect_groups(rank, worlds, backend, collective_timeout(hang_timeout, timeout))
         if nodes > 1:
-            names = node_names(ranks)
-            kin.labels = self.labels = [f"{label} on {name}" for label, name in zip(self.labels, names, strict=True)]
+            self.labels = [f"{label} on {name}" for label, name in zip(self.labels, node_names(ranks), strict=True)]
         self._mesh: Mesh | None = Mesh.connect(self.groups.new_store(), rank, ranks, self.labels, seconds, address)
         if ranks > 1:
             rank_zero_info(f"flowtrain: pool: {describe_ways(self._mesh.locations)}.")
         self.groups.cross.page = self._mesh.page
         self._mesh.page.enter("start up", -1)
-        self._watchdog = Watchdog(self._mesh, rank, self.labels, hang_timeout, seconds, fault_folder)
-        self._watchdog.start()
+        health.join(self._mesh, hang_timeout, seconds, fault_folder)
         atexit.register(self._tell_at_exit)
-        kin.watched, kin.needed = True, False
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -121,11 +120,8 @@ class Job:
         """Says goodbye to the other ranks. A second call does nothing."""
         if self._mesh is None:
             return
-        self._watchdog.stop()
+        self._health.leave()
         atexit.unregister(self._tell_at_exit)
-        status = self._mesh.page.read()
-        # Where there was a fault, the watchdog has the last word.
-        kin.watched = status.state is State.FAILED or status.blames is not None
         self._mesh.close()
         self._mesh = None
         self.groups.cross.page = None
@@ -133,11 +129,11 @@ class Job:
     def _tell_at_exit(self) -> None:
         # For ways past `tell` and `leave`: an exception in a callback's `on_exception`, say, ends Lightning's clean-up.
         self.tell(getattr(sys, "last_value", None) or RuntimeError("The process ended before the run did."))
-        self._watchdog.stop()  # it says what there is to say before the interpreter ends its thread
+        self._health.leave()  # it says what there is to say before the interpreter ends its thread
 
 
-def patience(hang_timeout: float, timeout: timedelta) -> timedelta:
-    """When collectives give up: later than the watchdog, which knows who is to blame."""
+def collective_timeout(hang_timeout: float, timeout: timedelta) -> timedelta:
+    """When collectives give up: later than the health monitor, which knows who is to blame."""
     return 2 * max(timedelta(seconds=hang_timeout), timeout)
 
 

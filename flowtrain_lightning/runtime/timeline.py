@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +28,8 @@ class Span(NamedTuple):
         stage: ``train``, ``val``, ``test`` or ``predict``.
         step: the step's number within its stage, since the start of the run.
         number: microbatch or encoder batch, -1 where neither fits.
-        start: seconds of ``time.monotonic()`` (one clock for all processes of a node).
-        end: likewise.
+        start: seconds of ``time.monotonic()``, one clock for all processes of a node.
+        end: when it was over, on the same clock.
     """
 
     lane: str
@@ -51,14 +49,13 @@ class Timeline:
         self.spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
         self.totals: dict[tuple[str, str], float] = defaultdict(float)
 
-    @contextmanager
-    def span(self, lane: str, kind: str, name: str, step: tuple[str, int], number: int = -1) -> Iterator[None]:
-        """Records the time inside; ``step`` is stage and number."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.add(Span(lane, kind, name, *step, number, start, time.monotonic()))
+    def start(self) -> float:
+        """Begins a span, which `stop` ends and records."""
+        return time.monotonic()
+
+    def stop(self, start: float, lane: str, kind: str, name: str, stage: str, step: int, number: int = -1) -> None:
+        """Records what a lane did since ``start``; see `Span`."""
+        self.add(Span(lane, kind, name, stage, step, number, start, time.monotonic()))
 
     def add(self, span: Span) -> None:
         """Records a span that was timed elsewhere."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -13,8 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-if TYPE_CHECKING:
-    from flowtrain_lightning.strategy import FlowTrainStrategy
+from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.runtime.runner import RoleRunner
 
 PREEMPTION_CHECKPOINT = "preempted.ckpt"
 
@@ -31,15 +31,23 @@ class PreemptionCheckpoint(L.Callback):
     Lightning's own handlers enter collectives inside the signal handler, where other ranks do not expect them. They
     are set after the strategy's setup, so this callback replaces them in the first hook after that; at the end
     Lightning puts back what was there before the run.
+
+    Args:
+        runner: knows after each step whether some rank was asked to end.
+        job: learns that this rank was.
     """
+
+    def __init__(self, runner: RoleRunner, job: Job) -> None:
+        self._runner = runner
+        self._job = job
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listens from here on."""
-        _listen(trainer)
+        self._listen(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listens from here on."""
-        _listen(trainer)
+        self._listen(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Outside of ``fit`` there is nothing to save."""
@@ -58,38 +66,30 @@ class PreemptionCheckpoint(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Looks at what all ranks agreed on in the step that just ended."""
-        _end_if_asked(trainer)
+        self._end_if_asked(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Looks at what all ranks agreed on in the steps of the validation that just ended."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            _end_if_asked(trainer)
+            self._end_if_asked(trainer)
 
+    def _end_if_asked(self, trainer: L.Trainer) -> None:
+        if self._runner.stop_requested:
+            path = Path(trainer.default_root_dir) / PREEMPTION_CHECKPOINT
+            trainer.save_checkpoint(path)
+            rank_zero_info(f"flowtrain: received SIGTERM; saved {path} and end after step {trainer.global_step}.")
+            raise SIGTERMException
 
-def _end_if_asked(trainer: L.Trainer) -> None:
-    if _strategy(trainer).engine.stop_requested:
-        path = Path(trainer.default_root_dir) / PREEMPTION_CHECKPOINT
-        trainer.save_checkpoint(path)
-        rank_zero_info(f"flowtrain: received SIGTERM; saved {path} and end after step {trainer.global_step}.")
-        raise SIGTERMException
-
-
-def _listen(trainer: L.Trainer) -> None:
-    strategy = _strategy(trainer)
-    signals = {signal.SIGTERM}
-    environment = strategy.cluster_environment
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
-        signals.add(environment.requeue_signal)
-    if threading.current_thread() is threading.main_thread():  # signal.signal works in no other
-        for number in signals:
-            signal.signal(number, lambda *_: strategy.job.ask_to_stop())
+    def _listen(self, trainer: L.Trainer) -> None:
+        signals = {signal.SIGTERM}
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
+            signals.add(environment.requeue_signal)
+        if threading.current_thread() is threading.main_thread():  # signal.signal works in no other
+            for number in signals:
+                signal.signal(number, lambda *_: self._job.ask_to_stop())
 
 
 def _end_at_once() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _strategy(trainer: L.Trainer) -> FlowTrainStrategy:
-    strategy: FlowTrainStrategy = trainer.strategy  # type: ignore[assignment]
-    return strategy

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import platform
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import (
@@ -23,9 +28,11 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from flowtrain_lightning.checkpoint import FlowCheckpointIO
-from flowtrain_lightning.checkpoint.shared import refuse_url
+from flowtrain_lightning.checkpoint.files import refuse_unshared_folder, refuse_url
 from flowtrain_lightning.compute.whole_module import refuse_accumulation
+from flowtrain_lightning.data import DataError, FlowDataModule
 from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.parallel.groups import CrossGroup
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
@@ -121,6 +128,19 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
+def refuse_storage_options(storage_options: Any) -> None:
+    """Raises where options are given to which nobody would listen.
+
+    Raises:
+        TypeError: says what was given, and what to do.
+    """
+    if storage_options is not None:
+        raise TypeError(
+            f"storage_options={storage_options!r} was given, but flowtrain writes checkpoint directories itself, "
+            "with no plugin that takes options. Leave them out."
+        )
+
+
 def _refuse_module(trainer: L.Trainer) -> None:
     module = trainer.lightning_module
     name = type(module).__name__
@@ -210,3 +230,50 @@ def _refuse_callbacks(trainer: L.Trainer) -> None:
                 "ModelCheckpoint(save_on_exception=True) does not work under flowtrain: "
                 f"{REFUSED_CALLBACKS[OnExceptionCheckpoint]}."
             )
+
+
+def refuse_unmet_nodes(trainer: L.Trainer) -> None:
+    """Raises where a script that was started by hand on each node does not know how to find the other nodes.
+
+    Raises:
+        ValueError: names the variables that are missing, and what to do.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+    if trainer.num_nodes > 1 and missing:
+        raise ValueError(
+            f"Trainer(num_nodes={trainer.num_nodes}) was given, but the environment has no {' and no '.join(missing)}, "
+            "so this process cannot find those of the other nodes. Start the script on every node with the address "
+            "and a free port of node 0, and with the node's number from 0, or by torchrun or SLURM's srun."
+        )
+
+
+def refuse_unlike_nodes(trainer: L.Trainer, cross: CrossGroup) -> None:
+    """Raises on every rank where nodes have other data, or folders of their own for checkpoints. All ranks call it.
+
+    Raises:
+        DataError: names the ranks whose data differ from those of rank 0.
+        FileNotFoundError: names the folder and the ranks that do not see it.
+    """
+    _refuse_other_data(trainer, cross)
+    if trainer.training:  # the checkpoint of a later step would be too late to notice
+        callbacks = trainer.checkpoint_callbacks  # type: ignore[attr-defined]
+        folders = {str(getattr(callback, "dirpath", None) or "") for callback in callbacks}
+        for folder in sorted(folder for folder in folders if folder and "://" not in folder):
+            refuse_unshared_folder(Path(folder), cross)
+
+
+def _refuse_other_data(trainer: L.Trainer, cross: CrossGroup) -> None:
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    stage = trainer.state.fn
+    if stage is None or not isinstance(data, FlowDataModule):
+        return
+    content = hashlib.sha256(data.fingerprint(stage.value).encode()).digest()
+    contents = torch.zeros(cross.ranks, dtype=torch.int64)
+    contents[cross.rank] = int.from_bytes(content[:7], "big")
+    others = (cross.all_reduce(contents) != contents[0]).nonzero().flatten().tolist()
+    if others:
+        raise DataError(
+            f"{'Rank' if len(others) == 1 else 'Ranks'} {', '.join(map(str, others))} would read other data than rank "
+            "0: the files of that name differ between the nodes, and so would the steps that the ranks plan. Put the "
+            "same files onto every node, or onto a file system that all nodes share."
+        )

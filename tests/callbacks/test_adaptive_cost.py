@@ -124,7 +124,7 @@ def test_the_error_of_the_predictions_is_logged(run):
 
 
 def test_ranks_on_gpus_are_refused():
-    strategy = SimpleNamespace(engine=object(), root_device=torch.device("cuda", 0))
+    strategy = SimpleNamespace(runner=object(), root_device=torch.device("cuda", 0))
     with pytest.raises(ValueError, match="a GPU computes after the rank has gone on"):
         AdaptCosts().on_train_start(SimpleNamespace(strategy=strategy), None)
 

@@ -32,12 +32,12 @@ class Run:
     """A run on two CPU ranks, of which nothing is there but what the callback asks for."""
 
     def __init__(self, folder, plan, callback, device="cpu"):
-        self.engine = SimpleNamespace(collects_timings=False, times={})
+        self.runner = SimpleNamespace(collects_timings=False, report=SimpleNamespace(notes=()))
         reason = "it was asked for" if plan is None else plan.choice.why
         strategy = SimpleNamespace(
-            engine=self.engine,
+            runner=self.runner,
             root_device=torch.device(device),
-            settled=PlacementDecision(None, reason, plan),
+            placement_decision=PlacementDecision(None, reason, plan),
         )
         self.trainer = SimpleNamespace(strategy=strategy, log_dir=str(folder), default_root_dir=str(folder))
         self.callback = callback
@@ -47,7 +47,8 @@ class Run:
         """Steps in which 100 patches and 100 tokens took so long."""
         for number in range(steps):
             microbatches = [[60.0, 0.0, 0.6 * backbone], [40.0, 0.0, 0.4 * backbone]]
-            self.engine.times = {"encoder": [[100.0, 0.0, encoder]], "backbone": microbatches}
+            timings = {"encoder": [[100.0, 0.0, encoder]], "backbone": microbatches}
+            self.runner.report = SimpleNamespace(notes=({"timings": timings},))
             self.callback.on_train_batch_end(self.trainer, None, None, None, number)
 
 
@@ -62,7 +63,7 @@ def run(planner, tmp_path):
 
 def test_times_as_planned_say_nothing(run, recwarn):
     run.step(1.1, 0.9, steps=5 * STEPS)
-    assert run.engine.collects_timings
+    assert run.runner.collects_timings
     assert not recwarn.list
 
 

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from flowtrain_lightning.allocator import default_allocation
-from flowtrain_lightning.checkpoint import directory, names, read_checkpoint, save_checkpoint, shared, tensors
+from flowtrain_lightning.checkpoint import checkpoint as checkpoint_module
+from flowtrain_lightning.checkpoint import files, read_checkpoint, save_checkpoint, tensors
 from flowtrain_lightning.checkpoint.tensors import save_tensors
 from flowtrain_lightning.parallel.groups import connect_groups
 from tests.forks import write_down
@@ -47,12 +48,12 @@ def save_where_rank_1_is_blind(folder: Path) -> None:
     path = folder / "kept" / "last.ckpt"
     save(folder, [str(path)], 1.0)
     if rank == 1:
-        shared._appears = lambda made: False
+        files._appears = lambda made: False
     groups = connect_groups(rank, ((0,), (1,)), "gloo", timedelta(seconds=30))
     told = []
     for attempt in (
         lambda: save_checkpoint(_checkpoint(rank, 2.0), path, HALVES, default_allocation(2), groups),
-        lambda: shared.refuse_unshared_folder(path.parent, groups.cross),
+        lambda: files.refuse_unshared_folder(path.parent, groups.cross),
     ):
         try:
             attempt()
@@ -146,22 +147,22 @@ def _without_exchange(then: Callable[[], None]) -> Callable[[], None]:
         then()
         return False
 
-    return lambda: setattr(names, "_exchange", exchange)
+    return lambda: setattr(files, "_exchange", exchange)
 
 
 MOMENTS: dict[str, Callable[[], None]] = {
-    "before its half": _dies_before(directory, "save_tensors"),
+    "before its half": _dies_before(checkpoint_module, "save_tensors"),
     "in the middle of its half": _dies_before(tensors._Writer, "finish"),
-    "before the values": _dies_before(directory, "write_file"),
-    "before the meta file": _dies_before(directory, "_save_meta"),
-    "in the middle of the meta file": lambda: setattr(directory, "write_file", _half_written),
-    "before the name": _dies_before(directory, "take_name"),
-    "before the exchange": _dies_before(names, "_exchange"),
-    "after the exchange": _dies_before(names, "_remove_now"),
+    "before the values": _dies_before(checkpoint_module, "write_file"),
+    "before the meta file": _dies_before(checkpoint_module, "_save_meta"),
+    "in the middle of the meta file": lambda: setattr(checkpoint_module, "write_file", _half_written),
+    "before the name": _dies_before(checkpoint_module, "take_name"),
+    "before the exchange": _dies_before(files, "_exchange"),
+    "after the exchange": _dies_before(files, "_remove_now"),
     "in the middle of the removal": _dies_before(os, "rmdir"),
     "without exchange, before the first step": _without_exchange(_dies_before(Path, "rename")),
     "without exchange, between the steps": _without_exchange(_dies_before(Path, "rename", calls=2)),
-    "without exchange, after the second step": _without_exchange(_dies_before(names, "_remove_now", calls=2)),
+    "without exchange, after the second step": _without_exchange(_dies_before(files, "_remove_now", calls=2)),
     "nowhere, without exchange": _without_exchange(lambda: None),
 }
 """When a rank is killed; the last one is not."""

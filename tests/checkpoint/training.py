@@ -102,7 +102,7 @@ class Recorder(L.Callback):
         if trainer.global_step in self.saves:
             trainer.save_checkpoint(self.folder / f"step{trainer.global_step}.ckpt")
             if isinstance(trainer.strategy, FlowTrainStrategy):
-                spans = [span for span in trainer.strategy.engine.timeline.spans if span.stage == "train"]
+                spans = [span for span in trainer.strategy.runner.timeline.spans if span.stage == "train"]
                 self.ahead = max(span.step for span in spans) + 1 - trainer.global_step
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:

@@ -29,13 +29,16 @@ def trainer_for(layout: str, *, strategy: dict[str, Any] | None = None, **settin
         settings: of the Trainer.
     """
     kind, _, _ = layout.partition(" ")
+    strategy = dict(strategy or {})
+    if isinstance(strategy.get("pool"), dict):  # it came as JSON
+        strategy["pool"] = flow.PoolSettings(**strategy["pool"])
     chosen: Any
     if kind in ("auto", "ddp"):
         chosen = kind
     elif kind == "colocated":
-        chosen = flow.FlowTrainStrategy(placement="colocated", **(strategy or {}))
+        chosen = flow.FlowTrainStrategy(placement="colocated", **strategy)
     else:
-        chosen = flow.FlowTrainStrategy(encoder_ranks=int(kind.split("+")[0]), **(strategy or {}))
+        chosen = flow.FlowTrainStrategy(encoder_ranks=int(kind.split("+")[0]), **strategy)
     quiet: dict[str, Any] = {
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -43,6 +46,6 @@ def trainer_for(layout: str, *, strategy: dict[str, Any] | None = None, **settin
         "logger": False,
         "num_sanity_val_steps": 0,
     }
-    devices = ranks_of(layout) // (strategy or {}).get("ranks_per_device", 1)
+    devices = ranks_of(layout) // strategy.get("ranks_per_device", 1)
     L.seed_everything(SEED, verbose=False)
     return L.Trainer(accelerator="cpu", devices=devices, strategy=chosen, **{**quiet, **settings})

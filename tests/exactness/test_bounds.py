@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import RankShard
-from flowtrain_lightning.runtime.room import FeatureSpec, least_room
 from tests.exactness.compare import Run, error, read_run, same_bits
 from tests.exactness.data import STEPS, steps_data, write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Done, Job, run_jobs
+from tests.runtime.rehearsal import least_bytes
 
 SPEC = FeatureSpec(((16,),), (torch.float64,))
 """What the module's encoder returns for a row."""
@@ -54,7 +55,7 @@ def check_exact(done: Done, reference: Run) -> None:
 
 
 def least_pool(folder: Path, layout: str) -> int:
-    """The least ``pool_bytes`` with which every step can run."""
+    """The least ``PoolSettings.bytes`` with which every step can run."""
     encoder_ranks, backbone_ranks = ROLES[layout]
     data = steps_data(folder / "data")
     data.setup("fit")
@@ -62,7 +63,7 @@ def least_pool(folder: Path, layout: str) -> int:
     steps = replace(
         data.train_dataloader().steps, part=RankShard(0, backbone_ranks, 0, encoder_ranks, colocated_encoder_ranks)
     )
-    return 2 * max(least_room(steps.plan(0, step), SPEC) for step in range(STEPS))
+    return 2 * max(least_bytes(steps.plan(0, step), SPEC) for step in range(STEPS))
 
 
 @pytest.mark.parametrize("layout", ["1+1", pytest.param("2+3", marks=pytest.mark.full)])
@@ -72,19 +73,19 @@ def test_an_encoder_that_keeps_the_activations_of_one_batch_gives_the_same_gradi
 
 @pytest.mark.parametrize("layout", ["1+1", "colocated 1", pytest.param("2+3", marks=pytest.mark.full)])
 def test_an_encoder_that_recomputes_its_forwards_gives_the_same_gradients(folder, reference, layout):
-    check_exact(train(folder, layout, recompute_encoder=True), reference)
+    check_exact(train(folder, layout, encoder_activations=0), reference)
 
 
 @pytest.mark.parametrize("layout", ["1+1", "colocated 2", pytest.param("2+3", marks=pytest.mark.full)])
 def test_the_least_room_in_the_pool_gives_the_same_gradients(folder, reference, layout):
     least = least_pool(folder, layout)
-    done = train(folder, layout, pool_bytes=least, encoder_activations=1)
+    done = train(folder, layout, pool={"bytes": least}, encoder_activations=1)
     check_exact(done, reference)
     assert f"flowtrain: a pool of {least:,} bytes on each rank" in done.log
 
 
 def test_what_encoder_ranks_tell_of_their_times_takes_no_room_from_features(folder, reference):
-    check_exact(train(folder, "1+1", replan=True, pool_bytes=least_pool(folder, "1+1")), reference)
+    check_exact(train(folder, "1+1", replan=True, pool={"bytes": least_pool(folder, "1+1")}), reference)
 
 
 @pytest.mark.parametrize("layout", ["1+1", pytest.param("colocated 2", marks=pytest.mark.full)])
@@ -94,15 +95,15 @@ def test_two_ranks_that_share_a_device_give_the_same_gradients(folder, reference
 
 def test_a_recomputed_forward_draws_the_same_random_numbers(folder):
     kept, recomputed = (
-        read_run(train(folder, "1+1", module={"dropout": 0.5}, recompute_encoder=recompute).check().folder)
-        for recompute in (False, True)
+        read_run(train(folder, "1+1", module={"dropout": 0.5}, encoder_activations=kept).check().folder)
+        for kept in (4, 0)
     )
     assert same_bits(kept, recomputed)
 
 
 def test_less_than_the_least_room_is_refused_with_the_number_that_works(folder):
     least = least_pool(folder, "1+1")
-    done = train(folder, "1+1", pool_bytes=least - 1)
+    done = train(folder, "1+1", pool={"bytes": least - 1})
     assert done.codes == [1, 1]
-    told = re.findall(r"Set FlowTrainStrategy\(pool_bytes=([\d,]+)\)", done.log)
-    assert {int(number.replace(",", "")) for number in told} == {least}
+    told = re.findall(r"PoolSettings\(bytes=(\d+)\)", done.log)
+    assert {int(number) for number in told} == {least}

@@ -106,7 +106,7 @@ def train(
     """Trains and writes ``rank<r>.pt``, on the hosts of process ``tester`` or, without one, here."""
     if tester is not None:
         go_to_host(tester, started_by)
-        if "pool_network" in strategy:
+        if "pool" in strategy:
             own_interfaces()
     recorder = Recorder()
     callbacks: list[L.Callback] = [recorder]

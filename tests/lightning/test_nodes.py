@@ -11,6 +11,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from flowtrain_lightning import PoolSettings
 from tests.exactness.compare import error, read_run, same_bits
 from tests.exactness.data import STEPS, write_steps
 from tests.forks import Job, run_jobs
@@ -66,7 +67,7 @@ def test_two_nodes_compute_what_one_computes_to_the_bit(hosts, data, tmp_path, o
 @pytest.mark.full
 @pytest.mark.parametrize("network", [NIXL])
 def test_two_nodes_between_which_the_pool_goes_another_way_do_so_too(hosts, data, tmp_path, on_one_node, network):
-    strategy = {**SEPARATE, "pool_network": network}
+    strategy = {**SEPARATE, "pool": PoolSettings(network=network)}
     assert same_bits(train(tmp_path, network, data, nodes=2, strategy=strategy), on_one_node)
 
 

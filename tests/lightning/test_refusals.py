@@ -185,8 +185,8 @@ def test_a_compiled_module_is_refused_by_lightning(one_rank):
         ({"placement": "elsewhere"}, ValueError, "elsewhere"),
         ({"ranks_per_device": 0}, ValueError, "at least 1 process"),
         ({"encoder_activations": -1}, ValueError, "counts batches"),
-        ({"pool_tier": "gpu"}, ValueError, "'auto', 'host' or 'device'"),
-        ({"pool_network": "udp"}, ValueError, "'auto' or 'nixl'"),
+        ({"pool": flow.PoolSettings(tier="gpu")}, ValueError, "'auto', 'host' or 'device'"),
+        ({"pool": flow.PoolSettings(network="udp")}, ValueError, "'auto' or 'nixl'"),
     ],
 )
 def test_roles_that_the_devices_cannot_take_are_refused(one_rank, settings, error, words):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flowtrain_lightning.parallel.groups import CrossGroup, Groups, connect_groups, disconnect_groups
-from flowtrain_lightning.runtime import engine as engine_module
+from flowtrain_lightning.runtime import runner as runner_module
 from tests.exactness.data import steps_data
 from tests.exactness.layouts import trainer_for
 from tests.forks import write_down
@@ -53,14 +53,14 @@ def list_collectives(folder: Path, *, data: str, layout: str, clip: float | None
         setattr(dist, name, _noted(getattr(dist, name), lambda name=name: events.append(f"role: {name}")))
     for name in ("all_reduce", "broadcast"):
         setattr(CrossGroup, name, _noted(getattr(CrossGroup, name), lambda name=name: events.append(f"all: {name}")))
-    run_lanes = engine_module.run_schedule
+    run_lanes = runner_module.run_schedule
 
     def noted_lanes(*args: Any) -> None:
         events.append("lanes begin")
         run_lanes(*args)
         events.append("lanes end")
 
-    engine_module.run_schedule = noted_lanes
+    runner_module.run_schedule = noted_lanes
     trainer = trainer_for(
         layout, max_steps=5, limit_val_batches=0, gradient_clip_val=clip, callbacks=[Steps()], default_root_dir=folder
     )
@@ -85,8 +85,8 @@ def cross_group(folder: Path) -> None:
         "sum": groups.cross.all_reduce(torch.tensor([rank + 1])).tolist(),
         "most": groups.cross.all_reduce(torch.tensor([rank]), dist.ReduceOp.MAX).tolist(),
         "broadcast": groups.cross.broadcast(torch.tensor([10 * rank]), 1).tolist(),
-        "object": groups.cross.broadcast_object({"from": rank}, 2),
-        "gathered": groups.cross.gather_objects(f"rank {rank}"),
+        "object": groups.cross.broadcast_message({"from": rank}, 2),
+        "gathered": groups.cross.gather_messages(f"rank {rank}"),
         "collectives": groups.cross.collectives,
         "role": (groups.role_rank, groups.role_ranks),
         "sum of role": groups.sum_over_role(torch.tensor([rank + 1])).tolist(),
@@ -111,7 +111,7 @@ def fork_after_a_run(folder: Path) -> None:
     def connect(rank: int) -> None:
         os.environ |= {"RANK": str(rank), "MASTER_PORT": str(port)}
         groups = connect_groups(rank, ((0,), (1,)), "gloo", patience)
-        write_down(folder, groups.cross.gather_objects(rank))
+        write_down(folder, groups.cross.gather_messages(rank))
         disconnect_groups()
 
     forks = [multiprocessing.get_context("fork").Process(target=connect, args=(rank,)) for rank in range(2)]

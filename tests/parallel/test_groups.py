@@ -15,7 +15,7 @@ SPEC = ["all: broadcast", "all: broadcast"]
 """The first step with media tells all ranks what a row of features is: its size, then itself."""
 LOG = ["role: all_reduce"]
 """Losses, target tokens and logged values of the backbone ranks."""
-NAMES = ["role: all_gather_object", "role: all_reduce"]
+NAMES = ["role: all_gather", "role: all_gather", "role: all_reduce"]
 """Names that were never logged before."""
 GRADIENTS = ["role: all_reduce"]
 """Gradients of one half."""
@@ -76,7 +76,7 @@ def test_all_ranks_meet_in_one_group_and_each_role_in_its_own(tmp_path):
 def test_collectives_of_the_group_over_all_ranks_are_counted(tmp_path):
     job = Job("groups", "tests.parallel.group_jobs:cross_group", 3)
     ranks = read_down(run_jobs(tmp_path, [job])["groups"].check().folder)
-    objects = 1 + 3  # one broadcast object, and one from each rank that is gathered; each is a size and the bytes
+    objects = 1 + 1  # one message is broadcast, and one of each rank gathered; each time a size and the bytes
     assert [seen["collectives"] for seen in ranks] == [2 + 1 + 2 * objects] * 3
 
 

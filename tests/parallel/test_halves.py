@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.parallel.halves import (
-    half_names,
     half_parameters,
     half_tensors,
     half_trains,
@@ -30,9 +29,13 @@ def built(kind: type[TinyVLM] = TinyVLM, *resident: str) -> TinyVLM:
     return module
 
 
+def names_of(module: TinyVLM, role: str) -> list[str]:
+    return [name for name, _ in module.named_parameters() if role_of(name, module.halves) == role]
+
+
 def weights(module: TinyVLM, role: str) -> dict[str, Tensor]:
     parameters = dict(module.named_parameters())
-    return {name: parameters[name] for name in half_names(module, role)}
+    return {name: parameters[name] for name in names_of(module, role)}
 
 
 @pytest.mark.parametrize("kind", [TinyVLM, Whole])
@@ -61,7 +64,7 @@ def test_building_leaves_the_users_random_stream_alone():
 
 def test_the_two_halves_hold_each_parameter_once():
     module = built()
-    names = half_names(module, "encoder") + half_names(module, "backbone")
+    names = names_of(module, "encoder") + names_of(module, "backbone")
     assert sorted(names) == sorted(name for name, _ in module.named_parameters())
 
 
@@ -118,7 +121,7 @@ class TiedWithin(Whole):
 def test_parameters_tied_within_a_half_stay_tied_on_every_rank(own):
     module = built(TiedWithin, own)
     assert module.backbone.head.weight is module.backbone.embed.weight
-    assert half_names(module, "backbone") == half_names(built(TiedWithin), "backbone")
+    assert names_of(module, "backbone") == names_of(built(TiedWithin), "backbone")
 
 
 @pytest.mark.parametrize("own", ["encoder", "backbone"])

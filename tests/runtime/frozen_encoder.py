@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from flowtrain_lightning import PoolSettings
 from flowtrain_lightning.parallel.groups import disconnect_groups
 from flowtrain_lightning.runtime.timeline import Span
 from tests.exactness.layouts import trainer_for
@@ -55,8 +56,8 @@ class Notes(L.Callback):
         self.val.append(float(outputs))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if hasattr(trainer.strategy, "engine"):
-            self.spans = list(trainer.strategy.engine.timeline.spans)
+        if hasattr(trainer.strategy, "runner"):
+            self.spans = list(trainer.strategy.runner.timeline.spans)
 
 
 def train(
@@ -73,7 +74,7 @@ def train(
     notes = Notes()
     chosen = trainer_for(
         layout,
-        strategy={"pool_bytes": pool_bytes},
+        strategy={"pool": PoolSettings(bytes=pool_bytes)},
         callbacks=[notes],
         precision="64-true",
         default_root_dir=folder,

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch, StepPlan
 from flowtrain_lightning.pool import Key, Reservation
 from flowtrain_lightning.pool.entry import outline
 from flowtrain_lightning.pool.part import Part
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
-from flowtrain_lightning.runtime.lane import LaneContext, run_schedule
-from flowtrain_lightning.runtime.room import FeatureSpec
-from flowtrain_lightning.runtime.step import Step
+from flowtrain_lightning.runtime.program import make_program
+from flowtrain_lightning.runtime.schedule import LaneContext, Step, run_schedule
 from flowtrain_lightning.runtime.timeline import Timeline
 
 SPEC = FeatureSpec(((2,),), (torch.float64,))
@@ -153,6 +153,11 @@ class StageLease:
     release: Callable[[], None]
 
 
+def least_bytes(plan: StepPlan, spec: FeatureSpec) -> int:
+    """Bytes of the pool with which a step of this plan cannot block, on any rank."""
+    return make_program(plan, RankShard(None, 0, None, 0), 0).pool_demand(spec).least
+
+
 class Numbers(nn.Module):
     """A half of a few numbers, so that gradients can be compared."""
 
@@ -237,15 +242,15 @@ class Rehearsal:
                 encoder_ranks.index(rank) if rank in encoder_ranks else None,
                 encoders,
             )
-            step = Step(batch_of(plan, part), "train", 0, trains)
-            desk = LaneContext(self.pools[rank], self.compute[rank], Page(), Timeline())  # type: ignore[arg-type]
+            step = Step(batch_of(plan, part), make_program(plan, part, kept_batches), "train", 0, trains)
+            context = LaneContext(self.pools[rank], self.compute[rank], Page(), Timeline())  # type: ignore[arg-type]
             lanes = []
             spec = SPEC if plan.entries else None
             if part.backbone_rank is not None:
-                lanes.append(("backbone", BackboneLane(desk, encoder_ranks).run(step, spec, [])))
-            if part.encoder_rank is not None:
-                lanes.append(("encoder", EncoderLane(desk, backbone_ranks, kept_batches).run(step, spec)))
-            parts.append(lambda desk=desk, lanes=lanes, step=step: run_schedule(desk, lanes, step))
+                lanes.append(("backbone", BackboneLane(context, encoder_ranks).run(step, spec, [])))
+            if part.encoder_rank is not None and spec is not None:
+                lanes.append(("encoder", EncoderLane(context, backbone_ranks).run(step, spec)))
+            parts.append(lambda context=context, lanes=lanes, step=step: run_schedule(context, lanes, step))
         stage.play(parts)
 
     def gradient(self, half: str) -> Tensor:

@@ -17,6 +17,7 @@ import pytest
 
 from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.pool import PeerFailed
+from flowtrain_lightning.runtime.health import process_health
 from flowtrain_lightning.runtime.job import Job
 from tests.pool.faults import TOLD, slowness
 from tests.ports import free_port
@@ -62,6 +63,7 @@ def join(rank: int) -> Job:
     return Job(
         rank,
         ALLOCATION,
+        process_health(),
         backend="gloo",
         hang_timeout=SECONDS,
         timeout=timedelta(seconds=SECONDS),

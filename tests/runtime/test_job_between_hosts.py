@@ -13,6 +13,7 @@ import torch.distributed as dist
 from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.parallel.groups import disconnect_groups
 from flowtrain_lightning.pool import Key, Pool
+from flowtrain_lightning.runtime.health import process_health
 from flowtrain_lightning.runtime.job import Job
 from tests.hosts import ADDRESSES, Hosts, enter, why_not
 from tests.processes import Ranks, assert_all_good, run_ranks
@@ -38,6 +39,7 @@ def join(rank, ranks, tester, hang_timeout=60.0):
     return Job(
         rank,
         ALLOCATION,
+        process_health(),
         backend="gloo",
         hang_timeout=hang_timeout,
         timeout=timedelta(seconds=60),

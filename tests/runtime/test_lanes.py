@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.pool import PoolError
-from flowtrain_lightning.runtime.room import least_room
 from tests.packing.sizes import make_sizes, plan_of, sizes_strategy
-from tests.runtime.rehearsal import SPEC, Rehearsal, direct_gradients
+from tests.runtime.rehearsal import SPEC, Rehearsal, direct_gradients, least_bytes
 
 RANKS = st.integers(1, 3)
 ROOM_ENOUGH = 1 << 20
@@ -23,7 +22,7 @@ def rehearse(
     plan: StepPlan, *, colocated: bool, kept: int, events: int, trains: bool = True, room: int | None = None
 ) -> Rehearsal:
     """Plays a step, by default in the least room that cannot block."""
-    room = least_room(plan, SPEC) if room is None else room
+    room = least_bytes(plan, SPEC) if room is None else room
     return Rehearsal(plan, colocated=colocated, part_bytes=room, kept_batches=kept, trains=trains, seed=events)
 
 
@@ -89,7 +88,7 @@ def test_gradients_are_the_same_bits_in_every_order_of_events():
     assert all(torch.equal(gradient, found[0]) for gradient in found)
 
 
-def test_a_byte_less_than_the_least_room_is_refused():
+def test_a_byte_less_than_the_least_bytes_is_refused():
     plan = plan_of(make_sizes(*[(20, [10])] * 12), 1, 1)
     with pytest.raises(PoolError, match="can block each other"):
-        rehearse(plan, colocated=False, kept=4, events=0, room=least_room(plan, SPEC) - 1)
+        rehearse(plan, colocated=False, kept=4, events=0, room=least_bytes(plan, SPEC) - 1)

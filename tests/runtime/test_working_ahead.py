@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import RankShard, StepPlan
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
-from flowtrain_lightning.runtime.room import FeatureSpec, least_room
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Span
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
 from tests.pool.faults import slowness
+from tests.runtime.rehearsal import least_bytes
 from tests.tiny import tiny_data, write_records
 
 STEPS = 12
@@ -43,7 +44,7 @@ def plans(folder: Path) -> list[StepPlan]:
 @pytest.fixture(scope="module")
 def tight_pool(plans: list[StepPlan]) -> int:
     """Room for three of the largest batches ahead."""
-    return 2 * 3 * max(least_room(plan, SPEC) for plan in plans)
+    return 2 * 3 * max(least_bytes(plan, SPEC) for plan in plans)
 
 
 def train(folder: Path, layout: str, **settings: Any) -> list[dict[str, Any]]:
@@ -114,7 +115,7 @@ def test_with_a_full_pool_the_encoder_waits_and_goes_on_as_room_is_given_back(ti
     }
     waited = [stall for stall in spans_of(encoder, "encoder", STALL) if stall.end - stall.start > 0.02]
     assert waited
-    largest = max(least_room(plan, SPEC) for plan in plans)
+    largest = max(least_bytes(plan, SPEC) for plan in plans)
     for stall in waited:
         done = [span for span in forwards if span.end <= stall.start]
         if len(done) < len(forwards):

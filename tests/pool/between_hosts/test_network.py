@@ -11,10 +11,10 @@ import torch
 from flowtrain_lightning.pool import Key, PeerFailed, Pool
 from flowtrain_lightning.pool.between_hosts.hosts import UNREACHABLE_SECONDS
 from flowtrain_lightning.pool.between_hosts.location import address_towards, describe_ways, own_location
-from flowtrain_lightning.runtime.watchdog import Watchdog
+from flowtrain_lightning.runtime.health import HealthMonitor
 from tests.hosts import ADDRESSES, Hosts, enter, why_not
 from tests.pool.faults import slowness
-from tests.pool.ranks import join_job, labels, lease_of
+from tests.pool.ranks import join_job, lease_of
 from tests.processes import Ranks, assert_all_good, run_ranks
 
 HOST_OF = (0, 0, 1, 1)
@@ -121,7 +121,7 @@ def wait_for_features(rank, ranks, job, hang_timeout=None):
     """Rank 2, on the other host, encodes without end; all wait for what it never puts."""
     mesh = join_from_host(rank, ranks, job)
     if hang_timeout is not None:
-        Watchdog(mesh, rank, labels(ranks), hang_timeout, hang_timeout, os.environ["FOLDER"]).start()
+        HealthMonitor().join(mesh, hang_timeout, hang_timeout, Path(os.environ["FOLDER"]))
     pool = Pool.open(mesh, 1 << 16, 0)
     mesh.page.enter("forward of encoder batch 5" if rank == 2 else "wait for features", 3)
     pool.put(Key(rank, 0, 0), [torch.ones(9)], [peer for peer in range(ranks) if peer != rank])

@@ -14,12 +14,15 @@ import pytest
 from torch.utils.data import DataLoader
 
 from flowtrain_lightning.pool import PeerFailed, Pool
-from flowtrain_lightning.runtime.watchdog import Watchdog, die_with_parent, say_fault
+from flowtrain_lightning.runtime import process_end
+from flowtrain_lightning.runtime.health import HealthMonitor
+from flowtrain_lightning.runtime.process_end import die_with_parent, say_fault
 from tests.leftovers import abandoned_files, newly_abandoned_files
 from tests.pool.ranks import join_job
 from tests.processes import Ranks, run_ranks
 
 HANG = 1.5
+START = 1800.0
 
 
 def folder():
@@ -32,14 +35,14 @@ def mark(name):
 
 def start(rank, ranks, hang=HANG):
     mesh = join_job(rank, ranks)
-    watchdog = Watchdog(mesh, rank, mesh.labels, hang_timeout=hang, fault_dir=folder() / "faults")
-    watchdog.start()
-    return mesh, Pool.open(mesh, 1 << 16, 0), watchdog
+    health = HealthMonitor()
+    health.join(mesh, hang, START, folder() / "faults")
+    return mesh, Pool.open(mesh, 1 << 16, 0), health
 
 
 def misbehave(rank, ranks, how):
     """Rank 1 does what ``how`` says in step 3; rank 0 waits for it in the pool, rank 2 in a call that never ends."""
-    mesh, pool, watchdog = start(rank, ranks)
+    mesh, pool, health = start(rank, ranks)
     if rank == 1:
         mesh.page.enter("forward of encoder batch 5", 3)
         while not all(mesh.board[peer].waits for peer in (0, 2)):
@@ -60,7 +63,7 @@ def misbehave(rank, ranks, how):
             pool.poll(60)
     except PeerFailed as error:
         print(f"left by itself: {error}")
-        watchdog.stop()
+        health.leave()
         sys.exit(5)
 
 
@@ -102,10 +105,12 @@ def test_all_ranks_end_in_time_and_say_who_where_and_why(how, cause, code):
             for text in (fault(ranks, rank), results[rank].err):
                 assert f"Rank 1 (encoder 0) {cause}" in text
                 assert "in phase 'forward of encoder batch 5' of step 3" in text
-            assert results[rank].err.count("flowtrain: ") == 1
         assert "left by itself: Rank 1 (encoder 0)" in results[0].out
+        last = results[2].err.strip().splitlines()[-1]
+        assert last.startswith(f"flowtrain: rank 2 ends. Rank 1 (encoder 0) {cause}"), "what is read last"
         if how == "exception":
             assert "ValueError: bad picture" in fault(ranks, 0)
+            assert "ValueError: bad picture See" in last
         if how == "loop":
             assert 'while how == "loop"' in fault(ranks, 1), "the hanging rank's own file shows where it was"
         assert not list((ranks.folder / "faults").glob("*.unfinished"))
@@ -118,18 +123,19 @@ def test_a_fault_for_which_the_disk_has_no_room_leaves_no_file(tmp_path, capsys)
         say_fault("Rank 1 died.", tmp_path, 0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        process_end._last_words = ""
     assert capsys.readouterr().err == "\nflowtrain: Rank 1 died.\n"
     assert not list(tmp_path.iterdir())
 
 
 def all_wait(rank, ranks):
-    mesh, pool, watchdog = start(rank, ranks)
+    mesh, pool, health = start(rank, ranks)
     mesh.page.enter(f"wait for rank {1 - rank}", 4)
     try:
         while True:
             pool.poll(60)
     finally:
-        watchdog.stop()  # as a job does at its end: whoever is woken by the other rank's word says why as well
+        health.leave()  # as a job does at its end: whoever is woken by the other rank's word says why as well
 
 
 def test_ranks_that_wait_for_each_other_are_all_named():
@@ -144,13 +150,13 @@ def test_ranks_that_wait_for_each_other_are_all_named():
 
 def is_slow(rank, ranks):
     """One rank makes slow progress, the other one none for longer than the limit: that is no hang."""
-    mesh, pool, watchdog = start(rank, ranks)
+    mesh, pool, health = start(rank, ranks)
     mesh.page.enter("wait" if rank else "first step", 0)
     for _ in range(10):
         time.sleep(HANG / 4)
         if rank == 0:
-            mesh.page.advance()
-    watchdog.stop()
+            mesh.page.enter("first step", 0)
+    health.leave()
     pool.close()
     mesh.close()
     print("done")
@@ -163,10 +169,10 @@ def test_a_slow_rank_is_no_hanging_one_and_an_orderly_end_is_no_death():
 
 def starts_slowly(rank, ranks):
     """One rank takes longer for its start than a step may take without progress."""
-    mesh, pool, watchdog = start(rank, ranks)
+    mesh, pool, health = start(rank, ranks)
     mesh.page.enter("wait for all ranks" if rank else "start up", -1)
     time.sleep(2 * HANG)
-    watchdog.stop()
+    health.leave()
     pool.close()
     mesh.close()
 
@@ -177,11 +183,11 @@ def test_before_the_first_step_another_limit_holds():
 
 def ends_early(rank, ranks):
     """Rank 1 leaves in good order long before rank 0 does."""
-    mesh, pool, watchdog = start(rank, ranks)
+    mesh, pool, health = start(rank, ranks)
     if rank == 0:
         mesh.page.enter("write the checkpoint", 1)
         time.sleep(HANG * 0.8)
-    watchdog.stop()
+    health.leave()
     pool.close()
     mesh.close()
 
@@ -192,11 +198,11 @@ def test_a_rank_that_has_finished_is_no_dead_one():
 
 def fails_and_hangs(rank, ranks):
     """Rank 1 fails, and its clean-up never ends."""
-    mesh, _, watchdog = start(rank, ranks)
+    mesh, _, health = start(rank, ranks)
     if rank == 1:
         mesh.page.enter("forward", 1)
         mesh.page.fail("ValueError: bad picture")
-        watchdog.stop()
+        health.leave()
         mesh.close()
     time.sleep(600)
 
@@ -208,10 +214,10 @@ def test_a_rank_whose_clean_up_hangs_ends_too():
 
 
 def alone(rank, ranks):
-    mesh, _, watchdog = start(rank, ranks, hang=0.2)
+    mesh, _, health = start(rank, ranks, hang=0.2)
     mesh.page.fail("an error that the user handles")
     time.sleep(1)
-    watchdog.stop()
+    health.leave()
     mesh.close()
 
 
@@ -262,3 +268,54 @@ def loads_data(rank, ranks):
 def test_a_worker_that_loads_data_can_be_tied_too():
     (result,) = run_ranks(loads_data, 1)
     assert (result.code, result.out) == (0, "6\n"), result.err
+
+
+def starts_another(rank, ranks, code, needed):
+    """Rank 0 and its child, rank 1, that has ended; they are not connected."""
+    health = HealthMonitor()
+    health.name_ranks(["backbone 0", "encoder 0"])
+    if needed:
+        with health.starting(folder(), 0, 2):
+            health.watch_processes(0, {1: lambda: int(code)})
+            time.sleep(1)
+    health.watch_processes(0, {1: lambda: int(code)})
+    time.sleep(1)
+    print("went on")
+
+
+def outcome(code, needed=""):
+    (result,) = run_ranks(starts_another, 1, arguments=(str(code), needed))
+    return result.code, result.err + result.out
+
+
+def test_a_child_that_ended_with_an_error_ends_rank_0():
+    code, said = outcome(3)
+    assert code == 1
+    assert "flowtrain: Rank 1 (encoder 0) ended with exit code 3 outside of fit. Its own output says why." in said
+
+
+def test_any_child_that_has_ended_does_so_while_rank_0_needs_it():
+    code, said = outcome(0, "needed")
+    assert code == 1
+    assert "Rank 1 (encoder 0) ended with exit code 0 during start-up, before it had joined the other ranks" in said
+
+
+def test_a_child_that_has_done_its_work_does_not():
+    assert outcome(0) == (0, "went on\n")
+
+
+def ends_behind_a_goodbye(rank, ranks):
+    """A child that ends with an error while the ranks are connected: its status page tells more than its code."""
+    mesh, pool, health = start(rank, ranks)
+    if rank == 0:
+        health.watch_processes(0, {1: lambda: 3})
+        time.sleep(1)
+    health.leave()
+    pool.close()
+    mesh.close()
+    print("went on", flush=True)
+    os._exit(0)
+
+
+def test_while_ranks_are_connected_their_pages_count_and_not_their_codes():
+    assert [(result.code, result.out) for result in run_ranks(ends_behind_a_goodbye, 2, 60)] == [(0, "went on\n")] * 2

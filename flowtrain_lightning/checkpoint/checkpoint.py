@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,24 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import ROLES
-from flowtrain_lightning.checkpoint.names import take_name, write_file
+from flowtrain_lightning.checkpoint.files import (
+    make_temporary,
+    refuse_unseen,
+    refuse_url,
+    take_name,
+    write_file,
+    written_together,
+)
 from flowtrain_lightning.checkpoint.optimizer_state import NamedState
-from flowtrain_lightning.checkpoint.random_states import random_states, restore_random_states
-from flowtrain_lightning.checkpoint.shared import make_temporary, refuse_unseen, refuse_url
 from flowtrain_lightning.checkpoint.tensors import load_tensors, save_tensors
-from flowtrain_lightning.checkpoint.together import written_together
 from flowtrain_lightning.parallel.groups import Groups
-from flowtrain_lightning.parallel.halves import role_of
-from flowtrain_lightning.parallel.random_streams import global_seed
+from flowtrain_lightning.parallel.halves import HalvedModule, Halves, role_of
+from flowtrain_lightning.parallel.random_streams import global_seed, random_states, restore_random_states
 
 FORMAT = 1
 META = "meta.pt"
 RANDOM_STATES = "random_states.pt"
 VALUES = "values.pt"
-
-Halves = Mapping[str, tuple[str, ...]]
-"""Role -> module paths."""
-
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
 
@@ -64,9 +64,9 @@ def save_checkpoint(
     path = Path(filepath).absolute()
     with written_together(path, cross):
         made = make_temporary(path) if cross.rank == 0 else None
-    temporary: Path = cross.broadcast_object(made, 0)
+    temporary: Path = cross.broadcast_message(made, 0)
     refuse_unseen(temporary, cross)
-    states = cross.gather_objects(random_states())
+    states = cross.gather_messages(random_states())
     try:
         with written_together(path, cross):
             _save_roles(checkpoint, temporary, halves, allocation, groups)
@@ -156,6 +156,29 @@ def load_checkpoint(
         if rank < len(states):
             restore_random_states(states[rank])
     return checkpoint
+
+
+def load_half(module: HalvedModule, saved: Mapping[str, Tensor], roles: Collection[str], strict: bool = True) -> None:
+    """Loads the weights that live on this rank.
+
+    Args:
+        module: takes them.
+        saved: name -> value, of this rank's halves at least.
+        roles: of this rank.
+        strict: whether names that are missing or unknown are an error.
+
+    Raises:
+        RuntimeError: the checkpoint is not of this module.
+    """
+    known = module.state_dict().keys()
+    own = {name for name in known if role_of(name, module.halves) in (None, *roles)}
+    missing, unknown = sorted(own - saved.keys()), sorted(saved.keys() - known)
+    if strict and (missing or unknown):
+        raise RuntimeError(
+            f"The checkpoint does not fit {type(module).__name__}: missing {missing or 'nothing'}, "
+            f"unknown {unknown or 'nothing'}. Build the module as it was saved, or set strict_loading=False."
+        )
+    module.load_state_dict({name: saved[name] for name in own & saved.keys()}, strict=False)
 
 
 def read_checkpoint(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flowtrain_lightning.parallel.groups import disconnect_groups
-from flowtrain_lightning.runtime.unused_features import UnusedFeatures
+from flowtrain_lightning.runtime.encoder_checks import UnusedFeatures
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, run_jobs
 from tests.tiny import TinyVLM, tiny_data, write_records
@@ -67,5 +67,5 @@ def ignore_features(folder: Path, *, data: str, layout: str) -> None:
 def test_a_merge_that_ignores_the_features_is_told(tmp_path: Path, layout: str):
     write_records(tmp_path / "data", 40)
     arguments = {"data": str(tmp_path / "data"), "layout": layout}
-    job = Job("train", "tests.runtime.test_unused_features:ignore_features", ranks_of(layout), arguments)
+    job = Job("train", "tests.runtime.test_encoder_checks:ignore_features", ranks_of(layout), arguments)
     assert run_jobs(tmp_path, [job])["train"].check().log.count("Does `merge` use the features") == 1

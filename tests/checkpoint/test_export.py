@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowtrain_lightning import FlowCheckpointIO
-from flowtrain_lightning.checkpoint import plain, read_checkpoint
+from flowtrain_lightning.checkpoint import export, read_checkpoint
 from flowtrain_lightning.cli import main
 from tests.checkpoint.conftest import seen_by
 from tests.checkpoint.test_resume import same
@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_written_is_told_and_leaves_nothing(straight, tmp_
         path.write_bytes(b"half of it")
         raise RuntimeError("unexpected pos 64 vs 0")  # so tells torch of a full disk
 
-    monkeypatch.setattr(plain, "write_file", full)
+    monkeypatch.setattr(export, "write_file", full)
     monkeypatch.setattr(sys, "argv", ["flowtrain", "export", str(straight / "ended.ckpt"), str(tmp_path / "out.ckpt")])
     with pytest.raises(SystemExit, match=r"out\.ckpt cannot be written; is there room enough in .*\?"):
         main()

@@ -1,4 +1,4 @@
-"""Ranks that have not met yet, as if each had a node of its own."""
+"""Ranks that have not joined yet, as if each had a node of its own."""
 
 import os
 import signal
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flowtrain_lightning.parallel.job_store import root_store
-from flowtrain_lightning.runtime import start_watch
-from flowtrain_lightning.runtime.start_watch import StartWatch
+from flowtrain_lightning.runtime import start_beats
+from flowtrain_lightning.runtime.start_beats import StartBeats
 from tests.ports import free_port
 from tests.processes import assert_all_good, run_ranks
 
@@ -20,15 +20,15 @@ SILENT_SECONDS = 5.0
 """Long enough for a busy machine to let every rank give its sign."""
 
 
-def meeting():
+def rendezvous():
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def start(rank, ranks, victim, end):
     """All ranks wait for ever, but the victim, which comes to its end."""
-    start_watch._SILENT_SECONDS = SILENT_SECONDS
+    start_beats._SILENT_SECONDS = SILENT_SECONDS
     store = root_store(rank, ranks, timedelta(seconds=60))
-    with StartWatch(store, rank, ranks, Path(os.environ["FOLDER"])):
+    with StartBeats(store, rank, ranks, Path(os.environ["FOLDER"])):
         time.sleep(2.0)
         if rank == victim:
             if end == "raise":
@@ -48,19 +48,19 @@ def start(rank, ranks, victim, end):
     ids=["a rank raises", "rank 0 raises", "a rank is killed", "rank 0 is killed"],
 )
 def test_all_ranks_end_with_a_sentence_when(victim, end, sentence):
-    results = run_ranks(start, 3, deadline=50, arguments=[victim, end], env=meeting())
+    results = run_ranks(start, 3, deadline=50, arguments=[victim, end], env=rendezvous())
     for result in results:
         assert result.code == (-signal.SIGKILL if result.rank == victim and end == "kill" else 1), str(result)
         assert result.rank == victim or f"flowtrain: {sentence}" in result.err, str(result)
 
 
-def meet(rank, ranks):
-    """Rank 1 has met the others long before rank 0 has, and gives no sign any more."""
-    start_watch._SILENT_SECONDS = SILENT_SECONDS
+def join(rank, ranks):
+    """Rank 1 has joined the others long before rank 0 has, and gives no sign any more."""
+    start_beats._SILENT_SECONDS = SILENT_SECONDS
     store = root_store(rank, ranks, timedelta(seconds=60))
-    with StartWatch(store, rank, ranks, Path(os.environ["FOLDER"])):
+    with StartBeats(store, rank, ranks, Path(os.environ["FOLDER"])):
         time.sleep(1.0 if rank else SILENT_SECONDS + 2)
 
 
-def test_ranks_that_have_met_are_not_missed():
-    assert_all_good(run_ranks(meet, 2, env=meeting()))
+def test_ranks_that_have_joined_are_not_missed():
+    assert_all_good(run_ranks(join, 2, env=rendezvous()))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowtrain_lightning.parallel.groups import WAITS_FOR_ALL, WAITS_FOR_NEWS
+from flowtrain_lightning.parallel.groups import WAITS_FOR_ALL, WAITS_FOR_RANK
 from flowtrain_lightning.pool import State, Status
 from flowtrain_lightning.runtime.job import Job
 
@@ -42,7 +42,7 @@ class EpochMetricSync:
                 f"{type(value).__name__}. Log a metric's value (`metric.compute()`), not the object."
             )
         self._meet(name)
-        first_name, first_value = self._cross.broadcast_object((name, float(value)), 0)
+        first_name, first_value = self._cross.broadcast_message((name, float(value)), 0)
         if first_name != name:
             raise ValueError(
                 f"log({name!r}, ...) was called on rank {self._cross.rank} while rank 0 calls "
@@ -65,7 +65,7 @@ class EpochMetricSync:
             progress, moment = since.setdefault(rank, (other.progress, now))
             if progress != other.progress:
                 since[rank] = (other.progress, moment := now)
-            in_cross = other.phase == WAITS_FOR_ALL or other.phase.startswith(WAITS_FOR_NEWS)
+            in_cross = other.phase == WAITS_FOR_ALL or other.phase.startswith(WAITS_FOR_RANK)
             stands_elsewhere = in_cross or (rank in self._peers and other.in_collective)
             has_gone = other.begun > own.begun or other.state is State.FINISHED
             if has_gone or (stands_elsewhere and now - moment > _PATIENCE_SECONDS):

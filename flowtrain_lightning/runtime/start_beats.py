@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from contextlib import suppress
@@ -12,23 +11,22 @@ from types import TracebackType
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from flowtrain_lightning.runtime.watchdog import end_children, say_fault
-from flowtrain_lightning.trainer.launcher import kin
+from flowtrain_lightning.runtime.process_end import end_at_once, end_children, say_fault
 
 _BEAT_SECONDS = 0.5
 _SILENT_SECONDS = 30.0  # without a beat: that process has ended, or its whole node
 _HEARD_SECONDS = 5.0  # on a busy machine as well
 _FAULT = "fault"
-_MET = "met"
+_JOINED = "joined"
 
 _counts = itertools.count()
 
 
-class StartWatch:
-    """A context manager for the time in which neither `Kin` nor the watchdog sees the ranks of other nodes.
+class StartBeats:
+    """A context manager for the time in which nothing else tells of the ranks of other nodes.
 
-    Every rank leaves a sign of life in the job's store, again and again, until it has met the others. Rank 0 looks at
-    all of them, every rank at what rank 0 or another one says went wrong. All ranks enter equally often.
+    Every rank leaves a sign of life in the job's store, again and again, until it has joined the others. Rank 0
+    looks at all of them, every rank at what rank 0 or another one says went wrong. All ranks enter equally often.
 
     Args:
         store: of the job.
@@ -46,23 +44,21 @@ class StartWatch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="flowtrain-start", daemon=True)
 
-    def __enter__(self) -> StartWatch:
-        kin.tell = self._tell
+    def __enter__(self) -> StartBeats:
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        kin.tell = None
         self._over.set()
         self._thread.join()
         if error is not None:
-            self._tell(f"Rank {self._rank} failed during start-up: {type(error).__name__}: {error}")
+            self.tell(f"Rank {self._rank} failed during start-up: {type(error).__name__}: {error}")
         with suppress(RuntimeError):
-            self._store.set(str(self._rank), _MET)
+            self._store.set(str(self._rank), _JOINED)
 
-    def _tell(self, sentence: str) -> None:
+    def tell(self, sentence: str) -> None:
         """Let the ranks of all nodes know what has ended this one."""
         with suppress(RuntimeError):  # from the store: its node is gone as well
             self._put(sentence)
@@ -95,7 +91,7 @@ class StartWatch:
                 say_fault(fault, self._folder, self._rank)
                 self._let_others_hear()
                 end_children()
-                os._exit(1)
+                end_at_once()
 
     def _silent(self) -> int | None:
         """On rank 0, a rank that was there and has given no sign of life for too long."""
@@ -106,6 +102,6 @@ class StartWatch:
             former, since = self._last[rank]
             if sign != former:
                 self._last[rank] = (sign, now)
-            elif sign != _MET and now - since > _SILENT_SECONDS:
+            elif sign != _JOINED and now - since > _SILENT_SECONDS:
                 return rank
         return None

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from flowtrain_lightning.checkpoint.directory import FORMAT
+from flowtrain_lightning.checkpoint.checkpoint import FORMAT
 from flowtrain_lightning.parallel.groups import CrossGroup, Groups
 from tests.checkpoint.saving import HALVES, MOMENTS
 from tests.forks import Job, run_jobs

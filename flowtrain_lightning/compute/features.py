@@ -1,0 +1,44 @@
+"""What passes from the encoder to the backbone: how wide a row of features is, and how many bytes an entry takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.data import Features
+from flowtrain_lightning.pool import entry_nbytes
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """What one row of features is.
+
+    Attributes:
+        shapes: shape of a row of each tensor.
+        dtypes: dtype of each tensor.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, features: tuple[Tensor, ...]) -> FeatureSpec:
+        """The spec of some features."""
+        return cls(tuple(tuple(f.shape[1:]) for f in features), tuple(f.dtype for f in features))
+
+    def entry_nbytes(self, rows: Sequence[int]) -> list[int]:
+        """Bytes of the pool that entries of so many rows take."""
+        widths = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+        return [entry_nbytes([count * width for width in widths]) for count in rows]
+
+    def __str__(self) -> str:
+        return " and ".join(f"{list(shape)} {dtype}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+
+def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:
+    """What ``merge`` gets: a tensor, or a tuple where the encoder returned several."""
+    return {modality: tensors[0] if len(tensors) == 1 else tensors}

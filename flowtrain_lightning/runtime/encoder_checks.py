@@ -1,0 +1,94 @@
+"""What goes wrong with an encoder in silence, noticed: frozen weights that change, features that nobody uses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from flowtrain_lightning.allocator.roles import ENCODER
+from flowtrain_lightning.parallel.halves import HalvedModule, role_of
+
+_STEPS = 10
+"""Some models begin with gates that are closed, and pass no gradient in their first steps."""
+
+_Seen = dict[str, tuple[Tensor, int, int]]
+"""Name -> the parameter, the address of its values, and how often they were changed in place."""
+
+
+class FrozenEncoder:
+    """Sees when a frozen encoder's weights are changed: work ahead would then have been done with the old ones.
+
+    A rank that does not hold the weights sees changes too where a hook makes them on all ranks, so it does not take
+    features of the old weights before it is told. What is written through ``parameter.data`` is not seen by anyone.
+
+    Args:
+        module: holds the weights, or their names.
+    """
+
+    def __init__(self, module: HalvedModule) -> None:
+        self._module = module
+        self._seen: dict[str, _Seen] = {}
+
+    def note(self, stage: str) -> None:
+        """The weights of now are those with which this stage's next steps may be worked ahead."""
+        self._seen[stage] = self._look()
+
+    def refuse_changes(self, stage: str) -> None:
+        """Raises where they are others by now.
+
+        Raises:
+            ValueError: names one of them, and what to do.
+        """
+        now, then = self._look(), self._seen[stage]
+        changed = [name for name in {**then, **now} if not _is_same(now.get(name), then.get(name))]
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise ValueError(
+                f"Weights of the encoder were changed between two steps: {changed[0]!r}{more}. It is frozen, so "
+                "features of later steps may have been made already, with the weights before. Change them in "
+                "`on_train_epoch_start`, or set FlowTrainStrategy(placement='colocated'), with which nothing is worked "
+                "ahead. To let the encoder train from a step on, `requires_grad_(True)` alone is enough."
+            )
+
+    def _look(self) -> _Seen:
+        halves = self._module.halves
+        return {
+            name: (parameter, parameter.data_ptr(), parameter._version)
+            for name, parameter in self._module.named_parameters()
+            if role_of(name, halves) == ENCODER
+        }
+
+
+class UnusedFeatures:
+    """Notices that an encoder trains and yet gets no gradient: looks until it has seen one that is not zero."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._done = False
+
+    def look(self, parameters: Sequence[nn.Parameter]) -> None:
+        """After a step in which the encoder trained.
+
+        Args:
+            parameters: of the encoder, with the step's gradients.
+        """
+        if self._done:
+            return
+        self._steps += 1
+        if any(bool(p.grad.any()) for p in parameters if p.grad is not None):
+            self._done = True
+        elif self._steps == _STEPS:
+            self._done = True
+            warnings.warn(
+                f"The encoder trains, but in {_STEPS} steps with media none of its weights got a gradient that is not "
+                "zero. Does `merge` use the features, and does `encode` return them without `detach` or `no_grad`? If "
+                "the encoder is to stay as it is, freeze it (`self.encoder.requires_grad_(False)`): it then works "
+                "ahead of the backbone.",
+                stacklevel=2,
+            )
+
+
+def _is_same(one: tuple[Tensor, int, int] | None, other: tuple[Tensor, int, int] | None) -> bool:
+    return one is not None and other is not None and one[0] is other[0] and one[1:] == other[1:]

@@ -1,0 +1,166 @@
+"""Sees to it that each step finds enough bytes in the pool: opens it, and a larger one when a step needs more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from flowtrain_lightning.allocator.roles import ENCODER
+from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.features import FeatureSpec
+from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.pool import Pool, PoolCounters, PoolError
+from flowtrain_lightning.pool.device.choice import TierChoice, choose_device_tier
+from flowtrain_lightning.pool.device.tier import DeviceTier
+from flowtrain_lightning.pool.ways import NetworkChoice
+from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.runtime.schedule import LaneContext, Step
+from flowtrain_lightning.runtime.timeline import Timeline
+
+LEAST_REGION_BYTES = 16 << 20
+"""Bytes of each half of the pool where nobody asked for fewer."""
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """The pool of each rank, as a user may bound it.
+
+    Attributes:
+        bytes: of the pool on each rank, half of them for the running step and half for gradients or work ahead; None
+            lets it follow from the plan and grow between steps.
+        tier: where features and gradients of GPUs lie: ``"auto"`` in GPU memory between ranks that prove at start that
+            they can read it there, ``"host"`` in host memory, ``"device"`` as ``"auto"`` or not at all.
+        network: how they pass between hosts: ``"auto"`` over TCP, ``"nixl"`` as that package finds (extra `nixl`).
+    """
+
+    bytes: int | None = None
+    tier: TierChoice = "auto"
+    network: NetworkChoice = "auto"
+
+
+class PoolCapacity:
+    """One rank's part of the pool, from step to step. All ranks decide alike, from the plan.
+
+    Args:
+        module: encodes one batch, to find out what a row of features is.
+        job: the calling rank's.
+        compute: runs the user's methods.
+        timeline: of the calling rank.
+        settings: what the user wants of the pool.
+
+    Attributes:
+        context: what lanes work with; None before the first step.
+    """
+
+    def __init__(
+        self, module: nn.Module, job: Job, compute: Compute, timeline: Timeline, settings: PoolSettings
+    ) -> None:
+        self.context: LaneContext | None = None
+        self._module = module
+        self._job = job
+        self._compute = compute
+        self._timeline = timeline
+        self._settings = settings
+        self._region_bytes = 0
+        self._last_counters: PoolCounters | None = None
+        self._tier: DeviceTier | None = None
+
+    @property
+    def counters(self) -> PoolCounters | None:
+        """What this rank's part of the pool has done since it was opened last; None before the first step."""
+        return self._last_counters if self.context is None else self.context.pool.counters
+
+    def ensure_capacity(self, step: Step, anew: bool) -> bool:
+        """Opens the pool where the step needs more bytes than there are.
+
+        Args:
+            step: that begins.
+            anew: open it in any case, so that all that was published is void.
+
+        Returns:
+            Whether there is another context now.
+
+        Raises:
+            PoolError: the pool's bytes were bounded to too few for this step; the text says how many would do.
+        """
+        if step.plan.entries and self._compute.spec is None:
+            self._compute.spec = self._agree_on_spec(step)
+        spec = self._compute.spec
+        demand = step.program.pool_demand(spec) if step.plan.entries and spec is not None else None
+        least, ample = (demand.least, demand.ample) if demand is not None else (0, 0)
+        if self.context is None or least > self._region_bytes:
+            self._region_bytes = self._choose_bytes(least, ample)
+        elif not anew:
+            return False
+        self._open(step)
+        return True
+
+    def close(self) -> None:
+        """Gives the pool's memory back."""
+        if self.context is not None:
+            self._last_counters = self.context.pool.counters
+            self.context.pool.close()
+            self.context = None
+        if self._tier is not None:
+            self._tier.close()
+            self._tier = None
+
+    def _choose_bytes(self, least: int, ample: int) -> int:
+        """Bytes of each half of the pool."""
+        limit = self._settings.bytes
+        if limit is not None and least > limit // 2:
+            raise PoolError(
+                f"The largest encoder batch of this step takes {least:,} bytes of features, but a pool of {limit:,} "
+                f"bytes leaves {limit // 2:,} for the running step. Give it {2 * least:,} bytes or more "
+                f"(FlowTrainStrategy(pool=PoolSettings(bytes={2 * least}))), or set a smaller token_budget."
+            )
+        # What is reserved stands apart, so that beside it there are bytes for the whole step.
+        chosen = limit // 2 if limit is not None else max(least + ample, LEAST_REGION_BYTES)
+        rank_zero_info(
+            f"flowtrain: a pool of {2 * chosen:,} bytes on each rank, half for the features of the running "
+            f"step, half for gradients or work ahead. This step has {ample:,} bytes of features on the busiest "
+            f"encoder rank; {2 * least:,} bytes are the least with which it cannot block."
+        )
+        return chosen
+
+    def _open(self, step: Step) -> None:
+        former, page, nbytes = self.context, self._job.mesh.page, self._region_bytes
+        page.enter("wait for all ranks to open the pool", step.index)
+        if self._tier is None:
+            # As much as one half of the pool: a rank with one role uses one half, and what is too much goes through
+            # host memory, which has bytes for everything. It is kept for all later pools.
+            self._tier = choose_device_tier(self._settings.tier, self._job.mesh, self._compute.device, nbytes)
+            if self._tier is not None:
+                rank_zero_info(f"flowtrain: {self._tier.sentence}")
+        pool = Pool.open(self._job.mesh, nbytes, nbytes, self._settings.network, self._tier)
+        self.context = LaneContext(pool, self._compute, page, self._timeline)
+        if former is not None:
+            former.pool.close()
+
+    def _agree_on_spec(self, step: Step) -> FeatureSpec:
+        """What a row of features is, found by encoding the first batch of the first rank that has one."""
+        encoder_rank = min(entry.encoder_rank for entry in step.plan.entries)
+        source = self._job.allocation.ranks[ENCODER][encoder_rank]
+        found = None
+        if self._job.rank == source:
+            media = next(media for media in step.batch.encoder_batches if media is not None)
+            self._job.mesh.page.enter("first forward of the encoder", step.index)
+            spec = self._probe(media)
+            found = spec.shapes, tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
+        shapes, dtypes = self._job.groups.cross.broadcast_message(found, source)
+        return FeatureSpec(shapes, tuple(getattr(torch, name) for name in dtypes))
+
+    def _probe(self, media: PackedMedia) -> FeatureSpec:
+        training = [module for module in self._module.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False  # so that running statistics and the like stay as they are
+            with own_streams(), torch.no_grad():
+                return FeatureSpec.of(self._compute.encode(media, step=(-1, -1), number=0))
+        finally:
+            for module in training:
+                module.training = True

@@ -1,0 +1,107 @@
+"""How a process of a job ends: with a sentence on the screen and in a file, its children gone, and at once."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
+
+_last_words = ""
+"""What ends this process, in one line; empty while nothing does."""
+
+
+def say_fault(text: str, folder: str | os.PathLike[str], rank: int) -> None:
+    """Print the text to stderr, and put it whole or not at all into ``fault-rank<rank>.txt``.
+
+    When the process ends, its gist is printed once more: what a person sees last is the cause, and no library's words.
+
+    Args:
+        text: rank, role, phase and cause, in its first line; the error's own text may follow.
+        folder: where the file goes.
+        rank: the calling rank.
+    """
+    global _last_words
+    file = Path(folder) / f"fault-rank{rank}.txt"
+    with suppress(OSError, ValueError):  # where it cannot be said it must still end
+        print(f"\nflowtrain: {text}", file=sys.stderr, flush=True)
+    _last_words = f"flowtrain: rank {rank} ends. {_gist(text)} See {file}."
+    unfinished = file.with_suffix(".unfinished")
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            unfinished.write_text(text + "\n")
+            unfinished.replace(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def _gist(text: str) -> str:
+    """The first line of a text, and the line that names the error if one is told."""
+    first, *others = text.strip().splitlines()
+    named = [line for line in others if line[:1].strip() and not line.startswith(("Traceback", "The main thread"))]
+    return " ".join([first.removesuffix(" Its error was:"), *named[-1:]])
+
+
+def end_at_once(code: int = 1) -> NoReturn:
+    """End this process with its last words, and without what the interpreter and its libraries do at their end."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if _last_words:
+            os.write(2, f"\n{_last_words}\n".encode(errors="replace"))  # in one piece, among those of other ranks
+    os._exit(code)
+
+
+@atexit.register
+def _end_after_fault() -> None:
+    """After a fault: the interpreter and its libraries may need more time to end in good order than there is."""
+    if _last_words:
+        end_at_once()
+
+
+def end_children(spared: Collection[int] = ()) -> None:
+    """Kill the processes that descend from this one, but for ``spared``: ranks, which end by themselves."""
+    parents = _parents()
+    heirs = [os.getpid()]
+    for parent in heirs:
+        heirs.extend(child for child, of in parents.items() if of == parent and child not in spared)
+    for child in heirs[1:]:
+        with suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+
+
+def die_with_parent(worker_id: int = 0, *, parent: int | None = None) -> None:
+    """Let the system kill this process when the thread that started it ends. Usable as a ``worker_init_fn``.
+
+    Args:
+        worker_id: not used; a data loader passes it.
+        parent: the process that started this one, where it is known: if it has died already, this process ends now.
+            Processes of `multiprocessing` know it by themselves.
+    """
+    if parent is None:
+        starter = multiprocessing.parent_process()
+        parent = os.getppid() if starter is None else starter.pid
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(_SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "The system refused to tie this process to its parent (prctl).")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _parents() -> dict[int, int]:
+    """The parent of every process that can be seen."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError, IndexError, ValueError):  # it ended while we looked
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    return parents

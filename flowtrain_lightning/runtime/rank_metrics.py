@@ -1,0 +1,123 @@
+"""What a rank spends its time on, what its part of the pool does, and how long its batches took."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.pool import PoolCounters
+from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
+from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.runtime.schedule import Step
+from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Timeline
+
+Timings = dict[str, list[list[float]]]
+"""Role -> ``[tokens or patches, sum of their squares, seconds]`` of every microbatch or encoder batch."""
+
+
+class RankMetrics:
+    """Takes the metrics of one rank, each time those since the last.
+
+    Args:
+        lanes: role -> what this rank is in it, such as ``"encoder 1"``.
+        label: what this rank is in all its roles.
+        timeline: of this rank.
+    """
+
+    def __init__(self, lanes: dict[str, str], label: str, timeline: Timeline) -> None:
+        self._lanes = lanes
+        self._label = label
+        self._timeline = timeline
+        self._totals = dict(timeline.totals)
+        self._counters: PoolCounters | None = None
+        self._taken = time.monotonic()
+
+    @classmethod
+    def of(cls, job: Job, timeline: Timeline) -> RankMetrics:
+        """Those of the calling rank."""
+        lanes = {role: f"{role} {job.allocation.rank_within(role, job.rank)}" for role in job.roles}
+        return cls(lanes, job.labels[job.rank], timeline)
+
+    def take(self, counters: PoolCounters | None) -> dict[str, float]:
+        """The metrics since the last call.
+
+        Args:
+            counters: of this rank's part of the pool; None where there is none yet.
+
+        Returns:
+            for every lane the shares of ``compute``, ``stall`` and ``communication`` in its time, from 0 to 1; for the
+            rank ``pool_put`` and ``pool_read`` in bytes per second, ``pool_waiting``, the share of time in which it
+            waited for something to come through the pool, ``pool_refused``, how often an entry found no room, and
+            ``pool_peak``, the share of its bytes that was taken at most since the pool was opened.
+        """
+        now = time.monotonic()
+        elapsed, self._taken = now - self._taken, now
+        metrics = self._shares()
+        if counters is not None:
+            metrics |= self._of_pool(counters, elapsed)
+        return metrics
+
+    def _shares(self) -> dict[str, float]:
+        totals = dict(self._timeline.totals)
+        metrics: dict[str, float] = {}
+        for role, lane in self._lanes.items():
+            spent = {
+                kind: totals.get((role, kind), 0.0) - self._totals.get((role, kind), 0.0)
+                for kind in (COMPUTE, STALL, COMMUNICATION)
+            }
+            whole = sum(spent.values())
+            metrics |= {f"{lane}/{kind}": seconds / whole if whole else 0.0 for kind, seconds in spent.items()}
+        self._totals = totals
+        return metrics
+
+    def _of_pool(self, counters: PoolCounters, elapsed: float) -> dict[str, float]:
+        former, self._counters = self._counters, counters
+        if former is None or counters.entries < former.entries or counters.waits < former.waits:  # it was opened anew
+            put = read = refused = 0
+            waited = 0.0
+        else:
+            put, read, refused = former.bytes, former.leased_bytes, former.refused
+            waited = former.wait_seconds
+        capacity = counters.current.capacity + counters.ahead.capacity
+        taken = {
+            "put": (counters.bytes - put) / elapsed,
+            "read": (counters.leased_bytes - read) / elapsed,
+            "waiting": (counters.wait_seconds - waited) / elapsed,
+            "refused": counters.refused - refused,
+            "peak": (counters.current.peak + counters.ahead.peak) / capacity if capacity else 0.0,
+        }
+        return {f"{self._label}/pool_{name}": float(value) for name, value in taken.items()}
+
+
+def step_timings(step: Step, timeline: Timeline) -> Timings:
+    """How long this rank computed on each of its batches in a step, an encoder's forwards and backwards together."""
+    seconds: dict[tuple[str, int], float] = defaultdict(float)
+    for span in reversed(timeline.spans):
+        if span.stage != step.stage:
+            continue
+        if span.step < step.index - STEPS_AHEAD:
+            break  # whatever came before was recorded before this step, or a step so far behind it, began
+        if span.step == step.index and span.kind == COMPUTE and span.number >= 0:
+            seconds[span.lane, span.number] += span.end - span.start
+    part, plan = step.batch.part, step.plan
+    timings: Timings = {BACKBONE: [], ENCODER: []}
+    for (role, number), spent in sorted(seconds.items()):
+        if role == BACKBONE and part.backbone_rank is not None:
+            sizes = plan.sizes.tokens[plan.microbatches[part.backbone_rank][number]]
+        elif part.encoder_rank is not None:
+            sizes = plan.sizes.media_patches[plan.encoder_batches[part.encoder_rank][number]]
+        timings[role].append([*_sums(sizes), spent])
+    return timings
+
+
+def joined_timings(timings: Iterable[Timings]) -> Timings:
+    """The timings of several ranks together."""
+    of_ranks = list(timings)
+    return {role: [batch for of_rank in of_ranks for batch in of_rank[role]] for role in (BACKBONE, ENCODER)}
+
+
+def _sums(sizes: IntArray) -> tuple[float, float]:
+    return float(sizes.sum()), float((sizes.astype("float64") ** 2).sum())

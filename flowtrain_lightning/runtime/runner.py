@@ -1,0 +1,227 @@
+"""The course of a step on one rank: its lanes over the pool, the report, and the gradients that they leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.step_metrics import StepReport
+from flowtrain_lightning.data import StepBatch
+from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.parallel import reduce_gradients
+from flowtrain_lightning.parallel.halves import half_parameters
+from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.pool import PoolCounters
+from flowtrain_lightning.runtime.backbone_lane import BackboneLane
+from flowtrain_lightning.runtime.encoder_checks import FrozenEncoder, UnusedFeatures
+from flowtrain_lightning.runtime.encoder_lane import EncoderLane
+from flowtrain_lightning.runtime.epoch_metrics import EpochMetricSync
+from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.runtime.pool_capacity import PoolCapacity, PoolSettings
+from flowtrain_lightning.runtime.program import StepProgram, make_program
+from flowtrain_lightning.runtime.rank_metrics import RankMetrics, step_timings
+from flowtrain_lightning.runtime.schedule import STAGES, LaneContext, Schedule, Step, run_schedule
+from flowtrain_lightning.runtime.step_end import Note, StepEnd
+from flowtrain_lightning.runtime.timeline import COMMUNICATION, Timeline
+
+
+class RoleRunner:
+    """The steps of one rank.
+
+    Args:
+        module: trains.
+        trainer: whose steps these are.
+        job: the calling rank's.
+        encoder_activations: encoder batches per rank whose activations are kept for the backward; others are
+            recomputed.
+        pool: what the user wants of the pool.
+
+    Attributes:
+        trainer: whose steps these are.
+        timeline: what the lanes did when.
+        stop_requested: some rank was asked to end (SIGTERM); known to all ranks after the same step.
+        collects_timings: reports of training steps have notes of how long everything took.
+        metrics_every: after so many training steps, the report has notes of `RankMetrics`; 0 is never.
+        report: of the training step that ended last, equal on all ranks.
+    """
+
+    def __init__(
+        self, module: FlowModule, trainer: L.Trainer, job: Job, encoder_activations: int, pool: PoolSettings
+    ) -> None:
+        self.trainer = trainer
+        self.timeline = Timeline()
+        self.stop_requested = False
+        self.collects_timings = False
+        self.metrics_every = 0
+        self.report = StepReport(0.0, 0.0, False)
+        self._module = module
+        self._job = job
+        self._encoder_activations = encoder_activations
+        self._roles = tuple(role for role in (BACKBONE, ENCODER) if role in job.roles)
+        ranks = job.allocation.ranks
+        self._listeners = [rank for rank in ranks[ENCODER] if rank not in ranks[BACKBONE]]
+        self._parameters = {role: half_parameters(module, role) for role in (BACKBONE, ENCODER)}
+        self._compute = Compute(module, trainer, trainer.strategy.root_device)
+        self._capacity = PoolCapacity(module, job, self._compute, self.timeline, pool)
+        self._step_end = StepEnd(job, self._listeners, self._compute.metrics)
+        self._epoch_metrics = EpochMetricSync(job)
+        self._rank_metrics = RankMetrics.of(job, self.timeline)
+        self._frozen = FrozenEncoder(module)
+        self._unused_features = UnusedFeatures()
+        self._indices = dict.fromkeys(STAGES, 0)
+        self._ahead: dict[str, tuple[int, int] | None] = {}  # stage -> name of the step that may have been begun
+
+    # ---- what FlowModule calls ----------------------------------------------------------------------------------
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        """Forward and backward of this rank's part; gradients end up final, the mean loss is returned."""
+        trains = any(parameter.requires_grad for parameter in self._parameters[ENCODER])
+        step, context = self._begin(batch, "train", trains)
+        self._module.zero_grad(set_to_none=True)
+        with own_streams():
+            self._run_lanes(step, context, [])
+            report = self._end(step, context, batch_idx, self._note(step))
+        context.enter("wait for the sum of the gradients", step)
+        start = self.timeline.start()
+        for role in self._roles:
+            reduce_gradients(self._parameters[role], 1 / max(report.tokens, 1))
+        self.timeline.stop(start, self._roles[0], COMMUNICATION, "reduce gradients", "train", step.index)
+        if trains and step.plan.entries and self._job.rank == self._job.allocation.ranks[ENCODER][0]:
+            self._unused_features.look(self._parameters[ENCODER])
+        self.report, self.stop_requested = report, report.stop
+        context.enter("between steps", step)
+        return self._module.log_report("train", report)
+
+    def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
+        """Forward of this rank's part; the mean loss is returned."""
+        step, context = self._begin(batch, stage, trains=False)
+        with own_streams():
+            self._run_lanes(step, context, [])
+            report = self._end(step, context, batch_idx, None)
+        self.stop_requested = self.stop_requested or report.stop
+        context.enter("between steps", step)
+        return self._module.log_report(stage, report)
+
+    def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
+        """What ``backbone_step`` returns for this rank's microbatches; ``[]`` on an encoder rank."""
+        step, context = self._begin(batch, "predict", trains=False)
+        outputs: list[Any] = []
+        with own_streams():
+            self._run_lanes(step, context, outputs)
+        context.enter("between steps", step)
+        return outputs
+
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The 2-norm of the gradients of both halves."""
+        own = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if not self._listeners or not any(p.requires_grad for p in self._parameters[ENCODER]):
+            return own
+        # Gradients are equal on all ranks of a role, so one rank speaks for it.
+        speaks = self._job.groups.role_rank == 0
+        squares = torch.tensor([float(own.double()) ** 2 if speaks else 0.0], dtype=torch.float64)
+        return self._job.groups.cross.all_reduce(squares).sqrt().to(own)[0]
+
+    def agree_on_logged(self, name: str, value: Any) -> float:
+        """The value that rank 0 logged outside of a step, on every rank, which all call it."""
+        return self._epoch_metrics.agree(name, value)
+
+    # ---- what strategy and callbacks ask ------------------------------------------------------------------------
+
+    def prepare(self, batch: StepBatch) -> StepProgram:
+        """This rank's work in a step; asked for ahead of it, in the loader's thread."""
+        program = make_program(batch.plan, batch.part, self._encoder_activations)
+        if self._compute.spec is not None:
+            program.pool_demand(self._compute.spec)
+        return program
+
+    @property
+    def pool_counters(self) -> PoolCounters | None:
+        """What this rank's part of the pool has done since it was opened last; None before the first step."""
+        return self._capacity.counters
+
+    def close(self) -> None:
+        """Gives the pool's memory back."""
+        self._capacity.close()
+
+    # ---- the course of a step -----------------------------------------------------------------------------------
+
+    def _begin(self, batch: StepBatch, stage: str, trains: bool) -> tuple[Step, LaneContext]:
+        page = self._job.mesh.page
+        page.begin_step()
+        step = Step(batch, batch.program or self.prepare(batch), stage, self._indices[stage], trains)
+        self._indices[stage] += 1
+        page.enter("begin the step", step.index)
+        # Features that encoder ranks have published for later steps are void where the rest of an epoch is skipped,
+        # and where a frozen encoder begins to train.
+        ahead = self._ahead.get(stage)
+        changes_course = ahead is not None and (trains or step.name != ahead)
+        if ahead is not None and not changes_course:
+            self._frozen.refuse_changes(stage)
+        if self._capacity.ensure_capacity(step, anew=changes_course):
+            assert self._capacity.context is not None
+            ranks = self._job.allocation.ranks
+            self._backbone_lane = BackboneLane(self._capacity.context, ranks[ENCODER])
+            self._encoder_lane = EncoderLane(self._capacity.context, ranks[BACKBONE])
+        assert self._capacity.context is not None
+        return step, self._capacity.context
+
+    def _run_lanes(self, step: Step, context: LaneContext, outputs: list[Any]) -> None:
+        spec = self._compute.spec if step.plan.entries else None
+        lanes: list[tuple[str, Schedule]] = []
+        if BACKBONE in self._roles:
+            lanes.append((BACKBONE, self._backbone_lane.run(step, spec, outputs)))
+        if ENCODER in self._roles and spec is not None:
+            lanes.append((ENCODER, self._encoder_lane.run(step, spec)))
+        run_schedule(context, lanes, step)
+
+    def _end(self, step: Step, context: LaneContext, batch_idx: int, note: Note | None) -> StepReport:
+        steps_left = self._steps_left(step.stage, batch_idx)
+        may_work_ahead = bool(self._listeners) and not step.trains and steps_left > 0
+        self._ahead[step.stage] = (step.name[0], step.name[1] + 1) if may_work_ahead else None
+        if may_work_ahead:
+            self._frozen.note(step.stage)
+        if BACKBONE in self._roles:
+            return self._step_end.agree(context, step, note)
+        spec = self._compute.spec if may_work_ahead else None
+
+        def later(distance: int) -> Step | None:
+            following = step.batch.following(distance)
+            if following is None:
+                return None
+            program = following.program or self.prepare(following)
+            return Step(following, program, step.stage, step.index + distance, trains=False)
+
+        def work_ahead() -> bool:
+            return spec is not None and self._encoder_lane.work_ahead(later, spec, steps_left)
+
+        return self._step_end.receive(context, step, note, work_ahead)
+
+    def _note(self, step: Step) -> Note | None:
+        """What this rank tells of a training step; None where nobody wants to know."""
+        note: Note = {}
+        wants_metrics = self.metrics_every > 0 and (self.trainer.global_step + 1) % self.metrics_every == 0
+        if self.collects_timings:
+            note["timings"] = step_timings(step, self.timeline)
+        if wants_metrics:
+            note["metrics"] = self._rank_metrics.take(self.pool_counters)
+        return note if self.collects_timings or wants_metrics else None
+
+    def _steps_left(self, stage: str, batch_idx: int) -> int:
+        trainer = self.trainer
+        if stage == "train":
+            left = trainer.num_training_batches - batch_idx - 1
+            if trainer.max_steps >= 0:
+                left = min(left, trainer.max_steps - trainer.global_step - 1)
+        else:
+            counts = (
+                trainer.num_test_batches
+                if stage == "test"
+                else (trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+            )
+            left = min(counts) - batch_idx - 1
+        return int(min(left, 1 << 30))

@@ -1,0 +1,135 @@
+"""How the one or two lanes of a rank take turns, and what they work with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.features import FeatureSpec
+from flowtrain_lightning.data import StepBatch, StepPlan
+from flowtrain_lightning.pool import Key, Pool, Reservation, StatusPage
+from flowtrain_lightning.runtime.program import StepProgram
+from flowtrain_lightning.runtime.timeline import STALL, Timeline
+
+Schedule = Iterator[str | None]
+"""A lane at work: it yields None after each unit of work, or a text that says what it waits for."""
+
+STAGES = ("train", "val", "test", "predict")
+
+_FEATURES, _GRADIENTS, _REPORT, _NOTES, _KINDS = range(5)
+_WAKE_SECONDS = 0.5
+
+
+class Step:
+    """A step of one stage, as its lanes see it.
+
+    Attributes:
+        batch: this rank's part.
+        plan: of the whole step.
+        program: what this rank does in it.
+        stage: one of ``STAGES``.
+        index: counts the steps of this stage since the start of the run, alike on all ranks.
+        trains: gradients go back to the encoder.
+        name: epoch and step within it, which name random streams.
+        features: channel of the pool for features, whose keys go on with ``index`` and the number of the entry.
+        gradients: channel for the gradients of features, with keys of the same form.
+        report: channel on which encoder ranks find the step's report, under ``index``.
+        notes: channel for what encoder ranks tell at the step's end, under ``index`` and their number in their role.
+    """
+
+    def __init__(self, batch: StepBatch, program: StepProgram, stage: str, index: int, trains: bool) -> None:
+        self.batch = batch
+        self.plan: StepPlan = batch.plan
+        self.program = program
+        self.stage = stage
+        self.index = index
+        self.trains = trains
+        self.name = batch.epoch, batch.step
+        first = STAGES.index(stage) * _KINDS
+        self.features, self.gradients = first + _FEATURES, first + _GRADIENTS
+        self.report, self.notes = first + _REPORT, first + _NOTES
+
+    def reserved_features(self, spec: FeatureSpec, published: int = 0) -> dict[Key, Reservation]:
+        """What this encoder rank reserves in the pool, in the order in which it puts entries.
+
+        Args:
+            spec: what a row of features is.
+            published: encoder batches below this number were published ahead of the step.
+        """
+        left = [batch for number, batch in self.program.encoder_batches.items() if number >= published]
+        before = sum(len(batch.entries) for batch in self.program.encoder_batches.values()) - sum(
+            len(batch.entries) for batch in left
+        )
+        demand = self.program.pool_demand(spec).features
+        return {
+            Key(self.features, self.index, entry): Reservation(
+                demand[entry].nbytes, demand[entry].released_after - before
+            )
+            for batch in left
+            for entry in batch.entries
+        }
+
+    def reserved_gradients(self, spec: FeatureSpec) -> dict[Key, Reservation]:
+        """What this backbone rank reserves in the pool, in the order in which it puts entries."""
+        demand = self.program.pool_demand(spec).gradients
+        return {Key(self.gradients, self.index, entry): reserved for entry, reserved in demand.items()}
+
+
+@dataclass(frozen=True)
+class LaneContext:
+    """What a lane works with.
+
+    Attributes:
+        pool: through which features and gradients pass.
+        compute: runs the user's methods.
+        page: tells the other ranks what this one is doing.
+        timeline: records what was done when.
+    """
+
+    pool: Pool
+    compute: Compute
+    page: StatusPage
+    timeline: Timeline
+
+    def enter(self, phase: str, step: Step) -> None:
+        """Tells the other ranks what this one does from now on.
+
+        Args:
+            phase: a few words; begins with ``"wait"`` where the rank only waits for others.
+            step: the step that it belongs to.
+        """
+        self.page.enter(phase if step.stage == "train" else f"{phase} ({step.stage})", step.index)
+
+
+def run_schedule(context: LaneContext, lanes: Sequence[tuple[str, Schedule]], step: Step) -> None:
+    """Runs the lanes of this rank to their end, in one thread.
+
+    After every unit of work the first lane is asked again, so it has precedence. Where no lane can go on, the rank
+    sleeps until something arrives from another rank.
+
+    Args:
+        context: what the lanes work with.
+        lanes: role and lane, in order of precedence.
+        step: the step that runs.
+    """
+    pool, running = context.pool, dict(lanes)
+    while running:
+        pool.poll()
+        reasons: list[str] = []
+        for role, schedule in list(running.items()):
+            reason = next(schedule, _END)
+            if reason is _END:
+                del running[role]
+            if not isinstance(reason, str):
+                break
+            reasons.append(reason)
+        else:
+            context.enter(f"wait for {' and '.join(reasons)}", step)
+            start = context.timeline.start()
+            while not pool.poll(_WAKE_SECONDS):
+                pass
+            context.timeline.stop(start, next(iter(running)), STALL, reasons[0], step.stage, step.index)
+
+
+_END = object()

@@ -1,0 +1,124 @@
+"""How a step ends: the backbone ranks agree on a report, which reaches encoder ranks through the pool.
+
+Whatever else ranks have to tell of a step goes with it as notes. Backbone ranks exchange theirs when they agree. An
+encoder rank sends its own through the pool, since one that works ahead must not be made to wait: a note that finds no
+room is not sent, and one that has not arrived yet comes with a later step's report.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
+from flowtrain_lightning.pool import Key
+from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
+from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.runtime.schedule import LaneContext, Step
+from flowtrain_lightning.runtime.timeline import STALL
+
+_WAKE_SECONDS = 0.5
+_LATEST_NOTES = 2 * STEPS_AHEAD
+"""Rounds of notes after which nobody looks any more for what an encoder rank may have sent."""
+
+Note = dict[str, Any]
+"""What one rank tells of a step, in JSON types."""
+
+
+class StepEnd:
+    """Brings the report of each step to this rank.
+
+    Args:
+        job: the calling rank's.
+        listeners: global rank of every encoder rank that has no backbone lane.
+        metrics: stage -> what the calling rank's microbatches left there.
+    """
+
+    def __init__(self, job: Job, listeners: Sequence[int], metrics: Mapping[str, MetricAccumulator]) -> None:
+        self._job = job
+        self._listeners = listeners
+        self._senders = [job.allocation.ranks[ENCODER].index(rank) for rank in listeners]
+        self._speaker = job.allocation.ranks[BACKBONE][0]
+        self._metrics = metrics
+        self._rounds = 0  # how often notes were asked for, alike on all ranks
+
+    def agree(self, context: LaneContext, step: Step, note: Note | None) -> StepReport:
+        """On every backbone rank: the report of a step whose lanes have ended.
+
+        Args:
+            context: what the lanes work with.
+            step: the one that ends.
+            note: what this rank tells of it; None on all ranks where nobody asked for notes.
+        """
+        groups, board = self._job.groups, self._job.mesh.board
+        context.enter("wait for the other backbone ranks", step)
+        start = context.timeline.start()
+        asked_to_stop = any(page.sigterm for page in board.pages)
+        report = self._metrics[step.stage].agree(asked_to_stop, groups.sum_over_role, groups.gather_over_role)
+        if note is not None:
+            arrived = self._arrived(context, step) if self._job.rank == self._speaker else []
+            self._rounds += 1
+            gathered = groups.gather_over_role([note, *arrived])
+            report = replace(report, notes=tuple(found for notes in gathered for found in notes))
+        context.timeline.stop(start, BACKBONE, STALL, "other backbone ranks", step.stage, step.index)
+        if self._listeners and self._job.rank == self._speaker:
+            # Through the pool and not in a collective: so the backbone goes on at once, also when an encoder rank is
+            # in the middle of a later step's batch.
+            text = [_as_tensor(asdict(report))]
+            while context.pool.put(Key(step.report, step.index, 0), text, self._listeners) is None:
+                context.pool.poll(_WAKE_SECONDS)
+        return report
+
+    def receive(
+        self, context: LaneContext, step: Step, note: Note | None, work_ahead: Callable[[], bool]
+    ) -> StepReport:
+        """On an encoder rank without a backbone lane: the report, when the backbone ranks have agreed on it.
+
+        Args:
+            context: what the lanes work with.
+            step: the one that ends.
+            note: what this rank tells of it; None on all ranks where nobody asked for notes.
+            work_ahead: does a piece of work of a later step meanwhile; False where there is none to do now.
+        """
+        pool, rank = context.pool, step.batch.part.encoder_rank
+        if note is not None:
+            if note and not self._job.mesh.has_left(self._speaker):
+                assert rank is not None
+                # In the region of later steps: a note that nobody has read yet never stands where features must go.
+                pool.put(Key(step.notes, self._rounds, rank), [_as_tensor(note)], [self._speaker], ahead=True)
+            self._rounds += 1
+        start, waits = context.timeline.start(), False
+        while (lease := pool.get(Key(step.report, step.index, 0))) is None:
+            if work_ahead():
+                pool.poll()
+                start, waits = context.timeline.start(), False
+                continue
+            if not waits:  # once, since entering a phase counts as progress
+                context.enter("wait for the backbone to end the step", step)
+                waits = True
+            pool.poll(_WAKE_SECONDS)
+        context.timeline.stop(start, ENCODER, STALL, "end of the step", step.stage, step.index)
+        report = StepReport(**json.loads(bytes(lease.tensors[0].numpy())))
+        lease.release()
+        return replace(report, notes=tuple(report.notes))
+
+    def _arrived(self, context: LaneContext, step: Step) -> list[Note]:
+        """Notes of encoder ranks that are here by now."""
+        context.pool.poll()
+        found = []
+        for number in range(max(0, self._rounds - _LATEST_NOTES), self._rounds + 1):
+            for rank in self._senders:
+                lease = context.pool.get(Key(step.notes, number, rank))
+                if lease is not None:
+                    found.append(json.loads(bytes(lease.tensors[0].numpy())))
+                    lease.release()
+        return found
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -1,0 +1,111 @@
+"""What a rank does in a step, worked out from the plan: its order, where features belong, what the pool must hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain_lightning.compute.features import FeatureSpec
+from flowtrain_lightning.data import RankShard, StepPlan
+from flowtrain_lightning.pool import Reservation, entry_nbytes
+from flowtrain_lightning.runtime.program import StepProgram, encoder_order, make_program
+from tests.packing.sizes import make_sizes, plan_of, sizes_strategy
+
+SPEC = FeatureSpec(((8,), (2, 3)), (torch.float32, torch.float64))
+
+
+def nbytes(rows: int) -> int:
+    return entry_nbytes([rows * 8 * 4, rows * 2 * 3 * 8])
+
+
+def colocated(plan: StepPlan, rank: int = 0, kept: int = 4) -> StepProgram:
+    """The program of a rank with both roles."""
+    return make_program(plan, RankShard(rank, len(plan.microbatches), rank, len(plan.encoder_batches)), kept)
+
+
+def test_a_spec_tells_what_a_row_of_features_is():
+    features = (torch.zeros(7, 8), torch.zeros(7, 2, 3, dtype=torch.float64))
+    assert FeatureSpec.of(features) == SPEC
+    assert SPEC.entry_nbytes([5, 0]) == [nbytes(5), nbytes(0)]
+
+
+@pytest.mark.parametrize(
+    ("kept", "recomputed", "order"),
+    [
+        (4, set(), "f0 f1 f2 b0 b1 b2"),
+        (2, set(), "f0 f1 b0 f2 b1 b2"),
+        (1, {1}, "f0 f1 b0 f2 b1 b2"),
+        (0, {0, 1, 2}, "f0 f1 f2 b0 b1 b2"),
+    ],
+)
+def test_forwards_go_first_while_activations_may_be_kept(kept, recomputed, order):
+    assert " ".join(f"{kind[0]}{number}" for kind, number in encoder_order([0, 1, 2], kept, recomputed)) == order
+
+
+@given(sizes_strategy(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 4))
+def test_every_batch_is_encoded_and_differentiated_once_and_no_more_are_kept_than_may(sizes, encoders, ranks, kept):
+    plan = plan_of(sizes, encoders, ranks)
+    for rank in range(encoders):
+        program = make_program(plan, RankShard(None, ranks, rank, encoders), kept)
+        numbers = [number for number, media in enumerate(plan.encoder_batches[rank]) if len(media)]
+        for kind in ("forward", "backward"):
+            assert [number for done, number in program.encoder_order if done == kind] == numbers
+        held = 0
+        for kind, number in program.encoder_order:
+            held += (kind == "forward") - (kind == "backward") if not program.encoder_batches[number].recomputes else 0
+            assert held <= kept
+
+
+@given(sizes_strategy(), st.integers(1, 3), st.integers(1, 3))
+def test_the_features_of_a_microbatch_are_its_media_in_order_each_row_once(sizes, encoders, ranks):
+    plan = plan_of(sizes, encoders, ranks)
+    for rank in range(ranks):
+        program = make_program(plan, RankShard(rank, ranks, None, encoders), 4)
+        assert len(program.microbatches) == len(plan.microbatches[rank])
+        for microbatch in program.microbatches:
+            found = np.full(microbatch.rows, -1)
+            for entry, slices in microbatch.slices.items():
+                rows = np.repeat(plan.entries[entry].media, plan.sizes.media_rows[plan.entries[entry].media])
+                found[np.concatenate([np.arange(part.start, part.stop) for part in slices])] = rows
+                assert microbatch.owners[entry] == plan.entries[entry].encoder_rank
+            members = plan.microbatches[rank][microbatch.number]
+            media = [m for s in members for m in range(plan.sizes.media_start[s], plan.sizes.media_start[s + 1])]
+            assert found.tolist() == np.repeat(media, plan.sizes.media_rows[media]).tolist() if media else True
+
+
+def test_features_of_a_batch_are_held_together_and_gradients_one_by_one():
+    plan = plan_of(make_sizes((10, [30, 20]), (80, [20]), (70, [5])))
+    program = colocated(plan)
+    demand = program.pool_demand(SPEC)
+    last, expected = -1, {}
+    for batch in program.encoder_batches.values():
+        last += len(batch.entries)
+        for entry in batch.entries:
+            expected[entry] = Reservation(nbytes(plan.entries[entry].rows), last)
+    assert demand.features == expected
+    read = [entry for microbatch in program.microbatches for entry in microbatch.slices]
+    assert demand.gradients == {
+        entry: Reservation(nbytes(plan.entries[entry].rows), number) for number, entry in enumerate(read)
+    }
+
+
+def test_the_least_bytes_are_those_of_the_largest_encoder_batch():
+    plan = plan_of(make_sizes((10, [30]), (80, [20]), (70, [5])))
+    assert [len(batch) for batch in plan.encoder_batches[0]] == [1, 1, 1]
+    demand = colocated(plan).pool_demand(SPEC)
+    assert (demand.least, demand.ample) == (nbytes(30), sum(map(nbytes, (30, 20, 5))))
+
+
+def test_a_step_without_media_asks_nothing_of_the_pool():
+    demand = colocated(plan_of(make_sizes((10, []), (80, [])))).pool_demand(SPEC)
+    assert (demand.least, demand.ample, demand.features, demand.gradients) == (0, 0, {}, {})
+
+
+@given(sizes_strategy(), st.integers(1, 4), st.integers(1, 4))
+def test_the_least_is_never_more_than_ample_and_that_never_more_than_everything(sizes, encoders, backbones):
+    plan = plan_of(sizes, encoders, backbones)
+    demand = make_program(plan, RankShard(None, backbones, 0, encoders), 4).pool_demand(SPEC)
+    assert demand.least <= demand.ample <= sum(nbytes(entry.rows) for entry in plan.entries)
