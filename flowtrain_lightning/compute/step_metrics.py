@@ -53,7 +53,9 @@ class MetricAccumulator:
         self._options: dict[str, dict[str, Any]] = {}
         self._agreed: list[str] = []
         self._pending: list[tuple[str, float | Tensor]] = []
-        self._totals: Tensor | None = None  # summed loss, target tokens, and a number of tokens that is none or 0
+        self._totals: Tensor | None = (
+            None  # summed loss, target tokens, and the last number of tokens that is none, or 0
+        )
         self._sums: dict[str, Tensor] = {}  # name -> weighted sum, weight
 
     def record(self, name: str, value: Number, options: dict[str, Any]) -> None:
@@ -84,10 +86,12 @@ class MetricAccumulator:
             weight = tokens.detach().to(device, torch.float64, non_blocking=True).reshape(())
         else:
             weight = torch.full((), tokens, dtype=torch.float64, device=device)
+        if self._totals is None:
+            self._totals = torch.zeros(3, dtype=torch.float64, device=device)
         is_count = (weight >= 0) & (weight < torch.inf)
-        no_count = torch.where(is_count, 0.0, weight)
-        added = torch.stack([loss.detach().double().reshape(()), weight, no_count])
-        self._totals = added if self._totals is None else self._totals + added
+        no_count = torch.where(is_count, self._totals[2], weight)
+        added = torch.stack([loss.detach().double().reshape(()), weight])
+        self._totals = torch.cat([self._totals[:2] + added, no_count.reshape(1)])
         for name, value in self._pending:
             of_device = value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             weighed = torch.where(weight > 0, weight * of_device, 0.0)  # a mean over no targets may be NaN

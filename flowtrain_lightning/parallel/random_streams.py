@@ -21,7 +21,7 @@ def global_seed() -> int:
 @contextmanager
 def own_streams() -> Iterator[None]:
     """Inside, torch's generators may be seeded freely; the user's own streams go on afterwards as if untouched."""
-    if torch.get_default_device().type == "cuda":
+    if torch.get_default_device().type == "cuda" and torch.cuda.is_available():
         # Else its generator could not be seeded before the first weights are drawn there.
         torch.cuda.init()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]

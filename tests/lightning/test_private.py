@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 import flowtrain_lightning
 from flowtrain_lightning.data.loader import StepLoader
+from flowtrain_lightning.runtime.health import HealthMonitor
 from flowtrain_lightning.trainer.launcher import RankLauncher
 
 PACKAGE = Path(flowtrain_lightning.__file__).parent
@@ -34,10 +35,7 @@ IMPORTS = {
 
 INHERITED = {
     "strategy.py": {"_lightning_module"},
-    "launching.py": set(),
-    "saving.py": {"_lightning_module"},
-    "across_roles.py": set(),
-    "runtime/launcher.py": {"_call_children_scripts"},
+    "trainer/launcher.py": {"_call_children_scripts"},
     "module.py": set(),
 }
 """Private attributes of base classes that subclasses use."""
@@ -86,7 +84,7 @@ def test_a_trainer_knows_a_time_between_validations_under_the_name_that_we_ask_f
 
 
 def test_lightnings_launcher_takes_and_keeps_what_ours_relies_on():
-    launcher = RankLauncher(LightningEnvironment(), 2, 1, check=lambda trainer: None)
+    launcher = RankLauncher(LightningEnvironment(), HealthMonitor(), 2, 1, check=lambda trainer: None)
     assert (launcher.num_processes, launcher.num_nodes, launcher.procs) == (2, 1, [])
     assert not inspect.signature(launcher._call_children_scripts).parameters
 
@@ -94,7 +92,7 @@ def test_lightnings_launcher_takes_and_keeps_what_ours_relies_on():
 def test_a_trainer_finds_the_checkpoint_to_load_in_the_way_that_we_ask_for(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")  # so that nothing is started
     trainer = L.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
-    launcher = RankLauncher(LightningEnvironment(), 1, 1, check=lambda trainer: None)
+    launcher = RankLauncher(LightningEnvironment(), HealthMonitor(), 1, 1, check=lambda trainer: None)
     trainer.state.fn = TrainerFn.FITTING
 
     def fit(model: object, ckpt_path: object = None) -> None:

@@ -119,12 +119,13 @@ def test_with_a_full_pool_the_encoder_waits_and_goes_on_as_room_is_given_back(ti
     for stall in waited:
         done = [span for span in forwards if span.end <= stall.start]
         if len(done) < len(forwards):
-            ahead = sum(room(plans, span) for span in done if span.step > stall.step)
+            ahead = sum(nbytes(plans, span) for span in done if span.step > stall.step)
             assert ahead + 2 * largest > tight_pool // 2  # room that is free may lie in two pieces
 
 
-def room(plans: list[StepPlan], forward: Span) -> int:
-    return sum(SPEC.room(entry.rows) for entry in plans[forward.step].entries if entry.encoder_batch == forward.number)
+def nbytes(plans: list[StepPlan], forward: Span) -> int:
+    entries = [entry.rows for entry in plans[forward.step].entries if entry.encoder_batch == forward.number]
+    return sum(SPEC.entry_nbytes(entries))
 
 
 def test_nothing_is_sent_back_to_a_frozen_encoder(roomy):
