@@ -26,10 +26,6 @@ class ReaderCopies:
     def release(self, publication: Publication) -> None:
         """Tell the owner, and drop the copy."""
         publication.send(self._link, publication.address.owner, Kind.RELEASE)
-        self.forget(publication)
-
-    def forget(self, publication: Publication) -> None:
-        """Drop the copy."""
         self._copies.pop(publication.address, None)
 
     def close(self) -> None:

@@ -48,10 +48,6 @@ class Link:
             raise PoolError(f"Rank {peer} ({self._mesh.labels[peer]}) has left; nothing can be sent to it any more.")
         self._mesh.elsewhere.carry(peer, record, entry)
 
-    def withdraw(self, address: int) -> None:
-        """The bytes of the entry at ``address`` are about to change; see `Carrier.withdraw`."""
-        self._mesh.elsewhere.withdraw(address)
-
     def arrive(self, record: Record) -> None:
         """Let `receive` hand out a record that a thread of this rank has made; see `Elsewhere.arrive`."""
         self._mesh.elsewhere.arrive(record)

@@ -158,10 +158,6 @@ class StatusPage:
         """Count a step, of whatever stage: all ranks begin the same ones in the same order."""
         self._words[_BEGUN] += 1
 
-    def advance(self) -> None:
-        """Count progress within a phase."""
-        self._words[_PROGRESS] += 1
-
     def fail(self, text: str) -> None:
         """Say that this rank itself is to blame for the job's end. The first text stays.
 

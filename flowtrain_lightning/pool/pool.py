@@ -42,7 +42,6 @@ class Pool:
         self._own: dict[Key, tuple[Publication, set[int]]] = {}  # with the readers who have not released it yet
         self._published: dict[Key, Publication] = {}  # to this rank, and not leased yet
         self._leased: dict[Key, Publication] = {}
-        self._discarded: dict[int, int] = {}  # channel -> indices below it are gone
         self._entries = self._bytes = self._moved_bytes = self._leased_bytes = self._refused = 0
         self._waits = Waits()
         self._closed = False
@@ -74,8 +73,6 @@ class Pool:
             PeerFailed: when a peer ends meanwhile.
             PoolError: when memory is lacking.
         """
-        if device is not None and transport == "remote":
-            raise PoolError("Headers of entries in device memory need shared memory. Use transport='auto'.")
         segment = Segment(mesh.rank, current_bytes, ahead_bytes)
         link = Link(mesh)
         way = choose_transport(transport, link, segment)
@@ -210,25 +207,6 @@ class Pool:
         self._leased_bytes += publication.nbytes
         return Lease(key, owner, tensors, self._give_back)
 
-    def discard(self, channel: int, before_index: int) -> None:
-        """Forget all entries of a channel whose index is smaller, unread ones among them.
-
-        For a run that stops early. Owner and readers both call it, when nobody holds a lease of such an entry; what
-        is still on its way is dropped when it arrives.
-
-        Raises:
-            PoolError: when this rank holds a lease of such an entry. Nothing has changed then.
-        """
-        held = [key for key in self._leased if key.channel == channel and key.index < before_index]
-        if held:
-            raise PoolError(f"{held[0]} cannot be discarded while this rank holds a lease of it; release it first.")
-        self._discarded[channel] = max(before_index, self._discarded.get(channel, 0))
-        for key in [key for key in self._published if self._is_discarded(key)]:
-            self._forget(self._published.pop(key))
-        for key in [key for key in self._own if self._is_discarded(key)]:
-            self._transport.withdraw(self._own[key][0])
-            self._free(key)
-
     def close(self) -> None:
         """Drop segment and mappings. Views that are still in use stay valid; the mesh stays connected."""
         self._closed = True
@@ -263,16 +241,13 @@ class Pool:
             raise PoolError(
                 f"{key} was put for readers {list(readers)}; expected different ranks below {len(self._ranks)}."
             )
-        if key in self._own or self._is_discarded(key):
-            raise PoolError(f"{key} was put before, or its index was discarded; every entry needs a key of its own.")
+        if key in self._own:
+            raise PoolError(f"{key} was put before; every entry needs a key of its own.")
         return waiting
 
     def _take(self, record: Record) -> None:
         if record.kind is Kind.RELEASE:
             self._released(Key.unpack(record.channel, record.number), record.address, record.sender)
-            return
-        if self._device is not None and record.kind is Kind.UNREAD:
-            self._device.given_back(Address(record.address), record.sender, read=False)
             return
         publication = self._transport.receive(record)
         if publication is None:
@@ -280,12 +255,9 @@ class Pool:
         key, address = publication.key, publication.address
         if address.tier is Tier.DEVICE and (self._device is None or not self._device.reads_from(address.owner)):
             raise PoolError(f"Rank {record.sender} published {key} in device memory, which this rank cannot read.")
-        if self._is_discarded(key):
-            self._forget(publication)
-        elif key in self._published or key in self._leased:
+        if key in self._published or key in self._leased:
             raise PoolError(f"Rank {record.sender} published {key} twice.")
-        else:
-            self._published[key] = publication
+        self._published[key] = publication
 
     def _give_back(self, key: Key) -> None:
         if self._closed:
@@ -299,22 +271,9 @@ class Pool:
         elif not self._link.has_left(owner):
             self._transport.release(publication)
 
-    def _forget(self, publication: Publication) -> None:
-        """This rank will never read an entry; its owner has freed it in host memory by itself, or will."""
-        self._transport.forget(publication)
-        address = publication.address
-        if self._device is None or address.tier is not Tier.DEVICE:
-            return
-        if address.owner == self._link.rank:
-            self._device.given_back(address, address.owner, read=False)
-        elif not self._link.has_left(address.owner):
-            publication.send(self._link, address.owner, Kind.UNREAD)
-
     def _released(self, key: Key, address: int, reader: int) -> None:
         if self._device is not None:
-            self._device.given_back(Address(address), reader, read=True)
-        if self._is_discarded(key):
-            return  # it was on its way when the entry was discarded
+            self._device.given_back(Address(address), reader)
         own = self._own.get(key)
         if own is None or own[0].address != address or reader not in own[1]:
             raise PoolError(f"Rank {reader} released {key}, of which it held no lease.")
@@ -322,9 +281,6 @@ class Pool:
         readers.remove(reader)
         if not readers:
             self._free(key)
-
-    def _is_discarded(self, key: Key) -> bool:
-        return bool(self._discarded) and key.index < self._discarded.get(key.channel, 0)
 
     def _free(self, key: Key) -> None:
         address = self._own.pop(key)[0].address

@@ -24,20 +24,16 @@ class Kind(IntEnum):
     """My segment has ``size`` bytes; its memory is attached, if the transport shares any."""
     PUBLISH = 4
     """The entry ``channel, number`` of ``size`` bytes lies at ``address``."""
-    DATA = 5
-    """The payload is what the entry at ``address`` holds from byte ``start`` on."""
-    RELEASE = 6
+    RELEASE = 5
     """I have done with the entry ``channel, number`` at ``address``."""
-    STATUS = 7
+    STATUS = 6
     """The payload is what my status page says; for ranks that cannot see it."""
-    BLOCK = 8
+    BLOCK = 7
     """My block of device memory has ``size`` bytes; the payload names it and ``number`` events. 0: I have none."""
-    BLOCK_READ = 9
+    BLOCK_READ = 8
     """I can read your block; the payload names ``number`` events of mine. 0: I cannot, for that reason."""
-    BLOCK_CLOSED = 10
+    BLOCK_CLOSED = 9
     """I read your block no more."""
-    UNREAD = 11
-    """I shall never read the entry ``channel, number`` at ``address``."""
 
 
 class Record(NamedTuple):

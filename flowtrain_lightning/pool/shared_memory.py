@@ -40,9 +40,6 @@ class SharedMemoryTransport:
         """Tell ``reader`` the address; the bytes stay where they are."""
         publication.send(self._link, reader, Kind.PUBLISH)
 
-    def withdraw(self, publication: Publication) -> None:
-        """Nothing is sent; a reader that looks finds that the entry is gone."""
-
     def receive(self, record: Record) -> Publication | None:
         """Map a peer's segment, or learn of an entry."""
         if record.kind is Kind.PUBLISH:
@@ -65,9 +62,6 @@ class SharedMemoryTransport:
     def release(self, publication: Publication) -> None:
         """Tell the owner."""
         publication.send(self._link, publication.address.owner, Kind.RELEASE)
-
-    def forget(self, publication: Publication) -> None:
-        """Nothing was kept."""
 
     def close(self) -> None:
         """Drop the mappings; the last tensor that is a view of one unmaps it."""

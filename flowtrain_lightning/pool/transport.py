@@ -65,9 +65,6 @@ class Transport(Protocol):
     def publish(self, reader: int, publication: Publication) -> None:
         """Make an entry of the own segment readable by ``reader``. Never waits."""
 
-    def withdraw(self, publication: Publication) -> None:
-        """Stop what sends an entry of the own segment: its room is given to another, though not all readers have it."""
-
     def receive(self, record: Record) -> Publication | None:
         """Take a record that is not for the pool's books.
 
@@ -83,9 +80,6 @@ class Transport(Protocol):
 
     def release(self, publication: Publication) -> None:
         """Tell the owner that this reader has done with an entry, and drop what was kept of it."""
-
-    def forget(self, publication: Publication) -> None:
-        """Drop what was kept of an entry that its owner has freed by itself."""
 
     def close(self) -> None:
         """Drop all memory."""

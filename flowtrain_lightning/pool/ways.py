@@ -10,7 +10,6 @@ from flowtrain_lightning.pool.entry import Memory
 from flowtrain_lightning.pool.errors import PoolError
 from flowtrain_lightning.pool.link import Link
 from flowtrain_lightning.pool.record import Record
-from flowtrain_lightning.pool.remote import RemoteTransport
 from flowtrain_lightning.pool.segment import Segment
 from flowtrain_lightning.pool.shared_memory import SharedMemoryTransport
 from flowtrain_lightning.pool.transport import Publication, Transport
@@ -18,7 +17,7 @@ from flowtrain_lightning.pool.transport import Publication, Transport
 NetworkChoice = Literal["auto", "nixl"]
 """What may be chosen between hosts."""
 
-TransportName = Literal["auto", "shared_memory", "remote", "nixl"]
+TransportName = Literal["auto", "shared_memory", "nixl"]
 
 
 def choose_transport(name: TransportName, link: Link, segment: Segment) -> Transport:
@@ -35,8 +34,6 @@ def choose_transport(name: TransportName, link: Link, segment: Segment) -> Trans
     """
     far = link.elsewhere
     near = [peer for peer in link.peers if peer not in far]
-    if name == "remote":
-        return RemoteTransport(link, segment, link.peers)
     if not far:
         return SharedMemoryTransport(link, segment, near)
     if name == "shared_memory":
@@ -73,11 +70,6 @@ class TransportByPeer:
         """Make an entry readable by ``reader``."""
         self._of(reader).publish(reader, publication)
 
-    def withdraw(self, publication: Publication) -> None:
-        """Stop what sends an entry of the own segment."""
-        self._one.withdraw(publication)
-        self._other.withdraw(publication)
-
     def receive(self, record: Record) -> Publication | None:
         """Take a record that is not for the pool's books."""
         return self._of(record.sender).receive(record)
@@ -89,10 +81,6 @@ class TransportByPeer:
     def release(self, publication: Publication) -> None:
         """Tell the owner that this reader has done with an entry."""
         self._of(publication.address.owner).release(publication)
-
-    def forget(self, publication: Publication) -> None:
-        """Drop what was kept of an entry."""
-        self._of(publication.address.owner).forget(publication)
 
     def close(self) -> None:
         """Drop all memory."""

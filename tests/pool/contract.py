@@ -5,7 +5,7 @@ import torch
 from flowtrain_lightning.pool import entry_nbytes
 from tests.pool.ranks import NIXL
 
-TRANSPORTS = ["shared_memory", "device", "remote", "network", "both", NIXL]
+TRANSPORTS = ["shared_memory", "device", "network", "both", NIXL]
 ROOM = 1 << 20
 """Bytes of a rank's part of the pool."""
 FLOATS = entry_nbytes([1000 * 4])

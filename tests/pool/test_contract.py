@@ -3,10 +3,9 @@
 import gc
 from bisect import bisect_right
 
-import pytest
 import torch
 
-from flowtrain_lightning.pool import WAIT_LIMITS, Key, PoolError, entry_nbytes
+from flowtrain_lightning.pool import WAIT_LIMITS, Key, entry_nbytes
 from tests.pool.contract import FLOATS, ROOM, floats, now, serve
 from tests.pool.ranks import lease_of, meshes, open_pool, open_pools, wait_for
 
@@ -141,37 +140,6 @@ def test_exactly_what_the_helper_says_is_enough(three, transport):
     owner, *_ = open_pools(three, entry_nbytes([33 * 7 * 2, 5 * 8]), 0, transport)
     tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     assert owner.put(Key(0, 0, 0), tensors, [1]) is not None
-
-
-def test_discarded_entries_are_gone_on_both_sides(pools):
-    owner, reader, other = pools
-    for index in range(4):
-        owner.put(Key(0, index, 0), [floats(index)], [1, 2])
-    owner.put(Key(1, 0, 0), [floats(9)], [1])
-    lease_of(reader, Key(0, 0, 0)).release()  # its release may arrive before or after the discard
-    for pool in pools:
-        pool.discard(0, 3)
-    serve(pools)
-    assert now(owner) == 2 * FLOATS
-    for pool in (reader, other):
-        assert [pool.get(Key(0, index, 0)) for index in range(3)] == [None] * 3
-        lease_of(pool, Key(0, 3, 0)).release()
-    lease_of(reader, Key(1, 0, 0)).release()
-    wait_for(owner, lambda: now(owner) == 0)
-    with pytest.raises(PoolError, match="its index was discarded"):
-        owner.put(Key(0, 2, 9), [floats()], [1])
-
-
-def test_what_arrives_after_its_discard_is_dropped(pools):
-    owner, reader, _ = pools
-    reader.discard(0, 5)
-    owner.put(Key(0, 4, 0), [floats()], [1])
-    owner.put(Key(0, 5, 0), [floats()], [1])
-    lease_of(reader, Key(0, 5, 0)).release()
-    assert reader.get(Key(0, 4, 0)) is None
-    wait_for(owner, lambda: now(owner) == FLOATS)
-    owner.discard(0, 5)
-    assert now(owner) == 0
 
 
 def test_a_larger_pool_can_take_the_place_of_one_while_records_are_on_their_way(three, transport):

@@ -180,7 +180,7 @@ def test_records_keep_their_order_whichever_way_they_go():
         sent, got = [], []
         for number in range(3 * PLACES):
             size = choose.choice([0, 0, 0, 1, MAX_PAYLOAD])
-            one.send(1, Record(Kind.DATA, 0, number=number, payload=bytes(size)))
+            one.send(1, Record(Kind.STATUS, 0, number=number, payload=bytes(size)))
             sent.append((number, size))
             if choose.random() < 0.02:
                 got += other.receive()
@@ -221,6 +221,6 @@ def test_two_processes_wake_each_other_thousands_of_times():
 
 
 def test_what_is_longer_than_a_place_does_not_go_into_an_inbox(box):
-    box.slots[1].put(encode_record(Record(Kind.DATA, 1, payload=b"x"), 1)[:RECORD_BYTES])
+    box.slots[1].put(encode_record(Record(Kind.STATUS, 1, payload=b"x"), 1)[:RECORD_BYTES])
     with pytest.raises(PoolError, match="longer than its place"):
         box.inbox.take()

@@ -143,7 +143,7 @@ class Carrier:
         Args:
             peer: a rank of another host.
             record: tells of the entry.
-            entry: its bytes, which must not change before the reader has released it, or `withdraw` was called.
+            entry: its bytes, which must not change before the reader has released it.
         """
         with self._lock:
             self._ways[peer].shipments.append(_Shipment(record.address, encode_record(record), entry))
@@ -154,16 +154,6 @@ class Carrier:
         """Whether something is still to be sent, or to be confirmed by the other host."""
         ways = list(self._way_of.values())
         return any(way.shipments or unacknowledged(way.connection) for way in ways)
-
-    def withdraw(self, address: int) -> None:
-        """The bytes of an entry are about to change: send it no more, or what is left of it from a copy."""
-        with self._lock:
-            for way in self._ways.values():
-                for shipment in list(way.shipments):
-                    if shipment.address == address and not shipment.start:
-                        way.shipments.remove(shipment)
-                    elif shipment.address == address:
-                        shipment.entry = memoryview(bytes(shipment.entry))
 
     def close(self) -> None:
         """End the thread and close the connections; what is not sent is lost."""

@@ -67,11 +67,6 @@ class Elsewhere:
         self.arrived.append(record)
         self._wake()
 
-    def withdraw(self, address: int) -> None:
-        """The bytes of an entry are about to change; see `Carrier.withdraw`."""
-        if self._carrier is not None:
-            self._carrier.withdraw(address)
-
     def close(self, patience: float) -> None:
         """Send the page a last time and end.
 

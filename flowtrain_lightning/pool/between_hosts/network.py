@@ -40,10 +40,6 @@ class NetworkTransport(ReaderCopies):
         record = Record(Kind.PUBLISH, self._link.rank, self._link.number, key.channel, number, address, nbytes)
         self._link.carry(reader, record, entry)
 
-    def withdraw(self, publication: Publication) -> None:
-        """Let the service thread send it no more, or finish from a copy."""
-        self._link.withdraw(publication.address)
-
     def receive(self, record: Record) -> Publication | None:
         """Learn of a segment, or of an entry, which comes with its bytes."""
         payload = record.payload

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from flowtrain_lightning.pool.between_hosts.agent import Agent
 from flowtrain_lightning.pool.between_hosts.fetcher import Fetch, Fetched, Fetcher
-from flowtrain_lightning.pool.entry import HEAD_BYTES, Memory, erase_entry
+from flowtrain_lightning.pool.entry import HEAD_BYTES, Memory
 from flowtrain_lightning.pool.errors import PeerFailed, PoolError
 from flowtrain_lightning.pool.link import Link
 from flowtrain_lightning.pool.memory import create_memory, map_memory
@@ -31,14 +31,10 @@ class _Far(NamedTuple):
 
 
 class _Mirror(NamedTuple):
-    """What was fetched of a peer's segment, each entry at the place that it has there.
-
-    ``entries`` are those that are here or on their way, by address, until this rank has done with them.
-    """
+    """What was fetched of a peer's segment, each entry at the offset that it has there."""
 
     memory: mmap
     base: int
-    entries: dict[int, Publication]
 
 
 class NixlTransport:
@@ -80,9 +76,6 @@ class NixlTransport:
         """Tell ``reader``, who fetches it."""
         publication.send(self._link, reader, Kind.PUBLISH)
 
-    def withdraw(self, publication: Publication) -> None:
-        """A reader that is fetching it finds that its head is gone, which it reads last."""
-
     def receive(self, record: Record) -> Publication | None:
         """Learn of a segment, begin to fetch an entry, or learn that it is here."""
         owner = record.sender
@@ -104,11 +97,6 @@ class NixlTransport:
     def release(self, publication: Publication) -> None:
         """Tell the owner."""
         publication.send(self._link, publication.address.owner, Kind.RELEASE)
-        self.forget(publication)
-
-    def forget(self, publication: Publication) -> None:
-        """Its place in the mirror is free."""
-        self._mirrors[publication.address.owner].entries.pop(publication.address, None)
 
     def close(self) -> None:
         """End all transfers, then drop the mirrors; the last tensor that is a view of one unmaps it."""
@@ -122,21 +110,12 @@ class NixlTransport:
         if publication.nbytes < HEAD_BYTES or end > far.nbytes:
             raise PoolError(f"Rank {record.sender} published {publication}, which lies outside of its segment.")
         mirror = self._mirror(record.sender)
-        for other in list(mirror.entries.values()):
-            if start < other.address.offset + other.nbytes and other.address.offset < end:
-                # Its owner has discarded it; whoever still knows of it here must find that it is gone.
-                del mirror.entries[other.address]
-                erase_entry(mirror.memory, other.address.offset)
-        mirror.entries[address] = publication
         self._fetcher.fetch(Fetch(record, far.name, far.base + start, mirror.base + start))
 
     def _fetched(self, publication: Publication, failed: Fetched) -> Publication | None:
         owner = publication.address.owner
-        if publication.address not in self._mirrors[owner].entries:
-            return None  # its room was given to another one meanwhile
         if not failed:
             return publication
-        self.forget(publication)
         if self._link.has_left(owner):
             return None
         raise PeerFailed(f"{publication.key} could not be fetched from rank {owner}: {failed.decode()}", owner)
@@ -149,5 +128,5 @@ class NixlTransport:
             descriptor = create_memory(name, self._far[owner].nbytes)
             memory = map_memory(descriptor, self._far[owner].nbytes)
             os.close(descriptor)
-            mirror = self._mirrors[owner] = _Mirror(memory, self._agent.register(memory), {})
+            mirror = self._mirrors[owner] = _Mirror(memory, self._agent.register(memory))
         return mirror

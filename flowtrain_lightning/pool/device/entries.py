@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from mmap import mmap
 
 import torch
@@ -38,14 +38,14 @@ class Placed:
     Attributes:
         body: where it lies.
         nbytes: room that it takes.
+        readers: who read it; their streams may still be at it when they have given it back.
         waiting: readers who have not given it back.
-        used_by: readers who have, and whose streams may still be at it.
     """
 
     body: Body
     nbytes: int
+    readers: tuple[int, ...]
     waiting: set[int]
-    used_by: list[int] = field(default_factory=list)
 
 
 class DeviceEntries:
@@ -87,7 +87,7 @@ class DeviceEntries:
             self._reuse(self._given_back.popleft())
         self._used += aligned(nbytes)
         self._peak = max(self._peak, self._used)
-        return Placed(Body(offset, self._slots.popleft()), aligned(nbytes), set(readers))
+        return Placed(Body(offset, self._slots.popleft()), aligned(nbytes), tuple(readers), set(readers))
 
     def write(
         self, placed: Placed, memory: Memory, address: Address, key: Key, tensors: Sequence[Tensor], lines: Outline
@@ -144,8 +144,8 @@ class DeviceEntries:
         if slot is not None and not self._closed:
             self._tier.readable[address.owner].done[slot].record(self._runtime.current())
 
-    def given_back(self, address: Address, reader: int, read: bool) -> None:
-        """A reader has given back an entry of the own block, which it has read or never will.
+    def given_back(self, address: Address, reader: int) -> None:
+        """A reader has given back an entry of the own block.
 
         Nothing happens when it is none, or was given back by this reader before.
         """
@@ -153,8 +153,6 @@ class DeviceEntries:
         if placed is None or reader not in placed.waiting:
             return
         placed.waiting.remove(reader)
-        if read:
-            placed.used_by.append(reader)
         if not placed.waiting:
             del self._placed[address]
             self._give_back(placed)
@@ -180,7 +178,7 @@ class DeviceEntries:
 
     def _reuse(self, placed: Placed) -> None:
         """Room and slot are free for what the side stream is given after this: it waits for the readers' streams."""
-        for reader in placed.used_by:
+        for reader in placed.readers:
             self._tier.readers[reader][placed.body.slot].wait(self._runtime.side)
         self._arena.free(placed.body.offset)
         self._slots.append(placed.body.slot)

@@ -81,28 +81,6 @@ def test_sending_returns_at_once_though_nobody_reads():
     other.close()
 
 
-def test_what_was_withdrawn_is_not_sent_and_what_was_begun_is_sent_as_it_was():
-    one, other = socket.socketpair()
-    for end in (one, other):
-        end.setblocking(False)
-    begun, waiting = bytearray(b"a" * (6 << 20)), bytearray(64)
-    first, second = entry(0, len(begun)), entry(7 << 20, len(waiting))
-    sender = Carrier({1: one}, deque(), lambda: None, lambda *_: None)
-    sender.send(1, segment(), memoryview(b""))
-    sender.send(1, first, memoryview(begun))
-    sender.send(1, second, memoryview(waiting))
-    wait_until(lambda: sender._ways[1].shipments[0].start > 0)
-    sender.withdraw(first.address)
-    sender.withdraw(second.address)
-    begun[:] = b"x" * len(begun)
-    arrived = deque()
-    reader = Carrier({0: other}, arrived, lambda: None, lambda *_: None)
-    wait_until(lambda: len(arrived) == 2 and not sender.busy)
-    assert arrived[1].payload == b"a" * (6 << 20)
-    sender.close()
-    reader.close()
-
-
 @pytest.mark.parametrize(
     "record",
     [

@@ -5,7 +5,6 @@ import random
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,24 +32,6 @@ def test_where_nixl_is_not_installed_a_sentence_names_what_to_install(monkeypatc
 def test_within_a_host_memory_is_shared():
     with meshes(2, "shared_memory") as made:
         assert open_pools(made, 1 << 16, 0, "nixl")[0].counters.transport == "shared_memory"
-
-
-@with_nixl
-def test_room_that_is_given_away_while_an_entry_is_fetched_never_shows_as_another_entry():
-    with meshes(2, "nixl") as made:
-        owner, reader = open_pools(made, ROOM, 0, "nixl")
-        for turn in range(20):
-            owner.put(Key(0, turn, 0), [torch.full((ELEMENTS,), float(turn))], [1])
-            reader.poll(0.002 * (turn % 3))
-            owner.discard(0, turn + 1)
-            assert owner.put(Key(1, turn, 0), [torch.full((ELEMENTS,), -1.0 - turn)], [1]) is not None
-            lease = lease_of(reader, Key(1, turn, 0))
-            assert lease.tensors[0].eq(-1.0 - turn).all()
-            with suppress(PoolError):  # it came in time, and is stale
-                assert reader.get(Key(0, turn, 0)) is None
-            reader.discard(0, turn + 1)
-            lease.release()
-            wait_for(owner, lambda: owner.counters.current.now == 0)
 
 
 @with_nixl

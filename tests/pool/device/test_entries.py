@@ -68,7 +68,7 @@ class Pair:
 
     def give_back(self, address):
         self.reader.done(address)
-        self.owner.given_back(address, READER, read=True)
+        self.owner.given_back(address, READER)
 
     def close(self):
         self.owners.close()
@@ -124,7 +124,7 @@ def test_room_and_slots_come_back_when_all_readers_have_given_back(pair):
     for number in range(1, 20):
         address = pair.put(number, [floats(number)], readers=[OWNER, READER])
         assert pair.read(address, [floats()])[0].eq(number).all()
-        pair.owner.given_back(address, OWNER, read=False)
+        pair.owner.given_back(address, OWNER)
         assert pair.owner.occupancy.now == ROOM
         pair.give_back(address)
         assert pair.owner.occupancy.now == 0
@@ -133,9 +133,9 @@ def test_room_and_slots_come_back_when_all_readers_have_given_back(pair):
 
 def test_what_was_never_put_or_is_given_back_twice_has_no_effect(pair):
     address = pair.put(1, [floats()], readers=[OWNER, READER])
-    pair.owner.given_back(address, READER, read=False)
-    pair.owner.given_back(address, READER, read=True)
-    pair.owner.given_back(Address(address + 1), OWNER, read=True)
+    pair.owner.given_back(address, READER)
+    pair.owner.given_back(address, READER)
+    pair.owner.given_back(Address(address + 1), OWNER)
     pair.reader.done(address)
     assert pair.owner.occupancy.now == ROOM
 

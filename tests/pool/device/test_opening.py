@@ -180,12 +180,6 @@ def test_ranks_of_other_hosts_are_reached_as_without_a_device(devices):
         assert all(lease_of(pool, Key(1, 0, 0)).tensors[0].eq(1).all() for pool in pools[1:])
 
 
-def test_headers_need_shared_memory(three, devices):
-    tiers = open_tiers(three, devices)
-    with pytest.raises(PoolError, match="need shared memory"):
-        Pool.open(three[0], NBYTES, 0, "remote", tiers[0])
-
-
 def test_an_entry_in_device_memory_that_a_rank_cannot_read_is_refused(three):
     pools = on_all_ranks(lambda rank: Pool.open(three[rank], NBYTES, 0), 3)
     address = pools[0].put(Key(0, 0, 0), [torch.ones(10)], [2])
