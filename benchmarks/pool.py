@@ -38,7 +38,7 @@ from benchmarks.pool_peers import Way, free_port, open_ways
 from benchmarks.pool_report import draw_ways, report
 from benchmarks.pool_wakeups import answer, bells, pause, wake_up_seconds
 from benchmarks.report import write_results
-from flowtrain_lightning.pool.memory import create_memory, map_memory
+from flowtrain_lightning.pool import create_memory, map_memory
 
 KIB, MIB = 1 << 10, 1 << 20
 SAMPLES = {4 * KIB: 300, 64 * KIB: 200, MIB: 100, 16 * MIB: 30, 64 * MIB: 12}

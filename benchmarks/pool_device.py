@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from flowtrain_lightning.pool import Key, Mesh, Pool, Tier, entry_nbytes
-from flowtrain_lightning.pool.device.choice import choose_device_tier
+from flowtrain_lightning.pool import Key, Mesh, Pool, Tier, choose_device_tier, entry_nbytes
 
 MIB = 1 << 20
 SIZES = (MIB, 16 * MIB, 64 * MIB, 256 * MIB)

@@ -28,8 +28,7 @@ from flowtrain_lightning.placement import (
     part_of,
     remember,
 )
-from flowtrain_lightning.pool.device.choice import TierChoice
-from flowtrain_lightning.pool.ways import NetworkChoice
+from flowtrain_lightning.pool import NetworkChoice, TierChoice
 from flowtrain_lightning.runtime.engine import RoleRunner, RunnerSettings
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.saving import SavingHalves

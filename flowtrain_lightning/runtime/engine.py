@@ -15,9 +15,7 @@ from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.parallel import reduce_gradients
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
 from flowtrain_lightning.parallel.random_streams import own_streams
-from flowtrain_lightning.pool import PoolCounters
-from flowtrain_lightning.pool.device.choice import TierChoice
-from flowtrain_lightning.pool.ways import NetworkChoice
+from flowtrain_lightning.pool import NetworkChoice, PoolCounters, TierChoice
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
 from flowtrain_lightning.runtime.figures import Figures, RankMetricsTaker

@@ -19,11 +19,13 @@ from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.parallel.groups import connect_groups
 from flowtrain_lightning.parallel.job_store import node_names
-from flowtrain_lightning.pool import Mesh, State, first_fault
-from flowtrain_lightning.pool.between_hosts.location import (
+from flowtrain_lightning.pool import (
+    Mesh,
+    State,
     address_of,
     address_towards,
     describe_ways,
+    first_fault,
     interface_of,
 )
 from flowtrain_lightning.runtime.watchdog import Watchdog

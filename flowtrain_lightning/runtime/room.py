@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.packing import StepPlan
-from flowtrain_lightning.pool import Reservation, entry_nbytes, lay_out
+from flowtrain_lightning.pool import Reservation, assign_offsets, entry_nbytes
 
 LEAST_PART = 16 << 20
 """Bytes of a part of the pool that nobody asked to be smaller."""
@@ -84,7 +84,7 @@ def least_room(plan: StepPlan, spec: FeatureSpec) -> int:
     Gradients have as much room of their own; as less of them is held together than of features, it is enough.
     """
     orders = [feature_order(plan, spec, batches) for batches in _batches(plan)]
-    return max(lay_out(list(order.values())).capacity for order in orders)
+    return max(assign_offsets(list(order.values())).capacity for order in orders)
 
 
 def step_room(plan: StepPlan, spec: FeatureSpec) -> int:

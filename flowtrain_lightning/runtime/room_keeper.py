@@ -11,10 +11,15 @@ from flowtrain_lightning.allocator.roles import ENCODER
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.data import PackedMedia
 from flowtrain_lightning.parallel.random_streams import own_streams
-from flowtrain_lightning.pool import Pool, PoolCounters, PoolError
-from flowtrain_lightning.pool.device.choice import TierChoice, choose_device_tier
-from flowtrain_lightning.pool.device.tier import DeviceTier
-from flowtrain_lightning.pool.ways import NetworkChoice
+from flowtrain_lightning.pool import (
+    DeviceTier,
+    NetworkChoice,
+    Pool,
+    PoolCounters,
+    PoolError,
+    TierChoice,
+    choose_device_tier,
+)
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.lane import LaneContext
 from flowtrain_lightning.runtime.room import LEAST_PART, FeatureSpec, least_room, step_room

@@ -19,8 +19,7 @@ from types import FrameType
 
 from torch.distributed import distributed_c10d
 
-from flowtrain_lightning.pool import Mesh, State, fault_sentence, first_fault
-from flowtrain_lightning.pool.faults import find_fault, has_ended
+from flowtrain_lightning.pool import Mesh, State, fault_sentence, find_fault, first_fault, has_ended
 
 __all__ = ["Watchdog", "die_with_parent", "fault_sentence", "first_fault"]
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain_lightning.pool import Address, Key, PoolError, Tier
-from flowtrain_lightning.pool.record import MAX_PAYLOAD, Kind, Record
+from flowtrain_lightning.pool.control_records import MAX_PAYLOAD, Kind, Record
 from tests.pool.ranks import NIXL, lease_of, meshes, open_pools
 
-ROOM = 1 << 14
+CAPACITY = 1 << 14
 LIVING = Key(0, 0, 1)
 """An entry that rank 0 has put for rank 1, which has leased it."""
 
@@ -18,7 +18,7 @@ LIVING = Key(0, 0, 1)
 def job(request):
     """Two ranks, the first of which tells lies; what it really put; and an address where nothing lies any more."""
     with meshes(2, request.param) as made:
-        pools = open_pools(made, ROOM, 0, request.param)
+        pools = open_pools(made, CAPACITY, 0, request.param)
         stale = pools[0].put(Key(0, 0, 0), [torch.zeros(10)], [1])
         lease_of(pools[1], Key(0, 0, 0)).release()
         while pools[0].counters.current.now:
@@ -34,7 +34,9 @@ def job(request):
 def lies(living, stale):
     """Any record of a pool, most of whose numbers come close to true ones."""
     addresses = st.sampled_from([living, stale, Address.of(1, Tier.HOST, 0, 0), Address(living | 1 << 49)])
-    numbers = st.sampled_from([0, 1, 63, 64, 192, ROOM, ROOM + 1, (1 << 64) - 1, LIVING.pack(), Key(0, 0, 7).pack()])
+    numbers = st.sampled_from(
+        [0, 1, 63, 64, 192, CAPACITY, CAPACITY + 1, (1 << 64) - 1, LIVING.pack(), Key(0, 0, 7).pack()]
+    )
     return st.builds(
         Record,
         kind=st.sampled_from([Kind.SEGMENT, Kind.PUBLISH, Kind.RELEASE, Kind.HELLO]),
@@ -44,7 +46,6 @@ def lies(living, stale):
         number=numbers,
         address=st.one_of(addresses, st.integers(0, (1 << 64) - 1)),
         size=numbers.filter(lambda size: size <= 1 << 20),
-        start=numbers,
         payload=st.sampled_from([b"", bytes(192), bytes(MAX_PAYLOAD)]),
         descriptors=st.just(()),
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
+from flowtrain_lightning.pool import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.runtime.figures import RankMetricsTaker
 from flowtrain_lightning.runtime.timeline import COMPUTE, STALL, Span, Timeline
 
