@@ -83,7 +83,6 @@ def examine_pool() -> Iterator[Finding]:
     yield Finding("memory", True, f"{available_memory() / 2**30:.1f} GiB for the segments of all ranks of this host")
     yield Finding("shared_memory", _works(_probe_memfd), "between ranks of one host: readers map the owner's segment")
     yield Finding("network", True, "between hosts: TCP, both ends prove that they know the job's secret")
-    yield Finding("remote", True, "copies in messages, for tests")
     yield Finding("inboxes", ORDERED_STORES, "records without system calls; elsewhere they go through sockets")
     try:
         found = self_test()

@@ -9,7 +9,6 @@ How an entry is put, found, read and given back: `pool.py`; how it lies in memor
 
 from flowtrain_lightning.pool.address import MAX_OWNERS, MAX_SEGMENT_BYTES, Address, Tier, address_layout
 from flowtrain_lightning.pool.between_hosts.location import address_of, address_towards, describe_ways, interface_of
-from flowtrain_lightning.pool.between_hosts.nixl import NetworkChoice
 from flowtrain_lightning.pool.control_records import ORDERED_STORES
 from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.pool.device.cuda_ipc import CudaRuntime
@@ -31,6 +30,7 @@ from flowtrain_lightning.pool.status_board import (
     has_ended,
 )
 from flowtrain_lightning.pool.status_page import State, Status, StatusPage
+from flowtrain_lightning.pool.transport import NetworkChoice
 
 __all__ = [
     "MAX_OWNERS",

@@ -1,12 +1,12 @@
 """Which bytes of a region of memory are taken, free, or reserved for entries that do not exist yet.
 
-An owner puts its entries in one order and waits where there is no room for the next one. A reader may need a later
+An owner puts its entries in one order and waits where the next one does not fit. A reader may need a later
 entry before it releases an earlier one: whoever needs entries 3 and 5 together gives back both only when the owner has
 put entry 5. So two entries must lie apart if the release of the earlier may wait for the later one or for something
 behind it; all others may share bytes, since the earlier is given back without the owner's doing.
 
-Offsets are assigned when the order is reserved, from the order alone, and not when an entry is put: no timing can then
-break free memory into pieces that are too small, and a reserved entry always finds its bytes.
+Offsets are assigned from the order alone, not when an entry is put: no timing can then break free memory into pieces
+that are too small, and a reserved entry always finds its bytes.
 """
 
 from __future__ import annotations
@@ -90,13 +90,9 @@ def assign_offsets(order: Sequence[Reservation], capacity: int | None = None) ->
 class FreeList:
     """The free stretches of a range of bytes, in order. It only counts; it touches no memory.
 
-    Args:
-        start: first byte of the range, a multiple of the alignment.
-        nbytes: size of the range; what lies beyond the last multiple of the alignment is never given out.
-
     Attributes:
-        start: the first byte.
-        nbytes: bytes that can be given out in all.
+        start: first byte of the range, a multiple of the alignment.
+        nbytes: bytes that can be given out in all: the size of the range, rounded down to the alignment.
         taken: first byte of what was given out -> its size.
     """
 

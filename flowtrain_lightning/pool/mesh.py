@@ -52,6 +52,7 @@ class Mesh:
         board: the pages of all ranks.
         locations: where each rank runs, equal on ranks that share memory.
         remote: the ranks of other hosts.
+        peers: all other ranks but those that have left in good order.
         link: number of the link whose records are received; see `begin_link`.
     """
 
@@ -82,6 +83,7 @@ class Mesh:
                 os.close(connection.wake_event)
         everyone = range(self.ranks)
         self.board = StatusBoard([pages[each] for each in everyone], [processes.get(each) for each in everyone])
+        self.peers = set(sockets)
         self._streams = {peer: SocketStream(connection, peer) for peer, connection in sorted(sockets.items())}
         self._stream_of = {stream.descriptor: stream for stream in self._streams.values()}
         self._process_of = {process: peer for peer, process in processes.items()}
@@ -106,16 +108,16 @@ class Mesh:
         address: str | None = None,
         location: str | None = None,
     ) -> Mesh:
-        """Connect with the other ranks. Every rank calls it once; with one rank the store is not used.
+        """Connect with the other ranks. Every rank calls it once.
 
         Args:
-            store: a ``torch.distributed`` store with keys of this mesh alone (a ``PrefixStore``).
+            store: a ``torch.distributed`` store with keys of this mesh alone (a ``PrefixStore``); not used by one rank.
             rank: the calling rank.
             ranks: how many there are.
             labels: what each rank is, for messages: for example ``"backbone 0"``.
             timeout: seconds until all must have come.
-            address: IP address at which ranks of other hosts reach this one (see `address_towards`); given by all ranks
-                or by none. Without it all ranks run on this host, and no port is opened.
+            address: IP address at which ranks of other hosts reach this one (see `address_towards`); None on all ranks
+                where they run on one host, which then opens no port.
             location: equal on ranks that share memory; None finds out. To force another one is for tests.
 
         Raises:
@@ -145,8 +147,9 @@ class Mesh:
             Its number, equal on all ranks, which its records carry.
         """
         self.link += 1
-        self._ready = [record for record in self._early if record.link == self.link]
-        self._early = [record for record in self._early if record.link > self.link]
+        waiting, self._ready, self._early = self._ready + self._early, [], []
+        for record in waiting:
+            self._sort(record, self._ready)
         return self.link
 
     def send(self, peer: int, record: Record) -> None:
@@ -170,15 +173,18 @@ class Mesh:
             PeerFailed: when a peer died or failed, or `abort` was called. From then on at every call.
             PoolError: when a peer sent what is no valid record.
         """
-        self._wake.check()
+        if self._wake.fault is not None:
+            self._wake.check()
+        records, self._ready = self._ready, []
         now = time.monotonic()
         deadline = now + timeout
-        records = self._take() if now < self._next_look else []
+        if now < self._next_look:
+            self._accept(self._inbox.take(), records)
         while not records:
             if now >= self._next_look:
                 self._next_look = now + _LOOK_SECONDS
                 self._look()
-            records = self._read(max(min(deadline - now, _LOOK_SECONDS), 0.0))
+            self._read(max(min(deadline - now, _LOOK_SECONDS), 0.0), records)
             now = time.monotonic()
             if now >= deadline:
                 break
@@ -186,15 +192,10 @@ class Mesh:
 
     def has_left(self, peer: int) -> bool:
         """Whether ``peer`` has left in good order."""
-        return peer != self.rank and peer not in self._streams
+        return peer != self.rank and peer not in self.peers
 
     def abort(self, sentence: str, rank: int | None = None) -> None:
-        """Make `receive` raise `PeerFailed`, now and from now on. Safe to call from any thread.
-
-        Args:
-            sentence: the error's text.
-            rank: who is to blame.
-        """
+        """Make `receive` raise `PeerFailed` with this sentence, which blames ``rank``. Safe to call from any thread."""
         self._wake.abort(sentence, rank)
 
     def close(self, goodbye: bool = True) -> None:
@@ -228,7 +229,7 @@ class Mesh:
         deadline = time.monotonic() + _GOODBYE_SECONDS
         with suppress(PoolError):  # whoever fails now is no concern of a rank that has done its work
             while any(stream.queued for stream in self._streams.values()) and time.monotonic() < deadline:
-                self._read(0.05)
+                self._read(0.05, [])
 
     def _send_over_socket(self, peer: int, message: bytes, descriptors: tuple[int, ...]) -> None:
         stream = self._streams.get(peer)
@@ -237,12 +238,11 @@ class Mesh:
         stream.send(message, descriptors)
         stream.watch(self._epoll)
 
-    def _read(self, timeout: float) -> list[Record]:
-        """What inbox and sockets hold; waits up to ``timeout`` seconds until one of them holds something."""
-        records: list[Record] = []
+    def _read(self, timeout: float, records: list[Record]) -> None:
+        """Add what inbox and sockets hold; waits up to ``timeout`` seconds until one of them holds something."""
         if timeout > 0:
             self._inbox.fall_asleep()
-            records = self._take()
+            self._accept(self._inbox.take(), records)
         events = self._epoll.poll(0 if records else timeout)
         if timeout > 0:
             self._inbox.wake_up()
@@ -254,15 +254,7 @@ class Mesh:
                 self._read_stream(self._stream_of[descriptor], event, records)
             elif descriptor in self._process_of:  # else its peer has left earlier in this round
                 self._process_ended(descriptor)
-        return records + self._take()
-
-    def _take(self) -> list[Record]:
-        """What has arrived without a socket of this thread."""
-        records, self._ready = self._ready, []
         self._accept(self._inbox.take(), records)
-        while self.remote.arrived:
-            self._sort(self.remote.arrived.popleft(), records)
-        return records
 
     def _read_stream(self, stream: SocketStream, event: int, records: list[Record]) -> None:
         if event & select.EPOLLOUT:
@@ -277,10 +269,11 @@ class Mesh:
         if self.board.pages[stream.peer].state is not State.FINISHED:
             self._blame(stream.peer)
         self._accept(self._inbox.take(), records)
-        self._forget(stream.peer)
+        if stream.peer in self.peers:  # its goodbye may have been held until now
+            self._forget(stream.peer)
 
     def _accept(self, found: list[Record], records: list[Record]) -> None:
-        """Add to ``records`` those whose turn it is, of those found one way and of those that came too early before.
+        """Add to ``records`` those whose turn it is: of ``found``, of those that came too early, and from other hosts.
 
         Raises:
             PoolError: when a record came twice, or after a goodbye.
@@ -293,12 +286,14 @@ class Mesh:
                     records.append(record)
                 else:
                     self._sort(record, records)
-                if (sender, sequence + 1) in self._held:
+                if self._held and (sender, sequence + 1) in self._held:
                     found.append(self._held.pop((sender, sequence + 1)))
             elif sequence > self._received[sender]:
                 self._held[sender, sequence] = record
             else:
                 raise PoolError(f"A control record from rank {sender} was refused: it came twice, or after a goodbye.")
+        while self.remote.arrived:
+            self._sort(self.remote.arrived.popleft(), records)
 
     def _sort(self, record: Record, records: list[Record]) -> None:
         """Add a record to ``records``, or do with it what its link or kind demands."""
@@ -313,7 +308,7 @@ class Mesh:
 
     def _look(self) -> None:
         """Read the others' pages: a peer that failed may not have closed its connection yet."""
-        for peer in self._streams:
+        for peer in self.peers:
             if self.board.pages[peer].state is State.FAILED:
                 self._blame(peer)
 
@@ -321,7 +316,7 @@ class Mesh:
         """A peer's process is gone. Its connection may not tell so, when children of it have inherited that."""
         peer = self._process_of.pop(process)
         self._epoll.unregister(process)
-        if peer in self._streams and self.board.pages[peer].state is not State.FINISHED:
+        if peer in self.peers and self.board.pages[peer].state is not State.FINISHED:
             self._blame(peer)  # else what it sent before it left is still to be read
 
     def _blame(self, peer: int) -> None:
@@ -335,6 +330,7 @@ class Mesh:
         """``peer`` has left in good order; nothing more is to come from it."""
         self._received[peer] = _NOTHING_MORE
         self._held = {key: record for key, record in self._held.items() if key[0] != peer}
+        self.peers.remove(peer)
         stream = self._streams.pop(peer)
         del self._stream_of[stream.descriptor]
         self._epoll.unregister(stream.descriptor)

@@ -10,14 +10,12 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from mmap import mmap
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from flowtrain_lightning.pool.address import DEVICE_BIT, GENERATIONS, OFFSET_MASK, OFFSET_SHIFT, OWNER_SHIFT, Address
-from flowtrain_lightning.pool.between_hosts.network import RemoteTransport
-from flowtrain_lightning.pool.between_hosts.nixl import NetworkChoice, open_remote_transport
 from flowtrain_lightning.pool.control_records import Kind, Record
 from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.pool.device.device_entries import DeviceEntries
@@ -34,39 +32,37 @@ from flowtrain_lightning.pool.entry import (
 from flowtrain_lightning.pool.memory_region import MemoryRegion, Reservation
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.pool_errors import PoolError
-from flowtrain_lightning.pool.shared_memory import Segment, map_memory
-from flowtrain_lightning.pool.socket_stream import close_descriptors
+from flowtrain_lightning.pool.shared_memory import Segment
+from flowtrain_lightning.pool.transport import NetworkChoice, Transport
 
 _OPEN_POLL_SECONDS = 1.0
-_NO_MEMORY = bytearray()
+_new = tuple.__new__  # half the time of a call of the class, where it is made for every entry
 
 
-class _Put(NamedTuple):
+class _OwnEntry(NamedTuple):
     """An entry of this rank, from its put until all readers have released it."""
 
     key: Key
     region: MemoryRegion
     offset: int
-    waiting: set[int]  # readers who have not released it
+    readers: set[int]  # who have not released it
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """A reader's hold on an entry: its owner keeps it until every reader has released its lease.
 
     Attributes:
         key: the entry's name.
         owner: the rank that put it.
-        address: where its owner keeps it.
+        address: where its owner keeps it; see `Address`.
     """
 
-    __slots__ = ("_pool", "_tensors", "address", "key", "owner")
-
-    def __init__(self, pool: Pool, key: Key, published: Record, tensors: tuple[Tensor, ...]) -> None:
-        self.key = key
-        self.owner = published.sender
-        self.address = published.address
-        self._pool = pool
-        self._tensors: tuple[Tensor, ...] | None = tensors
+    key: Key
+    owner: int
+    address: int
+    _pool: Pool
+    _tensors: tuple[Tensor, ...] | None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -88,7 +84,7 @@ class Lease:
         if self._tensors is None:
             raise PoolError(f"The lease of {self.key} was released twice.")
         self._tensors = None
-        self._pool._end_lease(self)
+        self._pool._end_lease(self.key, self.owner, self.address)
 
 
 class Pool:
@@ -97,30 +93,26 @@ class Pool:
     Build it with `Pool.open`.
     """
 
-    def __init__(
-        self, mesh: Mesh, link: int, segment: Segment, remote: RemoteTransport | None, device: DeviceEntries | None
-    ) -> None:
+    def __init__(self, mesh: Mesh, segment: Segment, transport: Transport, device: DeviceEntries | None) -> None:
         self._mesh = mesh
-        self._link = link
+        self._link = mesh.link
         self._rank = mesh.rank
         self._ranks = set(range(mesh.ranks))
         self._segment = segment
         self._regions = (segment.current, segment.ahead)
-        self._memories: dict[int, mmap] = {mesh.rank: segment.memory}  # segments of the ranks of this host
-        self._remote = remote
+        self._transport = transport
+        self._memories: Mapping[int, Memory] = transport.memories  # segments of the ranks of this host
+        self._remote = transport.remote
         self._device = device
         self._generation = 0
-        self._put: dict[int, _Put] = {}  # by address
-        self._keys: set[Key] = set()  # of all that is put
+        self._own: dict[int, _OwnEntry] = {}  # by address
+        self._own_keys: set[Key] = set()
         self._published: dict[Key, Record] = {}  # to this rank, and not leased yet
         self._leased: set[Key] = set()
         self._entries = self._bytes = self._moved_bytes = self._leased_bytes = self._refused = 0
         self._wait_seconds = 0.0
         self._wait_histogram = [0] * (len(WAIT_LIMITS) + 1)
         self._closed = False
-        is_shared = remote is None or len(mesh.remote.pages) < mesh.ranks - 1
-        names = (is_shared and "shared_memory", remote is not None and remote.name, device is not None and "device")
-        self._transport = " and ".join(name for name in names if name)
 
     @classmethod
     def open(
@@ -149,14 +141,11 @@ class Pool:
             PoolError: when memory is lacking.
         """
         segment = Segment(mesh.rank, current_bytes, ahead_bytes)
-        link = mesh.begin_link()
-        remote = open_remote_transport(network, mesh, segment, link)
-        pool = cls(mesh, link, segment, remote, DeviceEntries(device, segment.memory) if device is not None else None)
-        local = pool._ranks - {mesh.rank} - mesh.remote.pages.keys()
-        announcement = Record(Kind.SEGMENT, mesh.rank, link, size=segment.nbytes, descriptors=(segment.descriptor,))
-        for peer in local:
-            mesh.send(peer, announcement)
-        while len(pool._memories) <= len(local) or not (remote is None or remote.ready()):
+        mesh.begin_link()
+        transport = Transport(mesh, segment, network)
+        pool = cls(mesh, segment, transport, None if device is None else DeviceEntries(device, segment.memory))
+        transport.announce()
+        while not transport.ready():
             pool.poll(_OPEN_POLL_SECONDS)
         return pool
 
@@ -201,7 +190,7 @@ class Pool:
             ahead: take the memory of later steps.
 
         Returns:
-            Its address, or None when it does not fit now. Nothing has changed then; releases make room.
+            Its address, or None when it does not fit now. Nothing has changed then; releases make it fit.
 
         Raises:
             PoolError: when it could never fit, is larger than was reserved for it, or key, tensors or readers are not
@@ -212,7 +201,7 @@ class Pool:
             raise PoolError(
                 f"{key} was put for readers {list(readers)}; expected different ranks below {len(self._ranks)}."
             )
-        if key in self._keys:
+        if key in self._own_keys:
             raise PoolError(f"{key} was put before; every entry needs a key of its own.")
         layout, region = lay_out_tensors(tensors), self._regions[ahead]
         nbytes, segment = layout.nbytes, self._segment
@@ -228,7 +217,8 @@ class Pool:
             return None
         self._generation = (self._generation + 1) % GENERATIONS
         address = self._rank << OWNER_SHIFT | offset << OFFSET_SHIFT | self._generation
-        record = Record(Kind.PUBLISH, self._rank, self._link, key.channel, number, address, nbytes)
+        fields = (Kind.PUBLISH, self._rank, self._link, key.channel, number, address, nbytes, b"", (), 0)
+        record = _new(Record, fields)
         try:
             moved = None if self._device is None else self._device.put(record, offset, tensors, layout, waiting)
             if moved is None:
@@ -239,8 +229,8 @@ class Pool:
         except BaseException:
             region.free(offset)
             raise
-        self._put[record.address] = _Put(key, region, offset, waiting)
-        self._keys.add(key)
+        self._own[record.address] = _new(_OwnEntry, (key, region, offset, waiting))
+        self._own_keys.add(key)
         self._entries += 1
         self._bytes += nbytes
         for reader in readers:
@@ -279,8 +269,8 @@ class Pool:
                 self._released(record.address, record.sender)
             elif record.kind is Kind.PUBLISH and record.sender in self._memories:
                 self._learn(record)
-            else:
-                self._take(record)
+            elif (published := self._transport.receive(record)) is not None:
+                self._learn(published)
         return bool(records)
 
     def arrived(self, keys: Iterable[Key]) -> list[Key]:
@@ -298,9 +288,9 @@ class Pool:
             if key in self._leased:
                 raise PoolError(f"{key} is leased by this rank already; a rank can lease an entry once.")
             return None
-        memory: Memory = self._memories.get(record.sender, _NO_MEMORY)
-        start = record.address >> OFFSET_SHIFT & OFFSET_MASK
-        if self._remote is not None and record.sender not in self._memories:
+        if self._remote is None or record.sender in self._memories:
+            memory, start = self._memories[record.sender], record.address >> OFFSET_SHIFT & OFFSET_MASK
+        else:
             memory, start = self._remote.locate(record)
         if self._device is not None and record.address & DEVICE_BIT:
             tensors = self._device.read(memory, start, record)
@@ -309,24 +299,23 @@ class Pool:
         del self._published[key]
         self._leased.add(key)
         self._leased_bytes += record.size
-        return Lease(self, key, record, tensors)
+        return Lease(key, record.sender, record.address, self, tensors)
 
     def close(self) -> None:
         """Drop segment and mappings. Views that are still in use stay valid; the mesh stays connected."""
         self._closed = True
-        for books in (self._put, self._keys, self._published, self._leased, self._memories):
+        for books in (self._own, self._own_keys, self._published, self._leased):
             books.clear()
         if self._device is not None:
             self._device.close()
-        if self._remote is not None:
-            self._remote.close()
+        self._transport.close()
         self._segment.close()
 
     @property
     def counters(self) -> PoolCounters:
         """A snapshot of what this rank's part has done."""
         return PoolCounters(
-            transport=self._transport,
+            transport=self._transport.name if self._device is None else f"{self._transport.name} and device",
             entries=self._entries,
             bytes=self._bytes,
             moved_bytes=self._moved_bytes,
@@ -339,21 +328,6 @@ class Pool:
             ahead=self._segment.ahead.occupancy,
             device=Occupancy(0, 0, 0) if self._device is None else self._device.occupancy,
         )
-
-    def _take(self, record: Record) -> None:
-        """Take a record from a rank of another host, or the segment of one of this host."""
-        sender = record.sender
-        if self._remote is not None and sender in self._mesh.remote.pages:
-            published = self._remote.receive(record)
-            if published is not None:
-                self._learn(published)
-            return
-        try:
-            if record.kind is not Kind.SEGMENT or len(record.descriptors) != 1 or sender in self._memories:
-                raise PoolError(f"Rank {sender} sent {record}, for which a pool in shared memory has no use.")
-            self._memories[sender] = map_memory(record.descriptors[0], record.size)
-        finally:
-            close_descriptors(record.descriptors)
 
     def _learn(self, record: Record) -> None:
         """An entry was published to this rank."""
@@ -370,11 +344,10 @@ class Pool:
             raise PoolError(f"Rank {sender} published {key} twice.")
         self._published[key] = record
 
-    def _end_lease(self, lease: Lease) -> None:
+    def _end_lease(self, key: Key, owner: int, address: int) -> None:
         if self._closed:
             return
-        self._leased.remove(lease.key)
-        address, owner = lease.address, lease.owner
+        self._leased.remove(key)
         if self._device is not None:
             self._device.done(address)
         if owner == self._rank:
@@ -382,19 +355,20 @@ class Pool:
             return
         if self._remote is not None:
             self._remote.forget(address)
-        if not self._mesh.has_left(owner):
-            self._mesh.send(owner, Record(Kind.RELEASE, self._rank, self._link, address=address))
+        if owner in self._mesh.peers:
+            self._mesh.send(owner, _new(Record, (Kind.RELEASE, self._rank, self._link, 0, 0, address, 0, b"", (), 0)))
 
     def _released(self, address: int, reader: int) -> None:
         """A reader has released an entry of this rank."""
-        put = self._put.get(address)
-        if put is None or reader not in put.waiting:
+        own = self._own.get(address)
+        if own is None or reader not in own.readers:
             raise PoolError(f"Rank {reader} released {Address(address)!r}, of which it held no lease.")
         if self._device is not None:
             self._device.given_back(address, reader)
-        put.waiting.remove(reader)
-        if not put.waiting:
-            del self._put[address]
-            self._keys.remove(put.key)
-            erase_header(self._segment.memory, put.offset)
-            put.region.free(put.offset)
+        key, region, offset, readers = own
+        readers.remove(reader)
+        if not readers:
+            del self._own[address]
+            self._own_keys.remove(key)
+            erase_header(self._segment.memory, offset)
+            region.free(offset)

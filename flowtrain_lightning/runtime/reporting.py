@@ -98,8 +98,7 @@ class Reporter:
         return report
 
     def _asked_to_stop(self) -> bool:
-        board = self._mesh.board
-        return any(board[rank].sigterm for rank in range(len(board)))
+        return any(page.sigterm for page in self._mesh.board.pages)
 
     def _publish(self, step: Step, report: StepReport) -> None:
         # A report goes one way through the pool and not through a collective: so the backbone goes on at once, also

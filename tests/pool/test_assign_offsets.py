@@ -1,7 +1,7 @@
 """Where reserved entries lie: apart where they must, in no more bytes than that takes, and refused in fewer."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain_lightning.pool import PoolError, Reservation, assign_offsets
@@ -48,6 +48,7 @@ def test_one_byte_less_is_refused_with_the_number_that_would_do(order):
         assign_offsets(order, assigned.capacity - 1)
 
 
+@settings(max_examples=50)
 @given(orders())
 def test_the_capacity_is_between_what_is_held_at_one_moment_and_the_sum_of_all(order):
     assert (
@@ -55,12 +56,14 @@ def test_the_capacity_is_between_what_is_held_at_one_moment_and_the_sum_of_all(o
     )
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 5), max_size=14))
 def test_entries_of_one_size_take_no_byte_more_than_must_be_held(waits):
     order = [Reservation(100, min(position + wait, len(waits) - 1)) for position, wait in enumerate(waits)]
     assert assign_offsets(order).capacity == least_held(order)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(1, 1000), min_size=1, max_size=5), min_size=1, max_size=6))
 def test_entries_that_are_released_in_batches_need_the_bytes_of_the_largest_batch(batches):
     order, end = [], -1

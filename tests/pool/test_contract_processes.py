@@ -51,7 +51,7 @@ def exchange(rank, ranks, transport, seed):
     mesh.close()
 
 
-def test_processes_exchange_entries_through_a_small_pool_and_no_byte_is_wrong(transport):
+def test_processes_exchange_entries_and_no_byte_is_wrong(transport):
     assert_all_good(run_ranks(exchange, 3, arguments=[transport, 1]))
 
 

@@ -1,7 +1,7 @@
 """Control records are checked before they are believed."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain_lightning.pool import PoolError
@@ -39,6 +39,7 @@ def test_every_record_comes_back_as_it_was(record):
     assert decode_records(message, record.sender) == ([record], len(message))
 
 
+@settings(max_examples=50)
 @given(st.lists(records.map(lambda record: record._replace(sender=1)), max_size=5), st.data())
 def test_a_stream_that_is_cut_anywhere_gives_the_same_records(sent, data):
     stream = b"".join(encode_record(record, record.sequence) for record in sent)
@@ -61,6 +62,7 @@ def test_no_flipped_bit_goes_unnoticed(kind, payload):
             decode_records(bytes(damaged), 1)
 
 
+@settings(max_examples=50)
 @given(st.binary(min_size=RECORD_BYTES, max_size=2 * RECORD_BYTES))
 def test_noise_is_refused(message):
     with pytest.raises(PoolError, match="an unknown process was refused"):

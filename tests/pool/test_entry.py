@@ -162,7 +162,7 @@ def test_a_size_that_was_published_wrongly_is_refused(nbytes):
     [(4, 255), (6, 17), (6, 2), (40, 14), (41, 9), (41, 8), (48, 60)],
     ids=["length", "count", "no such tensor", "dtype", "too many dimensions", "more dimensions", "shape"],
 )
-def test_a_header_that_its_owner_wrote_wrongly_is_refused_though_its_checksum_is_right(offset, value):
+def test_an_untrue_header_is_refused_though_its_checksum_is_right(offset, value):
     memory, published = written([torch.ones(40)])
     memory[START + offset] = value
     length = int.from_bytes(memory[START + 4 : START + 6], "little")

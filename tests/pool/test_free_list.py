@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -72,6 +72,7 @@ class FreeListUse(RuleBasedStateMachine):
 
 
 TestFreeListUse = FreeListUse.TestCase
+TestFreeListUse.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def test_asking_whether_something_fits_leaves_no_trace():
@@ -106,6 +107,7 @@ def test_a_range_shorter_than_the_alignment_gives_nothing(nbytes):
     assert not free_list.fits([1])
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 1 << 20))
 def test_the_range_is_whole_again_when_all_is_given_back(seed):
     choose = random.Random(seed)

@@ -124,7 +124,7 @@ class InboxUse(RuleBasedStateMachine):
 
 
 TestInboxUse = InboxUse.TestCase
-TestInboxUse.settings = settings(max_examples=40, deadline=None)
+TestInboxUse.settings = settings(max_examples=25)
 
 
 def test_a_flipped_bit_is_an_error_or_nothing_but_never_another_record(box):

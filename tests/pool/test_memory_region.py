@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain_lightning.pool import Key, MemoryRegion, PoolError, Reservation, assign_offsets
@@ -77,6 +77,7 @@ def hasty(moves):
     return moves[0]
 
 
+@settings(max_examples=60)
 @given(st.lists(orders(), min_size=1, max_size=3), st.integers(0, 1 << 30))
 def test_no_timing_blocks_orders_at_exactly_the_capacity_that_is_named(several, seed):
     capacity = max(assign_offsets(order).capacity for order in several)

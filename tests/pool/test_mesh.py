@@ -127,7 +127,7 @@ def test_leaving_without_a_goodbye_is_a_fault_that_names_the_rank(transport, cau
 
 
 @EVERYWHERE
-def test_a_rank_that_failed_is_reported_with_its_error_though_it_closes_in_good_order(transport):
+def test_a_rank_that_failed_is_reported_though_it_closes_in_good_order(transport):
     with meshes(2, transport) as (one, other):
         other.page.fail("Traceback: ValueError: bad picture")
         other.close()
@@ -164,7 +164,7 @@ def test_a_damaged_record_is_an_error():
             mesh.receive(20)
 
 
-def test_records_of_a_link_that_has_not_begun_are_kept_and_those_of_an_ended_one_dropped():
+def test_records_of_a_later_link_are_kept_and_those_of_a_former_one_dropped():
     with meshes(2) as (one, other):
         for link in (2, 1, 1, 2, 0):
             one.send(1, Record(Kind.RELEASE, 0, link, number=link))

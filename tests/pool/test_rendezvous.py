@@ -99,7 +99,7 @@ def connects_while_another_user_tries(rank, ranks):
     folder = Path(os.environ["FOLDER"])
     if rank == 2:
         name = FileStore(str(folder / "store"), 2).get("mesh/0").decode()
-        memory, wake_event = os.memfd_create("stranger"), os.eventfd(0)
+        memory, wake_event = os.memfd_create("test"), os.eventfd(0)
         pid = int((folder / "pid0").read_text())
         marker = os.open(folder / "refused", os.O_CREAT | os.O_WRONLY)
         os.setgid(NOBODY)

@@ -60,13 +60,13 @@ def pass_reserved(rank, ranks, transport, seed):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_at_exactly_the_capacity_that_was_named_no_reader_can_block_the_owner(transport):
+def test_no_reader_can_block_the_owner_at_exactly_the_capacity_that_was_named(transport):
     assert_all_good(run_ranks(pass_reserved, 3, arguments=[transport, 1]))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(2, 22))
-def test_so_it_is_for_many_orders(seed):
+def test_no_reader_can_block_the_owner_whatever_the_order(seed):
     assert_all_good(run_ranks(pass_reserved, 2 + seed % 3, arguments=[TRANSPORTS[seed % 3], seed]))
 
 
@@ -81,5 +81,5 @@ def refused_below(rank, ranks):
     mesh.close()
 
 
-def test_one_byte_below_is_refused_with_the_number_that_would_do():
+def test_one_byte_less_is_refused_with_the_number_that_would_do():
     assert_all_good(run_ranks(refused_below, 1))

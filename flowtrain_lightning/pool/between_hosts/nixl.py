@@ -8,42 +8,15 @@ from __future__ import annotations
 
 import os
 from mmap import mmap
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from flowtrain_lightning.pool.address import Address
-from flowtrain_lightning.pool.between_hosts.network import NetworkTransport, RemoteTransport
 from flowtrain_lightning.pool.between_hosts.nixl_agent import Fetch, Fetched, Fetcher, NixlAgent
 from flowtrain_lightning.pool.control_records import MAX_PAYLOAD, Kind, Record
 from flowtrain_lightning.pool.entry import Key, Memory
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.pool_errors import PeerFailed, PoolError
 from flowtrain_lightning.pool.shared_memory import Segment, create_memory, map_memory
-
-NetworkChoice = Literal["auto", "nixl"]
-"""How entries pass between hosts: ``"auto"``, by what works everywhere, or by NIXL."""
-
-
-def open_remote_transport(choice: NetworkChoice, mesh: Mesh, segment: Segment, link: int) -> RemoteTransport | None:
-    """The transport between hosts, whose peers now learn of the own segment; None where all ranks run on this host.
-
-    Args:
-        choice: which one, equal on all ranks.
-        mesh: carries the records.
-        segment: of the calling rank.
-        link: number of the link that the records belong to.
-
-    Raises:
-        PoolError: when NIXL is not there, or cannot use this host's network.
-    """
-    if not mesh.remote.pages:
-        return None
-    transport: RemoteTransport
-    if choice == "nixl":
-        transport = NixlTransport(mesh, segment, link)
-    else:
-        transport = NetworkTransport(mesh.remote, segment, mesh.rank, link)
-    transport.announce()
-    return transport
 
 
 class _RemoteSegment(NamedTuple):
@@ -65,17 +38,19 @@ class NixlTransport:
     """Readers fetch entries when they are published.
 
     Args:
-        mesh: carries the records.
+        mesh: carries the records; its link is that of the pool.
         segment: of the calling rank.
-        link: number of the link that the records belong to.
+
+    Raises:
+        PoolError: when NIXL is not there, or cannot use this host's network.
     """
 
     name = "nixl"
 
-    def __init__(self, mesh: Mesh, segment: Segment, link: int) -> None:
+    def __init__(self, mesh: Mesh, segment: Segment) -> None:
         self._mesh = mesh
         self._segment = segment
-        self._link = link
+        self._link = mesh.link
         self._peers = mesh.remote.pages.keys()
         self._agent = NixlAgent()
         self._base = self._agent.register(segment.memory)

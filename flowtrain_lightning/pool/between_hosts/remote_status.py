@@ -131,6 +131,7 @@ class RemoteStatusPage(StatusPage):
     def update(self, status: Status) -> None:
         """Take in what the rank has sent."""
         self._status = status
+        self.sigterm = status.sigterm
         self._heard = time.monotonic()
 
     def lose(self, cause: str) -> None:

@@ -5,7 +5,7 @@ Nothing here waits on the host. Three waits between streams keep every byte righ
     owner's current stream   the tensors are made
     owner's side stream      waits for that, copies them into the block, records "published"
     reader's current stream  waits for "published", uses the views, records "done" at the release
-    owner's side stream      waits for "done" before it copies the next entry into that room
+    owner's side stream      waits for "done" before it copies the next entry there
 
 None of them can block for ever: each is for a mark that was set before the wait was issued, so whatever a stream waits
 for was given to a device earlier than what waits.

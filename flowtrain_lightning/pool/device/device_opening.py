@@ -86,7 +86,7 @@ def open_device_tier(mesh: Mesh, runtime: DeviceRuntime, nbytes: int, required: 
 
 
 class _Opening:
-    """One rank's part in it, and in the closing at the end."""
+    """One rank's part in the opening of blocks, and in their closing at the end."""
 
     def __init__(self, mesh: Mesh, runtime: DeviceRuntime, nbytes: int) -> None:
         self._mesh = mesh

@@ -74,7 +74,7 @@ def test_what_is_put_is_what_other_processes_read(cards):
 
 
 def reuse(rank, ranks):
-    """A block with room for one entry, which readers are still reading on their streams when it is written again."""
+    """A block that holds one entry, which readers are still reading on their streams when it is written again."""
     elements = 1 << 20
     nbytes = entry_nbytes([4 * elements])
     mesh, tier, pool, device = open_on_gpu(rank, ranks, 4 * nbytes, nbytes)
@@ -122,7 +122,7 @@ def pass_reserved(rank, ranks):
     leave(mesh, tier, pool)
 
 
-def test_at_exactly_the_capacity_that_was_named_no_reader_can_block_the_owner():
+def test_no_reader_can_block_the_owner_at_exactly_the_capacity_that_was_named():
     assert_all_good(run_ranks(pass_reserved, 3, deadline=120))
 
 

@@ -1,4 +1,4 @@
-"""Entries in device memory: where they find room, and that no stream ever comes too early, whoever runs first."""
+"""Entries in device memory: which ones fit there, and that no stream ever comes too early, whoever runs first."""
 
 import zlib
 from itertools import permutations
@@ -55,7 +55,7 @@ class Pair:
         )
 
     def put(self, number, tensors, readers=(READER,)):
-        """The record that publishes an entry which found room, or None."""
+        """The record that publishes an entry which fitted, or None."""
         layout, start = lay_out_tensors(tensors), number * 1024
         address = Address.of(OWNER, Tier.HOST, start, number)
         record = Record(Kind.PUBLISH, OWNER, 1, number=Key(0, 0, number).pack(), address=address, size=layout.nbytes)
@@ -176,7 +176,7 @@ class Waits:
 
 
 def pass_three(runs_first):
-    """Whether three entries arrive as they are made, one after another in the same room.
+    """Whether three entries arrive as they are made, one after another in the same bytes.
 
     First all is given to the streams; then these run, each time the first one of ``runs_first`` that can.
     """
