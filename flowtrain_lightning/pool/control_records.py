@@ -40,7 +40,7 @@ Elsewhere all records go through the sockets, whose system calls order them.
 
 
 class Kind(IntEnum):
-    """What a record says. The fields of `Record` that a kind uses are named in brackets."""
+    """What a record says. The fields of `ControlRecord` that a kind uses are named in brackets."""
 
     HELLO = 1
     """I am ``sender`` of ``number`` ranks; my status page and my wake event are attached."""
@@ -62,7 +62,7 @@ class Kind(IntEnum):
     """I read your block no more."""
 
 
-class Record(NamedTuple):
+class ControlRecord(NamedTuple):
     """One control record: 64 bytes, and what follows them.
 
     Attributes:
@@ -101,7 +101,7 @@ _KINDS = {int(kind): kind for kind in Kind}
 _new = tuple.__new__  # half the time of a call of the class, once per record that arrives
 
 
-def encode_record(record: Record, sequence: int = 0) -> bytes:
+def encode_record(record: ControlRecord, sequence: int = 0) -> bytes:
     """The bytes that carry ``record``, but for its descriptors."""
     kind, sender, link, channel, number, address, size, payload, _, _ = record
     length, payload_sum = (len(payload), zlib.crc32(payload)) if payload else (0, 0)
@@ -109,7 +109,7 @@ def encode_record(record: Record, sequence: int = 0) -> bytes:
     return body + _CHECKSUM.pack(zlib.crc32(body)) + payload
 
 
-def decode_records(arrived: bytes, sender: int | None = None) -> tuple[list[Record], int]:
+def decode_records(arrived: bytes, sender: int | None = None) -> tuple[list[ControlRecord], int]:
     """The records at the start of a stream of bytes.
 
     Args:
@@ -122,7 +122,7 @@ def decode_records(arrived: bytes, sender: int | None = None) -> tuple[list[Reco
     Raises:
         PoolError: when anything about a record is not as `encode_record` makes it.
     """
-    found: list[Record] = []
+    found: list[ControlRecord] = []
     begin, available = 0, len(arrived)
     while available - begin >= RECORD_BYTES:
         fields = _WHOLE.unpack_from(arrived, begin)
@@ -140,12 +140,12 @@ def decode_records(arrived: bytes, sender: int | None = None) -> tuple[list[Reco
         if length and payload_sum != zlib.crc32(payload):
             raise PoolError(_damaged(sender, "the checksum of what follows it does not match"))
         fields = (_KINDS[kind], said, link, channel, number, address, size, payload, (), sequence)
-        found.append(_new(Record, fields))
+        found.append(_new(ControlRecord, fields))
         begin = end
     return found, begin
 
 
-def decode_record(message: bytes, sender: int | None = None) -> Record:
+def decode_record(message: bytes, sender: int | None = None) -> ControlRecord:
     """The record that these bytes are, no more and no less; see `decode_records`.
 
     Raises:
@@ -191,13 +191,13 @@ class Inbox:
         self._taken_words = (_COUNTS + aligned(ranks * _WORD)) // _WORD
         self._rings = start + _rings(ranks)
 
-    def take(self) -> list[Record]:
+    def take(self) -> list[ControlRecord]:
         """All records that peers have put in, in the order of each peer.
 
         Raises:
             PoolError: when a record, or a count, is not as a peer writes it.
         """
-        found: list[Record] = []
+        found: list[ControlRecord] = []
         counts = self._memory[self._counts]
         if counts == self._seen:
             return found

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.pool.address import Address, aligned
-from flowtrain_lightning.pool.control_records import Record
+from flowtrain_lightning.pool.control_records import ControlRecord
 from flowtrain_lightning.pool.pool_errors import PoolError
 
 Memory = mmap | bytearray
@@ -191,7 +191,11 @@ def write_tensors(memory: Memory, first_byte: int, start: int, tensors: Sequence
 
 
 def write_header(
-    memory: Memory, start: int, published: Record, layout: EntryLayout, location: DeviceLocation = _IN_HOST_MEMORY
+    memory: Memory,
+    start: int,
+    published: ControlRecord,
+    layout: EntryLayout,
+    location: DeviceLocation = _IN_HOST_MEMORY,
 ) -> None:
     """Say what the entry that begins at ``start`` holds. It comes last: a half-written entry is never a valid one.
 
@@ -214,7 +218,7 @@ def erase_header(memory: Memory, start: int) -> None:
     memory[start + _ADDRESS.start : start + _ADDRESS.stop] = bytes(8)
 
 
-def read_header(memory: Memory, start: int, published: Record) -> tuple[list[StoredTensor], int, int]:
+def read_header(memory: Memory, start: int, published: ControlRecord) -> tuple[list[StoredTensor], int, int]:
     """What an entry holds, and the offset and slot in its owner's device memory if its tensors lie there.
 
     Args:
@@ -250,7 +254,7 @@ def read_header(memory: Memory, start: int, published: Record) -> tuple[list[Sto
     return stored, offset, slot
 
 
-def read_tensors(memory: Memory, start: int, published: Record) -> tuple[Tensor, ...]:
+def read_tensors(memory: Memory, start: int, published: ControlRecord) -> tuple[Tensor, ...]:
     """The tensors of an entry in host memory, as views of its bytes; see `read_header`."""
     stored, _, _ = read_header(memory, start, published)
     tensors: tuple[Tensor, ...] = ()
@@ -283,5 +287,5 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _name(published: Record) -> str:
+def _name(published: ControlRecord) -> str:
     return f"{Key.unpack(published.channel, published.number)} at {Address(published.address)!r}"

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from flowtrain_lightning.pool.between_hosts.network import RemoteHosts
 from flowtrain_lightning.pool.control_records import (
     ORDERED_STORES,
+    ControlRecord,
     Inbox,
     InboxWriter,
     Kind,
-    Record,
     encode_record,
     inbox_bytes,
 )
@@ -92,9 +92,11 @@ class Mesh:
             self._epoll.register(descriptor, select.EPOLLIN)
         self._sent = [0] * self.ranks  # sequence number of the last record to each peer
         self._received = [0] * self.ranks
-        self._held: dict[tuple[int, int], Record] = {}  # by sender and sequence number: came before those it follows
-        self._early: list[Record] = []  # of links that are still to begin here
-        self._ready: list[Record] = []  # of this link, which came before it began
+        self._held: dict[
+            tuple[int, int], ControlRecord
+        ] = {}  # by sender and sequence number: came before those it follows
+        self._early: list[ControlRecord] = []  # of links that are still to begin here
+        self._ready: list[ControlRecord] = []  # of this link, which came before it began
         self._next_look = 0.0
 
     @classmethod
@@ -152,7 +154,7 @@ class Mesh:
             self._sort(record, self._ready)
         return self.link
 
-    def send(self, peer: int, record: Record) -> None:
+    def send(self, peer: int, record: ControlRecord) -> None:
         """Send a record, or queue it where the peer has too much to read already. Never waits.
 
         The queue is as long as the caller makes it: the pool's entries, and so its memory, bound what it sends.
@@ -166,7 +168,7 @@ class Mesh:
         if writer is None or record.payload or record.descriptors or not writer.put(message):
             self._send_over_socket(peer, message, record.descriptors)
 
-    def receive(self, timeout: float = 0.0) -> list[Record]:
+    def receive(self, timeout: float = 0.0) -> list[ControlRecord]:
         """What has arrived for the present link; waits up to ``timeout`` seconds for something.
 
         Raises:
@@ -185,6 +187,8 @@ class Mesh:
                 self._next_look = now + _LOOK_SECONDS
                 self._look()
             self._read(max(min(deadline - now, _LOOK_SECONDS), 0.0), records)
+            if self._wake.fault is not None:
+                self._wake.check()
             now = time.monotonic()
             if now >= deadline:
                 break
@@ -225,7 +229,7 @@ class Mesh:
         self.page.finish()
         for peer in self._streams:
             self._sent[peer] += 1
-            self._send_over_socket(peer, encode_record(Record(Kind.GOODBYE, self.rank), self._sent[peer]), ())
+            self._send_over_socket(peer, encode_record(ControlRecord(Kind.GOODBYE, self.rank), self._sent[peer]), ())
         deadline = time.monotonic() + _GOODBYE_SECONDS
         with suppress(PoolError):  # whoever fails now is no concern of a rank that has done its work
             while any(stream.queued for stream in self._streams.values()) and time.monotonic() < deadline:
@@ -238,7 +242,7 @@ class Mesh:
         stream.send(message, descriptors)
         stream.watch(self._epoll)
 
-    def _read(self, timeout: float, records: list[Record]) -> None:
+    def _read(self, timeout: float, records: list[ControlRecord]) -> None:
         """Add what inbox and sockets hold; waits up to ``timeout`` seconds until one of them holds something."""
         if timeout > 0:
             self._inbox.fall_asleep()
@@ -249,14 +253,13 @@ class Mesh:
         for descriptor, event in events:
             if descriptor == self._wake.descriptor:
                 os.eventfd_read(descriptor)
-                self._wake.check()
             elif descriptor in self._stream_of:
                 self._read_stream(self._stream_of[descriptor], event, records)
             elif descriptor in self._process_of:  # else its peer has left earlier in this round
                 self._process_ended(descriptor)
         self._accept(self._inbox.take(), records)
 
-    def _read_stream(self, stream: SocketStream, event: int, records: list[Record]) -> None:
+    def _read_stream(self, stream: SocketStream, event: int, records: list[ControlRecord]) -> None:
         if event & select.EPOLLOUT:
             stream.flush()
             stream.watch(self._epoll)
@@ -272,7 +275,7 @@ class Mesh:
         if stream.peer in self.peers:  # its goodbye may have been held until now
             self._forget(stream.peer)
 
-    def _accept(self, found: list[Record], records: list[Record]) -> None:
+    def _accept(self, found: list[ControlRecord], records: list[ControlRecord]) -> None:
         """Add to ``records`` those whose turn it is: of ``found``, of those that came too early, and from other hosts.
 
         Raises:
@@ -295,7 +298,7 @@ class Mesh:
         while self.remote.arrived:
             self._sort(self.remote.arrived.popleft(), records)
 
-    def _sort(self, record: Record, records: list[Record]) -> None:
+    def _sort(self, record: ControlRecord, records: list[ControlRecord]) -> None:
         """Add a record to ``records``, or do with it what its link or kind demands."""
         if record.kind is Kind.GOODBYE:
             self._forget(record.sender)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
 from flowtrain_lightning.pool.address import DEVICE_BIT, GENERATIONS, OFFSET_MASK, OFFSET_SHIFT, OWNER_SHIFT, Address
-from flowtrain_lightning.pool.control_records import Kind, Record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.pool.device.device_entries import DeviceEntries
 from flowtrain_lightning.pool.device.device_tier import DeviceTier
@@ -61,8 +61,8 @@ class Lease:
     key: Key
     owner: int
     address: int
-    _pool: Pool
-    _tensors: tuple[Tensor, ...] | None
+    _pool: Pool = field(repr=False)
+    _tensors: tuple[Tensor, ...] | None = field(repr=False)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -107,7 +107,7 @@ class Pool:
         self._generation = 0
         self._own: dict[int, _OwnEntry] = {}  # by address
         self._own_keys: set[Key] = set()
-        self._published: dict[Key, Record] = {}  # to this rank, and not leased yet
+        self._published: dict[Key, ControlRecord] = {}  # to this rank, and not leased yet
         self._leased: set[Key] = set()
         self._entries = self._bytes = self._moved_bytes = self._leased_bytes = self._refused = 0
         self._wait_seconds = 0.0
@@ -218,14 +218,14 @@ class Pool:
         self._generation = (self._generation + 1) % GENERATIONS
         address = self._rank << OWNER_SHIFT | offset << OFFSET_SHIFT | self._generation
         fields = (Kind.PUBLISH, self._rank, self._link, key.channel, number, address, nbytes, b"", (), 0)
-        record = _new(Record, fields)
+        record = _new(ControlRecord, fields)
         try:
-            moved = None if self._device is None else self._device.put(record, offset, tensors, layout, waiting)
-            if moved is None:
+            on_device = None if self._device is None else self._device.put(record, offset, tensors, layout, waiting)
+            if on_device is None:
                 write_tensors(segment.memory, segment.first_byte, offset, tensors, layout)
                 write_header(segment.memory, offset, record, layout)
             else:
-                record = moved
+                record = on_device
         except BaseException:
             region.free(offset)
             raise
@@ -329,7 +329,7 @@ class Pool:
             device=Occupancy(0, 0, 0) if self._device is None else self._device.occupancy,
         )
 
-    def _learn(self, record: Record) -> None:
+    def _learn(self, record: ControlRecord) -> None:
         """An entry was published to this rank."""
         address, sender = record.address, record.sender
         if address >> OWNER_SHIFT != sender:
@@ -356,7 +356,9 @@ class Pool:
         if self._remote is not None:
             self._remote.forget(address)
         if owner in self._mesh.peers:
-            self._mesh.send(owner, _new(Record, (Kind.RELEASE, self._rank, self._link, 0, 0, address, 0, b"", (), 0)))
+            self._mesh.send(
+                owner, _new(ControlRecord, (Kind.RELEASE, self._rank, self._link, 0, 0, address, 0, b"", (), 0))
+            )
 
     def _released(self, address: int, reader: int) -> None:
         """A reader has released an entry of this rank."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flowtrain_lightning.pool.between_hosts.remote_rendezvous import RemoteConnection, RemoteRendezvous
-from flowtrain_lightning.pool.control_records import RECORD_BYTES, Kind, Record, decode_record, encode_record
+from flowtrain_lightning.pool.control_records import RECORD_BYTES, ControlRecord, Kind, decode_record, encode_record
 from flowtrain_lightning.pool.pool_errors import PeerFailed, PoolError
 from flowtrain_lightning.pool.socket_stream import close_descriptors, receive_bytes, send_bytes
 
@@ -232,7 +232,7 @@ class LocalRendezvous:
         return peer
 
     def _say_hello(self, connection: socket.socket) -> None:
-        record = Record(Kind.HELLO, self._rank, number=len(self._labels))
+        record = ControlRecord(Kind.HELLO, self._rank, number=len(self._labels))
         with suppress(BrokenPipeError, ConnectionResetError):  # it has ended; reading its answer will say so
             send_bytes(connection, encode_record(record), self._own)
 

@@ -12,7 +12,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from flowtrain_lightning.pool.control_records import Record, decode_records
+from flowtrain_lightning.pool.control_records import ControlRecord, decode_records
 from flowtrain_lightning.pool.pool_errors import PoolError
 
 _DESCRIPTOR = struct.Struct("i")
@@ -78,7 +78,7 @@ class SocketStream:
             self._watched = self.queued
             epoll.modify(self.descriptor, select.EPOLLIN | (select.EPOLLOUT if self.queued else 0))
 
-    def read(self) -> list[Record] | None:
+    def read(self) -> list[ControlRecord] | None:
         """What has arrived: all of it unless it is much, then the rest has its turn later. None: the peer has closed.
 
         Raises:

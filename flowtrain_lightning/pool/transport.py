@@ -7,7 +7,7 @@ from typing import Literal
 
 from flowtrain_lightning.pool.between_hosts.network import NetworkTransport, RemoteTransport
 from flowtrain_lightning.pool.between_hosts.nixl import NixlTransport
-from flowtrain_lightning.pool.control_records import Kind, Record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.pool_errors import PoolError
 from flowtrain_lightning.pool.shared_memory import Segment, map_memory
@@ -51,7 +51,9 @@ class Transport:
     def announce(self) -> None:
         """Tell all peers of the own segment."""
         descriptors = (self._segment.descriptor,)
-        record = Record(Kind.SEGMENT, self._mesh.rank, self._link, size=self._segment.nbytes, descriptors=descriptors)
+        record = ControlRecord(
+            Kind.SEGMENT, self._mesh.rank, self._link, size=self._segment.nbytes, descriptors=descriptors
+        )
         for peer in self._local_peers:
             self._mesh.send(peer, record)
         if self.remote is not None:
@@ -61,7 +63,7 @@ class Transport:
         """Whether the segments of all peers are known."""
         return len(self.memories) > len(self._local_peers) and (self.remote is None or self.remote.ready())
 
-    def receive(self, record: Record) -> Record | None:
+    def receive(self, record: ControlRecord) -> ControlRecord | None:
         """Take the segment of a rank of this host, or any record from a rank of another one.
 
         Returns:

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import FileStore, HashStore
 
 from flowtrain_lightning.pool import DeviceTier, Lease, Mesh, NetworkChoice, Pool, StatusPage, open_device_tier
-from flowtrain_lightning.pool.control_records import Record, inbox_bytes
+from flowtrain_lightning.pool.control_records import ControlRecord, inbox_bytes
 from flowtrain_lightning.pool.rendezvous import RankConnections, connect_ranks
 from tests.pool.device.simulated import SimulatedRuntime, simulated
 
@@ -147,9 +147,9 @@ def lease_of(pool: Pool, key: tuple[int, int, int], seconds: float = 20.0) -> Le
     return lease
 
 
-def receive_all(mesh: Mesh, count: int, seconds: float = 10.0) -> list[Record]:
+def receive_all(mesh: Mesh, count: int, seconds: float = 10.0) -> list[ControlRecord]:
     """The records that came until there were ``count``, or until the time was over."""
-    got: list[Record] = []
+    got: list[ControlRecord] = []
     end = time.monotonic() + seconds
     while len(got) < count and time.monotonic() < end:
         got.extend(mesh.receive(0.2))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowtrain_lightning.pool import Key, PoolError
-from flowtrain_lightning.pool.control_records import Kind, Record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from tests.pool.contract import CAPACITY, FLOATS, floats, now
 from tests.pool.ranks import lease_of, open_pools, wait_for
 
@@ -40,7 +40,7 @@ def test_a_stale_address_is_never_another_entrys_bytes(three, pools, transport):
     wait_for(owner, lambda: now(owner) == 0)
     fresh = owner.put(Key(0, 0, 1), [floats(2)], [2])
     assert (fresh.offset, fresh.owner) == (stale.offset, stale.owner), "its bytes are used again"
-    late = Record(Kind.PUBLISH, 0, three[0].link, number=Key(0, 0, 0).pack(), address=stale, size=FLOATS)
+    late = ControlRecord(Kind.PUBLISH, 0, three[0].link, number=Key(0, 0, 0).pack(), address=stale, size=FLOATS)
     three[0].send(1, late)  # as if a record from before were late
     if transport in ("network", "both"):
         with pytest.raises(PoolError, match="no whole entry"):

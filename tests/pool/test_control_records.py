@@ -8,8 +8,8 @@ from flowtrain_lightning.pool import PoolError
 from flowtrain_lightning.pool.control_records import (
     MAX_PAYLOAD,
     RECORD_BYTES,
+    ControlRecord,
     Kind,
-    Record,
     decode_record,
     decode_records,
     encode_record,
@@ -17,7 +17,7 @@ from flowtrain_lightning.pool.control_records import (
 
 words = st.integers(0, (1 << 64) - 1)
 records = st.builds(
-    Record,
+    ControlRecord,
     kind=st.sampled_from(Kind),
     sender=st.integers(0, (1 << 16) - 1),
     link=st.integers(0, (1 << 32) - 1),
@@ -29,7 +29,7 @@ records = st.builds(
     descriptors=st.just(()),
     sequence=words,
 )
-RECORD = Record(Kind.PUBLISH, 1, 2, 3, 4, 5, 6, b"payload")
+RECORD = ControlRecord(Kind.PUBLISH, 1, 2, 3, 4, 5, 6, b"payload")
 
 
 @given(records)

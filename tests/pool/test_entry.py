@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.pool import Address, Key, PoolError, Tier, entry_nbytes
-from flowtrain_lightning.pool.control_records import Kind, Record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from flowtrain_lightning.pool.entry import (
     erase_header,
     lay_out_tensors,
@@ -54,7 +54,7 @@ def written(tensors):
     layout = lay_out_tensors(tensors)
     memory = bytearray(START + layout.nbytes + 64)
     address = Address.of(2, Tier.HOST, START, 9)
-    published = Record(Kind.PUBLISH, 2, 1, KEY.channel, KEY.pack(), address, layout.nbytes)
+    published = ControlRecord(Kind.PUBLISH, 2, 1, KEY.channel, KEY.pack(), address, layout.nbytes)
     write_tensors(memory, first_byte_of(memory), START, tensors, layout)
     write_header(memory, START, published, layout)
     return memory, published

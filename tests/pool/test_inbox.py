@@ -17,10 +17,10 @@ from flowtrain_lightning.pool.control_records import (
     ORDERED_STORES,
     RECORD_BYTES,
     RING_RECORDS,
+    ControlRecord,
     Inbox,
     InboxWriter,
     Kind,
-    Record,
     encode_record,
     inbox_bytes,
 )
@@ -71,7 +71,7 @@ def box():
 
 
 def record(peer, sequence):
-    return Record(Kind.RELEASE, peer, number=sequence, sequence=sequence)
+    return ControlRecord(Kind.RELEASE, peer, number=sequence, sequence=sequence)
 
 
 def message(peer, sequence):
@@ -168,7 +168,7 @@ def test_a_peer_that_cannot_have_so_much_space_turns_to_the_socket(box):
 
 
 def test_a_record_with_a_payload_does_not_fit_into_an_inbox(box):
-    box.writers[1].put(encode_record(Record(Kind.STATUS, 1, payload=b"x"), 1)[:RECORD_BYTES])
+    box.writers[1].put(encode_record(ControlRecord(Kind.STATUS, 1, payload=b"x"), 1)[:RECORD_BYTES])
     with pytest.raises(PoolError, match="longer than an inbox can hold"):
         box.inbox.take()
 
@@ -207,7 +207,7 @@ def test_records_keep_their_order_whichever_way_they_go():
         sent, got = [], []
         for number in range(3 * RING_RECORDS):
             size = choose.choice([0, 0, 0, 1, MAX_PAYLOAD])
-            one.send(1, Record(Kind.STATUS, 0, number=number, payload=bytes(size)))
+            one.send(1, ControlRecord(Kind.STATUS, 0, number=number, payload=bytes(size)))
             sent.append((number, size))
             if choose.random() < 0.02:
                 got += other.receive()
@@ -232,7 +232,7 @@ def ping_pong(rank, ranks, rounds):
     mesh = join_job(rank, ranks)
     for turn in range(rounds):
         if rank == turn % 2:
-            mesh.send(1 - rank, Record(Kind.RELEASE, rank, number=turn))
+            mesh.send(1 - rank, ControlRecord(Kind.RELEASE, rank, number=turn))
         else:
             got = mesh.receive(50)
             assert got, "a wake-up was lost"

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from flowtrain_lightning.pool import Mesh, PeerFailed, PoolError, State
-from flowtrain_lightning.pool.control_records import MAX_PAYLOAD, Kind, Record
+from flowtrain_lightning.pool.control_records import MAX_PAYLOAD, ControlRecord, Kind
 from flowtrain_lightning.pool.status_page import PAGE_BYTES
 from tests.pool.ranks import join_job, labels, mesh_and_bare_peer, meshes, receive_all
 from tests.processes import assert_all_good, run_ranks
@@ -30,7 +30,7 @@ def test_every_rank_reaches_every_other_one_in_order(transport):
         for mesh in made:
             for peer in set(range(4)) - {mesh.rank}:
                 for number in range(5):
-                    mesh.send(peer, Record(Kind.RELEASE, mesh.rank, number=number, payload=b"x" * (number % 3)))
+                    mesh.send(peer, ControlRecord(Kind.RELEASE, mesh.rank, number=number, payload=b"x" * (number % 3)))
         for mesh in made:
             got = receive_all(mesh, 15)
             assert len(got) == 15
@@ -44,7 +44,7 @@ def test_where_processors_reorder_stores_all_records_go_through_the_sockets(monk
     monkeypatch.setattr("flowtrain_lightning.pool.mesh.ORDERED_STORES", False)
     with meshes(2) as (one, other):
         for number in range(100):
-            one.send(1, Record(Kind.RELEASE, 0, number=number))
+            one.send(1, ControlRecord(Kind.RELEASE, 0, number=number))
         assert [record.number for record in receive_all(other, 100)] == list(range(100))
         assert not any(other.page.memory[PAGE_BYTES + 64 :]), "nothing was put into the inbox"
 
@@ -63,7 +63,7 @@ def test_sending_never_waits_and_what_is_queued_arrives(transport):
     with meshes(2, transport) as (one, other):
         start = time.monotonic()
         for number in range(600):  # 18 MiB: far more than a socket holds
-            one.send(1, Record(Kind.STATUS, 0, number=number, payload=bytes(MAX_PAYLOAD)))
+            one.send(1, ControlRecord(Kind.STATUS, 0, number=number, payload=bytes(MAX_PAYLOAD)))
         assert time.monotonic() - start < 60
         got = []
         while len(got) < 600:
@@ -75,7 +75,7 @@ def test_sending_never_waits_and_what_is_queued_arrives(transport):
 @EVERYWHERE
 def test_a_goodbye_is_no_death_and_comes_after_what_was_sent(transport):
     with meshes(3, transport) as (one, other, third):
-        other.send(0, Record(Kind.RELEASE, 1, number=5))
+        other.send(0, ControlRecord(Kind.RELEASE, 1, number=5))
         other.close()
         assert [record.number for record in receive_all(one, 1)] == [5]
         assert one.receive(0.5) == []
@@ -83,8 +83,8 @@ def test_a_goodbye_is_no_death_and_comes_after_what_was_sent(transport):
         assert not one.has_left(2)
         assert one.board[1].state is State.FINISHED
         with pytest.raises(PoolError, match=r"Rank 1 \(encoder 0\) has left"):
-            one.send(1, Record(Kind.RELEASE, 0))
-        third.send(0, Record(Kind.RELEASE, 2))
+            one.send(1, ControlRecord(Kind.RELEASE, 0))
+        third.send(0, ControlRecord(Kind.RELEASE, 2))
         assert len(receive_all(one, 1)) == 1
 
 
@@ -92,7 +92,7 @@ def sends_and_leaves(rank, ranks):
     mesh = join_job(rank, ranks)
     if rank == 1:
         for number in range(265):
-            mesh.send(0, Record(Kind.RELEASE, 1, number=number))
+            mesh.send(0, ControlRecord(Kind.RELEASE, 1, number=number))
     else:
         while not mesh.board.died(1):
             time.sleep(0.01)
@@ -167,7 +167,7 @@ def test_a_damaged_record_is_an_error():
 def test_records_of_a_later_link_are_kept_and_those_of_a_former_one_dropped():
     with meshes(2) as (one, other):
         for link in (2, 1, 1, 2, 0):
-            one.send(1, Record(Kind.RELEASE, 0, link, number=link))
+            one.send(1, ControlRecord(Kind.RELEASE, 0, link, number=link))
         assert other.begin_link() == 1
         assert [record.number for record in receive_all(other, 2)] == [1, 1]
         assert other.begin_link() == 2

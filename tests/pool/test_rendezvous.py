@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import FileStore, HashStore
 
 from flowtrain_lightning.pool import Mesh, PoolError
-from flowtrain_lightning.pool.control_records import Kind, Record, encode_record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind, encode_record
 from flowtrain_lightning.pool.socket_stream import send_bytes
 from tests.pool.ranks import join_job, labels, location_of, on_all_ranks
 from tests.processes import assert_all_good, run_ranks
@@ -84,7 +84,7 @@ def test_a_process_that_knows_the_name_cannot_speak_as_a_rank():
         name = store.get("mesh/0").decode()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(f"\0{name}")
-            connection.send(encode_record(Record(Kind.PUBLISH, 1, number=2)))
+            connection.send(encode_record(ControlRecord(Kind.PUBLISH, 1, number=2)))
             time.sleep(0.5)
 
     thread = threading.Thread(target=speak)
@@ -108,7 +108,7 @@ def connects_while_another_user_tries(rank, ranks):
             connection.settimeout(10)
             connection.connect(f"\0{name}")
             try:
-                send_bytes(connection, encode_record(Record(Kind.HELLO, 1, number=2)), (memory, wake_event))
+                send_bytes(connection, encode_record(ControlRecord(Kind.HELLO, 1, number=2)), (memory, wake_event))
                 answer = connection.recv(1)
             except (BrokenPipeError, ConnectionResetError):
                 answer = b""
@@ -123,7 +123,7 @@ def connects_while_another_user_tries(rank, ranks):
         while not ((folder / "refused").exists() and (folder / "refused").read_bytes()):
             time.sleep(0.01)
     mesh = join_job(rank, 2)
-    mesh.send(1 - rank, Record(Kind.RELEASE, rank))
+    mesh.send(1 - rank, ControlRecord(Kind.RELEASE, rank))
     assert len(mesh.receive(20)) == 1
     mesh.close()
 

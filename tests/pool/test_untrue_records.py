@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain_lightning.pool import Address, Key, PoolError, Tier
-from flowtrain_lightning.pool.control_records import MAX_PAYLOAD, Kind, Record
+from flowtrain_lightning.pool.control_records import MAX_PAYLOAD, ControlRecord, Kind
 from tests.pool.ranks import NIXL, lease_of, meshes, open_pools
 
 CAPACITY = 1 << 14
@@ -38,7 +38,7 @@ def lies(living, stale):
         [0, 1, 63, 64, 192, CAPACITY, CAPACITY + 1, (1 << 64) - 1, LIVING.pack(), Key(0, 0, 7).pack()]
     )
     return st.builds(
-        Record,
+        ControlRecord,
         kind=st.sampled_from([Kind.SEGMENT, Kind.PUBLISH, Kind.RELEASE, Kind.HELLO]),
         sender=st.just(0),
         link=st.just(1),

@@ -149,7 +149,7 @@ def is_slow(rank, ranks):
     for _ in range(10):
         time.sleep(HANG / 4)
         if rank == 0:
-            mesh.page.advance()
+            mesh.page.enter("compute", 0)
     watchdog.stop()
     pool.close()
     mesh.close()

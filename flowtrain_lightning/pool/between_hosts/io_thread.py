@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from flowtrain_lightning.pool.address import Address
 from flowtrain_lightning.pool.between_hosts.remote_status import unacknowledged
-from flowtrain_lightning.pool.control_records import RECORD_BYTES, Kind, Record, decode_record, encode_record
+from flowtrain_lightning.pool.control_records import RECORD_BYTES, ControlRecord, Kind, decode_record, encode_record
 from flowtrain_lightning.pool.pool_errors import PoolError
 
 _AT_ONCE_BYTES = 1 << 20  # sent or received by one call, so that every peer has its turn
@@ -45,11 +45,11 @@ class _Receiver:
         self.peer = peer
         self._segments: dict[int, int] = {}  # link -> bytes of the peer's segment
         self._head = bytearray(RECORD_BYTES)
-        self._record: Record | None = None
+        self._record: ControlRecord | None = None
         self._buffer = self._head
         self._filled = 0
 
-    def receive(self, connection: socket.socket) -> Record | None:
+    def receive(self, connection: socket.socket) -> ControlRecord | None:
         """Receive a piece.
 
         Returns:
@@ -76,7 +76,7 @@ class _Receiver:
         self._record, self._buffer, self._filled = None, self._head, 0
         return record
 
-    def _begin(self, record: Record) -> None:
+    def _begin(self, record: ControlRecord) -> None:
         if record.kind is Kind.SEGMENT and record.link not in self._segments:
             self._segments[record.link] = record.size
             return
@@ -116,7 +116,7 @@ class IoThread:
     def __init__(
         self,
         connections: Mapping[int, socket.socket],
-        arrived: deque[Record],
+        arrived: deque[ControlRecord],
         wake: Callable[[], None],
         fail: Callable[[str, int | None], None],
     ) -> None:
@@ -135,7 +135,7 @@ class IoThread:
         self._thread = threading.Thread(target=self._run, name="flowtrain-io", daemon=True)
         self._thread.start()
 
-    def send(self, peer: int, record: Record, entry: memoryview) -> None:
+    def send(self, peer: int, record: ControlRecord, entry: memoryview) -> None:
         """Send a record and an entry, in the order of these calls. Never waits.
 
         Args:

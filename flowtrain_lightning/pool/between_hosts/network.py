@@ -12,7 +12,7 @@ from flowtrain_lightning.pool.address import Address
 from flowtrain_lightning.pool.between_hosts.io_thread import IoThread
 from flowtrain_lightning.pool.between_hosts.remote_rendezvous import RemoteConnection
 from flowtrain_lightning.pool.between_hosts.remote_status import RemoteStatusPage, StatusExchange, unacknowledged
-from flowtrain_lightning.pool.control_records import Kind, Record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from flowtrain_lightning.pool.entry import Memory
 from flowtrain_lightning.pool.pool_errors import PoolError
 from flowtrain_lightning.pool.shared_memory import Segment
@@ -43,7 +43,7 @@ class RemoteHosts:
         fail: Callable[[str, int | None], None],
     ) -> None:
         self.pages = {peer: RemoteStatusPage(peer, labels[peer]) for peer in connections}
-        self.arrived: deque[Record] = deque()
+        self.arrived: deque[ControlRecord] = deque()
         self._wake = wake
         self._records: list[socket.socket] = []
         self._status: StatusExchange | None = None
@@ -61,12 +61,12 @@ class RemoteHosts:
         if self._status is not None:
             self._status.send_now()
 
-    def send_entry(self, peer: int, record: Record, entry: memoryview) -> None:
+    def send_entry(self, peer: int, record: ControlRecord, entry: memoryview) -> None:
         """Send a record and the bytes of an entry; see `IoThread.send`."""
         assert self._io is not None, "there are no other hosts"
         self._io.send(peer, record, entry)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: ControlRecord) -> None:
         """Add a record to what has arrived. Safe to call from any thread."""
         self.arrived.append(record)
         self._wake()
@@ -104,10 +104,10 @@ class RemoteTransport(Protocol):
     def ready(self) -> bool:
         """Whether the segments of all remote peers are known."""
 
-    def publish(self, reader: int, record: Record) -> None:
+    def publish(self, reader: int, record: ControlRecord) -> None:
         """Make the entry of the own segment that this record publishes readable by ``reader``. Never waits."""
 
-    def receive(self, record: Record) -> Record | None:
+    def receive(self, record: ControlRecord) -> ControlRecord | None:
         """Take a record from a remote peer that is not for the pool's books.
 
         Returns:
@@ -117,7 +117,7 @@ class RemoteTransport(Protocol):
             PoolError: when it tells of bytes outside of its sender's segment.
         """
 
-    def locate(self, published: Record) -> tuple[Memory, int]:
+    def locate(self, published: ControlRecord) -> tuple[Memory, int]:
         """The memory that holds a readable entry, and where in it the entry begins."""
 
     def forget(self, address: int) -> None:
@@ -150,7 +150,7 @@ class NetworkTransport:
 
     def announce(self) -> None:
         """Tell the size of the own segment, the bound of what can be on its way."""
-        record = Record(Kind.SEGMENT, self._rank, self._link, size=self._segment.nbytes)
+        record = ControlRecord(Kind.SEGMENT, self._rank, self._link, size=self._segment.nbytes)
         for peer in self._peers:
             self._hosts.send_entry(peer, record, memoryview(b""))
 
@@ -158,12 +158,12 @@ class NetworkTransport:
         """Whether the segments of all remote peers are known."""
         return len(self._known) == len(self._peers)
 
-    def publish(self, reader: int, record: Record) -> None:
+    def publish(self, reader: int, record: ControlRecord) -> None:
         """Hand the entry to the I/O thread."""
         start = Address(record.address).offset
         self._hosts.send_entry(reader, record, memoryview(self._segment.memory)[start : start + record.size])
 
-    def receive(self, record: Record) -> Record | None:
+    def receive(self, record: ControlRecord) -> ControlRecord | None:
         """Learn of a segment, or of an entry, which comes with its bytes."""
         payload = record.payload
         if record.kind is Kind.PUBLISH and isinstance(payload, bytearray) and len(payload) == record.size:
@@ -174,7 +174,7 @@ class NetworkTransport:
         self._known.add(record.sender)
         return None
 
-    def locate(self, published: Record) -> tuple[Memory, int]:
+    def locate(self, published: ControlRecord) -> tuple[Memory, int]:
         """The reader's own copy."""
         return self._copies[published.address], 0
 

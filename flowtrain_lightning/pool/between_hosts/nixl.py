@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from flowtrain_lightning.pool.address import Address
 from flowtrain_lightning.pool.between_hosts.nixl_agent import Fetch, Fetched, Fetcher, NixlAgent
-from flowtrain_lightning.pool.control_records import MAX_PAYLOAD, Kind, Record
+from flowtrain_lightning.pool.control_records import MAX_PAYLOAD, ControlRecord, Kind
 from flowtrain_lightning.pool.entry import Key, Memory
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.pool_errors import PeerFailed, PoolError
@@ -67,7 +67,9 @@ class NixlTransport:
                 "Name fewer network devices in the environment variable UCX_NET_DEVICES."
             )
         size = self._segment.nbytes
-        record = Record(Kind.SEGMENT, self._mesh.rank, self._link, address=self._base, size=size, payload=metadata)
+        record = ControlRecord(
+            Kind.SEGMENT, self._mesh.rank, self._link, address=self._base, size=size, payload=metadata
+        )
         for peer in self._peers:
             self._mesh.send(peer, record)
 
@@ -75,11 +77,11 @@ class NixlTransport:
         """Whether the segments of all remote peers are known."""
         return len(self._segments) == len(self._peers)
 
-    def publish(self, reader: int, record: Record) -> None:
+    def publish(self, reader: int, record: ControlRecord) -> None:
         """Tell ``reader``, who fetches it."""
         self._mesh.send(reader, record)
 
-    def receive(self, record: Record) -> Record | None:
+    def receive(self, record: ControlRecord) -> ControlRecord | None:
         """Learn of a segment, begin to fetch an entry, or learn that it is here."""
         owner = record.sender
         if record.kind is Kind.SEGMENT and owner not in self._segments:
@@ -93,7 +95,7 @@ class NixlTransport:
         self._fetch(record)
         return None
 
-    def locate(self, published: Record) -> tuple[Memory, int]:
+    def locate(self, published: ControlRecord) -> tuple[Memory, int]:
         """The mirror of its owner's segment."""
         return self._mirrors[published.sender].memory, Address(published.address).offset
 
@@ -106,14 +108,14 @@ class NixlTransport:
         self._agent.close()
         self._mirrors.clear()
 
-    def _fetch(self, record: Record) -> None:
+    def _fetch(self, record: ControlRecord) -> None:
         segment, address = self._segments[record.sender], Address(record.address)
         if address.owner != record.sender or not 0 < record.size <= segment.nbytes - address.offset:
             raise PoolError(f"Rank {record.sender} published {record}, which lies outside of its segment.")
         source, target = segment.base + address.offset, self._mirror(record.sender).base + address.offset
         self._fetcher.fetch(Fetch(record, segment.name, source, target))
 
-    def _fetched(self, record: Record, reason: Fetched) -> Record | None:
+    def _fetched(self, record: ControlRecord, reason: Fetched) -> ControlRecord | None:
         if not reason:
             return record._replace(payload=b"")
         if self._mesh.has_left(record.sender):

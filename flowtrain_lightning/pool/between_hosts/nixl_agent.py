@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from flowtrain_lightning.pool.control_records import Record
+from flowtrain_lightning.pool.control_records import ControlRecord
 from flowtrain_lightning.pool.pool_errors import PoolError
 
 _LOOK_MICROSECONDS = 10_000  # its thread wakes by events, and this often without: 0.2 % of a core. 0 would take all
@@ -135,7 +135,7 @@ class Fetch:
         target: where it will lie, in that of this process.
     """
 
-    def __init__(self, record: Record, name: str, source: int, target: int) -> None:
+    def __init__(self, record: ControlRecord, name: str, source: int, target: int) -> None:
         self.record = record
         self._name = name
         self._source = source
@@ -183,7 +183,7 @@ class Fetcher:
         ended: called by the thread with the record of each entry that is here or cannot come; see `Fetched`.
     """
 
-    def __init__(self, agent: NixlAgent, ended: Callable[[Record], None]) -> None:
+    def __init__(self, agent: NixlAgent, ended: Callable[[ControlRecord], None]) -> None:
         self._agent = agent
         self._ended = ended
         self._asked: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()

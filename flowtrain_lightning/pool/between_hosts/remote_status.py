@@ -21,7 +21,7 @@ from dataclasses import replace
 from mmap import PAGESIZE, mmap
 
 from flowtrain_lightning.pool.between_hosts.remote_rendezvous import UNREACHABLE_SECONDS
-from flowtrain_lightning.pool.control_records import Kind, Record, encode_record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind, encode_record
 from flowtrain_lightning.pool.pool_errors import PoolError
 from flowtrain_lightning.pool.socket_stream import SocketStream
 from flowtrain_lightning.pool.status_page import State, Status, StatusPage
@@ -247,7 +247,7 @@ class StatusExchange:
         if urgent == self._urgent and asked == self._answered and now - self._sent < _SEND_SECONDS:
             return
         self._urgent, self._sent = urgent, now
-        record = encode_record(Record(Kind.STATUS, self._page.rank, payload=encode_status(status)))
+        record = encode_record(ControlRecord(Kind.STATUS, self._page.rank, payload=encode_status(status)))
         for peer in self._peers.values():
             if not peer.stream.queued and peer.unheard < _UNHEARD_BYTES:
                 peer.unheard += len(record)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.pool.address import ALIGNMENT, DEVICE_BIT, Address
-from flowtrain_lightning.pool.control_records import Record
+from flowtrain_lightning.pool.control_records import ControlRecord
 from flowtrain_lightning.pool.counters import Occupancy
 from flowtrain_lightning.pool.device.device_tier import DeviceTier
 from flowtrain_lightning.pool.entry import DeviceLocation, EntryLayout, Memory, read_header, write_header
@@ -73,8 +73,13 @@ class DeviceEntries:
         tier.runtime.synchronize()
 
     def put(
-        self, record: Record, start: int, tensors: Sequence[Tensor], layout: EntryLayout, readers: Collection[int]
-    ) -> Record | None:
+        self,
+        record: ControlRecord,
+        start: int,
+        tensors: Sequence[Tensor],
+        layout: EntryLayout,
+        readers: Collection[int],
+    ) -> ControlRecord | None:
         """Let the side stream copy ``tensors`` into the own block, and write their header into host memory.
 
         Args:
@@ -104,7 +109,7 @@ class DeviceEntries:
         self._stored[published.address] = stored
         return published
 
-    def read(self, memory: Memory, start: int, published: Record) -> tuple[Tensor, ...]:
+    def read(self, memory: Memory, start: int, published: ControlRecord) -> tuple[Tensor, ...]:
         """The tensors of an entry that was published to this rank, as views of its owner's block.
 
         Args:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.pool.control_records import Kind, Record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from flowtrain_lightning.pool.device.cuda_ipc import CudaRuntime
 from flowtrain_lightning.pool.device.device_tier import (
     CARD_BYTES,
@@ -176,7 +176,7 @@ class _Opening:
         self._readers[self._rank] = done
         return runtime.card + block.handle + b"".join(event.ipc_handle() for event in published)
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: ControlRecord) -> None:
         peer = record.sender
         if record.kind is Kind.BLOCK and peer in self.peers - self.told:
             self.told.add(peer)
@@ -189,7 +189,7 @@ class _Opening:
         else:
             raise PoolError(f"Rank {peer} sent {record._replace(payload=b'')}, which belongs to no block of memory.")
 
-    def _read_block(self, owner: int, record: Record) -> None:
+    def _read_block(self, owner: int, record: ControlRecord) -> None:
         """Open the block of a peer, look for its pattern, and answer."""
         if not record.number:
             if record.payload:  # else it wants none
@@ -204,7 +204,7 @@ class _Opening:
         else:
             self._send(owner, Kind.BLOCK_READ, record.number, payload)
 
-    def _open_block(self, owner: int, record: Record) -> bytes:
+    def _open_block(self, owner: int, record: ControlRecord) -> bytes:
         runtime, slots = self._runtime, record.number
         card, handles = _parts(record.payload, slots + 1)
         block = runtime.open_block(card, handles[0], record.size)
@@ -225,7 +225,7 @@ class _Opening:
         self._readable[owner] = ReadableBlock(block, published, done)
         return runtime.card + b"".join(handles)
 
-    def _open_reader(self, reader: int, record: Record) -> None:
+    def _open_reader(self, reader: int, record: ControlRecord) -> None:
         """Take the events of a peer that reads the own block, or its reason why it cannot."""
         if not record.number:
             self._refuse(f"rank {reader} cannot read the block of rank {self._rank}", record.payload)
@@ -244,7 +244,7 @@ class _Opening:
         self.refusals.append(f"{what} ({reason[:_LONGEST_REASON].decode(errors='replace')})")
 
     def _send(self, peer: int, kind: Kind, slots: int = 0, payload: bytes = b"") -> None:
-        record = Record(kind, self._rank, self._link, number=slots, size=self._nbytes, payload=payload)
+        record = ControlRecord(kind, self._rank, self._link, number=slots, size=self._nbytes, payload=payload)
         self._mesh.send(peer, record)
 
 

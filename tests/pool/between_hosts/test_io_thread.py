@@ -8,7 +8,7 @@ import pytest
 
 from flowtrain_lightning.pool.address import Address, Tier
 from flowtrain_lightning.pool.between_hosts.io_thread import IoThread
-from flowtrain_lightning.pool.control_records import Kind, Record, encode_record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind, encode_record
 
 SEGMENT = 8 << 20
 
@@ -21,11 +21,13 @@ def wait_until(holds, seconds=60.0):
 
 
 def segment(sender=0, link=1):
-    return Record(Kind.SEGMENT, sender, link, size=SEGMENT)
+    return ControlRecord(Kind.SEGMENT, sender, link, size=SEGMENT)
 
 
 def entry(offset=0, size=64, sender=0, link=1, generation=1):
-    return Record(Kind.PUBLISH, sender, link, address=Address.of(sender, Tier.HOST, offset, generation), size=size)
+    return ControlRecord(
+        Kind.PUBLISH, sender, link, address=Address.of(sender, Tier.HOST, offset, generation), size=size
+    )
 
 
 class Pair:
@@ -88,7 +90,7 @@ def test_sending_returns_at_once_though_nobody_reads():
         entry(offset=SEGMENT, size=64),
         entry(offset=0, size=SEGMENT + 64),
         entry(size=0),
-        Record(Kind.RELEASE, 0, 1),
+        ControlRecord(Kind.RELEASE, 0, 1),
         segment(),
     ],
     ids=["unknown segment", "behind its end", "larger than it", "nothing", "no entry", "announced twice"],

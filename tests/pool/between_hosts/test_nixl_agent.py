@@ -9,7 +9,7 @@ import pytest
 from flowtrain_lightning.pool import Address, PoolError, Tier
 from flowtrain_lightning.pool.between_hosts import nixl_agent
 from flowtrain_lightning.pool.between_hosts.nixl_agent import Fetch, Fetcher
-from flowtrain_lightning.pool.control_records import Kind, Record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from flowtrain_lightning.pool.shared_memory import first_byte_of
 
 NBYTES = 256
@@ -62,7 +62,7 @@ def fetcher(transfers, ended):
 
 
 def record(offset=0):
-    return Record(Kind.PUBLISH, 1, address=Address.of(1, Tier.HOST, offset, 1), size=NBYTES)
+    return ControlRecord(Kind.PUBLISH, 1, address=Address.of(1, Tier.HOST, offset, 1), size=NBYTES)
 
 
 def fetch_of(source, target, offset=0):

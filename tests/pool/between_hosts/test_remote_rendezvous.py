@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from flowtrain_lightning.pool import Mesh, PoolError
-from flowtrain_lightning.pool.control_records import Kind, Record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from tests.pool import faults
 from tests.pool.ranks import join_job, labels, location_of, mesh_and_bare_peer, meshes, on_all_ranks, receive_all
 from tests.pool.test_random_faults import hit_all, kill_while_they_start
@@ -78,7 +78,7 @@ def test_other_processes_that_speak_or_are_silent_neither_get_in_nor_stop_the_ra
     start = time.monotonic()
     made = on_all_ranks(connect, 2)
     assert time.monotonic() - start < 9, "no rank waits until a silent one is given up"
-    made[1].send(0, Record(Kind.RELEASE, 1, number=7))
+    made[1].send(0, ControlRecord(Kind.RELEASE, 1, number=7))
     assert [record.number for record in receive_all(made[0], 1)] == [7]
     for connection in others:
         connection.close()

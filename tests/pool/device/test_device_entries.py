@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowtrain_lightning.pool import Address, DeviceTier, Key, PoolError, Tier, entry_nbytes
-from flowtrain_lightning.pool.control_records import Kind, Record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from flowtrain_lightning.pool.device.device_entries import DeviceEntries
 from flowtrain_lightning.pool.device.device_tier import ReadableBlock
 from flowtrain_lightning.pool.entry import lay_out_tensors
@@ -58,7 +58,9 @@ class Pair:
         """The record that publishes an entry which fitted, or None."""
         layout, start = lay_out_tensors(tensors), number * 1024
         address = Address.of(OWNER, Tier.HOST, start, number)
-        record = Record(Kind.PUBLISH, OWNER, 1, number=Key(0, 0, number).pack(), address=address, size=layout.nbytes)
+        record = ControlRecord(
+            Kind.PUBLISH, OWNER, 1, number=Key(0, 0, number).pack(), address=address, size=layout.nbytes
+        )
         return self.owner.put(record, start, tensors, layout, readers)
 
     def read(self, published):

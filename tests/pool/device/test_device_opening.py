@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowtrain_lightning.pool import Key, Pool, PoolError, Tier, choose_device_tier, open_device_tier
-from flowtrain_lightning.pool.control_records import Kind, Record
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from tests.pool.device.simulated import simulated
 from tests.pool.ranks import lease_of, meshes, on_all_ranks, wait_for
 
@@ -142,7 +142,7 @@ def test_what_is_no_block_is_not_opened(payload, devices):
 
         def tell_a_lie():
             mesh = made[1]
-            mesh.send(0, Record(Kind.BLOCK, 1, mesh.begin_link(), number=1, size=4096, payload=payload))
+            mesh.send(0, ControlRecord(Kind.BLOCK, 1, mesh.begin_link(), number=1, size=4096, payload=payload))
             answers = mesh.receive(20)
             while not any(record.kind is Kind.BLOCK_READ for record in answers):
                 answers += mesh.receive(20)
@@ -180,7 +180,7 @@ def test_ranks_of_other_hosts_are_reached_as_without_a_device(devices):
 def test_an_entry_in_device_memory_that_a_rank_cannot_read_is_refused(three):
     pools = on_all_ranks(lambda rank: Pool.open(three[rank], NBYTES, 0), 3)
     address = pools[0].put(Key(0, 0, 0), [torch.ones(10)], [2])
-    record = Record(Kind.PUBLISH, 0, three[0].link, address=address | 1 << 49, size=256)
+    record = ControlRecord(Kind.PUBLISH, 0, three[0].link, address=address | 1 << 49, size=256)
     three[0].send(1, record)
     with pytest.raises(PoolError, match="in device memory, which this rank cannot read"):
         pools[1].poll(20)
