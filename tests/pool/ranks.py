@@ -75,7 +75,7 @@ def meshes(ranks: int, transport: str = "shared_memory") -> Iterator[list[Mesh]]
     store = HashStore()
 
     def connect(rank: int) -> Mesh:
-        return Mesh.connect(store, rank, ranks, labels(ranks), timeout=20, **location_of(transport, rank))
+        return Mesh.connect(store, rank, ranks, labels(ranks), timeout=60, **location_of(transport, rank))
 
     made = on_all_ranks(connect, ranks)
     try:
@@ -97,8 +97,8 @@ def mesh_and_bare_peer(transport: str = "shared_memory") -> Iterator[tuple[Mesh,
 
     def connect(rank: int) -> Mesh | RankConnections:
         if rank == 0:
-            return Mesh.connect(store, 0, 2, labels(2), timeout=20, **location_of(transport, 0))
-        return connect_ranks(store, 1, labels(2), descriptor, wake_event, 20, **location_of(transport, 1))
+            return Mesh.connect(store, 0, 2, labels(2), timeout=60, **location_of(transport, 0))
+        return connect_ranks(store, 1, labels(2), descriptor, wake_event, 60, **location_of(transport, 1))
 
     mesh, peer = on_all_ranks(connect, 2)
     try:
@@ -130,7 +130,7 @@ def join_job(rank: int, ranks: int, timeout: float = 60.0, **where: str) -> Mesh
     return Mesh.connect(store, rank, ranks, labels(ranks), timeout, **where)
 
 
-def wait_for(pool: Pool, done: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_for(pool: Pool, done: Callable[[], object], seconds: float = 60.0) -> None:
     """Poll until ``done()``."""
     end = time.monotonic() + seconds
     while not done():
@@ -138,7 +138,7 @@ def wait_for(pool: Pool, done: Callable[[], object], seconds: float = 20.0) -> N
         pool.poll(0.5)
 
 
-def lease_of(pool: Pool, key: tuple[int, int, int], seconds: float = 20.0) -> Lease:
+def lease_of(pool: Pool, key: tuple[int, int, int], seconds: float = 60.0) -> Lease:
     """The lease of an entry, waited for."""
     end = time.monotonic() + seconds
     while (lease := pool.get(key)) is None:
@@ -147,7 +147,7 @@ def lease_of(pool: Pool, key: tuple[int, int, int], seconds: float = 20.0) -> Le
     return lease
 
 
-def receive_all(mesh: Mesh, count: int, seconds: float = 10.0) -> list[ControlRecord]:
+def receive_all(mesh: Mesh, count: int, seconds: float = 60.0) -> list[ControlRecord]:
     """The records that came until there were ``count``, or until the time was over."""
     got: list[ControlRecord] = []
     end = time.monotonic() + seconds

@@ -53,7 +53,7 @@ def test_one_rank_alone_needs_no_store_and_waits_as_asked():
     mesh = Mesh.connect(None, 0, 1, ["backbone 0"])
     start = time.monotonic()
     assert mesh.receive(0.05) == []
-    assert 0.04 < time.monotonic() - start < 2
+    assert 0.04 < time.monotonic() - start < 20
     mesh.close()
     mesh.close()
 
@@ -120,7 +120,7 @@ def test_leaving_without_a_goodbye_is_a_fault_that_names_the_rank(transport, cau
         other.page.enter("forward of encoder batch 3", 12)
         other.close(goodbye=False)
         with pytest.raises(PeerFailed, match=re.escape(told)):
-            one.receive(5)
+            one.receive(50)
         with pytest.raises(PeerFailed):
             one.receive()
         assert one.board[0].blames == 1
@@ -132,7 +132,7 @@ def test_a_rank_that_failed_is_reported_though_it_closes_in_good_order(transport
         other.page.fail("Traceback: ValueError: bad picture")
         other.close()
         with pytest.raises(PeerFailed, match="ValueError: bad picture") as caught:
-            one.receive(5)
+            one.receive(50)
         assert caught.value.rank == 1
 
 
@@ -161,7 +161,7 @@ def test_a_damaged_record_is_an_error():
     with mesh_and_bare_peer() as (mesh, peer):
         peer.local[0].socket.send(b"no record at all, but as long as one is and so no begin of one either")
         with pytest.raises(PoolError, match="A control record from rank 1 was refused"):
-            mesh.receive(20)
+            mesh.receive(50)
 
 
 def test_records_of_a_later_link_are_kept_and_those_of_a_former_one_dropped():

@@ -129,7 +129,7 @@ def kill_all_while_they_start(seeds):
             time.sleep(random.Random(seed).random() * 0.3)
             for rank in range(RANKS):
                 ranks.signal(rank, signal.SIGKILL)
-            assert told(ranks.wait(10), range(RANKS), 0, 0) == []
+            assert told(ranks.wait(60), range(RANKS), 0, 0) == []
             assert_nothing_is_left(ranks, RANKS)
 
 

@@ -124,7 +124,7 @@ def connects_while_another_user_tries(rank, ranks):
             time.sleep(0.01)
     mesh = join_job(rank, 2)
     mesh.send(1 - rank, ControlRecord(Kind.RELEASE, rank))
-    assert len(mesh.receive(20)) == 1
+    assert len(mesh.receive(50)) == 1
     mesh.close()
 
 

@@ -38,10 +38,10 @@ def pass_reserved(rank, ranks, transport, seed):
         keys = [Key(0, step, item) for item in range(ENTRIES)]
         if rank == 0:
             while not pool.reserve(dict(zip(keys, order, strict=True))):
-                assert pool.poll(20), "nothing to promise"
+                assert pool.poll(50), "nothing to promise"
             for key, reservation in zip(keys, order, strict=True):
                 while pool.put(key, [torch.full((elements(reservation),), float(key.item))], readers) is None:
-                    assert pool.poll(20), f"{key} waits for a release that waits for it"
+                    assert pool.poll(50), f"{key} waits for a release that waits for it"
             continue
         leases = {}
         for position, key in enumerate(keys):

@@ -59,7 +59,7 @@ def tell(job, data):
     liar.send(1, record)
     key = Key.unpack(record.channel, record.number)
     try:
-        arrived = reader.poll(20)
+        arrived = reader.poll(50)
         lease = reader.get(key)
     except PoolError:
         return

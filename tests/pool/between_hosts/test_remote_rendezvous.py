@@ -41,7 +41,7 @@ def test_damaged_bytes_are_an_error_whichever_connection_brings_them(purpose):
         connection = getattr(peer.remote[0], purpose)
         connection.send(b"no record at all, but as long as one is and so no begin of one either")
         with pytest.raises(PoolError, match="A control record from rank 1 was refused"):
-            mesh.receive(20)
+            mesh.receive(50)
 
 
 def test_waiting_costs_little_time_of_the_processor():

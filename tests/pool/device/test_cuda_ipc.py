@@ -106,11 +106,11 @@ def pass_reserved(rank, ranks):
         keys = [Key(0, step, item) for item in range(ENTRIES)]
         if rank == 0:
             while not pool.reserve(dict(zip(keys, order, strict=True))):
-                assert pool.poll(20)
+                assert pool.poll(50)
             for key, reservation in zip(keys, order, strict=True):
                 tensor = torch.full((elements(reservation),), float(key.item), device=device)
                 while pool.put(key, [tensor], range(1, ranks)) is None:
-                    assert pool.poll(20), f"{key} waits for a release that waits for it"
+                    assert pool.poll(50), f"{key} waits for a release that waits for it"
             continue
         leases = {}
         for position, key in enumerate(keys):

@@ -143,9 +143,9 @@ def test_what_is_no_block_is_not_opened(payload, devices):
         def tell_a_lie():
             mesh = made[1]
             mesh.send(0, ControlRecord(Kind.BLOCK, 1, mesh.begin_link(), number=1, size=4096, payload=payload))
-            answers = mesh.receive(20)
+            answers = mesh.receive(50)
             while not any(record.kind is Kind.BLOCK_READ for record in answers):
-                answers += mesh.receive(20)
+                answers += mesh.receive(50)
             return next(record for record in answers if record.kind is Kind.BLOCK_READ)
 
         def listen():
@@ -183,4 +183,4 @@ def test_an_entry_in_device_memory_that_a_rank_cannot_read_is_refused(three):
     record = ControlRecord(Kind.PUBLISH, 0, three[0].link, address=address | 1 << 49, size=256)
     three[0].send(1, record)
     with pytest.raises(PoolError, match="in device memory, which this rank cannot read"):
-        pools[1].poll(20)
+        pools[1].poll(50)
