@@ -36,9 +36,9 @@ from benchmarks.modules import ROOT
 from benchmarks.pool_device import measure_device
 from benchmarks.pool_peers import Way, free_port, open_ways
 from benchmarks.pool_report import draw_ways, report
-from benchmarks.pool_wakeups import answer, bells, pause, wake_up_seconds
+from benchmarks.pool_wakeups import answer, pause, wake_up_seconds, wakers
 from benchmarks.report import write_results
-from flowtrain_lightning.pool.memory import create_memory, map_memory
+from flowtrain_lightning.pool import create_memory, map_memory
 
 KIB, MIB = 1 << 10, 1 << 20
 SAMPLES = {4 * KIB: 300, 64 * KIB: 200, MIB: 100, 16 * MIB: 30, 64 * MIB: 12}
@@ -204,7 +204,7 @@ def measure_stream(way: Way, end: Any, rounds: int) -> list[dict[str, Any]]:
     for burst in (1, 16, 64):
         costs, puts, copies = [], [], []
         shared = shared_bytes(burst * STREAMED)
-        targets = [shared[place : place + STREAMED] for place in range(0, len(shared), STREAMED)]
+        targets = [shared[start : start + STREAMED] for start in range(0, len(shared), STREAMED)]
         for _ in range(max(rounds // burst, 5) + 3):
             turns = [next(TURNS) for _ in range(burst)]
             start = time.perf_counter()
@@ -242,15 +242,15 @@ def measure_waiting(end: Any) -> dict[str, Any]:
 
 def measure_wakeups(samples: int) -> list[dict[str, Any]]:
     """How long each mechanism takes to wake a process."""
-    made, (near, far) = bells(), FORK.Pipe()
+    made, (near, far) = wakers(), FORK.Pipe()
     child = FORK.Process(target=answer, args=(made, far), daemon=True)
     child.start()
     seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
     try:
         for _ in range(samples):
-            for name, bell in made.items():
+            for name, waker in made.items():
                 for idle in (True, False):
-                    seconds[name, idle].append(wake_up_seconds(bell, name, near, idle))
+                    seconds[name, idle].append(wake_up_seconds(waker, name, near, idle))
         near.send(None)
         child.join(10)
     finally:
@@ -258,7 +258,7 @@ def measure_wakeups(samples: int) -> list[dict[str, Any]]:
     return [
         {
             "way": "wake-up",
-            "bell": name,
+            "waker": name,
             "idle_before": idle,
             "median_us": 1e6 * float(np.median(values)),
             "p99_us": 1e6 * float(np.percentile(values, 99)),

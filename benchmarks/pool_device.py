@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from flowtrain_lightning.pool import Key, Mesh, Pool, Tier, entry_nbytes
-from flowtrain_lightning.pool.device.choice import choose_device_tier
+from flowtrain_lightning.pool import Key, Mesh, Pool, Tier, choose_device_tier, entry_nbytes
 
 MIB = 1 << 20
 SIZES = (MIB, 16 * MIB, 64 * MIB, 256 * MIB)
@@ -23,10 +22,10 @@ def measure_device(samples: int) -> list[dict[str, Any]]:
     A put is measured until its bytes are there (``put_us``) and until the call returns (``host_us``).
     """
     device = torch.device("cuda", 0)
-    room = entry_nbytes([max(SIZES)])
+    nbytes = entry_nbytes([max(SIZES)])
     mesh = Mesh.connect(HashStore(), 0, 1, ["owner"])
-    tier = choose_device_tier("device", mesh, device, room)
-    pool = Pool.open(mesh, room, 0, device=tier)
+    tier = choose_device_tier("device", mesh, device, nbytes)
+    pool = Pool.open(mesh, nbytes, 0, device=tier)
     try:
         return [_measure_size(pool, device, size, samples) for size in SIZES]
     finally:

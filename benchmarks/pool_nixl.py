@@ -17,10 +17,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from flowtrain_lightning.pool import Key, Mesh, Pool, entry_nbytes
-from flowtrain_lightning.pool.ways import TransportName
+from flowtrain_lightning.pool import Key, Mesh, NetworkChoice, Pool, entry_nbytes
 
-WAYS: tuple[TransportName, ...] = ("auto", "nixl")
+WAYS: tuple[NetworkChoice, ...] = ("auto", "nixl")
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 DEADLINE = 60.0
 

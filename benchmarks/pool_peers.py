@@ -49,8 +49,8 @@ class PoolWay:
         self._lease: Lease | None = None
 
     def send(self, turn: int, tensor: Tensor, readers: int) -> None:
-        placed = self._pool.put(Key(0, turn, 0), [tensor], range(1, readers + 1))
-        assert placed is not None, "the pool is too small for as many at once"
+        address = self._pool.put(Key(0, turn, 0), [tensor], range(1, readers + 1))
+        assert address is not None, "the pool is too small for as many at once"
 
     def receive(self, turn: int, nbytes: int) -> Tensor:
         while (lease := self._pool.get(Key(0, turn, 0))) is None:

@@ -102,7 +102,7 @@ def wakeups_table(runs: Runs) -> str:
         if run["way"] == "wake-up":
             before = "both idle before" if run["idle_before"] else "owner at work"
             rows.append(
-                [f"{run['cores']}, {run['bell']}, {before}", f"{run['median_us']:,.1f} us", f"{run['p99_us']:,.1f} us"]
+                [f"{run['cores']}, {run['waker']}, {before}", f"{run['median_us']:,.1f} us", f"{run['p99_us']:,.1f} us"]
             )
     return table(["wake-up", "median", "p99"], rows)
 

@@ -19,27 +19,27 @@ _SHARED = mmap(-1, 4096)  # before the fork, so that both processes have it
 _STAMP = struct.Struct("<q")
 
 
-class Bell(Protocol):
+class Waker(Protocol):
     """Wakes one process from another; made before the fork."""
 
-    def ring(self) -> None:
-        """Wake whoever listens."""
+    def wake(self) -> None:
+        """Wake whoever sleeps."""
 
-    def listen(self) -> None:
-        """Sleep until it rings."""
+    def sleep(self) -> None:
+        """Sleep until somebody wakes this process."""
 
 
-class SocketBell:
+class SocketWaker:
     """A record of 56 bytes over a unix socket, and epoll."""
 
     def __init__(self, kind: int) -> None:
         self._near, self._far = socket.socketpair(socket.AF_UNIX, kind)
         self._epoll: select.epoll | None = None
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         self._near.send(bytes(56))
 
-    def listen(self) -> None:
+    def sleep(self) -> None:
         if self._epoll is None:
             self._epoll = select.epoll()
             self._epoll.register(self._far, select.EPOLLIN)
@@ -47,22 +47,22 @@ class SocketBell:
         self._far.recv(4096)
 
 
-class EventBell:
-    """An eventfd and epoll; before it sleeps, the listener may look at shared memory for a while."""
+class EventWaker:
+    """An eventfd and epoll; before it sleeps, the sleeper may look at shared memory for a while."""
 
     def __init__(self, spin_seconds: float = 0.0) -> None:
         self._event = os.eventfd(0)
         self._epoll: select.epoll | None = None
         self._spin_seconds = spin_seconds
-        place = 128 if spin_seconds else 64
-        self._word = memoryview(_SHARED)[place : place + 8].cast("Q")
+        start = 128 if spin_seconds else 64
+        self._word = memoryview(_SHARED)[start : start + 8].cast("Q")
         self._heard = self._word[0]
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         self._word[0] += 1
         os.eventfd_write(self._event, 1)
 
-    def listen(self) -> None:
+    def sleep(self) -> None:
         if self._epoll is None:
             self._epoll = select.epoll()
             self._epoll.register(self._event, select.EPOLLIN)
@@ -74,7 +74,7 @@ class EventBell:
         self._heard = self._word[0]
 
 
-class FutexBell:
+class FutexWaker:
     """A futex on shared memory, by ``ctypes``."""
 
     def __init__(self) -> None:
@@ -82,49 +82,49 @@ class FutexBell:
         self._word = ctypes.c_uint32.from_buffer(_SHARED)
         self._heard = self._word.value
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         self._word.value += 1
         self._call(_FUTEX, ctypes.byref(self._word), _FUTEX_WAKE, 1, None, None, 0)
 
-    def listen(self) -> None:
+    def sleep(self) -> None:
         while self._word.value == self._heard:
             self._call(_FUTEX, ctypes.byref(self._word), _FUTEX_WAIT, self._heard, None, None, 0)
         self._heard = self._word.value
 
 
-def bells() -> dict[str, Bell]:
+def wakers() -> dict[str, Waker]:
     """All mechanisms, by name."""
-    made: dict[str, Bell] = {
-        "epoll on SOCK_SEQPACKET": SocketBell(socket.SOCK_SEQPACKET),
-        "epoll on SOCK_STREAM": SocketBell(socket.SOCK_STREAM),
-        "epoll on eventfd": EventBell(),
-        f"spin {_SPIN_SECONDS * 1e6:.0f} us, then eventfd": EventBell(_SPIN_SECONDS),
+    made: dict[str, Waker] = {
+        "epoll on SOCK_SEQPACKET": SocketWaker(socket.SOCK_SEQPACKET),
+        "epoll on SOCK_STREAM": SocketWaker(socket.SOCK_STREAM),
+        "epoll on eventfd": EventWaker(),
+        f"spin {_SPIN_SECONDS * 1e6:.0f} us, then eventfd": EventWaker(_SPIN_SECONDS),
     }
     if os.uname().machine == "x86_64":
-        made["futex"] = FutexBell()
+        made["futex"] = FutexWaker()
     return made
 
 
-def answer(made: dict[str, Bell], pipe: Connection) -> None:
-    """In the other process: listens to the bell that it is told, and says when it woke."""
+def answer(made: dict[str, Waker], pipe: Connection) -> None:
+    """In the other process: sleeps as it is told, and says when it woke."""
     while (name := pipe.recv()) is not None:
-        made[name].listen()
+        made[name].sleep()
         pipe.send(time.monotonic_ns())
 
 
-def wake_up_seconds(bell: Bell, name: str, pipe: Connection, idle: bool) -> float:
-    """From just before the ring until the other process runs, in seconds.
+def wake_up_seconds(waker: Waker, name: str, pipe: Connection, idle: bool) -> float:
+    """From just before the call until the other process runs, in seconds.
 
     Args:
-        bell: what is rung.
+        waker: wakes the other process.
         name: its name.
         pipe: leads to the other process.
-        idle: both processes sleep for a millisecond before; else the ringing one works until the other one sleeps.
+        idle: both processes sleep for a millisecond before; else the calling one works until the other one sleeps.
     """
     pipe.send(name)
     pause(idle)
     start = time.monotonic_ns()
-    bell.ring()
+    waker.wake()
     woke: int = pipe.recv()
     return (woke - start) / 1e9
 

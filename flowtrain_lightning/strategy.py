@@ -40,8 +40,7 @@ from flowtrain_lightning.placement import (
     part_of,
     remember,
 )
-from flowtrain_lightning.pool.device.choice import TierChoice
-from flowtrain_lightning.pool.ways import NetworkChoice
+from flowtrain_lightning.pool import NetworkChoice, TierChoice
 from flowtrain_lightning.runtime.health import process_health
 from flowtrain_lightning.runtime.job import Job, collective_timeout
 from flowtrain_lightning.runtime.pool_capacity import PoolSettings

@@ -18,14 +18,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from flowtrain_lightning.pool import WAIT_LIMITS, Mesh, PoolError
-from flowtrain_lightning.pool.address import MAX_OWNERS, MAX_SEGMENT_BYTES, address_layout
-from flowtrain_lightning.pool.device.cuda import CudaRuntime
-from flowtrain_lightning.pool.device.opening import open_device_tier
-from flowtrain_lightning.pool.device.runtime import DeviceRuntime
-from flowtrain_lightning.pool.inbox import ORDERED_STORES
-from flowtrain_lightning.pool.memory import available_memory
-from flowtrain_lightning.pool.self_test import self_test
+from flowtrain_lightning.pool import (
+    MAX_OWNERS,
+    MAX_SEGMENT_BYTES,
+    ORDERED_STORES,
+    WAIT_LIMITS,
+    CudaRuntime,
+    DeviceRuntime,
+    Mesh,
+    PoolError,
+    address_layout,
+    available_memory,
+    open_device_tier,
+    self_test,
+)
 
 _TIER = "device tier"
 
@@ -77,7 +83,6 @@ def examine_pool() -> Iterator[Finding]:
     yield Finding("memory", True, f"{available_memory() / 2**30:.1f} GiB for the segments of all ranks of this host")
     yield Finding("shared_memory", _works(_probe_memfd), "between ranks of one host: readers map the owner's segment")
     yield Finding("network", True, "between hosts: TCP, both ends prove that they know the job's secret")
-    yield Finding("remote", True, "copies in messages, for tests")
     yield Finding("inboxes", ORDERED_STORES, "records without system calls; elsewhere they go through sockets")
     try:
         found = self_test()

@@ -1,44 +1,81 @@
 """Pool: one address space for features and gradients, moved between processes.
 
-Read in this order: `pool.py` (what a user of it sees), `key.py`, `entry.py` and `address.py` (what lies where),
-`segment.py`, `part.py`, `reservations.py` and `arena.py` (room), `meeting.py` and `rendezvous.py` (how processes find
-each other), `mesh.py`, `inbox.py` and `stream.py` (how they talk), `liveness.py`, `board.py` and `faults.py` (who is
-alive), `transport.py` and `ways.py` (how entries travel), the folder `between_hosts` (what differs there) and the
-folder `device`: `runtime.py` (what is asked of a device), `tier.py`, `entries.py` (the order of streams), `opening.py`.
+How an entry is put, found, read and given back: `pool.py`; how it lies in memory: `entry.py`; which bytes it gets:
+`memory_region.py`; how ranks tell each other: `mesh.py` and `control_records.py`. Beside these: `address.py`,
+`shared_memory.py`, `rendezvous.py` (how ranks connect at start), `socket_stream.py`, `status_page.py` and
+`status_board.py` (who is alive and who is to blame), the folder `device` (entries in GPU memory) and the folder
+`between_hosts` (ranks of other hosts).
 """
 
-from flowtrain_lightning.pool.address import Address, Tier
-from flowtrain_lightning.pool.board import StatusBoard
+from flowtrain_lightning.pool.address import MAX_OWNERS, MAX_SEGMENT_BYTES, Address, Tier, address_layout
+from flowtrain_lightning.pool.between_hosts.location import address_of, address_towards, describe_ways, interface_of
+from flowtrain_lightning.pool.control_records import ORDERED_STORES
 from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
-from flowtrain_lightning.pool.entry import entry_nbytes
-from flowtrain_lightning.pool.errors import PeerFailed, PoolError
-from flowtrain_lightning.pool.faults import fault_sentence, first_fault
-from flowtrain_lightning.pool.key import Key
-from flowtrain_lightning.pool.lease import Lease
-from flowtrain_lightning.pool.liveness import State, Status, StatusPage
+from flowtrain_lightning.pool.device.cuda_ipc import CudaRuntime
+from flowtrain_lightning.pool.device.device_opening import TierChoice, choose_device_tier, open_device_tier
+from flowtrain_lightning.pool.device.device_tier import DeviceRuntime, DeviceTier
+from flowtrain_lightning.pool.entry import Key, entry_nbytes
+from flowtrain_lightning.pool.memory_region import AssignedOffsets, MemoryRegion, Reservation, assign_offsets
 from flowtrain_lightning.pool.mesh import Mesh
-from flowtrain_lightning.pool.pool import Pool
-from flowtrain_lightning.pool.reservations import Reservation, lay_out
+from flowtrain_lightning.pool.pool import Lease, Pool
+from flowtrain_lightning.pool.pool_errors import PeerFailed, PoolError
+from flowtrain_lightning.pool.self_test import SelfTest, self_test
+from flowtrain_lightning.pool.shared_memory import available_memory, create_memory, map_memory
+from flowtrain_lightning.pool.status_board import (
+    StatusBoard,
+    blame_fault,
+    fault_sentence,
+    find_fault,
+    first_fault,
+    has_ended,
+)
+from flowtrain_lightning.pool.status_page import State, Status, StatusPage
+from flowtrain_lightning.pool.transport import NetworkChoice
 
 __all__ = [
+    "MAX_OWNERS",
+    "MAX_SEGMENT_BYTES",
+    "ORDERED_STORES",
     "WAIT_LIMITS",
     "Address",
+    "AssignedOffsets",
+    "CudaRuntime",
+    "DeviceRuntime",
+    "DeviceTier",
     "Key",
     "Lease",
+    "MemoryRegion",
     "Mesh",
+    "NetworkChoice",
     "Occupancy",
     "PeerFailed",
     "Pool",
     "PoolCounters",
     "PoolError",
     "Reservation",
+    "SelfTest",
     "State",
     "Status",
     "StatusBoard",
     "StatusPage",
     "Tier",
+    "TierChoice",
+    "address_layout",
+    "address_of",
+    "address_towards",
+    "assign_offsets",
+    "available_memory",
+    "blame_fault",
+    "choose_device_tier",
+    "create_memory",
+    "describe_ways",
     "entry_nbytes",
     "fault_sentence",
+    "find_fault",
     "first_fault",
-    "lay_out",
+    "has_ended",
+    "interface_of",
+    "map_memory",
+    "open_device_tier",
+    "self_test",
 ]

@@ -1,12 +1,12 @@
-"""The 64-bit address of an entry: who owns it, in which tier, where, and which use of that place.
+"""The 64-bit address of an entry, equal on every rank: who owns it, in which memory, where, and which one of several.
 
 ::
 
     bit 63        50 49     49 48            18 17            0
         owner (14)   tier (1)  offset / 64 (31) generation (18)
 
-A place in a segment is used again and again. The generation tells these uses apart, so that an address which has
-been kept too long is an error and never another entry's bytes.
+The bytes at an offset are used by one entry after another. The generation tells these entries apart, so that an address
+which has been kept too long is an error and never another entry's bytes.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ MAX_OWNERS = 1 << OWNER_BITS
 MAX_SEGMENT_BYTES = ALIGNMENT << OFFSET_BITS
 GENERATIONS = 1 << GENERATION_BITS
 
-_OWNER_SHIFT = 64 - OWNER_BITS
-_TIER_SHIFT = _OWNER_SHIFT - TIER_BITS
-_MAX_OFFSET_PLACE = (1 << OFFSET_BITS) - 1
-_OFFSET_SHIFT = GENERATION_BITS - ALIGNMENT.bit_length() + 1  # of an offset in bytes, whose lowest bits are zero
+# What an address is made of. The fast path uses these numbers by themselves: to make an `Address` costs more than they.
+OWNER_SHIFT = 64 - OWNER_BITS
+DEVICE_BIT = 1 << OWNER_SHIFT - TIER_BITS
+OFFSET_SHIFT = GENERATION_BITS - ALIGNMENT.bit_length() + 1  # of an offset in bytes, whose lowest bits are zero
+OFFSET_MASK = MAX_SEGMENT_BYTES - ALIGNMENT
 
 
 class Tier(IntEnum):
-    """Which memory of the owner holds an entry."""
+    """Which memory of the owner holds the tensors of an entry."""
 
     HOST = 0
     DEVICE = 1
 
 
-_TIERS = (Tier.HOST, Tier.DEVICE)
-
-
 class Address(int):
-    """Where an entry lies: a number below 2**64 with named parts. Equal on every rank."""
+    """Where an entry lies: a number below 2**64 with named parts."""
 
     __slots__ = ()
 
@@ -48,18 +46,17 @@ class Address(int):
 
         Args:
             owner: rank that owns the segment.
-            tier: the memory that the segment is made of.
+            tier: which of its memories holds the tensors.
             offset: bytes from the segment's start, a multiple of ``ALIGNMENT``.
-            generation: which use of this place, counted within the segment.
+            generation: which of the entries that lie there one after another.
 
         Raises:
             ValueError: when a part lies outside of its bits.
         """
-        place, remainder = divmod(offset, ALIGNMENT)
         if (
-            remainder
+            offset % ALIGNMENT
             or not 0 <= owner < MAX_OWNERS
-            or not 0 <= place <= _MAX_OFFSET_PLACE
+            or not 0 <= offset < MAX_SEGMENT_BYTES
             or not 0 <= generation < GENERATIONS
         ):
             raise ValueError(
@@ -67,31 +64,27 @@ class Address(int):
                 f"{MAX_OWNERS}, an offset below {MAX_SEGMENT_BYTES} that is a multiple of {ALIGNMENT}, and a "
                 f"generation below {GENERATIONS}."
             )
-        return cls(owner << _OWNER_SHIFT | tier << _TIER_SHIFT | place << GENERATION_BITS | generation)
-
-    def at(self, offset: int, generation: int) -> Address:
-        """Another place and use of the segment whose first address this is. Both are taken to lie within their bits."""
-        return Address(self | offset << _OFFSET_SHIFT | generation)
+        return cls(owner << OWNER_SHIFT | tier * DEVICE_BIT | offset << OFFSET_SHIFT | generation)
 
     @property
     def owner(self) -> int:
         """The rank that owns the segment."""
-        return self >> _OWNER_SHIFT
+        return self >> OWNER_SHIFT
 
     @property
     def tier(self) -> Tier:
-        """The memory that the segment is made of."""
-        return _TIERS[self >> _TIER_SHIFT & 1]
+        """The memory that holds the tensors."""
+        return Tier.DEVICE if self & DEVICE_BIT else Tier.HOST
 
     @property
     def offset(self) -> int:
         """Bytes from the segment's start."""
-        return (self >> GENERATION_BITS & _MAX_OFFSET_PLACE) * ALIGNMENT
+        return self >> OFFSET_SHIFT & OFFSET_MASK
 
     @property
     def generation(self) -> int:
-        """Which use of this place it is."""
-        return self & (GENERATIONS - 1)
+        """Which of the entries that lie there one after another it is."""
+        return self & GENERATIONS - 1
 
     def __repr__(self) -> str:
         return f"Address(owner={self.owner}, tier={self.tier.name}, offset={self.offset}, generation={self.generation})"
@@ -110,4 +103,4 @@ def address_layout() -> str:
 
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to a multiple of ``ALIGNMENT``."""
-    return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+    return nbytes + ALIGNMENT - 1 & -ALIGNMENT

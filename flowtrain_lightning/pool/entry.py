@@ -1,15 +1,15 @@
-"""How an entry lies in memory: a checked header that describes a tuple of tensors, then their bytes.
+"""An entry: its key, and how its tensors lie in memory behind a checked header.
 
 ::
 
-    0    magic, checksum of the header
-    8    address, key, bytes of the whole entry
-    32   channel, number of tensors
-    40   where in device memory it lies, if it does
-    64   per tensor 80 bytes: dtype, dimensions, offset, shape
-    ...  the tensors, each at a multiple of the alignment
+    0    checksum of the rest of the header (4 bytes), its length (2), number of tensors (1), channel of the key (1)
+    8    address
+    16   key without its channel
+    24   offset (8) and slot (4) of the tensors in the owner's device memory, if they lie there
+    40   per tensor: dtype (1), number of dimensions (1), and from the next multiple of 8 on the shape (8 each)
+    ...  the tensors, each at the next multiple of the alignment
 
-In device memory an entry lies in the same way, but that its header stays in host memory.
+In device memory tensors lie at the same distances from each other; their header stays in host memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from mmap import mmap
 from typing import NamedTuple
 
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.pool.address import Address, aligned
-from flowtrain_lightning.pool.errors import PoolError
-from flowtrain_lightning.pool.key import Key
+from flowtrain_lightning.pool.control_records import ControlRecord
+from flowtrain_lightning.pool.pool_errors import PoolError
 
 Memory = mmap | bytearray
 """Writable bytes that tensors can be views of."""
@@ -36,23 +36,21 @@ Memory = mmap | bytearray
 MAX_TENSORS = 16
 MAX_DIMENSIONS = 8
 
-_MAGIC = 0x464C4F57
-_UNCHECKED = struct.Struct("<II")
-_CHECKED = struct.Struct("<QQQIIQI12x")  # with the descriptions of the tensors, which follow
-_HEAD = struct.Struct("<IIQQQIIQI12x")
-HEAD_BYTES = _HEAD.size
-"""What every entry begins with, at least: the part of its header that says which one it is."""
+_INDICES, _ITEMS, _PARTS = 1 << 32, 1 << 24, 1 << 8  # how many of each a key tells apart
 
-_TENSOR = struct.Struct("<BB6xQ8Q")
-_CHECKED_FROM = _UNCHECKED.size
-_LONGEST_HEADER = _HEAD.size + MAX_TENSORS * _TENSOR.size
-_PADDING = tuple((0,) * (MAX_DIMENSIONS - dimensions) for dimensions in range(MAX_DIMENSIONS + 1))
-_HEADER_BYTES = tuple(aligned(_HEAD.size + count * _TENSOR.size) for count in range(MAX_TENSORS + 1))
+_CHECKSUM = struct.Struct("<I")
+_CHECKED = struct.Struct("<HBBQQQI4x")  # the rest of what every header begins with; descriptions of tensors follow
+_HEAD = struct.Struct("<IHBBQQQI4x")
+_ADDRESS = slice(8, 16)
+_TENSORS = [struct.Struct(f"<BB6x{dimensions}Q") for dimensions in range(MAX_DIMENSIONS + 1)]
+_SHAPES = [struct.Struct(f"<{dimensions}Q") for dimensions in range(MAX_DIMENSIONS + 1)]
+_TENSOR_BYTES = _TENSORS[MAX_DIMENSIONS].size  # kept free for each, since sizes are reckoned without shapes
+_LONGEST_HEADER = _HEAD.size + MAX_TENSORS * _TENSOR_BYTES
+_HEADER_BYTES = [aligned(_HEAD.size + count * _TENSOR_BYTES) for count in range(MAX_TENSORS + 1)]
 _SMALL_BYTES = 64 * 1024
-_ERASED = bytes(_CHECKED_FROM)
-_OUTSIDE = "The header of an entry describes a tensor that lies outside of it."
+_new = tuple.__new__  # half the time of a call of the class, where it is made for every entry
 
-# The position is the code that stands in the header: append only.
+# The position is the code that stands in the header.
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -70,55 +68,93 @@ _DTYPES = (
     torch.float8_e5m2,
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_SIZES = [dtype.itemsize for dtype in _DTYPES]
 
 
-class Body(NamedTuple):
-    """Where the tensors of an entry lie when they are in device memory.
+class Key(NamedTuple):
+    """The name of an entry, given by those who use the pool and never given twice.
 
     Attributes:
-        offset: of the entry in its owner's block, in bytes.
-        slot: its place among those that live in that block.
+        channel: 0 .. 255, what kind of entry it is.
+        index: 0 .. 2**32 - 1, never falls within a channel: for example the step.
+        item: 0 .. 2**24 - 1, which of its kind and index.
+        part: 0 .. 255, which part of it, where several ranks put one each: readers of one entry, say, of which each
+            gives back the gradients of the rows that it has used.
+    """
+
+    channel: int
+    index: int  # type: ignore[assignment]  # the name hides a tuple's method, which no one needs of a key
+    item: int
+    part: int = 0
+
+    def pack(self) -> int:
+        """Index, item and part as one number of 64 bits, which records and headers carry beside the channel.
+
+        Raises:
+            PoolError: when one of them lies outside of its bits.
+        """
+        channel, index, item, part = self
+        if not (0 <= channel < 256 and 0 <= index < _INDICES and 0 <= item < _ITEMS and 0 <= part < _PARTS):
+            raise PoolError(
+                f"{self} is no key: expected channel < 256, index < 2**32, item < 2**24, part < 256, none negative."
+            )
+        return index << 32 | item << 8 | part
+
+    @classmethod
+    def unpack(cls, channel: int, number: int) -> Key:
+        """The key behind a channel and a number made by ``pack``."""
+        return _new(cls, (channel, number >> 32, number >> 8 & _ITEMS - 1, number & _PARTS - 1))
+
+
+class EntryLayout(NamedTuple):
+    """How a tuple of tensors will lie in an entry.
+
+    Attributes:
+        nbytes: size of the entry, header and alignment included.
+        descriptions: of the tensors, as the header has them.
+        offsets: where each tensor begins, in bytes from the entry's start.
+    """
+
+    nbytes: int
+    descriptions: bytes
+    offsets: list[int]
+
+
+class DeviceLocation(NamedTuple):
+    """Where the tensors of an entry lie when that is device memory.
+
+    Attributes:
+        offset: in the owner's block, in bytes.
+        slot: number of the events that say when the tensors are there, and when readers have done with them.
     """
 
     offset: int
     slot: int
 
 
-_IN_HOST_MEMORY = Body(0, 0)
+_IN_HOST_MEMORY = DeviceLocation(0, 0)
 
-
-class Outline(NamedTuple):
-    """How a tuple of tensors lies in an entry.
-
-    Attributes:
-        nbytes: room that the entry takes, header and alignment included.
-        descriptions: of the tensors, as the header has them.
-        places: where each tensor begins, in bytes from the entry's start on.
-    """
-
-    nbytes: int
-    descriptions: bytes
-    places: list[int]
-
-
-DeviceView = Callable[[int, torch.dtype, Sequence[int]], Tensor]
-"""Looks at a tensor of an entry in device memory: where it begins, from the entry's start on, its dtype and shape."""
+StoredTensor = tuple[int, torch.dtype, tuple[int, ...], int]
+"""A tensor of an entry: where it begins, in bytes from the entry's start; its dtype, shape and number of elements."""
 
 
 def entry_nbytes(nbytes: Sequence[int]) -> int:
-    """Room that an entry takes, header and alignment included, given the bytes of each tensor of the tuple."""
-    return aligned(_HEAD.size + len(nbytes) * _TENSOR.size) + sum(map(aligned, nbytes))
+    """Bytes that an entry takes, header and alignment included, given the bytes of each tensor of the tuple."""
+    total = _HEAD.size + len(nbytes) * _TENSOR_BYTES + 63 & -64
+    for each in nbytes:
+        total += each + 63 & -64  # as `aligned`, without a call for each
+    return total
 
 
-def outline(tensors: Sequence[Tensor]) -> Outline:
+def lay_out_tensors(tensors: Sequence[Tensor]) -> EntryLayout:
     """How an entry of ``tensors`` will lie.
 
     Raises:
-        PoolError: when the tuple is one that no header can describe.
+        PoolError: when no header can describe them.
     """
     if len(tensors) > MAX_TENSORS:
         raise PoolError(f"An entry of {len(tensors)} tensors was given; it can hold {MAX_TENSORS} at most.")
-    position, descriptions, places = _HEADER_BYTES[len(tensors)], b"", []
+    end, descriptions, offsets = _HEADER_BYTES[len(tensors)], b"", []
     for tensor in tensors:
         shape, code = tensor.shape, _CODES.get(tensor.dtype)
         dimensions = len(shape)
@@ -127,104 +163,115 @@ def outline(tensors: Sequence[Tensor]) -> Outline:
                 f"A tensor of shape {tuple(shape)} and {tensor.dtype} cannot pass through the pool: expected "
                 f"at most {MAX_DIMENSIONS} dimensions and one of {', '.join(str(d)[6:] for d in _DTYPES)}."
             )
-        descriptions += _TENSOR.pack(code, dimensions, position, *shape, *_PADDING[dimensions])
-        places.append(position)
-        position += aligned(tensor.nbytes)
-    return Outline(position, descriptions, places)
+        descriptions += _TENSORS[dimensions].pack(code, dimensions, *shape)
+        offsets.append(end)
+        end += tensor.nbytes + 63 & -64
+    return _new(EntryLayout, (end, descriptions, offsets))
 
 
-def write_tensors(memory: Memory, first_byte: int, offset: int, tensors: Sequence[Tensor], lines: Outline) -> None:
-    """Copy ``tensors`` into the entry at ``offset``.
+def write_tensors(memory: Memory, first_byte: int, start: int, tensors: Sequence[Tensor], layout: EntryLayout) -> None:
+    """Copy ``tensors`` into the entry that begins at ``start``.
 
     Args:
         memory: holds the entry.
         first_byte: where this process has ``memory``.
-        offset: of the entry.
+        start: of the entry, in ``memory``.
         tensors: on any device, contiguous or not.
-        lines: their outline.
+        layout: of these tensors.
     """
     # The C library's copy is the faster one, by a tenth to a third; but torch has several threads for large tensors.
     longest = _SMALL_BYTES if torch.get_num_threads() > 1 else sys.maxsize
-    for tensor, place in zip(tensors, lines.places, strict=True):
+    for tensor, offset in zip(tensors, layout.offsets, strict=True):
         nbytes = tensor.nbytes
         if 0 < nbytes <= longest and _is_plain(tensor):
-            ctypes.memmove(first_byte + offset + place, tensor.data_ptr(), nbytes)
+            ctypes.memmove(first_byte + start + offset, tensor.data_ptr(), nbytes)
         else:
-            view = _view(memory, offset + place, tensor.dtype, tensor.shape, tensor.numel())
+            view = view_tensor(memory, start, (offset, tensor.dtype, tensor.shape, tensor.numel()))
             view.copy_(tensor.detach() if tensor.requires_grad else tensor)
 
 
-def write_header(memory: Memory, address: Address, key: Key, lines: Outline, body: Body = _IN_HOST_MEMORY) -> None:
-    """Say what the entry at ``address`` holds. It comes last: a half-written entry is never a valid one.
-
-    Args:
-        memory: holds the entry, or with a ``body`` only its header.
-        address: of the entry.
-        key: of the entry.
-        lines: the outline of its tensors.
-        body: where they are, or will be for all who read them, if that is device memory.
-    """
-    nbytes, descriptions, places = lines
-    head = _CHECKED.pack(address, key.pack(), nbytes, key.channel, len(places), *body) + descriptions
-    start = address.offset
-    memory[start : start + _CHECKED_FROM + len(head)] = _UNCHECKED.pack(_MAGIC, zlib.crc32(head)) + head
-
-
-def erase_entry(memory: Memory, offset: int) -> None:
-    """Make whoever still holds the address of the entry at ``offset`` find none there."""
-    memory[offset : offset + _CHECKED_FROM] = _ERASED
-
-
-def read_entry(
+def write_header(
     memory: Memory,
     start: int,
-    nbytes: int,
-    address: Address,
-    key: Key,
-    look: Callable[[Body], DeviceView] | None = None,
-) -> tuple[Tensor, ...]:
-    """The tensors of an entry, as views of its bytes.
+    published: ControlRecord,
+    layout: EntryLayout,
+    location: DeviceLocation = _IN_HOST_MEMORY,
+) -> None:
+    """Say what the entry that begins at ``start`` holds. It comes last: a half-written entry is never a valid one.
+
+    Args:
+        memory: holds the entry, or its header alone.
+        start: of the entry, in ``memory``.
+        published: the record that will publish it.
+        layout: of its tensors.
+        location: where they are, or will be for all who read them, if that is device memory.
+    """
+    _, descriptions, offsets = layout
+    length = _HEAD.size + len(descriptions)
+    identity = published.channel, published.address, published.number
+    head = _CHECKED.pack(length, len(offsets), *identity, *location) + descriptions
+    memory[start : start + length] = _CHECKSUM.pack(zlib.crc32(head)) + head
+
+
+def erase_header(memory: Memory, start: int) -> None:
+    """Make whoever still holds the address of the entry that begins at ``start`` find none there."""
+    memory[start + _ADDRESS.start : start + _ADDRESS.stop] = bytes(8)
+
+
+def read_header(memory: Memory, start: int, published: ControlRecord) -> tuple[list[StoredTensor], int, int]:
+    """What an entry holds, and the offset and slot in its owner's device memory if its tensors lie there.
 
     Args:
         memory: where the entry, or a copy of it, lies.
-        start: its first byte; it and ``nbytes`` lie within ``memory``.
-        nbytes: its size, as published.
-        address: the address that was published.
-        key: the key that was published.
-        look: what looks at the tensors when they lie in device memory; told where as soon as that is known.
+        start: its first byte; it and the published size lie within ``memory``.
+        published: the record that published it.
 
     Raises:
-        PoolError: when the entry is gone, or its header damaged. Nothing of it is read then.
+        PoolError: when the entry is gone, or its header damaged.
     """
+    nbytes = published.size
     header = memory[start : start + min(nbytes, _LONGEST_HEADER)]  # a copy: what is checked is what is believed
     if len(header) < _HEAD.size:
-        raise PoolError(f"{key} was published with {nbytes} bytes; an entry has {_HEAD.size} at least.")
-    magic, checksum, owned, number, total, channel, count, body_offset, slot = _HEAD.unpack_from(header)
-    if magic != _MAGIC or owned != address or channel != key.channel or number != key.pack():
-        raise PoolError(f"{address} of {key} is stale: the entry was freed by its owner since it was published.")
-    described = _HEAD.size + count * _TENSOR.size
-    if (
-        count > MAX_TENSORS
-        or total != nbytes
-        or described > nbytes
-        or zlib.crc32(header[_CHECKED_FROM:described]) != checksum
-    ):
-        raise PoolError(f"The header of {key} at {address} is damaged: its checksum does not match.")
-    in_device_memory = look(Body(body_offset, slot)) if look is not None else None
-    tensors = []
-    for place in range(_HEAD.size, described, _TENSOR.size):
-        code, dimensions, position, *padded = _TENSOR.unpack_from(header, place)
-        if code >= len(_DTYPES) or dimensions > MAX_DIMENSIONS:
-            raise PoolError(_OUTSIDE)
-        dtype, shape = _DTYPES[code], padded[:dimensions]
-        elements = math.prod(shape)
-        if position + elements * dtype.itemsize > nbytes:
-            raise PoolError(_OUTSIDE)
-        if in_device_memory is None:
-            tensors.append(_view(memory, start + position, dtype, shape, elements))
-        else:
-            tensors.append(in_device_memory(position, dtype, shape))
-    return tuple(tensors)
+        raise PoolError(f"{_name(published)} was published with {nbytes} bytes; an entry has {_HEAD.size} at least.")
+    checksum, length, count, channel, address, number, offset, slot = _HEAD.unpack_from(header)
+    if address != published.address or number != published.number or channel != published.channel:
+        raise PoolError(f"{_name(published)} is stale: the entry was freed by its owner since it was published.")
+    if zlib.crc32(header[_CHECKSUM.size : length]) != checksum or count > MAX_TENSORS:
+        raise PoolError(f"The header of {_name(published)} is damaged: its checksum does not match.")
+    stored, position, end = [], _HEAD.size, _HEADER_BYTES[count]
+    try:
+        for _ in range(count):
+            code, dimensions = header[position], header[position + 1]
+            dtype, shape = _DTYPES[code], _SHAPES[dimensions].unpack_from(header, position + 8)
+            elements = math.prod(shape)
+            stored.append((end, dtype, shape, elements))
+            position += 8 + 8 * dimensions
+            end += elements * _SIZES[code] + 63 & -64
+    except (IndexError, struct.error):
+        end = -1
+    if end != nbytes or position != length:
+        raise PoolError(f"The header of {_name(published)} describes tensors that are not as large as the entry.")
+    return stored, offset, slot
+
+
+def read_tensors(memory: Memory, start: int, published: ControlRecord) -> tuple[Tensor, ...]:
+    """The tensors of an entry in host memory, as views of its bytes; see `read_header`."""
+    stored, _, _ = read_header(memory, start, published)
+    tensors: tuple[Tensor, ...] = ()
+    for each in stored:
+        tensors += (view_tensor(memory, start, each),)
+    return tensors
+
+
+def view_tensor(memory: Memory, start: int, stored: StoredTensor) -> Tensor:
+    """A tensor of the entry that begins at ``start`` of ``memory``."""
+    # Each has a storage of its own: were they views of one tensor, an in-place write to any of them would count as a
+    # change of all, and autograd would refuse a backward through features whose neighbour was written.
+    offset, dtype, shape, elements = stored
+    if elements == 0:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=dtype, count=elements, offset=start + offset)
+    return flat if len(shape) == 1 else flat.resize_(shape)  # in place, for less than `view` makes a second tensor
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -240,10 +287,5 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _view(memory: Memory, offset: int, dtype: torch.dtype, shape: Sequence[int], elements: int) -> Tensor:
-    # Each view has a storage of its own: were they views of one tensor, an in-place write to any of them would count
-    # as a change of all, and autograd would refuse a backward through features whose neighbour was written.
-    if elements == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, count=elements, offset=offset)
-    return flat if len(shape) == 1 else flat.view(shape)
+def _name(published: ControlRecord) -> str:
+    return f"{Key.unpack(published.channel, published.number)} at {Address(published.address)!r}"

@@ -1,30 +1,90 @@
-"""The pool as its users see it: put tensors in, get them elsewhere as views, give the room back."""
+"""The pool as its users see it: put tensors in, get them elsewhere as views, give the memory back.
+
+An owner writes an entry into its segment and publishes it by a record; a reader of the same host has mapped that
+segment and looks at the tensors in place; when all readers have sent a record of release, the owner frees the bytes.
+Readers on other hosts are reached by a transport, and tensors on a GPU may stay in device memory.
+"""
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
-from flowtrain_lightning.pool.address import Address, Tier
-from flowtrain_lightning.pool.counters import Occupancy, PoolCounters, Waits
-from flowtrain_lightning.pool.device.entries import DeviceEntries
-from flowtrain_lightning.pool.device.tier import DeviceTier
-from flowtrain_lightning.pool.entry import erase_entry, outline, read_entry, write_header, write_tensors
-from flowtrain_lightning.pool.errors import PoolError
-from flowtrain_lightning.pool.key import Key
-from flowtrain_lightning.pool.lease import Lease
-from flowtrain_lightning.pool.link import Link
+from flowtrain_lightning.pool.address import DEVICE_BIT, GENERATIONS, OFFSET_MASK, OFFSET_SHIFT, OWNER_SHIFT, Address
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
+from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
+from flowtrain_lightning.pool.device.device_entries import DeviceEntries
+from flowtrain_lightning.pool.device.device_tier import DeviceTier
+from flowtrain_lightning.pool.entry import (
+    Key,
+    Memory,
+    erase_header,
+    lay_out_tensors,
+    read_tensors,
+    write_header,
+    write_tensors,
+)
+from flowtrain_lightning.pool.memory_region import MemoryRegion, Reservation
 from flowtrain_lightning.pool.mesh import Mesh
-from flowtrain_lightning.pool.part import Part
-from flowtrain_lightning.pool.record import Kind, Record
-from flowtrain_lightning.pool.reservations import Reservation
-from flowtrain_lightning.pool.segment import Segment
-from flowtrain_lightning.pool.transport import Publication, Transport
-from flowtrain_lightning.pool.ways import TransportName, choose_transport
+from flowtrain_lightning.pool.pool_errors import PoolError
+from flowtrain_lightning.pool.shared_memory import Segment
+from flowtrain_lightning.pool.transport import NetworkChoice, Transport
 
 _OPEN_POLL_SECONDS = 1.0
+_new = tuple.__new__  # half the time of a call of the class, where it is made for every entry
+
+
+class _OwnEntry(NamedTuple):
+    """An entry of this rank, from its put until all readers have released it."""
+
+    key: Key
+    region: MemoryRegion
+    offset: int
+    readers: set[int]  # who have not released it
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A reader's hold on an entry: its owner keeps it until every reader has released its lease.
+
+    Attributes:
+        key: the entry's name.
+        owner: the rank that put it.
+        address: where its owner keeps it; see `Address`.
+    """
+
+    key: Key
+    owner: int
+    address: int
+    _pool: Pool = field(repr=False)
+    _tensors: tuple[Tensor, ...] | None = field(repr=False)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Views of the entry. After the release their bytes are another entry's.
+
+        Raises:
+            PoolError: when the lease was released.
+        """
+        if self._tensors is None:
+            raise PoolError(f"The lease of {self.key} was used after its release. Copy what is needed for longer.")
+        return self._tensors
+
+    def release(self) -> None:
+        """Give the entry back.
+
+        Raises:
+            PoolError: when that was done before.
+        """
+        if self._tensors is None:
+            raise PoolError(f"The lease of {self.key} was released twice.")
+        self._tensors = None
+        self._pool._end_lease(self.key, self.owner, self.address)
 
 
 class Pool:
@@ -33,18 +93,25 @@ class Pool:
     Build it with `Pool.open`.
     """
 
-    def __init__(self, link: Link, segment: Segment, transport: Transport, device: DeviceEntries | None) -> None:
-        self._link = link
-        self._ranks = {link.rank, *link.peers}
+    def __init__(self, mesh: Mesh, segment: Segment, transport: Transport, device: DeviceEntries | None) -> None:
+        self._mesh = mesh
+        self._link = mesh.link
+        self._rank = mesh.rank
+        self._ranks = set(range(mesh.ranks))
         self._segment = segment
+        self._regions = (segment.current, segment.ahead)
         self._transport = transport
+        self._memories: Mapping[int, Memory] = transport.memories  # segments of the ranks of this host
+        self._remote = transport.remote
         self._device = device
-        self._own: dict[Key, tuple[Publication, set[int]]] = {}  # with the readers who have not released it yet
-        self._published: dict[Key, Publication] = {}  # to this rank, and not leased yet
-        self._leased: dict[Key, Publication] = {}
-        self._discarded: dict[int, int] = {}  # channel -> indices below it are gone
+        self._generation = 0
+        self._own: dict[int, _OwnEntry] = {}  # by address
+        self._own_keys: set[Key] = set()
+        self._published: dict[Key, ControlRecord] = {}  # to this rank, and not leased yet
+        self._leased: set[Key] = set()
         self._entries = self._bytes = self._moved_bytes = self._leased_bytes = self._refused = 0
-        self._waits = Waits()
+        self._wait_seconds = 0.0
+        self._wait_histogram = [0] * (len(WAIT_LIMITS) + 1)
         self._closed = False
 
     @classmethod
@@ -53,7 +120,7 @@ class Pool:
         mesh: Mesh,
         current_bytes: int,
         ahead_bytes: int,
-        transport: TransportName = "auto",
+        network: NetworkChoice = "auto",
         device: DeviceTier | None = None,
     ) -> Pool:
         """Make this rank's segment and get to know those of the others. Every rank of the mesh calls it.
@@ -63,45 +130,42 @@ class Pool:
 
         Args:
             mesh: connects the ranks.
-            current_bytes: room for entries of the step that runs; 0 where the rank puts none.
-            ahead_bytes: room for entries of later steps.
-            transport: how entries travel, equal on all ranks; ``"auto"``: to each peer by the fastest that is sure to
-                reach it; ``"nixl"``: the same, but between hosts by NIXL.
-            device: device memory in which entries of tensors on this device lie while it has room; given by all ranks
-                of a machine or by none. Room, order and reservations are those of host memory all the same.
+            current_bytes: memory for entries of the step that runs; 0 where the rank puts none.
+            ahead_bytes: memory for entries of later steps.
+            network: how entries pass between hosts, equal on all ranks.
+            device: device memory in which entries of tensors on this device lie as long as they fit; given by all ranks
+                of a host or by none. Host memory is taken and reserved for them all the same.
 
         Raises:
             PeerFailed: when a peer ends meanwhile.
             PoolError: when memory is lacking.
         """
-        if device is not None and transport == "remote":
-            raise PoolError("Headers of entries in device memory need shared memory. Use transport='auto'.")
         segment = Segment(mesh.rank, current_bytes, ahead_bytes)
-        link = Link(mesh)
-        way = choose_transport(transport, link, segment)
-        pool = cls(link, segment, way, DeviceEntries(device, segment.memory) if device is not None else None)
-        way.announce()
-        while not way.ready():
+        mesh.begin_link()
+        transport = Transport(mesh, segment, network)
+        pool = cls(mesh, segment, transport, None if device is None else DeviceEntries(device, segment.memory))
+        transport.announce()
+        while not transport.ready():
             pool.poll(_OPEN_POLL_SECONDS)
         return pool
 
     def reserve(self, order: Mapping[Key, Reservation], ahead: bool = False) -> bool:
-        """Promise room to entries that will be put in this order, which can then not block; see `Reservation`.
+        """Promise memory to entries that will be put in this order, which can then not block; see `Reservation`.
 
-        Each finds room as soon as those before it are released that are released without it, whatever else is put.
-        A promise ends when all its entries are put and released, or when another one takes its place.
+        Each finds its bytes as soon as those before it are released that are released without it, whatever else is put.
+        A promise ends when all its entries are put and released, or when another one replaces it.
 
         Args:
             order: the entries' keys and what is reserved for each.
-            ahead: promise the room of later steps.
+            ahead: promise the memory of later steps.
 
         Returns:
-            Whether there was room to promise now. If not, releases of what was put before make some; ask again.
+            Whether there was memory to promise now. If not, releases of what was put before make some; ask again.
 
         Raises:
-            PoolError: when the part has less room than that order needs; the text says how much would do.
+            PoolError: when that order needs more than there is in all; the text says how much would do.
         """
-        return self._segment.part(ahead).reserve(order)
+        return self._regions[ahead].reserve(order)
 
     def has_room(self, keys: Sequence[Key], ahead: bool = False) -> bool:
         """Whether these reserved entries could all be put now.
@@ -109,7 +173,11 @@ class Pool:
         Raises:
             PoolError: when one of them was not reserved, or was put already.
         """
-        return self._segment.part(ahead).has_room(keys)
+        return self._regions[ahead].has_room(keys)
+
+    def fits(self, nbytes: int | Sequence[int], ahead: bool = False) -> bool:
+        """Whether an entry of ``nbytes`` (see `entry_nbytes`), or several, could be put now without a reservation."""
+        return self._regions[ahead].fits([nbytes] if isinstance(nbytes, int) else nbytes)
 
     def put(self, key: Key, tensors: Sequence[Tensor], readers: Sequence[int], ahead: bool = False) -> Address | None:
         """Copy a tuple of tensors into the own segment and publish it.
@@ -119,51 +187,62 @@ class Pool:
             tensors: up to 16 of any dtype, of up to 8 dimensions, contiguous or not, on any device. On a device with a
                 tier they are copied after this returns: drop them, but write nothing into them until all have read.
             readers: ranks that will each get and release it; the own rank may be one.
-            ahead: take the room of later steps.
+            ahead: take the memory of later steps.
 
         Returns:
-            Its address, or None when there is no room now. Nothing has changed then; releases make room.
+            Its address, or None when it does not fit now. Nothing has changed then; releases make it fit.
 
         Raises:
             PoolError: when it could never fit, is larger than was reserved for it, or key, tensors or readers are not
                 as expected.
         """
-        number = key.pack()
-        waiting = self._check(key, readers)
-        lines = outline(tensors)
-        nbytes, segment = lines.nbytes, self._segment
-        address = segment.allocate(key, nbytes, ahead)
-        if address is None:
-            part = segment.part(ahead)
-            if nbytes > part.capacity:
-                raise PoolError(_never_fits(key, nbytes, part, ahead))
+        number, waiting = key.pack(), set(readers)
+        if not waiting or len(waiting) != len(readers) or not waiting <= self._ranks:
+            raise PoolError(
+                f"{key} was put for readers {list(readers)}; expected different ranks below {len(self._ranks)}."
+            )
+        if key in self._own_keys:
+            raise PoolError(f"{key} was put before; every entry needs a key of its own.")
+        layout, region = lay_out_tensors(tensors), self._regions[ahead]
+        nbytes, segment = layout.nbytes, self._segment
+        offset = region.allocate(key, nbytes)
+        if offset is None:
+            if nbytes > region.capacity:
+                raise PoolError(
+                    f"{key} needs {nbytes:,} bytes; this rank's part of the pool has {region.capacity:,} bytes for "
+                    f"entries of {'later steps' if ahead else 'the step that runs'} in all. Raise `pool_bytes`, or "
+                    "make the entries smaller."
+                )
             self._refused += 1
             return None
+        self._generation = (self._generation + 1) % GENERATIONS
+        address = self._rank << OWNER_SHIFT | offset << OFFSET_SHIFT | self._generation
+        fields = (Kind.PUBLISH, self._rank, self._link, key.channel, number, address, nbytes, b"", (), 0)
+        record = _new(ControlRecord, fields)
         try:
-            if self._device is None or (placed := self._device.place(tensors, nbytes, waiting)) is None:
-                write_tensors(segment.memory, segment.first_byte, address.offset, tensors, lines)
-                write_header(segment.memory, address, key, lines)
+            on_device = None if self._device is None else self._device.put(record, offset, tensors, layout, waiting)
+            if on_device is None:
+                write_tensors(segment.memory, segment.first_byte, offset, tensors, layout)
+                write_header(segment.memory, offset, record, layout)
             else:
-                address = segment.in_device_memory(address)
-                self._device.write(placed, segment.memory, address, key, tensors, lines)
+                record = on_device
         except BaseException:
-            segment.free(address)
+            region.free(offset)
             raise
-        publication = Publication(key, number, address, nbytes)
-        self._own[key] = publication, waiting
+        self._own[record.address] = _new(_OwnEntry, (key, region, offset, waiting))
+        self._own_keys.add(key)
         self._entries += 1
         self._bytes += nbytes
         for reader in readers:
-            if reader == self._link.rank:
-                self._published[key] = publication
-            else:
-                self._moved_bytes += nbytes
-                self._transport.publish(reader, publication)
-        return address
-
-    def fits(self, nbytes: int | Sequence[int], ahead: bool = False) -> bool:
-        """Whether there is room now for an entry of ``nbytes`` (see `entry_nbytes`), or for several, not reserved."""
-        return self._segment.part(ahead).fits([nbytes] if isinstance(nbytes, int) else nbytes)
+            if reader == self._rank:
+                self._published[key] = record
+                continue
+            self._moved_bytes += nbytes
+            if reader in self._memories:
+                self._mesh.send(reader, record)
+            elif self._remote is not None:
+                self._remote.publish(reader, record)
+        return Address(record.address)
 
     def poll(self, timeout: float = 0.0) -> bool:
         """Take in what peers have sent; wait up to ``timeout`` seconds for something.
@@ -173,21 +252,30 @@ class Pool:
 
         Raises:
             PeerFailed: when a peer died or failed.
-            PoolError: when a peer sent what cannot be true.
+            PoolError: when a peer sent what cannot be true, or another pool has replaced this one.
         """
+        if self._link != self._mesh.link:
+            raise PoolError("Another pool was opened on this mesh, which has replaced this one. Poll that one.")
         if timeout > 0:
             started = time.perf_counter()
-            records = self._link.receive(timeout)
-            self._waits.add(time.perf_counter() - started)
+            records = self._mesh.receive(timeout)
+            waited = time.perf_counter() - started
+            self._wait_seconds += waited
+            self._wait_histogram[bisect_right(WAIT_LIMITS, waited)] += 1
         else:
-            records = self._link.receive()
+            records = self._mesh.receive()
         for record in records:
-            self._take(record)
+            if record.kind is Kind.RELEASE:
+                self._released(record.address, record.sender)
+            elif record.kind is Kind.PUBLISH and record.sender in self._memories:
+                self._learn(record)
+            elif (published := self._transport.receive(record)) is not None:
+                self._learn(published)
         return bool(records)
 
     def arrived(self, keys: Iterable[Key]) -> list[Key]:
-        """Those of ``keys`` whose entries were published to this rank and that `get` would lease, in the same order."""
-        return [key for key in keys if key in self._published]
+        """Those of ``keys``, in their order, whose entries were published to this rank and that `get` would lease."""
+        return list(filter(self._published.__contains__, keys))
 
     def get(self, key: Key) -> Lease | None:
         """A lease of an entry that was published to this rank; None while it was not (see `poll`).
@@ -195,44 +283,28 @@ class Pool:
         Raises:
             PoolError: when the entry is not there any more, or is leased already.
         """
-        publication = self._published.get(key)
-        if publication is None:
+        record = self._published.get(key)
+        if record is None:
             if key in self._leased:
                 raise PoolError(f"{key} is leased by this rank already; a rank can lease an entry once.")
             return None
-        address = publication.address
-        owner = address.owner
-        own = owner == self._link.rank
-        memory, start = (self._segment.memory, address.offset) if own else self._transport.locate(publication)
-        read = read_entry if self._device is None or address.tier is Tier.HOST else self._device.read
-        tensors = read(memory, start, publication.nbytes, address, key)
-        self._leased[key] = self._published.pop(key)
-        self._leased_bytes += publication.nbytes
-        return Lease(key, owner, tensors, self._give_back)
-
-    def discard(self, channel: int, before_index: int) -> None:
-        """Forget all entries of a channel whose index is smaller, unread ones among them.
-
-        For a run that stops early. Owner and readers both call it, when nobody holds a lease of such an entry; what
-        is still on its way is dropped when it arrives.
-
-        Raises:
-            PoolError: when this rank holds a lease of such an entry. Nothing has changed then.
-        """
-        held = [key for key in self._leased if key.channel == channel and key.index < before_index]
-        if held:
-            raise PoolError(f"{held[0]} cannot be discarded while this rank holds a lease of it; release it first.")
-        self._discarded[channel] = max(before_index, self._discarded.get(channel, 0))
-        for key in [key for key in self._published if self._is_discarded(key)]:
-            self._forget(self._published.pop(key))
-        for key in [key for key in self._own if self._is_discarded(key)]:
-            self._transport.withdraw(self._own[key][0])
-            self._free(key)
+        if self._remote is None or record.sender in self._memories:
+            memory, start = self._memories[record.sender], record.address >> OFFSET_SHIFT & OFFSET_MASK
+        else:
+            memory, start = self._remote.locate(record)
+        if self._device is not None and record.address & DEVICE_BIT:
+            tensors = self._device.read(memory, start, record)
+        else:
+            tensors = read_tensors(memory, start, record)
+        del self._published[key]
+        self._leased.add(key)
+        self._leased_bytes += record.size
+        return Lease(key, record.sender, record.address, self, tensors)
 
     def close(self) -> None:
         """Drop segment and mappings. Views that are still in use stay valid; the mesh stays connected."""
         self._closed = True
-        for books in (self._own, self._published, self._leased):
+        for books in (self._own, self._own_keys, self._published, self._leased):
             books.clear()
         if self._device is not None:
             self._device.close()
@@ -249,92 +321,56 @@ class Pool:
             moved_bytes=self._moved_bytes,
             leased_bytes=self._leased_bytes,
             refused=self._refused,
-            waits=self._waits.count,
-            wait_seconds=self._waits.seconds,
-            wait_histogram=tuple(self._waits.histogram),
+            waits=sum(self._wait_histogram),
+            wait_seconds=self._wait_seconds,
+            wait_histogram=tuple(self._wait_histogram),
             current=self._segment.current.occupancy,
             ahead=self._segment.ahead.occupancy,
             device=Occupancy(0, 0, 0) if self._device is None else self._device.occupancy,
         )
 
-    def _check(self, key: Key, readers: Sequence[int]) -> set[int]:
-        waiting = set(readers)
-        if not waiting or len(waiting) != len(readers) or not waiting <= self._ranks:
-            raise PoolError(
-                f"{key} was put for readers {list(readers)}; expected different ranks below {len(self._ranks)}."
-            )
-        if key in self._own or self._is_discarded(key):
-            raise PoolError(f"{key} was put before, or its index was discarded; every entry needs a key of its own.")
-        return waiting
+    def _learn(self, record: ControlRecord) -> None:
+        """An entry was published to this rank."""
+        address, sender = record.address, record.sender
+        if address >> OWNER_SHIFT != sender:
+            raise PoolError(f"Rank {sender} published {Address(address)!r}, which is not its own.")
+        memory = self._memories.get(sender)
+        if memory is not None and (address >> OFFSET_SHIFT & OFFSET_MASK) + record.size > len(memory):
+            raise PoolError(f"Rank {sender} published {record}, which lies outside of its segment.")
+        if address & DEVICE_BIT and (self._device is None or not self._device.reads_from(sender)):
+            raise PoolError(f"Rank {sender} published {record} in device memory, which this rank cannot read.")
+        key = Key.unpack(record.channel, record.number)
+        if key in self._published or key in self._leased:
+            raise PoolError(f"Rank {sender} published {key} twice.")
+        self._published[key] = record
 
-    def _take(self, record: Record) -> None:
-        if record.kind is Kind.RELEASE:
-            self._released(Key.unpack(record.channel, record.number), record.address, record.sender)
-            return
-        if self._device is not None and record.kind is Kind.UNREAD:
-            self._device.given_back(Address(record.address), record.sender, read=False)
-            return
-        publication = self._transport.receive(record)
-        if publication is None:
-            return
-        key, address = publication.key, publication.address
-        if address.tier is Tier.DEVICE and (self._device is None or not self._device.reads_from(address.owner)):
-            raise PoolError(f"Rank {record.sender} published {key} in device memory, which this rank cannot read.")
-        if self._is_discarded(key):
-            self._forget(publication)
-        elif key in self._published or key in self._leased:
-            raise PoolError(f"Rank {record.sender} published {key} twice.")
-        else:
-            self._published[key] = publication
-
-    def _give_back(self, key: Key) -> None:
+    def _end_lease(self, key: Key, owner: int, address: int) -> None:
         if self._closed:
             return
-        publication = self._leased.pop(key)
-        owner = publication.address.owner
+        self._leased.remove(key)
         if self._device is not None:
-            self._device.done(publication.address)
-        if owner == self._link.rank:
-            self._released(key, publication.address, owner)
-        elif not self._link.has_left(owner):
-            self._transport.release(publication)
-
-    def _forget(self, publication: Publication) -> None:
-        """This rank will never read an entry; its owner has freed it in host memory by itself, or will."""
-        self._transport.forget(publication)
-        address = publication.address
-        if self._device is None or address.tier is not Tier.DEVICE:
+            self._device.done(address)
+        if owner == self._rank:
+            self._released(address, owner)
             return
-        if address.owner == self._link.rank:
-            self._device.given_back(address, address.owner, read=False)
-        elif not self._link.has_left(address.owner):
-            publication.send(self._link, address.owner, Kind.UNREAD)
+        if self._remote is not None:
+            self._remote.forget(address)
+        if owner in self._mesh.peers:
+            self._mesh.send(
+                owner, _new(ControlRecord, (Kind.RELEASE, self._rank, self._link, 0, 0, address, 0, b"", (), 0))
+            )
 
-    def _released(self, key: Key, address: int, reader: int) -> None:
+    def _released(self, address: int, reader: int) -> None:
+        """A reader has released an entry of this rank."""
+        own = self._own.get(address)
+        if own is None or reader not in own.readers:
+            raise PoolError(f"Rank {reader} released {Address(address)!r}, of which it held no lease.")
         if self._device is not None:
-            self._device.given_back(Address(address), reader, read=True)
-        if self._is_discarded(key):
-            return  # it was on its way when the entry was discarded
-        own = self._own.get(key)
-        if own is None or own[0].address != address or reader not in own[1]:
-            raise PoolError(f"Rank {reader} released {key}, of which it held no lease.")
-        readers = own[1]
+            self._device.given_back(address, reader)
+        key, region, offset, readers = own
         readers.remove(reader)
         if not readers:
-            self._free(key)
-
-    def _is_discarded(self, key: Key) -> bool:
-        return bool(self._discarded) and key.index < self._discarded.get(key.channel, 0)
-
-    def _free(self, key: Key) -> None:
-        address = self._own.pop(key)[0].address
-        erase_entry(self._segment.memory, address.offset)
-        self._segment.free(address)
-
-
-def _never_fits(key: Key, nbytes: int, part: Part, ahead: bool) -> str:
-    what = "entries of later steps" if ahead else "entries of the step that runs"
-    return (
-        f"{key} needs {nbytes:,} bytes; this rank's part of the pool has {part.capacity:,} bytes for {what} in all. "
-        "Raise `pool_bytes`, or make the entries smaller."
-    )
+            del self._own[address]
+            self._own_keys.remove(key)
+            erase_header(self._segment.memory, offset)
+            region.free(offset)

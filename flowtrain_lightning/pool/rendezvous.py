@@ -1,7 +1,8 @@
-"""Connects every process of a machine with every other one, before they have anything but a store in common.
+"""Connects a rank with all others at start, when they have nothing but a store in common.
 
-The sockets have names in the abstract namespace: they are no files, and end with their processes. Such a name can be
-seen by all users of the machine, therefore both sides ask the kernel whose process the other one is.
+Ranks of one host connect over unix sockets and exchange descriptors of shared memory; ranks of different hosts connect
+over TCP. The unix sockets have names in the abstract namespace: they are no files, and end with their processes. Such a
+name can be seen by all users of the host, therefore both sides ask the kernel whose process the other one is.
 """
 
 from __future__ import annotations
@@ -14,77 +15,131 @@ import struct
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from flowtrain_lightning.pool.errors import PeerFailed, PoolError
-from flowtrain_lightning.pool.record import RECORD_BYTES, Kind, Record, decode_record, encode_record
-from flowtrain_lightning.pool.sockets import close_all, receive_bytes, send_bytes
-from flowtrain_lightning.pool.store import Store
+from flowtrain_lightning.pool.between_hosts.remote_rendezvous import RemoteConnection, RemoteRendezvous
+from flowtrain_lightning.pool.control_records import RECORD_BYTES, ControlRecord, Kind, decode_record, encode_record
+from flowtrain_lightning.pool.pool_errors import PeerFailed, PoolError
+from flowtrain_lightning.pool.socket_stream import close_descriptors, receive_bytes, send_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _LOOK_SECONDS = 0.02  # how often the store is asked for a name that it does not know yet
 
 
 @dataclass(frozen=True)
-class Connection:
-    """A connected peer.
+class LocalConnection:
+    """A connected rank of this host.
 
     Attributes:
         socket: non-blocking; a stream of records, so that one call reads all that have arrived.
         process: ``pidfd`` of the peer.
         page: descriptor of the peer's status page and inbox.
-        bell: ``eventfd`` that wakes the peer.
+        wake_event: ``eventfd`` that wakes the peer.
     """
 
     socket: socket.socket
     process: int
     page: int
-    bell: int
+    wake_event: int
+
+    def close(self) -> None:
+        """Let go of socket and descriptors."""
+        self.socket.close()
+        close_descriptors((self.process, self.page, self.wake_event))
 
 
-class Rendezvous:
-    """Meets the other ranks of this machine; used once, at start.
+@dataclass(frozen=True)
+class RankConnections:
+    """Connections to all other ranks.
+
+    Attributes:
+        local: those that share this rank's location.
+        remote: all others.
+        locations: of every rank; empty where all run here.
+    """
+
+    local: dict[int, LocalConnection] = field(default_factory=dict)
+    remote: dict[int, RemoteConnection] = field(default_factory=dict)
+    locations: tuple[str, ...] = ()
+
+
+def connect_ranks(
+    store: Store,
+    rank: int,
+    labels: Sequence[str],
+    page: int,
+    wake_event: int,
+    timeout: float,
+    address: str | None = None,
+    location: str | None = None,
+) -> RankConnections:
+    """Connect with all other ranks, each of which calls it once; see `Mesh.connect`.
 
     Args:
-        store: where the ranks tell each other the names of their sockets. Every mesh needs keys of its own (a
-            ``PrefixStore``).
+        store: where the ranks tell each other how they are reached.
         rank: the calling rank.
         labels: one per rank, for messages.
-        peers: the ranks to meet.
         page: descriptor of the calling rank's status page and inbox.
-        bell: ``eventfd`` that wakes the calling rank.
+        wake_event: ``eventfd`` that wakes the calling rank.
         timeout: seconds for all of it.
-        began: when the meeting began, by ``time.monotonic()``.
+        address: IP address of the calling rank, or None when all run on this host.
+        location: equal on ranks that share memory; None finds out.
+
+    Raises:
+        PeerFailed: when a peer ends meanwhile.
+        PoolError: when a peer does not come in time, or belongs to another user, or the store ends.
+    """
+    others = {peer for peer in range(len(labels)) if peer != rank}
+    rendezvous = LocalRendezvous(store, rank, labels, (page, wake_event), timeout)
+    if address is None:
+        return RankConnections(rendezvous.connect(others))
+    remote = RemoteRendezvous(store, rank, labels, address, location, timeout)
+    try:
+        local = rendezvous.connect(others - remote.peers)
+        try:
+            connected = remote.connect({connection.socket.fileno(): peer for peer, connection in local.items()})
+        except BaseException:
+            for connection in local.values():
+                connection.close()
+            raise
+    finally:
+        remote.close()
+    return RankConnections(local, connected, remote.locations)
+
+
+class LocalRendezvous:
+    """Connects ranks of one host; used once, at start.
+
+    Args:
+        store: where the ranks tell each other the names of their sockets.
+        rank: the calling rank.
+        labels: one per rank, for messages.
+        descriptors: what every peer gets: of the status page and inbox, and of the wake event.
+        timeout: seconds for all of it, from now on.
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        labels: Sequence[str],
-        peers: Collection[int],
-        page: int,
-        bell: int,
-        timeout: float,
-        began: float,
+        self, store: Store, rank: int, labels: Sequence[str], descriptors: tuple[int, int], timeout: float
     ) -> None:
         self._store = store
         self._rank = rank
         self._labels = labels
-        self._peers = sorted(peers)
-        self._own = page, bell
+        self._own = descriptors
         self._timeout = timeout
-        self._deadline = began + timeout
+        self._deadline = time.monotonic() + timeout
+        self._peers: list[int] = []
         self._sockets: dict[int, socket.socket] = {}
-        self._passed: dict[int, tuple[int, ...]] = {}  # page and bell of each peer
+        self._passed: dict[int, tuple[int, ...]] = {}  # page and wake event of each peer
 
-    def meet(self) -> dict[int, Connection]:
-        """Connect to the ranks below, and wait for those above.
-
-        Raises:
-            PeerFailed: when a peer ends meanwhile.
-            PoolError: when a peer does not come in time, or belongs to another user, or the store ends.
-        """
+    def connect(self, peers: Collection[int]) -> dict[int, LocalConnection]:
+        """Connect to the peers below this rank, and wait for those above."""
+        self._peers = sorted(peers)
+        if not peers:
+            return {}
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             name = f"flowtrain-{secrets.token_hex(16)}"
             listener.bind(f"\0{name}")
@@ -100,7 +155,7 @@ class Rendezvous:
                 for connection in self._sockets.values():
                     connection.close()
                 for descriptors in self._passed.values():
-                    close_all(descriptors)
+                    close_descriptors(descriptors)
                 raise
 
     def _exchange_hellos(self, listener: socket.socket) -> None:
@@ -145,17 +200,17 @@ class Rendezvous:
             raise self._without_store() from error
 
     def _name_of(self, peer: int) -> str:
-        """The name that ``peer`` gives to its socket; also notices when a rank that was met before ends meanwhile."""
-        met = {connection.fileno(): rank for rank, connection in self._sockets.items()}
+        """The name that ``peer`` gives to its socket; also notices when a connected rank ends meanwhile."""
+        connected = {connection.fileno(): rank for rank, connection in self._sockets.items()}
         poll = select.poll()
-        for descriptor in met:
+        for descriptor in connected:
             poll.register(descriptor, 0)
         key = f"mesh/{peer}"
         try:
             while not self._store.check([key]):
                 for descriptor, _ in poll.poll(min(self._remaining(), _LOOK_SECONDS) * 1000):
-                    raise self._ended(met[descriptor])
-            return self._store.get(key).decode()
+                    raise self._ended(connected[descriptor])
+            return str(self._store.get(key).decode())
         except PoolError:
             raise
         except RuntimeError as error:  # from the store itself
@@ -165,7 +220,7 @@ class Rendezvous:
         connection, _ = listener.accept()
         try:
             if _credentials(connection)[1] != os.geteuid():
-                connection.close()  # a stranger: no business of ours, and no reason to end the job
+                connection.close()  # another user's: no business of ours, and no reason to end the job
                 return None
             peer, descriptors = self._hello(connection, None)
         except BaseException:
@@ -177,7 +232,7 @@ class Rendezvous:
         return peer
 
     def _say_hello(self, connection: socket.socket) -> None:
-        record = Record(Kind.HELLO, self._rank, number=len(self._labels))
+        record = ControlRecord(Kind.HELLO, self._rank, number=len(self._labels))
         with suppress(BrokenPipeError, ConnectionResetError):  # it has ended; reading its answer will say so
             send_bytes(connection, encode_record(record), self._own)
 
@@ -192,22 +247,17 @@ class Rendezvous:
         if not message:
             raise self._ended(peer)
         record = decode_record(message, peer)
-        ranks = len(self._labels)
-        expected = peer is not None or (record.sender in self._peers and record.sender not in self._sockets)
-        if (
-            record.kind is not Kind.HELLO
-            or record.number != ranks
-            or len(descriptors) != len(self._own)
-            or not expected
-        ):
-            close_all(descriptors)
+        is_expected = peer is not None or (record.sender in self._peers and record.sender not in self._sockets)
+        is_hello = record.kind is Kind.HELLO and record.number == len(self._labels)
+        if not is_expected or not is_hello or len(descriptors) != len(self._own):
+            close_descriptors(descriptors)
             raise PoolError(
-                f"A process introduced itself as rank {record.sender} of {record.number}; expected one of {ranks} "
-                "ranks that has not come yet. Is another run using the same store?"
+                f"A process introduced itself as rank {record.sender} of {record.number}; expected one of "
+                f"{len(self._labels)} ranks that has not come yet. Is another run using the same store?"
             )
         return record.sender, descriptors
 
-    def _connection(self, peer: int) -> Connection:
+    def _connection(self, peer: int) -> LocalConnection:
         connection = self._sockets[peer]
         pid = _credentials(connection)[0]
         try:
@@ -215,7 +265,7 @@ class Rendezvous:
         except OSError as error:
             raise self._ended(peer) from error
         connection.setblocking(False)
-        return Connection(connection, process, *self._passed[peer])
+        return LocalConnection(connection, process, *self._passed[peer])
 
     def _remaining(self) -> float:
         remaining = self._deadline - time.monotonic()
@@ -224,12 +274,12 @@ class Rendezvous:
         return remaining
 
     def _missing(self) -> PoolError:
-        unmet = [rank for rank in self._peers if rank not in self._passed]
+        unheard = [rank for rank in self._peers if rank not in self._passed]
         try:
-            absent = [rank for rank in unmet if not self._store.check([f"mesh/{rank}"])]
+            absent = [rank for rank in unheard if not self._store.check([f"mesh/{rank}"])]
         except RuntimeError:
             return self._without_store()
-        missing = [f"{rank} ({self._labels[rank]})" for rank in absent or unmet]
+        missing = [f"{rank} ({self._labels[rank]})" for rank in absent or unheard]
         return PoolError(
             f"Rank {self._rank} ({self._labels[self._rank]}) waited {self._timeout:g} s for these ranks to start, in "
             f"vain: {', '.join(missing)}. Did they meet an error? See their output."
@@ -237,8 +287,9 @@ class Rendezvous:
 
     def _without_store(self) -> PoolError:
         return PoolError(
-            f"Rank {self._rank} ({self._labels[self._rank]}) lost the store through which the ranks meet before it had "
-            "met all of them. Did the rank that keeps it, rank 0 as a rule, meet an error? See its output."
+            f"Rank {self._rank} ({self._labels[self._rank]}) lost the store through which the ranks find each other "
+            "before it had found all of them. Did the rank that keeps it, rank 0 as a rule, meet an error? See its "
+            "output."
         )
 
     def _ended(self, peer: int | None) -> PeerFailed:

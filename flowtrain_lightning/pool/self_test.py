@@ -1,4 +1,4 @@
-"""Passes entries between two processes of this machine, and says whether they arrive and what that takes."""
+"""The self-test: passes entries between two processes, and says whether they arrive and what that takes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from flowtrain_lightning.pool.counters import PoolCounters
-from flowtrain_lightning.pool.entry import entry_nbytes
-from flowtrain_lightning.pool.errors import PoolError
-from flowtrain_lightning.pool.key import Key
+from flowtrain_lightning.pool.entry import Key, entry_nbytes
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.pool import Pool
+from flowtrain_lightning.pool.pool_errors import PoolError
 
 _ELEMENTS = 4 << 20  # of the large entry, 16 MiB
 _SMALL_ELEMENTS = 1 << 10  # of the small ones, 4 KiB
@@ -93,8 +92,8 @@ def _measure(pool: Pool, deadline: float) -> SelfTest:
 
 
 def _connect(store: Path, rank: int, timeout: float, apart: bool) -> Mesh:
-    place = ("127.0.0.1", f"host {rank}") if apart else (None, None)
-    return Mesh.connect(FileStore(str(store), 2), rank, 2, _LABELS, timeout, *place)
+    address, location = ("127.0.0.1", f"host {rank}") if apart else (None, None)
+    return Mesh.connect(FileStore(str(store), 2), rank, 2, _LABELS, timeout, address, location)
 
 
 def _read(store: Path, timeout: float, apart: bool) -> None:

@@ -1,91 +1,90 @@
-"""How entries get from their owner to their readers: the interface that every way of doing so fills."""
+"""How entries get to readers: they map the segments of their host once, and other hosts are reached by a transport."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from mmap import mmap
+from typing import Literal
 
-from flowtrain_lightning.pool.address import Address
-from flowtrain_lightning.pool.entry import Memory
-from flowtrain_lightning.pool.errors import PoolError
-from flowtrain_lightning.pool.key import Key
-from flowtrain_lightning.pool.link import Link
-from flowtrain_lightning.pool.record import Kind, Record
+from flowtrain_lightning.pool.between_hosts.network import NetworkTransport, RemoteTransport
+from flowtrain_lightning.pool.between_hosts.nixl import NixlTransport
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
+from flowtrain_lightning.pool.mesh import Mesh
+from flowtrain_lightning.pool.pool_errors import PoolError
+from flowtrain_lightning.pool.shared_memory import Segment, map_memory
+from flowtrain_lightning.pool.socket_stream import close_descriptors
 
-_new = tuple.__new__  # half the time of a call of the class, once per entry
+NetworkChoice = Literal["auto", "nixl"]
+"""How entries pass between hosts: ``"auto"``, by what works everywhere, or by NIXL."""
 
 
-class Publication(NamedTuple):
-    """What a reader knows of an entry that was published to it.
+class Transport:
+    """The segments of a pool, as one rank reaches them.
+
+    Args:
+        mesh: connects the ranks; its link is that of the pool.
+        segment: of the calling rank.
+        network: how entries pass between hosts, equal on all ranks.
 
     Attributes:
-        key: the entry's name.
-        number: the key, packed; its channel stands beside it.
-        address: where its owner keeps it.
-        nbytes: room that it takes, header included.
+        name: how entries reach their readers, for logs.
+        memories: the segments of the ranks of this host that are known, by rank.
+        remote: reaches the ranks of other hosts; None where there are none.
+
+    Raises:
+        PoolError: when NIXL was chosen and is not there, or cannot use this host's network.
     """
 
-    key: Key
-    number: int
-    address: Address
-    nbytes: int
-
-    @classmethod
-    def from_record(cls, record: Record) -> Publication:
-        """The publication that a record tells of, checked for what can be checked without its memory.
-
-        Raises:
-            PoolError: when it tells of an address that is not its sender's.
-        """
-        address, number = Address(record.address), record.number
-        if address.owner != record.sender:
-            raise PoolError(f"Rank {record.sender} published {address!r}, which is not its own.")
-        return _new(cls, (Key.unpack(record.channel, number), number, address, record.size))
-
-    def send(self, link: Link, peer: int, kind: Kind) -> None:
-        """Tell ``peer`` something about this entry."""
-        key, number, address, nbytes = self
-        link.send(peer, Record(kind, link.rank, link.number, key.channel, number, address, nbytes))
-
-
-class Transport(Protocol):
-    """Carries published entries from their owner to their readers, and the readers' releases back.
-
-    The pool keeps the books; a transport only moves bytes and records. Adding one means filling these methods; the
-    contract tests say what they must do.
-    """
-
-    name: str
+    def __init__(self, mesh: Mesh, segment: Segment, network: NetworkChoice) -> None:
+        self.memories: dict[int, mmap] = {mesh.rank: segment.memory}
+        self.remote: RemoteTransport | None = None
+        self._mesh = mesh
+        self._segment = segment
+        self._link = mesh.link
+        self._local_peers = set(range(mesh.ranks)) - {mesh.rank} - mesh.remote.pages.keys()
+        if mesh.remote.pages and network == "nixl":
+            self.remote = NixlTransport(mesh, segment)
+        elif mesh.remote.pages:
+            self.remote = NetworkTransport(mesh.remote, segment, mesh.rank, mesh.link)
+        names = ["shared_memory"] if self._local_peers or self.remote is None else []
+        self.name = " and ".join(names if self.remote is None else [*names, self.remote.name])
 
     def announce(self) -> None:
         """Tell all peers of the own segment."""
+        descriptors = (self._segment.descriptor,)
+        record = ControlRecord(
+            Kind.SEGMENT, self._mesh.rank, self._link, size=self._segment.nbytes, descriptors=descriptors
+        )
+        for peer in self._local_peers:
+            self._mesh.send(peer, record)
+        if self.remote is not None:
+            self.remote.announce()
 
     def ready(self) -> bool:
         """Whether the segments of all peers are known."""
+        return len(self.memories) > len(self._local_peers) and (self.remote is None or self.remote.ready())
 
-    def publish(self, reader: int, publication: Publication) -> None:
-        """Make an entry of the own segment readable by ``reader``. Never waits."""
-
-    def withdraw(self, publication: Publication) -> None:
-        """Stop what sends an entry of the own segment: its room is given to another, though not all readers have it."""
-
-    def receive(self, record: Record) -> Publication | None:
-        """Take a record that is not for the pool's books.
+    def receive(self, record: ControlRecord) -> ControlRecord | None:
+        """Take the segment of a rank of this host, or any record from a rank of another one.
 
         Returns:
-            The publication that became readable by it, if one did.
+            The record that published the entry which is readable now, if one became so.
 
         Raises:
-            PoolError: when it tells of bytes outside of its sender's segment.
+            PoolError: when it tells of something that cannot be.
         """
-
-    def locate(self, publication: Publication) -> tuple[Memory, int]:
-        """The memory that holds a readable entry, and where in it the entry begins."""
-
-    def release(self, publication: Publication) -> None:
-        """Tell the owner that this reader has done with an entry, and drop what was kept of it."""
-
-    def forget(self, publication: Publication) -> None:
-        """Drop what was kept of an entry that its owner has freed by itself."""
+        sender = record.sender
+        if self.remote is not None and sender not in self._local_peers:
+            return self.remote.receive(record)
+        try:
+            if record.kind is not Kind.SEGMENT or len(record.descriptors) != 1 or sender in self.memories:
+                raise PoolError(f"Rank {sender} sent {record}, for which shared memory has no use.")
+            self.memories[sender] = map_memory(record.descriptors[0], record.size)
+        finally:
+            close_descriptors(record.descriptors)
+        return None
 
     def close(self) -> None:
-        """Drop all memory."""
+        """Drop all mappings; the last tensor that is a view of one unmaps it."""
+        self.memories.clear()
+        if self.remote is not None:
+            self.remote.close()

@@ -23,8 +23,7 @@ from types import FrameType
 
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
 
-from flowtrain_lightning.pool import Mesh, State, fault_sentence
-from flowtrain_lightning.pool.faults import find_fault, has_ended
+from flowtrain_lightning.pool import Mesh, State, fault_sentence, find_fault, has_ended
 from flowtrain_lightning.runtime.process_end import end_at_once, end_children, say_fault
 from flowtrain_lightning.runtime.start_beats import StartBeats
 

@@ -19,11 +19,12 @@ from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.parallel.groups import connect_groups
 from flowtrain_lightning.parallel.job_store import node_names
-from flowtrain_lightning.pool import Mesh, first_fault
-from flowtrain_lightning.pool.between_hosts.location import (
+from flowtrain_lightning.pool import (
+    Mesh,
     address_of,
     address_towards,
     describe_ways,
+    first_fault,
     interface_of,
 )
 from flowtrain_lightning.runtime.health import HealthMonitor

@@ -13,10 +13,15 @@ from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import PackedMedia
 from flowtrain_lightning.parallel.random_streams import own_streams
-from flowtrain_lightning.pool import Pool, PoolCounters, PoolError
-from flowtrain_lightning.pool.device.choice import TierChoice, choose_device_tier
-from flowtrain_lightning.pool.device.tier import DeviceTier
-from flowtrain_lightning.pool.ways import NetworkChoice
+from flowtrain_lightning.pool import (
+    DeviceTier,
+    NetworkChoice,
+    Pool,
+    PoolCounters,
+    PoolError,
+    TierChoice,
+    choose_device_tier,
+)
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.schedule import LaneContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline

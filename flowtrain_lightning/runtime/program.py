@@ -12,8 +12,7 @@ import numpy as np
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing.activations import recomputed_batches
-from flowtrain_lightning.pool import Reservation
-from flowtrain_lightning.pool import lay_out as assign_offsets
+from flowtrain_lightning.pool import Reservation, assign_offsets
 
 Work = tuple[Literal["forward", "backward"], int]
 """One unit of an encoder lane's work: what is done with the encoder batch of this number."""

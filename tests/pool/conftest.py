@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.pool.contract import FLOATS, ROOM, TRANSPORTS
+from tests.pool.contract import CAPACITY, FLOATS, TRANSPORTS
 from tests.pool.ranks import meshes, open_pools
 
 
@@ -19,7 +19,7 @@ def three(transport):
 
 @pytest.fixture
 def pools(three, transport):
-    opened = open_pools(three, ROOM, 4 * FLOATS, transport)
+    opened = open_pools(three, CAPACITY, 4 * FLOATS, transport)
     yield opened
     for pool in opened:
         pool.close()

@@ -5,9 +5,9 @@ import torch
 from flowtrain_lightning.pool import entry_nbytes
 from tests.pool.ranks import NIXL
 
-TRANSPORTS = ["shared_memory", "device", "remote", "network", "both", NIXL]
-ROOM = 1 << 20
-"""Bytes of a rank's part of the pool."""
+TRANSPORTS = ["shared_memory", "device", "network", "both", NIXL]
+CAPACITY = 1 << 20
+"""Bytes of a rank's part of the pool for the step that runs."""
 FLOATS = entry_nbytes([1000 * 4])
 """Bytes that an entry of :func:`floats` takes there."""
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.pool import Key, PoolError, Tier
+from flowtrain_lightning.pool import Address, Key, PoolError, Tier
 from tests.pool.ranks import device_of, join_job, labels, open_pool
 from tests.processes import RankResult, Ranks
 
@@ -55,7 +55,7 @@ def exchange(
                 while (lease := pool.get(Key(peer, turn, 0))) is None:
                     pool.poll(1.0)
                 look = _look_for(1000 * peer + turn % 1000, lease.tensors[0])
-                if pool._leased[lease.key].address.tier is Tier.DEVICE:
+                if Address(lease.address).tier is Tier.DEVICE:
                     device_of(mesh).current().put(look)  # the host never waits for a device whose peers may be gone
                 else:
                     look()

@@ -13,10 +13,9 @@ from typing import TypeVar
 import pytest
 from torch.distributed import FileStore, HashStore
 
-from flowtrain_lightning.pool import Lease, Mesh, Pool
-from flowtrain_lightning.pool.device.opening import open_device_tier
-from flowtrain_lightning.pool.device.tier import DeviceTier
-from flowtrain_lightning.pool.record import Record
+from flowtrain_lightning.pool import DeviceTier, Lease, Mesh, NetworkChoice, Pool, StatusPage, open_device_tier
+from flowtrain_lightning.pool.control_records import ControlRecord, inbox_bytes
+from flowtrain_lightning.pool.rendezvous import RankConnections, connect_ranks
 from tests.pool.device.simulated import SimulatedRuntime, simulated
 
 Made = TypeVar("Made")
@@ -38,16 +37,16 @@ def on_all_ranks(make: Callable[[int], Made], ranks: int) -> list[Made]:
         return list(threads.map(make, range(ranks)))
 
 
-def place(transport: str, rank: int) -> dict[str, str]:
+def location_of(transport: str, rank: int) -> dict[str, str]:
     """Where a rank claims to run: ``"both"`` shares out two hosts; all others that need some give each rank its own."""
     if transport not in ("network", "both", "nixl"):
         return {}
     return {"address": "127.0.0.1", "location": f"host {rank % 2 if transport == 'both' else rank}"}
 
 
-def way(transport: str) -> str:
-    """The transport to ask for: the network is chosen between hosts, and a device comes on top of shared memory."""
-    return "auto" if transport in ("network", "both", "device") else transport
+def network(transport: str) -> NetworkChoice:
+    """What to ask for between hosts."""
+    return "nixl" if transport == "nixl" else "auto"
 
 
 _devices: dict[Mesh, tuple[SimulatedRuntime, DeviceTier]] = {}
@@ -60,7 +59,7 @@ def open_pool(mesh: Mesh, current_bytes: int, ahead_bytes: int, transport: str, 
     ``late``: not only the pool's copies but all work that the rank gives to its device is done some time later.
     """
     if transport != "device":
-        pool = Pool.open(mesh, current_bytes, ahead_bytes, way(transport))
+        pool = Pool.open(mesh, current_bytes, ahead_bytes, network(transport))
         if transport == "nixl":
             _to_close.setdefault(mesh, []).append(pool)
         return pool
@@ -76,7 +75,7 @@ def meshes(ranks: int, transport: str = "shared_memory") -> Iterator[list[Mesh]]
     store = HashStore()
 
     def connect(rank: int) -> Mesh:
-        return Mesh.connect(store, rank, ranks, labels(ranks), timeout=20, **place(transport, rank))
+        return Mesh.connect(store, rank, ranks, labels(ranks), timeout=60, **location_of(transport, rank))
 
     made = on_all_ranks(connect, ranks)
     try:
@@ -88,6 +87,31 @@ def meshes(ranks: int, transport: str = "shared_memory") -> Iterator[list[Mesh]]
                 pool.close()
             if mesh in _devices:
                 _devices.pop(mesh)[0].close()
+
+
+@contextmanager
+def mesh_and_bare_peer(transport: str = "shared_memory") -> Iterator[tuple[Mesh, RankConnections]]:
+    """The mesh of rank 0, and the bare connections of a rank 1 that says whatever a test lets it say."""
+    store, wake_event = HashStore(), os.eventfd(0)
+    _, descriptor = StatusPage.create(1, labels(2)[1], inbox_bytes(2))
+
+    def connect(rank: int) -> Mesh | RankConnections:
+        if rank == 0:
+            return Mesh.connect(store, 0, 2, labels(2), timeout=60, **location_of(transport, 0))
+        return connect_ranks(store, 1, labels(2), descriptor, wake_event, 60, **location_of(transport, 1))
+
+    mesh, peer = on_all_ranks(connect, 2)
+    try:
+        yield mesh, peer
+    finally:
+        mesh.close(goodbye=False)
+        for local in peer.local.values():
+            local.close()
+        for remote in peer.remote.values():
+            for connection in (remote.records, remote.pages, remote.entries):
+                connection.close()
+        os.close(descriptor)
+        os.close(wake_event)
 
 
 def device_of(mesh: Mesh) -> SimulatedRuntime:
@@ -106,7 +130,7 @@ def join_job(rank: int, ranks: int, timeout: float = 60.0, **where: str) -> Mesh
     return Mesh.connect(store, rank, ranks, labels(ranks), timeout, **where)
 
 
-def wait_for(pool: Pool, done: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_for(pool: Pool, done: Callable[[], object], seconds: float = 60.0) -> None:
     """Poll until ``done()``."""
     end = time.monotonic() + seconds
     while not done():
@@ -114,7 +138,7 @@ def wait_for(pool: Pool, done: Callable[[], object], seconds: float = 20.0) -> N
         pool.poll(0.5)
 
 
-def lease_of(pool: Pool, key: tuple[int, int, int], seconds: float = 20.0) -> Lease:
+def lease_of(pool: Pool, key: tuple[int, int, int], seconds: float = 60.0) -> Lease:
     """The lease of an entry, waited for."""
     end = time.monotonic() + seconds
     while (lease := pool.get(key)) is None:
@@ -123,9 +147,9 @@ def lease_of(pool: Pool, key: tuple[int, int, int], seconds: float = 20.0) -> Le
     return lease
 
 
-def receive_all(mesh: Mesh, count: int, seconds: float = 10.0) -> list[Record]:
+def receive_all(mesh: Mesh, count: int, seconds: float = 60.0) -> list[ControlRecord]:
     """The records that came until there were ``count``, or until the time was over."""
-    got: list[Record] = []
+    got: list[ControlRecord] = []
     end = time.monotonic() + seconds
     while len(got) < count and time.monotonic() < end:
         got.extend(mesh.receive(0.2))

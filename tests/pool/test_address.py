@@ -10,7 +10,7 @@ from flowtrain_lightning.pool.address import ALIGNMENT, GENERATIONS, MAX_OWNERS,
 parts = st.tuples(
     st.integers(0, MAX_OWNERS - 1),
     st.sampled_from(Tier),
-    st.integers(0, MAX_SEGMENT_BYTES // ALIGNMENT - 1).map(lambda place: place * ALIGNMENT),
+    st.integers(0, MAX_SEGMENT_BYTES // ALIGNMENT - 1).map(lambda number: number * ALIGNMENT),
     st.integers(0, GENERATIONS - 1),
 )
 

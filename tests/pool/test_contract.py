@@ -1,13 +1,12 @@
-"""What every transport promises: shared memory, with a device or the network or alone, and one that shares nothing."""
+"""What every transport promises: shared memory, the network, both of them, and device memory."""
 
 import gc
 from bisect import bisect_right
 
-import pytest
 import torch
 
-from flowtrain_lightning.pool import WAIT_LIMITS, Key, PoolError, entry_nbytes
-from tests.pool.contract import FLOATS, ROOM, floats, now, serve
+from flowtrain_lightning.pool import WAIT_LIMITS, Key, entry_nbytes
+from tests.pool.contract import CAPACITY, FLOATS, floats, now, serve
 from tests.pool.ranks import lease_of, meshes, open_pool, open_pools, wait_for
 
 
@@ -110,7 +109,6 @@ def test_entries_may_be_got_in_any_order(pools):
     owner, reader, _ = pools
     for item in range(10):
         owner.put(Key(0, 0, item), [floats(item)], [1])
-        serve(pools)
     for item in (*range(9, -1, -2), *range(0, 10, 2)):
         lease = lease_of(reader, Key(0, 0, item))
         assert lease.tensors[0][0] == item
@@ -118,7 +116,7 @@ def test_entries_may_be_got_in_any_order(pools):
     wait_for(owner, lambda: now(owner) == 0)
 
 
-def test_when_there_is_no_room_nothing_changes_until_a_release_makes_some(pools):
+def test_an_entry_that_does_not_fit_changes_nothing_until_a_release_makes_it_fit(pools):
     owner, reader, _ = pools
     for item in range(4):
         assert owner.put(Key(0, 0, item), [floats(item)], [1], ahead=True) is not None
@@ -127,7 +125,7 @@ def test_when_there_is_no_room_nothing_changes_until_a_release_makes_some(pools)
     assert owner.put(Key(0, 0, 4), [floats()], [1], ahead=True) is None
     assert owner.counters.ahead == before.ahead
     assert (owner.counters.refused, owner.counters.entries) == (1, 4)
-    assert owner.fits(FLOATS), "the other part has room"
+    assert owner.fits(FLOATS), "the other region has bytes"
     lease_of(reader, Key(0, 0, 2)).release()
     wait_for(owner, lambda: owner.fits(FLOATS, ahead=True))
     assert not owner.fits([FLOATS, FLOATS], ahead=True)
@@ -143,43 +141,12 @@ def test_exactly_what_the_helper_says_is_enough(three, transport):
     assert owner.put(Key(0, 0, 0), tensors, [1]) is not None
 
 
-def test_discarded_entries_are_gone_on_both_sides(pools):
-    owner, reader, other = pools
-    for index in range(4):
-        owner.put(Key(0, index, 0), [floats(index)], [1, 2])
-    owner.put(Key(1, 0, 0), [floats(9)], [1])
-    lease_of(reader, Key(0, 0, 0)).release()  # its release may arrive before or after the discard
-    for pool in pools:
-        pool.discard(0, 3)
-    serve(pools)
-    assert now(owner) == 2 * FLOATS
-    for pool in (reader, other):
-        assert [pool.get(Key(0, index, 0)) for index in range(3)] == [None] * 3
-        lease_of(pool, Key(0, 3, 0)).release()
-    lease_of(reader, Key(1, 0, 0)).release()
-    wait_for(owner, lambda: now(owner) == 0)
-    with pytest.raises(PoolError, match="its index was discarded"):
-        owner.put(Key(0, 2, 9), [floats()], [1])
-
-
-def test_what_arrives_after_its_discard_is_dropped(pools):
-    owner, reader, _ = pools
-    reader.discard(0, 5)
-    owner.put(Key(0, 4, 0), [floats()], [1])
-    owner.put(Key(0, 5, 0), [floats()], [1])
-    lease_of(reader, Key(0, 5, 0)).release()
-    assert reader.get(Key(0, 4, 0)) is None
-    wait_for(owner, lambda: now(owner) == FLOATS)
-    owner.discard(0, 5)
-    assert now(owner) == 0
-
-
-def test_a_larger_pool_can_take_the_place_of_one_while_records_are_on_their_way(three, transport):
-    first = open_pools(three, ROOM, 0, transport)
+def test_a_larger_pool_can_replace_one_while_records_are_on_their_way(three, transport):
+    first = open_pools(three, CAPACITY, 0, transport)
     first[0].put(Key(0, 0, 0), [floats(1)], [1])
     first[0].put(Key(0, 0, 1), [floats(2)], [1])
     lease = lease_of(first[1], Key(0, 0, 0))
-    second = open_pools(three, 2 * ROOM, 0, transport)
+    second = open_pools(three, 2 * CAPACITY, 0, transport)
     lease.release()  # of the former pool: must not trouble the new one
     for pool in first:
         pool.close()
@@ -192,7 +159,7 @@ def test_a_larger_pool_can_take_the_place_of_one_while_records_are_on_their_way(
 
 
 def test_views_outlive_the_pool(three, transport):
-    owner, reader, other = open_pools(three, ROOM, 0, transport)
+    owner, reader, other = open_pools(three, CAPACITY, 0, transport)
     owner.put(Key(0, 0, 0), [floats(7)], [1])
     lease = lease_of(reader, Key(0, 0, 0))
     (view,) = lease.tensors
@@ -216,7 +183,7 @@ def test_counters_tell_what_happened(pools, transport):
     assert (counters.entries, counters.bytes, counters.moved_bytes) == (2, 2 * FLOATS, 2 * FLOATS)
     both = {"both": "shared_memory and network", "device": "shared_memory and device"}
     assert counters.transport == both.get(transport, transport)
-    assert (counters.current.now, counters.current.peak, counters.current.capacity) == (0, 2 * FLOATS, ROOM)
+    assert (counters.current.now, counters.current.peak, counters.current.capacity) == (0, 2 * FLOATS, CAPACITY)
     assert (counters.leased_bytes, reader.counters.leased_bytes) == (FLOATS, 2 * FLOATS)
     waited = reader.counters
     reader.poll(0.05)
@@ -230,7 +197,7 @@ def test_counters_tell_what_happened(pools, transport):
 
 def test_one_rank_alone_is_its_own_reader(transport):
     with meshes(1, transport) as (mesh,):
-        pool = open_pool(mesh, ROOM, 0, transport)
+        pool = open_pool(mesh, CAPACITY, 0, transport)
         pool.put(Key(0, 0, 0), [floats(2)], [0])
         lease = pool.get(Key(0, 0, 0))
         assert torch.equal(lease.tensors[0], floats(2))

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowtrain_lightning.pool import Key, PeerFailed
+from flowtrain_lightning.pool import Key, PeerFailed, Pool
 from tests.pool.contract import now
 from tests.pool.faults import slowness
-from tests.pool.ranks import join_job, labels, open_pool, place
+from tests.pool.ranks import join_job, labels, location_of, open_pool
 from tests.processes import Ranks, assert_all_good, run_ranks
 
 
 def exchange(rank, ranks, transport, seed):
     """Every rank puts entries for random readers through a small pool, and checks what it reads."""
-    mesh = join_job(rank, ranks, **place(transport, rank))
+    mesh = join_job(rank, ranks, **location_of(transport, rank))
     pool = open_pool(mesh, 1 << 18, 0, transport)
     choose = [torch.Generator().manual_seed(1000 * seed + owner) for owner in range(ranks)]
 
@@ -51,7 +51,7 @@ def exchange(rank, ranks, transport, seed):
     mesh.close()
 
 
-def test_processes_exchange_entries_through_a_small_pool_and_no_byte_is_wrong(transport):
+def test_processes_exchange_entries_and_no_byte_is_wrong(transport):
     assert_all_good(run_ranks(exchange, 3, arguments=[transport, 1]))
 
 
@@ -62,7 +62,7 @@ def test_processes_exchange_entries_of_many_sizes_and_orders(transport, seed):
 
 
 def wait_for_nothing(rank, ranks, transport):
-    mesh = join_job(rank, ranks, **place(transport, rank))
+    mesh = join_job(rank, ranks, **location_of(transport, rank))
     pool = open_pool(mesh, 1 << 16, 0, transport)
     mesh.page.enter("wait for features" if rank != 1 else "forward of encoder batch 5", 3)
     if rank == 1 and os.fork() == 0:
@@ -84,10 +84,33 @@ def test_the_death_of_a_peer_wakes_all_others_with_its_name(transport):
             ranks.wait_for(f"ready{rank}")
         killed = time.monotonic()
         ranks.signal(1, signal.SIGKILL)
-        results = ranks.wait(10)
+        results = ranks.wait(60)
     assert [result.code for result in results] == [7, -signal.SIGKILL, 7]
     for result in (results[0], results[2]):
         moment, _, sentence = result.out.partition(" ")
         assert float(moment) - killed < 2 * slowness()
         assert f"Rank 1 ({labels(3)[1]}) died" in sentence
         assert "in phase 'forward of encoder batch 5' of step 3" in sentence
+
+
+def large_pool(rank, ranks):
+    mesh = join_job(rank, ranks)
+    pool = Pool.open(mesh, 96 << 20, 0)
+    if rank == 0:
+        assert pool.put(Key(0, 0, 0), [torch.ones(20 << 20)], [1]) is not None
+    else:
+        while (lease := pool.get(Key(0, 0, 0))) is None:
+            pool.poll(1.0)
+        assert lease.tensors[0].sum() == 20 << 20
+        lease.release()
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
+    assert not [line for line in mapped if "/dev/shm/sem." not in line], "multiprocessing's semaphores are not ours"
+    assert not [file for file in Path("/proc/self/fd").iterdir() if "/dev/shm" in os.path.realpath(file)]
+    while pool.counters.current.now:
+        pool.poll(1.0)
+    pool.close()
+    mesh.close()
+
+
+def test_a_pool_larger_than_a_containers_shared_memory_uses_none_of_it():
+    assert_all_good(run_ranks(large_pool, 2))

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from flowtrain_lightning.pool import Key, PoolError, entry_nbytes
-from flowtrain_lightning.pool.inbox import ORDERED_STORES
+from flowtrain_lightning.pool.control_records import ORDERED_STORES
 from tests.pool.ranks import meshes, open_pools
 
 RANKS = 3
-ROOM = 4096
-SECONDS = 20.0
+CAPACITY = 4096
+SECONDS = 60.0
 """By when what was sent must have arrived: a wake-up that is lost lasts longer."""
 
 ranks = st.integers(0, RANKS - 1)
@@ -23,14 +23,14 @@ class PoolUse(RuleBasedStateMachine):
 
     def __init__(self, made):
         super().__init__()
-        self.pools = open_pools(made, ROOM, ROOM, "shared_memory")
+        self.pools = open_pools(made, CAPACITY, CAPACITY, "shared_memory")
         self.items = 0
         self.unread = {}  # (reader, key) -> value, of what the reader has not leased yet
         self.unseen = set()  # those of them that arrive with the reader's next poll
         self.leases = {}  # (reader, key) -> lease
         self.held = {}  # key -> readers who hold it, as far as its owner knows
         self.returning = set()  # (reader, key) of releases that arrive with the owner's next poll
-        self.rooms = {}  # key -> bytes and arena
+        self.sizes = {}  # key -> bytes and region
 
     @rule(owner=ranks, readers=st.sets(ranks, min_size=1), elements=st.integers(0, 480), ahead=st.booleans())
     def put(self, owner, readers, elements, ahead):
@@ -42,7 +42,7 @@ class PoolUse(RuleBasedStateMachine):
             self.unread |= {(reader, key): self.items for reader in readers}
             self.unseen |= {(reader, key) for reader in readers - {owner}}
             self.held[key] = set(readers)
-            self.rooms[key] = entry_nbytes([8 * elements]), ahead
+            self.sizes[key] = entry_nbytes([8 * elements]), ahead
             self.items += 1
 
     @rule(rank=ranks)
@@ -86,10 +86,10 @@ class PoolUse(RuleBasedStateMachine):
         with pytest.raises(PoolError, match="leased by this rank already"):
             self.pools[reader].get(key)
 
-    @precondition(lambda self: self.rooms)
+    @precondition(lambda self: self.sizes)
     @rule(data=st.data())
     def put_again(self, data):
-        key = data.draw(st.sampled_from(sorted(self.rooms)))
+        key = data.draw(st.sampled_from(sorted(self.sizes)))
         if self.lives(key):
             with pytest.raises(PoolError, match="was put before"):
                 self.pools[key.channel].put(key, [torch.zeros(1)], [0])
@@ -98,18 +98,18 @@ class PoolUse(RuleBasedStateMachine):
         return bool(self.held[key]) or any(other == key for _, other in self.returning)
 
     @invariant()
-    def room_is_taken_by_what_lives_and_by_nothing_else(self):
+    def bytes_are_taken_by_what_lives_and_by_nothing_else(self):
         for rank, pool in enumerate(self.pools):
-            for ahead, arena in enumerate((pool.counters.current, pool.counters.ahead)):
-                rooms = [
+            for ahead, region in enumerate((pool.counters.current, pool.counters.ahead)):
+                sizes = [
                     nbytes
-                    for key, (nbytes, where) in self.rooms.items()
+                    for key, (nbytes, where) in self.sizes.items()
                     if key.channel == rank and where == ahead and self.lives(key)
                 ]
-                assert arena.now == sum(rooms)
+                assert region.now == sum(sizes)
 
     def teardown(self):
-        """However it was left: all can be read and released, and then no room is taken."""
+        """However it was left: all can be read and released, and then no bytes are taken."""
         for rank in range(RANKS):
             self.poll(rank)
         for reader, key in sorted(self.unread):
@@ -119,21 +119,21 @@ class PoolUse(RuleBasedStateMachine):
         self.returning |= {(reader, key) for reader, key in self.leases if reader != key.channel}
         for rank, pool in enumerate(self.pools):
             self.poll(rank)
-            assert pool.fits(ROOM)
-            assert pool.fits(ROOM, ahead=True)
+            assert pool.fits(CAPACITY)
+            assert pool.fits(CAPACITY, ahead=True)
             assert pool.counters.current.now == pool.counters.ahead.now == 0
         for pool in self.pools:
             pool.close()
 
 
 @pytest.mark.skipif(not ORDERED_STORES, reason="where records go through sockets, not all come with one poll")
-def test_no_wake_up_is_lost_and_no_room_is_freed_twice_or_never():
+def test_no_wake_up_is_lost_and_no_bytes_are_freed_twice_or_never():
     with meshes(RANKS) as made:
         run_state_machine_as_test(lambda: PoolUse(made), settings=settings(max_examples=40, stateful_step_count=40))
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not ORDERED_STORES, reason="where records go through sockets, not all come with one poll")
-def test_no_wake_up_is_lost_and_no_room_is_freed_twice_or_never_in_many_orders():
+def test_no_wake_up_is_lost_and_no_bytes_are_freed_twice_or_never_in_many_orders():
     with meshes(RANKS) as made:
         run_state_machine_as_test(lambda: PoolUse(made), settings=settings(max_examples=400, stateful_step_count=60))

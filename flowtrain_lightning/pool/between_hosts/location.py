@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.pool_errors import PoolError
 
 _ANYWHERE = "192.0.2.1"  # an address that is nobody's: it stands for whatever the default route leads to
 _MOST_GROUPS = 5  # of ranks that a line names

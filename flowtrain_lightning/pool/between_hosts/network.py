@@ -1,57 +1,187 @@
-"""The transport between hosts: a thread sends entries over TCP, and each reader keeps a copy until it releases it."""
+"""Ranks of other hosts: their status pages, what arrives from them, and the transport that sends entries over TCP."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
-from flowtrain_lightning.pool.copies import ReaderCopies
-from flowtrain_lightning.pool.errors import PoolError
-from flowtrain_lightning.pool.link import Link
-from flowtrain_lightning.pool.record import Kind, Record
-from flowtrain_lightning.pool.segment import Segment
-from flowtrain_lightning.pool.transport import Publication
+from flowtrain_lightning.pool.address import Address
+from flowtrain_lightning.pool.between_hosts.io_thread import IoThread
+from flowtrain_lightning.pool.between_hosts.remote_rendezvous import RemoteConnection
+from flowtrain_lightning.pool.between_hosts.remote_status import RemoteStatusPage, StatusExchange, unacknowledged
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind
+from flowtrain_lightning.pool.entry import Memory
+from flowtrain_lightning.pool.pool_errors import PoolError
+from flowtrain_lightning.pool.shared_memory import Segment
+from flowtrain_lightning.pool.status_page import StatusPage
 
 
-class NetworkTransport(ReaderCopies):
-    """Entries are sent as a whole when they are published, straight from the owner's segment."""
+class RemoteHosts:
+    """All ranks of other hosts. Runs a thread for status pages and one for entries until `close`, if there are any.
+
+    Args:
+        page: of the calling rank.
+        labels: one per rank.
+        connections: of each rank of another host. Control records are the mesh's affair.
+        wake: called when an entry has arrived.
+        fail: called with a sentence and a rank when a peer sends what cannot be true.
+
+    Attributes:
+        pages: copies of the status pages of these ranks.
+        arrived: records of what has arrived without the mesh, such as entries with their bytes.
+    """
+
+    def __init__(
+        self,
+        page: StatusPage,
+        labels: Sequence[str],
+        connections: Mapping[int, RemoteConnection],
+        wake: Callable[[], None],
+        fail: Callable[[str, int | None], None],
+    ) -> None:
+        self.pages = {peer: RemoteStatusPage(peer, labels[peer]) for peer in connections}
+        self.arrived: deque[ControlRecord] = deque()
+        self._wake = wake
+        self._records: list[socket.socket] = []
+        self._status: StatusExchange | None = None
+        self._io: IoThread | None = None
+        if not connections:
+            return
+        self._records = [connection.records for connection in connections.values()]
+        pages = {peer: (connection.pages, self.pages[peer]) for peer, connection in connections.items()}
+        self._status = StatusExchange(page, pages, len(labels), fail)
+        entries = {peer: connection.entries for peer, connection in connections.items()}
+        self._io = IoThread(entries, self.arrived, wake, fail)
+
+    def send_status(self) -> None:
+        """Let the other hosts know now what the own status page says."""
+        if self._status is not None:
+            self._status.send_now()
+
+    def send_entry(self, peer: int, record: ControlRecord, entry: memoryview) -> None:
+        """Send a record and the bytes of an entry; see `IoThread.send`."""
+        assert self._io is not None, "there are no other hosts"
+        self._io.send(peer, record, entry)
+
+    def add(self, record: ControlRecord) -> None:
+        """Add a record to what has arrived. Safe to call from any thread."""
+        self.arrived.append(record)
+        self._wake()
+
+    def close(self, patience: float) -> None:
+        """Send the page a last time and end.
+
+        Args:
+            patience: seconds for what is on its way to arrive: to close a connection may cut it off.
+        """
+        if self._status is None or self._io is None:
+            return
+        deadline = time.monotonic() + patience
+        self._status.send_now(max(patience, 0.0))
+        while self._io.busy or any(map(unacknowledged, self._records)):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.005)
+        self._io.close()
+        self._status.close()
+
+
+class RemoteTransport(Protocol):
+    """Passes published entries between hosts.
+
+    The pool keeps the books; a transport only moves bytes and records. Adding one means filling these methods; the
+    contract tests say what they must do.
+    """
+
+    name: str
+
+    def announce(self) -> None:
+        """Tell the remote peers of the own segment."""
+
+    def ready(self) -> bool:
+        """Whether the segments of all remote peers are known."""
+
+    def publish(self, reader: int, record: ControlRecord) -> None:
+        """Make the entry of the own segment that this record publishes readable by ``reader``. Never waits."""
+
+    def receive(self, record: ControlRecord) -> ControlRecord | None:
+        """Take a record from a remote peer that is not for the pool's books.
+
+        Returns:
+            The record that published the entry which is readable now, if one became so.
+
+        Raises:
+            PoolError: when it tells of bytes outside of its sender's segment.
+        """
+
+    def locate(self, published: ControlRecord) -> tuple[Memory, int]:
+        """The memory that holds a readable entry, and where in it the entry begins."""
+
+    def forget(self, address: int) -> None:
+        """Drop what was kept of the entry at ``address``, which this reader has released, if anything was."""
+
+    def close(self) -> None:
+        """Drop all memory."""
+
+
+class NetworkTransport:
+    """A thread sends entries when they are published; each reader keeps a copy until it releases it.
+
+    Args:
+        hosts: carries them.
+        segment: of the calling rank.
+        rank: the calling rank.
+        link: number of the link that the records belong to.
+    """
 
     name = "network"
 
-    def __init__(self, link: Link, segment: Segment, peers: Sequence[int]) -> None:
-        super().__init__(link)
+    def __init__(self, hosts: RemoteHosts, segment: Segment, rank: int, link: int) -> None:
+        self._hosts = hosts
         self._segment = segment
-        self._peers = peers
+        self._rank = rank
+        self._link = link
+        self._peers = hosts.pages.keys()
         self._known: set[int] = set()  # peers whose segment is known
+        self._copies: dict[int, bytearray] = {}  # address -> the entry
 
     def announce(self) -> None:
-        """Tell the peers the segment's size, the bound of what can be on its way to them."""
+        """Tell the size of the own segment, the bound of what can be on its way."""
+        record = ControlRecord(Kind.SEGMENT, self._rank, self._link, size=self._segment.nbytes)
         for peer in self._peers:
-            record = Record(Kind.SEGMENT, self._link.rank, self._link.number, size=self._segment.nbytes)
-            self._link.carry(peer, record, memoryview(b""))
+            self._hosts.send_entry(peer, record, memoryview(b""))
 
     def ready(self) -> bool:
-        """Whether the segments of these peers are known."""
+        """Whether the segments of all remote peers are known."""
         return len(self._known) == len(self._peers)
 
-    def publish(self, reader: int, publication: Publication) -> None:
-        """Hand the entry to the service thread."""
-        key, number, address, nbytes = publication
-        entry = memoryview(self._segment.memory)[address.offset : address.offset + nbytes]
-        record = Record(Kind.PUBLISH, self._link.rank, self._link.number, key.channel, number, address, nbytes)
-        self._link.carry(reader, record, entry)
+    def publish(self, reader: int, record: ControlRecord) -> None:
+        """Hand the entry to the I/O thread."""
+        start = Address(record.address).offset
+        self._hosts.send_entry(reader, record, memoryview(self._segment.memory)[start : start + record.size])
 
-    def withdraw(self, publication: Publication) -> None:
-        """Let the service thread send it no more, or finish from a copy."""
-        self._link.withdraw(publication.address)
-
-    def receive(self, record: Record) -> Publication | None:
+    def receive(self, record: ControlRecord) -> ControlRecord | None:
         """Learn of a segment, or of an entry, which comes with its bytes."""
         payload = record.payload
         if record.kind is Kind.PUBLISH and isinstance(payload, bytearray) and len(payload) == record.size:
-            publication = Publication.from_record(record)
-            self._copies[publication.address] = payload
-            return publication
+            self._copies[record.address] = payload
+            return record._replace(payload=b"")
         if record.kind is not Kind.SEGMENT or record.sender in self._known:
             raise PoolError(f"Rank {record.sender} sent {record._replace(payload=b'')}, which is no whole entry.")
         self._known.add(record.sender)
         return None
+
+    def locate(self, published: ControlRecord) -> tuple[Memory, int]:
+        """The reader's own copy."""
+        return self._copies[published.address], 0
+
+    def forget(self, address: int) -> None:
+        """Drop the copy."""
+        self._copies.pop(address, None)
+
+    def close(self) -> None:
+        """Drop all copies."""
+        self._copies.clear()

@@ -1,28 +1,25 @@
 """The transport between hosts by NIXL: each reader fetches an entry out of its owner's memory into a mirror of that.
 
 The owner registers its segment once, and sends a record per entry; where the network has RDMA its processor does no
-more. A reader mirrors the segments of those who publish to it, so an entry has its place there and none is searched.
+more. A reader mirrors the segments of those who publish to it, so an entry lies at the same offset there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from mmap import mmap
 from typing import NamedTuple
 
-from flowtrain_lightning.pool.between_hosts.agent import Agent
-from flowtrain_lightning.pool.between_hosts.fetcher import Fetch, Fetched, Fetcher
-from flowtrain_lightning.pool.entry import HEAD_BYTES, Memory, erase_entry
-from flowtrain_lightning.pool.errors import PeerFailed, PoolError
-from flowtrain_lightning.pool.link import Link
-from flowtrain_lightning.pool.memory import create_memory, map_memory
-from flowtrain_lightning.pool.record import MAX_PAYLOAD, Kind, Record
-from flowtrain_lightning.pool.segment import Segment
-from flowtrain_lightning.pool.transport import Publication
+from flowtrain_lightning.pool.address import Address
+from flowtrain_lightning.pool.between_hosts.nixl_agent import Fetch, Fetched, Fetcher, NixlAgent
+from flowtrain_lightning.pool.control_records import MAX_PAYLOAD, ControlRecord, Kind
+from flowtrain_lightning.pool.entry import Key, Memory
+from flowtrain_lightning.pool.mesh import Mesh
+from flowtrain_lightning.pool.pool_errors import PeerFailed, PoolError
+from flowtrain_lightning.pool.shared_memory import Segment, create_memory, map_memory
 
 
-class _Far(NamedTuple):
+class _RemoteSegment(NamedTuple):
     """The segment of a peer: the name of its agent, where it begins in the peer's address space, and its bytes."""
 
     name: str
@@ -31,34 +28,35 @@ class _Far(NamedTuple):
 
 
 class _Mirror(NamedTuple):
-    """What was fetched of a peer's segment, each entry at the place that it has there.
-
-    ``entries`` are those that are here or on their way, by address, until this rank has done with them.
-    """
+    """What was fetched of a peer's segment, each entry at the offset that it has there."""
 
     memory: mmap
     base: int
-    entries: dict[int, Publication]
 
 
 class NixlTransport:
-    """Entries are fetched when they are published.
+    """Readers fetch entries when they are published.
+
+    Args:
+        mesh: carries the records; its link is that of the pool.
+        segment: of the calling rank.
 
     Raises:
-        PoolError: when NIXL is not there, or cannot use this machine's network.
+        PoolError: when NIXL is not there, or cannot use this host's network.
     """
 
     name = "nixl"
 
-    def __init__(self, link: Link, segment: Segment, peers: Sequence[int]) -> None:
-        self._link = link
+    def __init__(self, mesh: Mesh, segment: Segment) -> None:
+        self._mesh = mesh
         self._segment = segment
-        self._peers = peers
-        self._agent = Agent()
+        self._link = mesh.link
+        self._peers = mesh.remote.pages.keys()
+        self._agent = NixlAgent()
         self._base = self._agent.register(segment.memory)
-        self._far: dict[int, _Far] = {}
+        self._segments: dict[int, _RemoteSegment] = {}
         self._mirrors: dict[int, _Mirror] = {}
-        self._fetcher = Fetcher(self._agent, link.arrive)
+        self._fetcher = Fetcher(self._agent, mesh.remote.add)
 
     def announce(self) -> None:
         """Tell the peers how to reach the own segment."""
@@ -68,47 +66,41 @@ class NixlTransport:
                 f"NIXL needs {len(metadata):,} bytes to say how this rank is reached; {MAX_PAYLOAD:,} can be sent. "
                 "Name fewer network devices in the environment variable UCX_NET_DEVICES."
             )
+        size = self._segment.nbytes
+        record = ControlRecord(
+            Kind.SEGMENT, self._mesh.rank, self._link, address=self._base, size=size, payload=metadata
+        )
         for peer in self._peers:
-            record = Record(Kind.SEGMENT, self._link.rank, self._link.number, payload=metadata)
-            self._link.send(peer, record._replace(address=self._base, size=self._segment.nbytes))
+            self._mesh.send(peer, record)
 
     def ready(self) -> bool:
-        """Whether the segments of these peers are known."""
-        return len(self._far) == len(self._peers)
+        """Whether the segments of all remote peers are known."""
+        return len(self._segments) == len(self._peers)
 
-    def publish(self, reader: int, publication: Publication) -> None:
+    def publish(self, reader: int, record: ControlRecord) -> None:
         """Tell ``reader``, who fetches it."""
-        publication.send(self._link, reader, Kind.PUBLISH)
+        self._mesh.send(reader, record)
 
-    def withdraw(self, publication: Publication) -> None:
-        """A reader that is fetching it finds that its head is gone, which it reads last."""
-
-    def receive(self, record: Record) -> Publication | None:
+    def receive(self, record: ControlRecord) -> ControlRecord | None:
         """Learn of a segment, begin to fetch an entry, or learn that it is here."""
         owner = record.sender
-        if record.kind is Kind.SEGMENT and owner not in self._far:
-            self._far[owner] = _Far(self._agent.meet(bytes(record.payload)), record.address, record.size)
+        if record.kind is Kind.SEGMENT and owner not in self._segments:
+            name = self._agent.add_peer(bytes(record.payload))
+            self._segments[owner] = _RemoteSegment(name, record.address, record.size)
             return None
-        if record.kind is not Kind.PUBLISH or owner not in self._far:
+        if record.kind is not Kind.PUBLISH or owner not in self._segments:
             raise PoolError(f"Rank {owner} sent {record._replace(payload=b'')}, which NIXL has no use for.")
-        publication = Publication.from_record(record)
         if isinstance(record.payload, Fetched):
-            return self._fetched(publication, record.payload)
-        self._fetch(record, publication)
+            return self._fetched(record, record.payload)
+        self._fetch(record)
         return None
 
-    def locate(self, publication: Publication) -> tuple[Memory, int]:
+    def locate(self, published: ControlRecord) -> tuple[Memory, int]:
         """The mirror of its owner's segment."""
-        return self._mirrors[publication.address.owner].memory, publication.address.offset
+        return self._mirrors[published.sender].memory, Address(published.address).offset
 
-    def release(self, publication: Publication) -> None:
-        """Tell the owner."""
-        publication.send(self._link, publication.address.owner, Kind.RELEASE)
-        self.forget(publication)
-
-    def forget(self, publication: Publication) -> None:
-        """Its place in the mirror is free."""
-        self._mirrors[publication.address.owner].entries.pop(publication.address, None)
+    def forget(self, address: int) -> None:
+        """Nothing is kept but the mirror."""
 
     def close(self) -> None:
         """End all transfers, then drop the mirrors; the last tensor that is a view of one unmaps it."""
@@ -116,38 +108,28 @@ class NixlTransport:
         self._agent.close()
         self._mirrors.clear()
 
-    def _fetch(self, record: Record, publication: Publication) -> None:
-        far, address = self._far[record.sender], publication.address
-        start, end = address.offset, address.offset + publication.nbytes
-        if publication.nbytes < HEAD_BYTES or end > far.nbytes:
-            raise PoolError(f"Rank {record.sender} published {publication}, which lies outside of its segment.")
-        mirror = self._mirror(record.sender)
-        for other in list(mirror.entries.values()):
-            if start < other.address.offset + other.nbytes and other.address.offset < end:
-                # Its owner has discarded it; whoever still knows of it here must find that it is gone.
-                del mirror.entries[other.address]
-                erase_entry(mirror.memory, other.address.offset)
-        mirror.entries[address] = publication
-        self._fetcher.fetch(Fetch(record, far.name, far.base + start, mirror.base + start))
+    def _fetch(self, record: ControlRecord) -> None:
+        segment, address = self._segments[record.sender], Address(record.address)
+        if address.owner != record.sender or not 0 < record.size <= segment.nbytes - address.offset:
+            raise PoolError(f"Rank {record.sender} published {record}, which lies outside of its segment.")
+        source, target = segment.base + address.offset, self._mirror(record.sender).base + address.offset
+        self._fetcher.fetch(Fetch(record, segment.name, source, target))
 
-    def _fetched(self, publication: Publication, failed: Fetched) -> Publication | None:
-        owner = publication.address.owner
-        if publication.address not in self._mirrors[owner].entries:
-            return None  # its room was given to another one meanwhile
-        if not failed:
-            return publication
-        self.forget(publication)
-        if self._link.has_left(owner):
+    def _fetched(self, record: ControlRecord, reason: Fetched) -> ControlRecord | None:
+        if not reason:
+            return record._replace(payload=b"")
+        if self._mesh.has_left(record.sender):
             return None
-        raise PeerFailed(f"{publication.key} could not be fetched from rank {owner}: {failed.decode()}", owner)
+        key = Key.unpack(record.channel, record.number)
+        raise PeerFailed(f"{key} could not be fetched from rank {record.sender}: {reason.decode()}", record.sender)
 
     def _mirror(self, owner: int) -> _Mirror:
         """Made when the owner publishes something: peers that exchange nothing need no memory for each other."""
         mirror = self._mirrors.get(owner)
         if mirror is None:
-            name = f"flowtrain mirror on rank {self._link.rank} of rank {owner}"
-            descriptor = create_memory(name, self._far[owner].nbytes)
-            memory = map_memory(descriptor, self._far[owner].nbytes)
+            nbytes = self._segments[owner].nbytes
+            descriptor = create_memory(f"flowtrain mirror on rank {self._mesh.rank} of rank {owner}", nbytes)
+            memory = map_memory(descriptor, nbytes)
             os.close(descriptor)
-            mirror = self._mirrors[owner] = _Mirror(memory, self._agent.register(memory), {})
+            mirror = self._mirrors[owner] = _Mirror(memory, self._agent.register(memory))
         return mirror

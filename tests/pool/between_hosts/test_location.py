@@ -2,14 +2,8 @@
 
 import pytest
 
-from flowtrain_lightning.pool import PoolError
-from flowtrain_lightning.pool.between_hosts.location import (
-    address_of,
-    address_towards,
-    describe_ways,
-    interface_of,
-    own_location,
-)
+from flowtrain_lightning.pool import PoolError, address_of, address_towards, describe_ways, interface_of
+from flowtrain_lightning.pool.between_hosts.location import own_location
 
 
 def test_a_process_is_where_it_is_and_says_so_in_one_word():

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowtrain_lightning.pool import Key, PeerFailed, Pool
-from flowtrain_lightning.pool.between_hosts.hosts import UNREACHABLE_SECONDS
-from flowtrain_lightning.pool.between_hosts.location import address_towards, describe_ways, own_location
+from flowtrain_lightning.pool import Key, PeerFailed, Pool, address_towards, describe_ways
+from flowtrain_lightning.pool.between_hosts.location import own_location
+from flowtrain_lightning.pool.between_hosts.remote_rendezvous import UNREACHABLE_SECONDS
 from flowtrain_lightning.runtime.health import HealthMonitor
 from tests.hosts import ADDRESSES, Hosts, enter, why_not
 from tests.pool.faults import slowness
@@ -63,7 +63,7 @@ def exchange(rank, ranks, job, rounds, elements):
     mesh.close()
 
 
-def test_ranks_of_a_host_share_memory_and_reach_those_of_the_other_over_a_link_that_loses_packets(hosts):
+def test_ranks_share_memory_or_talk_over_a_link_that_loses_packets(hosts):
     results = run_ranks(exchange, 3, arguments=[os.getpid(), 5, 20_000])
     assert_all_good(results)
     transports, ways = zip(*(result.out.strip().split("\n") for result in results), strict=True)
@@ -162,7 +162,7 @@ def blamed(result):
 
 
 @pytest.mark.full
-def test_a_rank_that_dies_behind_the_link_is_named_on_both_hosts_within_two_seconds(hosts):
+def test_a_rank_that_dies_is_named_on_both_hosts_within_two_seconds(hosts):
     with start_waiting() as ranks:
         killed = time.monotonic()
         ranks.signal(2, signal.SIGKILL)
@@ -175,7 +175,7 @@ def test_a_rank_that_dies_behind_the_link_is_named_on_both_hosts_within_two_seco
 
 
 @pytest.mark.full
-def test_a_rank_that_is_stopped_behind_the_link_is_named_on_both_hosts_when_it_hangs(hosts):
+def test_a_rank_that_is_stopped_is_named_on_both_hosts_when_it_hangs(hosts):
     with start_waiting(hang_timeout=8.0) as ranks:
         ranks.signal(2, signal.SIGSTOP)
         results = ranks.wait(30)
@@ -185,7 +185,7 @@ def test_a_rank_that_is_stopped_behind_the_link_is_named_on_both_hosts_when_it_h
 
 
 @pytest.mark.full
-def test_when_the_link_is_cut_each_host_says_that_the_other_can_no_longer_be_reached(hosts):
+def test_when_the_link_is_cut_each_host_says_so_of_the_other(hosts):
     with start_waiting() as ranks:
         cut = time.monotonic()
         hosts.cut()

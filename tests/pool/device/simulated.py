@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.pool.device.runtime import CARD_BYTES, HANDLE_BYTES, DeviceBlock
-from flowtrain_lightning.pool.errors import PoolError
+from flowtrain_lightning.pool.device.device_tier import CARD_BYTES, HANDLE_BYTES, DeviceBlock
+from flowtrain_lightning.pool.pool_errors import PoolError
 
 CARD = b"simulated".ljust(CARD_BYTES, b"\0")
 _MOST_EVENTS = 1024
@@ -154,6 +154,8 @@ class SimulatedRuntime:
         blind: opening what others made fails, as in a container of its own.
 
     Attributes:
+        current_stream: the stream of the rank's own work.
+        events: two counts for each event, in shared memory.
         pinned: how many stretches of host memory are.
         closed: which blocks were freed, or closed in this process, in that order.
     """
@@ -162,17 +164,17 @@ class SimulatedRuntime:
         self.name = "a simulated device"
         self.card = CARD
         self.side = side
-        self._current = current
+        self.current_stream = current
         self._blind = blind
         self._descriptors: list[int] = []  # stay open, since their paths are how others open the memory
         self._events_name, events = self._share("flowtrain simulated events", _MOST_EVENTS * 2 * _WORD)
-        self._events = memoryview(events).cast("Q")
+        self.events = memoryview(events).cast("Q")
         self._made = 0
         self.pinned = 0
         self.closed: list[tuple[str, str]] = []
 
     def current(self) -> Stepped | Eager:
-        return self._current
+        return self.current_stream
 
     def holds(self, tensor: Tensor) -> bool:
         return True
@@ -181,7 +183,7 @@ class SimulatedRuntime:
         return tensor.clone()
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        self._current.finish()
+        self.current_stream.finish()
         return tensor.clone()
 
     def allocate(self, nbytes: int) -> DeviceBlock:
@@ -195,13 +197,13 @@ class SimulatedRuntime:
         return DeviceBlock(memory, handle, lambda: self.closed.append(("closed", handle.rstrip(b"\0").decode())))
 
     def make_event(self) -> Event:
-        place, self._made = 2 * self._made, self._made + 1
-        return Event(self._events[place : place + 2], f"{self._events_name}:{place}")
+        first, self._made = 2 * self._made, self._made + 1
+        return Event(self.events[first : first + 2], f"{self._events_name}:{first}")
 
     def open_event(self, card: bytes, handle: bytes) -> Event:
-        name, _, place = handle.rstrip(b"\0").decode().rpartition(":")
+        name, _, first = handle.rstrip(b"\0").decode().rpartition(":")
         memory = memoryview(self._open(card, _handle(name))).cast("Q")
-        return Event(memory[int(place) : int(place) + 2], name)
+        return Event(memory[int(first) : int(first) + 2], name)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self.side.put(lambda: target.copy_(source))
@@ -216,11 +218,11 @@ class SimulatedRuntime:
 
     def synchronize(self) -> None:
         self.side.finish()
-        self._current.finish()
+        self.current_stream.finish()
 
     def close(self) -> None:
         """End what the simulation has running."""
-        for stream in (self.side, self._current):
+        for stream in (self.side, self.current_stream):
             stream.close()
         while self._descriptors:
             os.close(self._descriptors.pop())

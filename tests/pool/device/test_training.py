@@ -11,7 +11,7 @@ from tests.forks import Job, run_jobs
 
 
 @pytest.mark.parametrize("layout", ["1+1", pytest.param("2+3", marks=pytest.mark.full)])
-def test_features_and_gradients_that_lie_in_device_memory_give_the_same_bits(tmp_path, layout):
+def test_training_over_device_memory_gives_the_same_bits(tmp_path, layout):
     write_steps(tmp_path / "data")
     arguments = {"data": str(tmp_path / "data"), "layout": layout}
     jobs = [

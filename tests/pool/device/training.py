@@ -7,27 +7,27 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flowtrain_lightning.pool.device.entries import DeviceEntries
-from flowtrain_lightning.pool.device.opening import open_device_tier
+from flowtrain_lightning.pool import open_device_tier
+from flowtrain_lightning.pool.device.device_entries import DeviceEntries
 from flowtrain_lightning.runtime import room_keeper
 from tests.exactness.train import train
 from tests.pool.device.simulated import simulated
 
 
 def train_over_device(folder: Path, **settings: Any) -> None:
-    """As `train`; besides writes how many entries lay in device memory and how many found no room there."""
+    """As `train`; besides writes how many entries lay in device memory and how many did not fit there."""
     counts = {"device": 0, "host": 0}
-    place = DeviceEntries.place
+    put = DeviceEntries.put
 
-    def counted(entries, tensors, nbytes, readers):
-        placed = place(entries, tensors, nbytes, readers)
-        counts["host" if placed is None else "device"] += 1
-        return placed
+    def counted(entries, *arguments):
+        published = put(entries, *arguments)
+        counts["host" if published is None else "device"] += 1
+        return published
 
     def choose(choice, mesh, device, nbytes):
         return open_device_tier(mesh, simulated(mesh.rank), nbytes=1 << 13, required=True)
 
-    DeviceEntries.place = counted
+    DeviceEntries.put = counted
     room_keeper.choose_device_tier = choose
     train(folder, **settings)
     (folder / f"counts{os.environ['RANK']}.json").write_text(json.dumps(counts))

@@ -1,0 +1,117 @@
+"""Authentication: proof, before a connection over the network is used, that both ends belong to one job.
+
+Rank 0 makes a secret, which the others get through the job's store. Each end proves that it knows the secret by a
+keyed hash over what both have said, a fresh random number of each among it, so a proof that was overheard is of no use
+for another connection. The secret itself is never sent here, and what is sent is of fixed length. What follows on the
+connection is not encrypted, as little as other traffic between ranks is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from typing import NamedTuple
+
+_CLAIM = struct.Struct("<4sIIII32s")  # magic, initiator, responder, ranks, purpose, the initiator's random number
+_MAGIC = b"FLT1"
+_NONCE_BYTES = 32
+_PROOF_BYTES = hashlib.sha256().digest_size
+
+
+class Claim(NamedTuple):
+    """What a connection is said to be for.
+
+    Attributes:
+        initiator: the rank that connects.
+        responder: the rank that is connected to.
+        ranks: how many there are.
+        purpose: which of the connections between the two.
+    """
+
+    initiator: int
+    responder: int
+    ranks: int
+    purpose: int
+
+
+class AuthenticationError(Exception):
+    """The other end has not proved that it belongs to this job, or not in time."""
+
+
+def make_secret() -> str:
+    """A fresh secret, as text."""
+    return secrets.token_hex(_PROOF_BYTES)
+
+
+def authenticate_initiator(connection: socket.socket, claim: Claim, secret: str, deadline: float) -> None:
+    """On the end that connects: have the other end prove that it belongs to the job, then prove it, too.
+
+    Args:
+        connection: connected.
+        claim: what the connection is for.
+        secret: of the job.
+        deadline: in seconds of ``time.monotonic()``.
+
+    Raises:
+        AuthenticationError: when the other end does not.
+    """
+    said = _CLAIM.pack(_MAGIC, *claim, secrets.token_bytes(_NONCE_BYTES))
+    _send(connection, said, deadline)
+    answer = _receive(connection, _NONCE_BYTES + _PROOF_BYTES, deadline)
+    said += answer[:_NONCE_BYTES]
+    if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(secret, b"responder", said)):
+        raise AuthenticationError("it does not know this job's secret")
+    _send(connection, _proof(secret, b"initiator", said), deadline)
+
+
+def authenticate_responder(connection: socket.socket, secret: str, deadline: float) -> Claim:
+    """On the end that is connected to: what the other end claims, once it has proved that it belongs to the job.
+
+    Args:
+        connection: connected.
+        secret: of the job.
+        deadline: in seconds of ``time.monotonic()``.
+
+    Raises:
+        AuthenticationError: when the other end does not.
+    """
+    said = _receive(connection, _CLAIM.size, deadline)
+    magic, *claim, _ = _CLAIM.unpack(said)
+    if magic != _MAGIC:
+        raise AuthenticationError("it speaks another language")
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    said += nonce
+    _send(connection, nonce + _proof(secret, b"responder", said), deadline)
+    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, deadline), _proof(secret, b"initiator", said)):
+        raise AuthenticationError("it does not know this job's secret")
+    return Claim(*claim)
+
+
+def _proof(secret: str, side: bytes, said: bytes) -> bytes:
+    return hmac.digest(secret.encode(), side + said, "sha256")
+
+
+def _send(connection: socket.socket, message: bytes, deadline: float) -> None:
+    try:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        connection.sendall(message)
+    except OSError as error:
+        raise AuthenticationError(str(error)) from error
+
+
+def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+    message = b""
+    while len(message) < nbytes:
+        try:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            arrived = connection.recv(nbytes - len(message))
+        except OSError as error:
+            raise AuthenticationError(str(error)) from error
+        if not arrived:
+            raise AuthenticationError("it closed the connection")
+        message += arrived
+    return message
