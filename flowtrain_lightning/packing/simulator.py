@@ -203,12 +203,14 @@ class _StepSimulation:
         self._lanes = lanes
         self._microbatches = work.microbatches
         self._batches = work.encoder_batches
+        # How far each lane has come.
         self._done = [0] * len(work.microbatches)
-        self._entered: set[int] = set()  # backbone lanes that wait at a microbatch for the others to come
+        self._entered: set[int] = set()  # backbone lanes that wait at a microbatch for the others
         self._forwards = [0] * len(work.encoder_batches)
         self._backwards = [0] * len(work.encoder_batches)
         self._kept = [0] * len(work.encoder_batches)
         self._forwards_left = sum(len(own) for own in work.encoder_batches)
+        # What the lanes wait for from each other.
         self._missing_features = [[0] * len(own) for own in work.microbatches]  # counted in batches
         self._missing_gradients = [[len(batch.readers) for batch in own] for own in work.encoder_batches]
         self._sources: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -232,12 +234,12 @@ class _StepSimulation:
         """
         now = 0.0
         while self._running or not self._is_over():
-            if not self._running:
-                self._recompute_next()
-            else:
+            if self._running:
                 now = self._running[0][0]
-            while self._running and self._running[0][0] == now:
-                self._finish(*heapq.heappop(self._running))
+                while self._running and self._running[0][0] == now:
+                    self._finish(*heapq.heappop(self._running))
+            else:
+                self._recompute_next()
             self._begin_microbatches(now)
             self._begin_encoding(now)
         return self._ended
@@ -247,7 +249,12 @@ class _StepSimulation:
         return all(count == len(own) for count, own in done)
 
     def _recompute_next(self) -> None:
-        waiting = [(n, lane) for lane, n in enumerate(self._forwards) if n < len(self._batches[lane])]
+        """No lane can go on: mark the next waiting batch as recomputed, or raise."""
+        waiting = [
+            (number, lane)
+            for lane, number in enumerate(self._forwards)
+            if number < len(self._batches[lane]) and self._lanes.encoder[lane] not in self._busy
+        ]
         if not (self._recompute_where_blocked and waiting):
             raise ValueError(
                 f"kept_batches={self._lanes.kept_batches} keeps too few encoder batches for this order, or lanes on "

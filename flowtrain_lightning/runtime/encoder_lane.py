@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowtrain_lightning.allocator.roles import ENCODER
 from flowtrain_lightning.data import PackedMedia
-from flowtrain_lightning.packing.activations import recomputed_batches
+from flowtrain_lightning.packing.simulator import recomputed_batches
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.lane import LaneContext, Schedule
 from flowtrain_lightning.runtime.room import FeatureSpec, feature_order
