@@ -15,11 +15,11 @@ import numpy as np
 from benchmarks.packing_data import TABLES, Lengths, load
 from benchmarks.report import table, write_results
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.judging import judge
-from flowtrain_lightning.packing.microbatches import SyncEvery
+from flowtrain_lightning.packing.evaluation import evaluate
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings, pack_offline
-from flowtrain_lightning.packing.order import flow_order, rows_time
-from flowtrain_lightning.packing.plan import FloatArray, IntArray
+from flowtrain_lightning.packing.order import media_order
+from flowtrain_lightning.packing.simulator import closed_form_time
+from flowtrain_lightning.packing.step_plan import FloatArray, IntArray, SyncEvery
 
 RANKS, BUDGET = 8, 16_384
 COST = CostModel(1.0, 1 / 24_576, 0.0)
@@ -52,7 +52,7 @@ def main() -> None:
         for microbatches in MICROBATCHES
         for ranks, share in SPLITS
     ]
-    rows = [
+    lines = [
         [
             str(found["microbatches"]),
             str(found["ranks"]),
@@ -61,7 +61,7 @@ def main() -> None:
         ]
         for found in results
     ]
-    text = table(HEAD, rows)
+    text = table(HEAD, lines)
     write_results(options.out, "flow", {"results": results}, text)
     print(text)
 
@@ -73,12 +73,12 @@ def gaps(mixes: list[Lengths], microbatches: int, encoder_ranks: int, share: flo
         scale = share * encoder_ranks / RANKS * float(COST.of_each(mix.tokens).sum() / mix.media_cost.sum())
         packed = _pack(mix, 0.0, microbatches, encoder_ranks, "microbatch")
         for name, order in ORDERS.items():
-            found[name].append(_gap_of_rows(packed, mix, scale / encoder_ranks, order))
+            found[name].append(_gap_of_order(packed, mix, scale / encoder_ranks, order))
         sync_every_values: dict[SyncEvery, str] = {"microbatch": HEAD[6], "step": HEAD[8]}
         for sync_every, name in sync_every_values.items():
             settings = _settings(microbatches, encoder_ranks, sync_every)
             plan = _pack(mix, scale, microbatches, encoder_ranks, sync_every)
-            figures = judge(plan, mix.tokens, mix.media_start, scale * mix.media_cost, settings)
+            figures = evaluate(plan, mix.tokens, mix.media_start, scale * mix.media_cost, settings)
             found[name].append(figures["flow_gap"])
             if sync_every == "microbatch":
                 found[HEAD[7]].append(figures["flow_bound"])
@@ -88,9 +88,9 @@ def gaps(mixes: list[Lengths], microbatches: int, encoder_ranks: int, share: flo
 ORDERS: dict[str, Callable[[FloatArray], IntArray]] = {
     HEAD[3]: lambda media: np.arange(len(media)),
     HEAD[4]: lambda media: np.argsort(media, kind="stable"),
-    HEAD[5]: flow_order,
+    HEAD[5]: media_order,
 }
-"""The rows as they are, put in order by how much media each reads."""
+"""The positions as they are, and put in order by how much media each reads."""
 
 
 def _settings(microbatches: int, encoder_ranks: int, sync_every: SyncEvery) -> OfflineSettings:
@@ -110,7 +110,7 @@ def _pack(mix: Lengths, scale: float, microbatches: int, encoder_ranks: int, syn
     return pack_offline(mix.tokens, mix.media_start, scale * mix.media_cost, settings)
 
 
-def _gap_of_rows(plan: OfflinePlan, mix: Lengths, scale: float, order: Callable[[FloatArray], IntArray]) -> float:
+def _gap_of_order(plan: OfflinePlan, mix: Lengths, scale: float, order: Callable[[FloatArray], IntArray]) -> float:
     """Percent, with media dealt evenly to the encoder ranks."""
     costs, encoder = COST.of_each(mix.tokens), scale * mix.encoder_cost
     time = work = 0.0
@@ -118,7 +118,7 @@ def _gap_of_rows(plan: OfflinePlan, mix: Lengths, scale: float, order: Callable[
         grid, media = np.zeros((step.positions, RANKS)), np.zeros(step.positions)
         np.add.at(grid, (step.bin_of // RANKS, step.bin_of % RANKS), costs[step.samples])
         np.add.at(media, step.bin_of // RANKS, encoder[step.samples])
-        time += rows_time(order(media), grid.max(axis=1, keepdims=True), media)
+        time += closed_form_time(order(media), grid.max(axis=1, keepdims=True), media)
         work += max(grid.sum(axis=0).max(), media.sum())
     return 100 * (time / work - 1)
 

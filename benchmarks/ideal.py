@@ -11,8 +11,8 @@ from benchmarks.emulation import EmulatedCost
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.packing import IntArray, StepPlan
-from flowtrain_lightning.packing.activations import recomputed_batches
-from flowtrain_lightning.packing.evaluator import Lanes, plan_work, run_time
+from flowtrain_lightning.packing.simulator import recomputed_batches, simulate_steps
+from flowtrain_lightning.packing.step_work import Lanes, step_work
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def step_ends(plans: Sequence[StepPlan], rules: Rules) -> list[float]:
     lanes = Lanes(
         tuple(ranks[BACKBONE]),
         tuple(ranks[ENCODER]),
-        meet=False,
-        kept=rules.kept_batches,
+        sync_every="step",
+        kept_batches=rules.kept_batches,
         encoder_first=rules.encoder_first,
     )
 
@@ -52,5 +52,5 @@ def step_ends(plans: Sequence[StepPlan], rules: Rules) -> list[float]:
     def encoder_batch(patches: IntArray) -> tuple[float, float]:
         return rules.cost.encoder(int(np.sum(patches)))
 
-    works = [plan_work(p, microbatch, encoder_batch, recomputed_batches(p, rules.kept_batches)) for p in plans]
-    return run_time(works, lanes)
+    works = [step_work(p, microbatch, encoder_batch, recomputed_batches(p, rules.kept_batches)) for p in plans]
+    return simulate_steps(works, lanes).backbone_ends

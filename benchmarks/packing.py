@@ -21,10 +21,10 @@ from benchmarks.packing_peers import step_packers, window_packers
 from benchmarks.packing_report import draw, show, table
 from benchmarks.packing_scores import COST, POSITIONS, RANKS, level, longest_wait, random_order, score
 from benchmarks.packing_signatures import Bins, StepPacker, WindowPacker
-from flowtrain_lightning.packing.judging import judge
-from flowtrain_lightning.packing.microbatches import SyncEvery, pack_microbatches
+from flowtrain_lightning.packing.evaluation import evaluate
+from flowtrain_lightning.packing.microbatches import pack_microbatches
 from flowtrain_lightning.packing.offline import BatchUnit, OfflineSettings, pack_offline
-from flowtrain_lightning.packing.plan import FloatArray, IntArray
+from flowtrain_lightning.packing.step_plan import FloatArray, IntArray, SyncEvery
 
 ENCODERS = 2
 """Encoder ranks."""
@@ -45,16 +45,16 @@ def main() -> None:
     cases.append(("coarse tiles", "tiles", TABLES, 4_096))
     for name, rule, tables, budget in cases:
         lengths = load(rule, tables, options.samples if name == "mix" else options.samples // 2, budget)
-        for row in ours(lengths, budget):
-            results.append({"data": name, **row})
+        for result in ours(lengths, budget):
+            results.append({"data": name, **result})
             show(results[-1])
         peers = (
             others(lengths, budget, options.solver_seconds)
             if name == "mix"
             else wlb(lengths, budget, 0.88 if budget == 4_096 else 0.985)
         )
-        for row in peers:
-            results.append({"data": name, **row})
+        for result in peers:
+            results.append({"data": name, **result})
             show(results[-1])
     mix = load("qwen", TABLES, options.samples, 16_384)
     order = random_order(mix, 16_384)
@@ -91,7 +91,7 @@ def ours(lengths: Lengths, budget: int) -> Iterator[dict[str, Any]]:
         arguments = (lengths.tokens, lengths.media_start, lengths.media_cost, settings)
         seconds = min(pack_offline(*arguments).seconds for _ in range(3))
         plan = pack_offline(*arguments)
-        figures = judge(plan, *arguments[:3], settings)
+        figures = evaluate(plan, *arguments[:3], settings)
         name = f"this project: {batch_unit}, {sync_every}" + (f", delay {delay}" if batch_unit == "tokens" else "")
         per_window = {}
         if batch_unit == "tokens" and sync_every == "microbatch" and delay:
@@ -127,7 +127,7 @@ def others(lengths: Lengths, budget: int, solver_seconds: float) -> Iterator[dic
     for name, (balance, fill, most) in step_packers(solver_seconds).items():
         yield in_steps(name, balance, fill, most, lengths, budget)
     # The solvers have time for two steps only, which may be harder or easier than the others.
-    yield in_steps("this project: sync, the steps of the solvers", own_step, 0.97, 2, lengths, budget)
+    yield in_steps("this project: microbatch, the steps of the solvers", own_step, 0.97, 2, lengths, budget)
     yield from wlb(lengths, budget)
 
 
@@ -186,9 +186,9 @@ def in_steps(
 
 
 def own_step(tokens: IntArray, costs: FloatArray, bins: int, budget: int) -> Bins:
-    """This project's microbatches of one step, row by row."""
+    """This project's microbatches of one step, position by position."""
     found = pack_microbatches(tokens, ranks=RANKS, token_budget=budget, cost=COST, sync_every="microbatch")
-    return [members.tolist() for row in zip(*found, strict=True) for members in row]
+    return [members.tolist() for of_ranks in zip(*found, strict=True) for members in of_ranks]
 
 
 def wlb(lengths: Lengths, budget: int, full: float = 0.985) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow.parquet
 from numpy.typing import NDArray
 
+from flowtrain_lightning.packing.offline import cost_of_media
+
 FOLDER = Path(os.environ.get("FLOWTRAIN_DATA", Path(__file__).parents[1] / "../shared/data"))
 TABLES = ("coco_captions", "msdocs_interleaved", "text_gsm8k")
 ENCODER_COST = 0.09
@@ -20,7 +22,7 @@ ENCODER_COST = 0.09
 
 @dataclass(frozen=True)
 class Lengths:
-    """Samples in sampler order: tokens, and encoder cost of each media."""
+    """Samples in sampler order: tokens, and encoder cost of each media item."""
 
     tokens: NDArray[np.int64]
     media_start: NDArray[np.int64]
@@ -28,9 +30,7 @@ class Lengths:
 
     @property
     def encoder_cost(self) -> NDArray[np.float64]:
-        total = np.concatenate([[0.0], np.cumsum(self.media_cost)])
-        per_sample: NDArray[np.float64] = total[self.media_start[1:]] - total[self.media_start[:-1]]
-        return per_sample
+        return cost_of_media(self.media_start, self.media_cost)
 
 
 def qwen_tokens(height: float, width: float) -> int:

@@ -76,24 +76,24 @@ def cp_sat(seconds: float) -> StepPacker:
     def pack(tokens: Ints, costs: Floats, bins: int, budget: int) -> Bins:
         model = cp_model.CpModel()
         whole = np.rint(costs).astype(int).tolist()
-        place = [[model.new_bool_var("") for _ in range(bins)] for _ in whole]
+        is_in = [[model.new_bool_var("") for _ in range(bins)] for _ in whole]
         longest = model.new_int_var(0, sum(whole), "")
-        for row in place:
-            model.add_exactly_one(row)
+        for of_item in is_in:
+            model.add_exactly_one(of_item)
         for number in range(bins):
-            model.add(sum(row[number] * c for row, c in zip(place, whole, strict=True)) <= longest)
-            model.add(sum(row[number] * t for row, t in zip(place, tokens.tolist(), strict=True)) <= budget)
+            model.add(sum(one[number] * c for one, c in zip(is_in, whole, strict=True)) <= longest)
+            model.add(sum(one[number] * t for one, t in zip(is_in, tokens.tolist(), strict=True)) <= budget)
         hint = cheapest(tokens, costs, bins, budget)
         for number, members in enumerate(hint):
             for item in members:
-                model.add_hint(place[item][number], 1)
+                model.add_hint(is_in[item][number], 1)
         model.minimize(longest)
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = 1
         if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return hint
-        return [[i for i, row in enumerate(place) if solver.value(row[number])] for number in range(bins)]
+        return [[i for i, one in enumerate(is_in) if solver.value(one[number])] for number in range(bins)]
 
     return pack
 

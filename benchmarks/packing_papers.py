@@ -10,7 +10,7 @@ from benchmarks.packing_signatures import Bins, Floats, Ints
 
 
 def cheapest(tokens: Ints, costs: Floats, bins: int, budget: int) -> Bins:
-    """OrchMLLM, DFLOP without a solver: costliest first to the cheapest bin with room."""
+    """OrchMLLM, DFLOP without a solver: costliest first to the cheapest bin with space."""
     return _greedy(tokens, costs, bins, budget)
 
 
@@ -21,17 +21,17 @@ def fewest_tokens(tokens: Ints, costs: Floats, bins: int, budget: int) -> Bins:
 
 def _greedy(tokens: Ints, weights: Floats, bins: int, budget: int) -> Bins:
     members: Bins = [[] for _ in range(bins)]
-    room = [budget] * bins
+    free_space = [budget] * bins
     heap = [(0.0, number) for number in range(bins)]
     for item in np.argsort(-weights, kind="stable").tolist():
         aside = []
-        while heap and room[heap[0][1]] < tokens[item]:
+        while heap and free_space[heap[0][1]] < tokens[item]:
             aside.append(heapq.heappop(heap))
         if heap:
             load, number = heapq.heappop(heap)
             heapq.heappush(heap, (load + weights[item], number))
             members[number].append(item)
-            room[number] -= int(tokens[item])
+            free_space[number] -= int(tokens[item])
         for entry in aside:
             heapq.heappush(heap, entry)
     return members
@@ -54,7 +54,7 @@ def karmarkar_karp(costs: Floats, parts: int) -> Bins:
 
 
 def verl(tokens: Ints, costs: Floats, bins: int, budget: int, ranks: int = 8) -> Bins:
-    """Karmarkar-Karp over ranks, then into each rank's microbatches: a row holds one of every rank."""
+    """Karmarkar-Karp over ranks, then into each rank's microbatches: a position holds one of every rank."""
     found: Bins = [[] for _ in range(bins)]
     for rank, own in enumerate(karmarkar_karp(costs, ranks)):
         parts = karmarkar_karp(costs[own], bins // ranks)
@@ -66,17 +66,17 @@ def verl(tokens: Ints, costs: Floats, bins: int, budget: int, ranks: int = 8) ->
 
 def flowtrain_paper(tokens: Ints, budget: int) -> Bins:
     """FlowTrain: best fit in order of arrival, then buckets of equal cost, dealt like a snake."""
-    room: list[int] = []
+    free_space: list[int] = []
     members: Bins = []
     for item, length in enumerate(tokens.tolist()):
-        fits = [number for number, free in enumerate(room[-64:], max(0, len(room) - 64)) if free >= length]
+        fits = [number for number, free in enumerate(free_space[-64:], max(0, len(free_space) - 64)) if free >= length]
         if fits:
-            best = min(fits, key=lambda number: room[number])
+            best = min(fits, key=lambda number: free_space[number])
         else:
-            best = len(room)
-            room.append(budget)
+            best = len(free_space)
+            free_space.append(budget)
             members.append([])
-        room[best] -= length
+        free_space[best] -= length
         members[best].append(item)
     cost = [tokens[m].sum() / budget + (tokens[m].max() / budget) ** 2 for m in members]
     return [members[number] for number in np.argsort(-np.array(cost), kind="stable")]
@@ -86,7 +86,7 @@ class WlbQueue:
     """WLB-LLM: longest first to the lightest bin, else the shortest; outliers queue until there is one per rank.
 
     Outliers are what costs more than ``outlier`` of a mean bin. They queue by size, in ``levels`` of equal ratio, so
-    that a row is made of outliers that cost alike; the paper tunes both, and so does the benchmark.
+    that a position is made of outliers that cost alike; the paper tunes both, and so does the benchmark.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class WlbQueue:
                 next_item += 1
             if next_item == len(tokens):
                 return steps, longest
-            members, load, left = self._place(
+            members, load, left = self._put(
                 sorted(drawn, key=lambda entry: -tokens[entry[0]]), tokens, costs, bins, budget
             )
             carried = left
@@ -129,20 +129,20 @@ class WlbQueue:
             steps.append([members[i] for i in np.argsort(-load, kind="stable")])
 
     @staticmethod
-    def _place(
+    def _put(
         drawn: list[tuple[int, int]], tokens: Ints, costs: Floats, bins: int, budget: int
     ) -> tuple[Bins, Floats, list[tuple[int, int]]]:
-        load, room = np.zeros(bins), np.full(bins, budget)
+        load, free_space = np.zeros(bins), np.full(bins, budget)
         members: Bins = [[] for _ in range(bins)]
         left = []
         for item, born in drawn:
             best = int(load.argmin())
-            if room[best] < tokens[item]:
-                best = int(room.argmax())
-            if room[best] < tokens[item]:
+            if free_space[best] < tokens[item]:
+                best = int(free_space.argmax())
+            if free_space[best] < tokens[item]:
                 left.append((item, born))
                 continue
             members[best].append(item)
             load[best] += costs[item]
-            room[best] -= tokens[item]
+            free_space[best] -= tokens[item]
         return members, load, left

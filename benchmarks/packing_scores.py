@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.packing_data import Lengths
 from benchmarks.packing_signatures import Bins
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.metrics import encoder_idle, measure
+from flowtrain_lightning.packing.evaluation import encoder_idle, measure
 
 RANKS, POSITIONS = 8, 4
 """Backbone ranks, and microbatches of each in a step."""
@@ -17,22 +17,21 @@ COST = CostModel(1.0, 1 / 24_576, 0.0)
 
 
 def level(step: Bins, costs: np.ndarray[Any, Any]) -> Bins:
-    """The bins of every row dealt to the ranks so that their totals are alike too."""
+    """The bins of every position dealt to the ranks so that their totals are alike too."""
     totals = np.zeros(RANKS)
     dealt: Bins = []
     for start in range(0, len(step), RANKS):
-        row = sorted(step[start : start + RANKS], key=lambda members: -costs[np.array(members, dtype=int)].sum())
-        columns = np.argsort(totals, kind="stable")
-        placed: Bins = [[] for _ in range(RANKS)]
-        for column, members in zip(columns.tolist(), row, strict=True):
-            placed[column] = members
-            totals[column] += costs[np.array(members, dtype=int)].sum()
-        dealt += placed
+        bins = sorted(step[start : start + RANKS], key=lambda members: -costs[np.array(members, dtype=int)].sum())
+        of_rank: Bins = [[] for _ in range(RANKS)]
+        for rank, members in zip(np.argsort(totals, kind="stable").tolist(), bins, strict=True):
+            of_rank[rank] = members
+            totals[rank] += costs[np.array(members, dtype=int)].sum()
+        dealt += of_rank
     return dealt
 
 
 def score(steps: list[Bins], lengths: Lengths, budget: int) -> dict[str, Any]:
-    """The metrics of bins; the media of a bin are encoded by the rank that reads it."""
+    """The metrics of bins; the media items of a bin are encoded by the rank that reads it."""
     shape = (len(steps), POSITIONS, RANKS)
     quantities = (COST.of_each(lengths.tokens), lengths.encoder_cost, lengths.tokens, np.ones(len(lengths.tokens)))
     grids = [

@@ -18,9 +18,8 @@ from hypothesis import settings
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import flowtrain_lightning.packing
-from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.compiled import tell_of_compiling
-from flowtrain_lightning.packing.microbatches import SYNC_EVERY
+from flowtrain_lightning.packing import SYNC_EVERY, CostModel
+from flowtrain_lightning.packing.compiled import announce_compilation
 from flowtrain_lightning.packing.offline import BATCH_UNITS, OfflineSettings, warm_up
 from flowtrain_lightning.parallel.groups import disconnect_groups
 
@@ -35,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(flowtrain_lightning.packing.__path__[0])
     if find_spec("numba") is None or not starts_workers_or_tests or any(folder.glob("__pycache__/*.nbi")):
         return
-    tell_of_compiling(print)
+    announce_compilation(print)
     tiny = OfflineSettings(64, 2, CostModel(1.0, 0.01, 0.0), 2, encoder_ranks=2, global_batch_size=64)
     for batch_unit, sync_every in itertools.product(BATCH_UNITS, SYNC_EVERY):
         warm_up(replace(tiny, batch_unit=batch_unit, sync_every=sync_every))

@@ -103,7 +103,8 @@ def test_planning_for_a_thousand_ranks_works_where_there_is_no_torch(tmp_path):
         assert importlib.util.find_spec("torch") is None and importlib.util.find_spec("lightning") is None
         import numpy as np
         from flowtrain_lightning.allocator import default_allocation
-        from flowtrain_lightning.packing import SampleSizes, plan_step
+        from flowtrain_lightning.packing import SampleSizes
+        from flowtrain_lightning.packing.step_planner import plan_step
         allocation = default_allocation(1000, devices_per_node=8)
         count = 2000
         ones = np.ones(count, dtype=np.int64)

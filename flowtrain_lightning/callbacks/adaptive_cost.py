@@ -13,7 +13,7 @@ from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.data import StepBatch, StepLoader
 from flowtrain_lightning.data.planning import CostChange
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.fit import AdaptiveCost, Observation
+from flowtrain_lightning.packing.cost_model import AdaptiveCost, Observation
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 from flowtrain_lightning.runtime.rank_metrics import joined_timings
 from flowtrain_lightning.runtime.runner import RoleRunner

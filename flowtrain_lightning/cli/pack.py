@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowtrain_lightning.cli.lengths import read_lengths
-from flowtrain_lightning.packing import CostModel, PackingError
-from flowtrain_lightning.packing.compiled import tell_of_compiling
-from flowtrain_lightning.packing.judging import judge
-from flowtrain_lightning.packing.microbatches import SYNC_EVERY
+from flowtrain_lightning.packing import SYNC_EVERY, CostModel, PackingError
+from flowtrain_lightning.packing.compiled import announce_compilation
+from flowtrain_lightning.packing.evaluation import evaluate
 from flowtrain_lightning.packing.offline import BATCH_UNITS, OfflinePlan, OfflineSettings, pack_offline, warm_up
-from flowtrain_lightning.packing.plan import FloatArray, IntArray
+from flowtrain_lightning.packing.step_plan import FloatArray, IntArray
 
 if TYPE_CHECKING:
     import pyarrow
@@ -40,7 +39,7 @@ _AS_NEEDED = "as many microbatches are made as the samples need"
 _AT_ONCE = "no sample waits for another step"
 _OF_BATCH_UNIT = {
     "microbatches": ("tokens", _AS_NEEDED),
-    "row_width": ("tokens", _AS_NEEDED),
+    "balance_group": ("tokens", _AS_NEEDED),
     "max_delay": ("tokens", _AT_ONCE),
     "lookahead": ("tokens", _AT_ONCE),
     "global_batch_size": ("samples", "a step has as many samples as its microbatches hold"),
@@ -68,11 +67,11 @@ def pack() -> None:
         encoder_ranks=options.encoder_ranks,
         **of_batch_unit,
     )
-    tell_of_compiling(lambda sentence: print(sentence, file=sys.stderr))
+    announce_compilation(lambda sentence: print(sentence, file=sys.stderr))
     compiling = warm_up(settings)
     plan = pack_offline(tokens, media_start, media_cost, settings)
     _write(plan, options.out, options.media_out, kept, media_start, settings)
-    figures = judge(plan, tokens, media_start, media_cost, settings)
+    figures = evaluate(plan, tokens, media_start, media_cost, settings)
     figures |= {"samples": len(tokens), "samples_dropped": options.rows - len(tokens), "seed": options.seed}
     figures["compile_seconds"] = compiling
     if options.plot is not None:
@@ -98,12 +97,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--microbatches", type=int, help="of each rank and step, with --batch-unit tokens")
     add("--global-batch-size", type=int, help="samples of a step, with --batch-unit samples")
     add("--batch-unit", choices=BATCH_UNITS, default="samples", help="what a step is (default: %(default)s)")
-    add("--sync-every", choices=SYNC_EVERY, default="microbatch", help="ranks meet at every microbatch, or once a step")
+    add(
+        "--sync-every",
+        choices=SYNC_EVERY,
+        default="microbatch",
+        help="how often ranks wait for each other (default: %(default)s)",
+    )
     add("--cost-linear", type=float, default=1.0, help="cost of a token (default: %(default)s)")
     pair = "cost of a token pair in a sequence (default: %(default).3g)"
     add("--cost-quadratic", type=float, default=1 / 24_576, help=pair)
     add("--encoder-ranks", type=int, default=1, help="ranks that encode (default: %(default)s)")
-    add("--row-width", type=int, help="microbatches of a row on every layout, with tokens (default: the ranks)")
+    add("--balance-group", type=int, help="microbatches made alike in cost, with tokens (default: the ranks)")
     delay, ahead = OfflineSettings.max_delay, OfflineSettings.lookahead
     add("--max-delay", type=int, help=f"steps that a sample may wait, with tokens (default: {delay})")
     add("--lookahead", type=int, help=f"steps drawn ahead at most, with tokens (default: {ahead})")

@@ -8,7 +8,7 @@ import numpy as np
 
 from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings
-from flowtrain_lightning.packing.plan import FloatArray
+from flowtrain_lightning.packing.step_plan import FloatArray
 
 _STEPS = 3
 

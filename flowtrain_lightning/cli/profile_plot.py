@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from flowtrain_lightning.allocator.roles import ROLES
-from flowtrain_lightning.packing.fit import predict
-from flowtrain_lightning.packing.plan import IntArray
+from flowtrain_lightning.packing.cost_model import predict
+from flowtrain_lightning.packing.step_plan import IntArray
 from flowtrain_lightning.profiling import DataProfile, Profile, ProfileError, RoleProfile
 
 _COLOUR, _OTHER = "#2a78d6", "#e8a33d"

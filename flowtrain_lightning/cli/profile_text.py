@@ -11,8 +11,8 @@ from flowtrain_lightning.allocator.efficiency import peak
 from flowtrain_lightning.allocator.precision import PRECISIONS
 from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
 from flowtrain_lightning.cli.plan_text import columns
-from flowtrain_lightning.packing.fit import predict
-from flowtrain_lightning.packing.plan import FloatArray, IntArray
+from flowtrain_lightning.packing.cost_model import predict
+from flowtrain_lightning.packing.step_plan import FloatArray, IntArray
 from flowtrain_lightning.profiling import DataProfile, Origin, Profile, RoleProfile
 
 _SHOWN = 5

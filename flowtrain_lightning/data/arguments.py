@@ -36,7 +36,7 @@ def refuse_unknown(**settings: tuple[str, Sequence[str]]) -> None:
 
 
 def refuse_mixed_batch_units(
-    batch_unit: BatchUnit, microbatches: int | None, row_width: int | None, drop_last: bool
+    batch_unit: BatchUnit, microbatches: int | None, balance_group: int | None, drop_last: bool
 ) -> None:
     """Raises a ValueError for settings that the other batch unit has."""
     if batch_unit == "tokens" and microbatches is None:
@@ -46,7 +46,7 @@ def refuse_mixed_batch_units(
             "drop_last=False was given with batch_unit='tokens', where every step is full and what an epoch leaves "
             "comes first in the next one; leave drop_last out."
         )
-    for name, value in (("microbatches", microbatches), ("row_width", row_width)):
+    for name, value in (("microbatches", microbatches), ("balance_group", balance_group)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1.")
         if batch_unit == "samples" and value is not None:

@@ -20,7 +20,7 @@ from flowtrain_lightning.data.planning import CostChange
 from flowtrain_lightning.data.step_sampler import StepSampler
 from flowtrain_lightning.data.steps import StepDataset
 from flowtrain_lightning.data.token_stream import saved_stream, stream_state
-from flowtrain_lightning.packing.stream import StreamState
+from flowtrain_lightning.packing.sample_stream import StreamState
 
 _PREFETCHED = 2
 """Steps that each worker plans and loads ahead."""

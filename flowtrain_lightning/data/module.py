@@ -35,9 +35,8 @@ from flowtrain_lightning.data.records import DataError, Record
 from flowtrain_lightning.data.samples import Augment
 from flowtrain_lightning.data.stages import stage_loader, stage_source
 from flowtrain_lightning.data.tokenizer import Tokenizer, open_tokenizer
-from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.compiled import tell_of_compiling
-from flowtrain_lightning.packing.microbatches import SYNC_EVERY, SyncEvery
+from flowtrain_lightning.packing import SYNC_EVERY, CostModel, SyncEvery
+from flowtrain_lightning.packing.compiled import announce_compilation
 from flowtrain_lightning.packing.offline import BATCH_UNITS, BatchUnit
 
 # Without a validation file there is no loader, on purpose, so this advice would mislead.
@@ -65,8 +64,8 @@ class FlowDataModule(L.LightningDataModule):
     With ``batch_unit="tokens"`` a training step has ``microbatches`` microbatches instead, nearly full, and as many
     samples as these hold. Samples may wait for others like them, and past the end of an epoch too: see
     :mod:`~flowtrain_lightning.data.token_stream`. Steps are then the same on any number of backbone ranks that divides
-    ``microbatches``; they depend on ``token_budget``, ``microbatches``, ``row_width``, ``max_delay`` and ``cost`` as
-    well, in place of ``global_batch_size`` and ``drop_last``.
+    ``microbatches``; they depend on ``token_budget``, ``microbatches``, ``balance_group``, ``max_delay`` and ``cost``
+    as well, in place of ``global_batch_size`` and ``drop_last``.
 
     Args:
         train: training file or files; a mapping of files to weights mixes them in that proportion, see
@@ -88,7 +87,7 @@ class FlowDataModule(L.LightningDataModule):
         unreadable: what happens to a record with a picture that cannot be used: ``"error"``, or ``"drop"``, for which
             every picture is decoded once when the file is indexed, so that all ranks drop the same records.
         cost: what a packed set of sequences costs the backbone; None takes ``DEFAULT_COST``, or a checkpoint's. See
-            :mod:`~flowtrain_lightning.packing.fit` for where to get one.
+            :mod:`~flowtrain_lightning.packing.cost_model` for where to get one.
         encoder_cost: what a set of media costs the encoder, by their patches and in the unit of ``cost``; None
             balances by patches, or takes a checkpoint's.
         profile: a ``profile.json`` of ``flowtrain profile``, which brings both cost models.
@@ -96,8 +95,8 @@ class FlowDataModule(L.LightningDataModule):
             their gradients; ``"microbatch"``, at every microbatch, as with FSDP, tensor and pipeline parallelism.
         batch_unit: ``"samples"`` or ``"tokens"``: what a training step has a fixed number of.
         microbatches: of one training step over all ranks, with ``"tokens"``.
-        row_width: microbatches that are made alike in cost, with ``"tokens"``: best as many as run at the same time.
-            None takes the number of backbone ranks, or a checkpoint's.
+        balance_group: microbatches that are made alike in cost, with ``"tokens"``: best as many as run at once. None
+            takes the number of backbone ranks, or a checkpoint's.
         max_delay: steps that a sample may wait, with ``"tokens"``.
         augment: changes training pictures: ``augment(picture, generator)`` gets a Pillow image and a NumPy generator
             seeded from seed, epoch, sample and the picture's number in it, and returns a Pillow image.
@@ -129,7 +128,7 @@ class FlowDataModule(L.LightningDataModule):
         sync_every: SyncEvery = "step",
         batch_unit: BatchUnit = "samples",
         microbatches: int | None = None,
-        row_width: int | None = None,
+        balance_group: int | None = None,
         max_delay: int = 8,
         augment: Augment | None = None,
         num_workers: int = 0,
@@ -142,7 +141,7 @@ class FlowDataModule(L.LightningDataModule):
             sync_every=(sync_every, SYNC_EVERY),
             batch_unit=(batch_unit, BATCH_UNITS),
         )
-        refuse_mixed_batch_units(batch_unit, microbatches, row_width, drop_last)
+        refuse_mixed_batch_units(batch_unit, microbatches, balance_group, drop_last)
         given: dict[str, Files | Mapping[str, float] | None] = {
             "train": train,
             "val": val,
@@ -164,7 +163,7 @@ class FlowDataModule(L.LightningDataModule):
         self.sync_every: SyncEvery = sync_every
         self.batch_unit: BatchUnit = batch_unit
         self.microbatches = microbatches
-        self.row_width = row_width
+        self.balance_group = balance_group
         self.max_delay = max_delay
         self.augment = augment
         self.num_workers = num_workers
@@ -202,7 +201,7 @@ class FlowDataModule(L.LightningDataModule):
             DataError: this rank has other settings than rank 0, and so would plan other steps.
         """
         self._training = self._resume = None
-        tell_of_compiling(rank_zero_info)
+        announce_compilation(rank_zero_info)
         if self.trainer is not None:
             settings = self._planned_by()
             refuse_unlike_ranks(self.trainer.global_rank, settings, self.trainer.strategy.broadcast(settings))
@@ -268,7 +267,7 @@ class FlowDataModule(L.LightningDataModule):
     def _planned_by(self) -> dict[str, Any]:
         names = (
             *("global_batch_size", "token_budget", "shuffle", "drop_last", "too_long", "unreadable", "sync_every"),
-            *("batch_unit", "microbatches", "row_width", "max_delay", "weights", "cost", "encoder_cost"),
+            *("batch_unit", "microbatches", "balance_group", "max_delay", "weights", "cost", "encoder_cost"),
         )
         measured_by = {
             "tokenizer": self.tokenizer.fingerprint,

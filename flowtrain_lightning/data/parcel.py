@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.data.batch import StepBatch
-from flowtrain_lightning.packing.stream import StreamState
+from flowtrain_lightning.packing.sample_stream import StreamState
 
 _ALIGNMENT = 64
 

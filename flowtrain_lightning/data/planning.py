@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flowtrain_lightning.data.batch import RankShard
-from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, plan_step
-from flowtrain_lightning.packing.arrange import arrange
-from flowtrain_lightning.packing.microbatches import SyncEvery, as_microbatches, positive_costs
-from flowtrain_lightning.packing.step import Microbatches
-from flowtrain_lightning.packing.stream import StreamSettings, StreamStep
+from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
+from flowtrain_lightning.packing.microbatches import arrange, as_microbatches
+from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep
+from flowtrain_lightning.packing.step_plan import Microbatches
+from flowtrain_lightning.packing.step_planner import plan_step
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,18 @@ class PackingConfig:
         )
 
     def arrange(self, step: StreamStep, settings: StreamSettings, part: RankShard) -> Microbatches:
-        """A stream's step, which is in rows of the stream's width, dealt to the ranks of this layout."""
-        bins = settings.rows * settings.row_width
+        """A stream's step, which is made in balance groups, dealt to the ranks of this layout."""
         bin_of = arrange(
             step.tokens,
-            positive_costs(step.tokens, self.cost),
+            self.cost.weight_of_each(step.tokens),
             step.bin_of,
-            bins=bins,
-            width=settings.row_width,
+            microbatches=settings.microbatches,
+            group_size=settings.balance_group,
             ranks=part.backbone_ranks,
             budget=settings.token_budget,
             sync_every=self.sync_every,
         )
-        return as_microbatches(bin_of, bins // part.backbone_ranks, part.backbone_ranks)
+        return as_microbatches(bin_of, settings.microbatches // part.backbone_ranks, part.backbone_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """The same in JSON types, for a checkpoint."""

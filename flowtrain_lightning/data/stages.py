@@ -65,7 +65,7 @@ def stage_loader(data: FlowDataModule, stage: str, source: JoinedSources, part: 
         augment=data.augment if stage == "train" else None,
         seed=data.seed,
     )
-    given = {"cost": data.cost, "encoder_cost": data.encoder_cost, "row_width": data.row_width}
+    given = {"cost": data.cost, "encoder_cost": data.encoder_cost, "balance_group": data.balance_group}
     return StepLoader(
         StepDataset(
             samples,
@@ -96,7 +96,7 @@ def _steps(data: FlowDataModule, stage: str, source: JoinedSources, part: RankSh
         token_budget=data.token_budget,
         microbatches=data.microbatches,
         backbone_ranks=part.backbone_ranks,
-        row_width=data.row_width,
+        balance_group=data.balance_group,
         cost=data.cost or DEFAULT_COST,
         max_delay=data.max_delay,
     )

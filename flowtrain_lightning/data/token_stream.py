@@ -1,8 +1,9 @@
 """Steps of a number of microbatches: which samples each has, found by running over all epochs as one stream.
 
-The samples of all epochs stand in one endless row, which :class:`~flowtrain_lightning.packing.stream.StreamPacker` cuts
-into steps. A sample that waits may so pass the end of an epoch, and none is lost there. An epoch is as many steps as
-one pass over the data fills, the same number each time; where it ends, the next one goes on.
+The samples of all epochs are one endless stream, which
+:class:`~flowtrain_lightning.packing.stream_packer.StreamPacker` cuts into steps. A sample that waits may so pass the
+end of an epoch, and none is lost there. An epoch is as many steps as one pass over the data fills, the same number
+each time; where it ends, the next one goes on.
 
 What is in step ``k`` follows from all samples before it. Packing them takes microseconds a sample, so every process
 that loads runs the whole stream for itself and takes the steps that it is asked for: nothing is sent between processes,
@@ -22,7 +23,8 @@ import numpy as np
 from flowtrain_lightning.data.records import DataError
 from flowtrain_lightning.data.sampling import Sampling, epoch_order
 from flowtrain_lightning.packing import CostModel, IntArray
-from flowtrain_lightning.packing.stream import StreamPacker, StreamSettings, StreamState, StreamStep
+from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState, StreamStep
+from flowtrain_lightning.packing.stream_packer import StreamPacker
 
 _MEASURED_STEPS = 16
 """Steps from which it is known how many tokens a step takes: packing fills steps alike."""
@@ -39,7 +41,7 @@ class TokenStream:
 
     Attributes:
         settings: how the stream is cut.
-        steps: steps of an epoch: what one pass over the data fills, the same for rows of any width; perhaps 0.
+        steps: steps of an epoch: what one pass over the data fills, the same for any balance group; perhaps 0.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class TokenStream:
     @property
     def microbatches(self) -> int:
         """Microbatches of a step, over all ranks."""
-        return self.settings.rows * self.settings.row_width
+        return self.settings.microbatches
 
     def step(self, epoch: int, step: int) -> StreamStep:
         """A step of an epoch; its samples are places in the stream, see :meth:`samples`."""
@@ -83,18 +85,15 @@ class TokenStream:
         """What decides which samples are in a step, beside the data; in JSON types."""
         weights = self._sampling.weights and list(self._sampling.weights)
         order = {"weights": weights, "seed": self._sampling.seed, "shuffle": self._sampling.shuffle}
-        stream = {**asdict(self.settings), "microbatches": self.microbatches}
-        del stream["rows"]
-        return {"batch_unit": "tokens", "steps_of_an_epoch": self.steps, **order, **stream}
+        return {"batch_unit": "tokens", "steps_of_an_epoch": self.steps, **order, **asdict(self.settings)}
 
     def resumed_from(self, state: Mapping[str, Any], start: StreamState, unset_settings: Set[str]) -> TokenStream:
         """The settings of a checkpoint in place of those that the user left open, and its place in the stream."""
         settings = self.settings
         if "cost" in unset_settings:
             settings = replace(settings, cost=CostModel(**state["cost"]))
-        if "row_width" in unset_settings and state["microbatches"] == self.microbatches:
-            width = state["row_width"]
-            settings = replace(settings, row_width=width, rows=self.microbatches // width)
+        if "balance_group" in unset_settings and state["microbatches"] == self.microbatches:
+            settings = replace(settings, balance_group=state["balance_group"])
         return TokenStream(self._sampling, self._tokens, settings, start)
 
     def _steps_of_a_pass(self) -> int:
@@ -102,9 +101,9 @@ class TokenStream:
         for length, share in zip(sampling.lengths, sampling.shares, strict=True):
             whole += int(self._tokens[first : first + length].sum()) * share // max(length, 1)
             first += length
-        in_one_row = replace(settings, row_width=self.microbatches, rows=1)
+        in_one_group = replace(settings, balance_group=self.microbatches)
         filled = count = 0
-        for step in islice(StreamPacker(in_one_row, self._lengths), _MEASURED_STEPS):
+        for step in islice(StreamPacker(in_one_group, self._lengths), _MEASURED_STEPS):
             filled, count = filled + int(step.tokens.sum()), count + 1
             if filled >= whole:
                 break
@@ -127,7 +126,7 @@ def training_stream(
     token_budget: int,
     microbatches: int,
     backbone_ranks: int,
-    row_width: int | None,
+    balance_group: int | None,
     cost: CostModel,
     max_delay: int,
 ) -> TokenStream:
@@ -139,21 +138,28 @@ def training_stream(
         token_budget: the most tokens of a microbatch.
         microbatches: of a step, over all ranks.
         backbone_ranks: of this run.
-        row_width: microbatches made alike; None takes ``backbone_ranks``.
+        balance_group: microbatches made alike; None takes ``backbone_ranks``.
         cost: what a packed set of sequences costs the backbone.
         max_delay: steps that a sample may wait.
 
     Raises:
         DataError: microbatches cannot be shared out evenly, or the data do not fill a step.
     """
-    width = row_width or backbone_ranks
-    for what, number in (("backbone ranks", backbone_ranks), ("row_width", width)):
+    balance_group = balance_group or backbone_ranks
+    for what, number in (("backbone ranks", backbone_ranks), ("balance_group", balance_group)):
         if microbatches % number:
             raise DataError(
                 f"microbatches={microbatches} cannot be shared out evenly by {number} ({what}); "
                 f"choose a multiple of {number}."
             )
-    stream = TokenStream(sampling, tokens, StreamSettings(token_budget, width, microbatches // width, cost, max_delay))
+    settings = StreamSettings(
+        token_budget=token_budget,
+        microbatches=microbatches,
+        balance_group=balance_group,
+        cost=cost,
+        max_delay=max_delay,
+    )
+    stream = TokenStream(sampling, tokens, settings)
     if stream.steps == 0:
         raise DataError(
             f"The training data have {tokens.sum()} tokens, too few to fill microbatches={microbatches} of "

@@ -1,8 +1,29 @@
-"""Samples to balanced microbatches and encoder batches: pure functions on numpy arrays, without torch."""
+"""Sizes of samples to balanced microbatches and encoder batches: pure functions on numpy arrays, without torch.
 
-from flowtrain_lightning.packing.cost import DEFAULT_COST, CostModel
-from flowtrain_lightning.packing.errors import PackingError
-from flowtrain_lightning.packing.plan import Entry, IntArray, SampleSizes, StepPlan
-from flowtrain_lightning.packing.step import plan_step
+Three ways in: :func:`~flowtrain_lightning.packing.step_planner.plan_step` plans a step whose samples are known,
+:class:`~flowtrain_lightning.packing.stream_packer.StreamPacker` cuts a stream of samples into steps, and
+:func:`~flowtrain_lightning.packing.offline.pack_offline` packs a whole data set. What is named here imports quickly.
+"""
 
-__all__ = ["DEFAULT_COST", "CostModel", "Entry", "IntArray", "PackingError", "SampleSizes", "StepPlan", "plan_step"]
+from flowtrain_lightning.packing.cost_model import DEFAULT_COST, CostModel
+from flowtrain_lightning.packing.step_plan import (
+    SYNC_EVERY,
+    Entry,
+    IntArray,
+    PackingError,
+    SampleSizes,
+    StepPlan,
+    SyncEvery,
+)
+
+__all__ = [
+    "DEFAULT_COST",
+    "SYNC_EVERY",
+    "CostModel",
+    "Entry",
+    "IntArray",
+    "PackingError",
+    "SampleSizes",
+    "StepPlan",
+    "SyncEvery",
+]

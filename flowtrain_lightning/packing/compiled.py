@@ -14,7 +14,7 @@ except ImportError:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _COMPILING = "numba:compile"
-_COMPILES = "flowtrain: numba compiles the packer's inner loops, once on this machine; that takes about a minute."
+_ANNOUNCEMENT = "flowtrain: numba compiles the packer's inner loops, once on this machine; that takes about a minute."
 
 _listeners: list[Any] = []  # one at most, of this process
 
@@ -27,21 +27,21 @@ def compiled(function: Function) -> Function:
     return cast(Function, fast)
 
 
-def tell_of_compiling(tell: Callable[[str], object]) -> None:
-    """Have ``tell`` called with a sentence before a loop is compiled, where none of its kind lies on the disk.
+def announce_compilation(announce: Callable[[str], object]) -> None:
+    """Have ``announce`` called with a sentence before a loop is compiled that numba's cache on disk does not hold.
 
-    It is called once, however many loops there are; a later call of this function puts another ``tell`` in its place.
+    It is called once, however many loops are compiled. A later call of this function replaces ``announce``.
     """
     if numba is None:
         return
 
     class Listener(event.Listener):  # type: ignore[misc]
-        told = False
+        announced = False
 
         def on_start(self, started: Any) -> None:
-            if not self.told and started.data["dispatcher"].py_func.__module__.startswith(__package__):
-                self.told = True
-                tell(_COMPILES)
+            if not self.announced and started.data["dispatcher"].py_func.__module__.startswith(__package__):
+                self.announced = True
+                announce(_ANNOUNCEMENT)
 
         def on_end(self, ended: Any) -> None:
             pass

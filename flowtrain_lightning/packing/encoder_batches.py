@@ -1,4 +1,4 @@
-"""Media to encoder batches, alike in cost on all encoder ranks, in the order in which the backbone wants them."""
+"""Media items to encoder batches, alike in cost on all encoder ranks, in the order in which the backbone wants them."""
 
 from __future__ import annotations
 
@@ -6,96 +6,154 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flowtrain_lightning.packing.dealing import deal_media
-from flowtrain_lightning.packing.plan import FloatArray, IntArray, StepPlan
+from flowtrain_lightning.packing.compiled import compiled
+from flowtrain_lightning.packing.load_balancing import two_way_partition
+from flowtrain_lightning.packing.step_plan import EncoderBatches, FloatArray, IntArray
+
+_SWAPS = 32
+"""Moves, swaps and partitions per encoder rank, at most."""
+_TOLERANCE = 1e-4
+"""How far above the mean the costliest encoder rank may stay, as a share of the mean."""
 
 
 def pack_encoder_batches(
-    patches: IntArray,
+    costs: FloatArray,
     backbone_rank: IntArray,
-    microbatch: IntArray,
+    position: IntArray,
     *,
     encoder_ranks: int,
-    patch_budget: int | None,
-    costs: FloatArray | None = None,
     colocated_encoder_ranks: Sequence[int] | None = None,
-) -> tuple[tuple[IntArray, ...], ...]:
-    """Deal the media of one position after another to the encoder ranks, to the one with the least work so far.
+) -> EncoderBatches:
+    """Deal the media items of one position after another to the encoder ranks, balanced over the whole step.
 
-    A batch holds media of one position only, so the position of the reading microbatches never falls on a rank, and
-    inside a batch the media of one reader are adjacent. Ties are broken by index.
+    A batch holds media items of one position only, so the position of the reading microbatches never falls on a rank,
+    and inside a batch the media items of one reader are adjacent. Ties are broken by index.
 
     Args:
-        patches: ``[media]`` encoder patches, none above ``patch_budget``.
-        backbone_rank: ``[media]`` who reads each media.
-        microbatch: ``[media]`` the position at which it is read.
+        costs: ``[media items]`` what encoding each costs, in any unit.
+        backbone_rank: ``[media items]`` who reads each.
+        position: ``[media items]`` the position of the microbatch that reads each.
         encoder_ranks: ranks of the encoder role.
-        patch_budget: the most patches of one batch; None makes one batch per rank and position.
-        costs: ``[media]`` what encoding each costs; None takes the patches.
-        colocated_encoder_ranks: for each backbone rank the encoder rank on the same rank, or -1: there its media are
-            encoded unless balance moves them. None where no rank does both.
+        colocated_encoder_ranks: for each backbone rank the encoder rank on the same rank, or -1: there its media items
+            are encoded unless balance moves them. None where no rank does both.
 
     Returns:
-        ``[encoder rank][position]`` -> media numbers. No batch is empty, so ranks may differ in their number.
+        ``[encoder rank][number]`` -> media item numbers. No batch is empty, so ranks may differ in their number.
     """
-    costs = patches.astype(np.float64) if costs is None else costs
-    order = np.lexsort((-costs, microbatch))
-    home = np.full(len(patches), -1, dtype=np.int64)
+    order = np.lexsort((-costs, position))
+    home = np.full(len(costs), -1, dtype=np.int64)
     if colocated_encoder_ranks is not None:
         home = np.array(colocated_encoder_ranks, dtype=np.int64)[backbone_rank]
-    encoder_rank = deal_media(costs, order, home, encoder_ranks)
-    by_batch = np.lexsort((backbone_rank, microbatch, encoder_rank))
-    changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(microbatch[by_batch]) != 0)
+    encoder_rank = _deal(costs, order, home, encoder_ranks)
+    by_batch = np.lexsort((backbone_rank, position, encoder_rank))
+    changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(position[by_batch]) != 0)
     batches: list[list[IntArray]] = [[] for _ in range(encoder_ranks)]
-    for group in np.split(by_batch, np.flatnonzero(changes) + 1):
-        if len(group):
-            batches[int(encoder_rank[group[0]])] += _split(group, patches, patch_budget)
+    for batch in np.split(by_batch, np.flatnonzero(changes) + 1):
+        if len(batch):
+            batches[int(encoder_rank[batch[0]])].append(batch)
     return tuple(tuple(of_rank) for of_rank in batches)
 
 
-def moved_rows(plan: StepPlan, colocated_encoder_ranks: Sequence[int] | None = None) -> int:
-    """Rows of features that one rank encodes and another one reads; with gradients, as many come back.
+def local_encoder_batches(backbone_rank: IntArray, position: IntArray, *, ranks: int, positions: int) -> EncoderBatches:
+    """Encode where it is read: batch ``i`` of rank ``r`` holds the media items of microbatch ``i`` of rank ``r``.
 
     Args:
-        plan: the step.
-        colocated_encoder_ranks: as in :func:`pack_encoder_batches`.
-    """
-    return sum(
-        entry.rows
-        for entry in plan.entries
-        if colocated_encoder_ranks is None or colocated_encoder_ranks[entry.backbone_rank] != entry.encoder_rank
-    )
-
-
-def local_encoder_batches(
-    backbone_rank: IntArray, microbatch: IntArray, *, ranks: int, microbatches: int
-) -> tuple[tuple[IntArray, ...], ...]:
-    """Encode where it is read: batch ``i`` of rank ``r`` holds the media of microbatch ``i`` of rank ``r``, or none.
-
-    Args:
-        backbone_rank: ``[media]`` who reads each media.
-        microbatch: ``[media]`` the position at which it is read.
+        backbone_rank: ``[media items]`` who reads each.
+        position: ``[media items]`` the position of the microbatch that reads each.
         ranks: ranks, each of which encodes and reads.
-        microbatches: microbatches of each rank.
+        positions: microbatches of each rank.
+
+    Returns:
+        ``[rank][position]`` -> media item numbers; some batches may be empty.
     """
     return tuple(
         tuple(
-            np.flatnonzero((backbone_rank == rank) & (microbatch == position)).astype(np.int64)
-            for position in range(microbatches)
+            np.flatnonzero((backbone_rank == rank) & (position == number)).astype(np.int64)
+            for number in range(positions)
         )
         for rank in range(ranks)
     )
 
 
-def _split(media: IntArray, patches: IntArray, patch_budget: int | None) -> list[IntArray]:
-    """Cut ``media`` into runs of at most ``patch_budget`` patches, each as long as it can be."""
-    if patch_budget is None:
-        return [media]
-    cuts: list[int] = []
-    filled = 0
-    for place, size in enumerate(patches[media].tolist()):
-        if filled + size > patch_budget:
-            cuts.append(place)
-            filled = 0
-        filled += size
-    return np.split(media, cuts)
+@compiled
+def _deal(costs: FloatArray, order: IntArray, home: IntArray, ranks: int) -> IntArray:
+    """Each media item, in ``order``, to the rank with the least cost so far; then the ranks are rebalanced.
+
+    Args:
+        costs: ``[media items]`` encoder cost.
+        order: ``[media items]`` by the position that reads, and by falling cost inside a position: so the media items
+            that a position waits for are alike on all ranks too.
+        home: ``[media items]`` the rank on which each stays unless balance moves it, or -1.
+        ranks: encoder ranks.
+
+    Returns:
+        ``[media items]`` the encoder rank of each.
+    """
+    rank_of = home.copy()
+    load = np.zeros(ranks, dtype=np.float64)
+    for item in order:
+        best = rank_of[item]
+        if best < 0:
+            best = 0
+            for rank in range(1, ranks):
+                if load[rank] < load[best]:
+                    best = rank
+        rank_of[item] = best
+        load[best] += costs[item]
+    for _ in range(_SWAPS * ranks):
+        top, low, total = 0, 0, 0.0
+        for rank in range(ranks):
+            total += load[rank]
+            if load[rank] > load[top]:
+                top = rank
+            if load[rank] < load[low]:
+                low = rank
+        gap = load[top] - load[low]
+        if load[top] * ranks <= total * (1.0 + _TOLERANCE):
+            break
+        moved = _swap(rank_of, costs, order, top, low, gap)
+        if moved <= 0.0:
+            moved = _partition(rank_of, costs, top, low, gap)
+        if moved <= 0.0:
+            break
+        load[top] -= moved
+        load[low] += moved
+    return rank_of
+
+
+@compiled
+def _swap(rank_of: IntArray, costs: FloatArray, order: IntArray, top: int, low: int, gap: float) -> float:
+    """Move one media item, or swap two neighbours in order, so that ``gap`` shrinks most; the cost moved."""
+    best_gain, best_give, best_take = 1e-6 * gap, -1, -1
+    last = -1
+    for item in order:
+        if rank_of[item] == low:
+            last = item
+        elif rank_of[item] == top:
+            for take in (-1, last):
+                moved = costs[item] - (costs[take] if take >= 0 else 0.0)
+                gain = min(moved, gap - moved)
+                if gain > best_gain:
+                    best_gain, best_give, best_take = gain, item, take
+    if best_give < 0:
+        return 0.0
+    rank_of[best_give] = low
+    if best_take < 0:
+        return float(costs[best_give])
+    rank_of[best_take] = top
+    return float(costs[best_give] - costs[best_take])
+
+
+@compiled
+def _partition(rank_of: IntArray, costs: FloatArray, top: int, low: int, gap: float) -> float:
+    """Partition the cheapest media items of two ranks anew so that ``gap`` shrinks most; the cost moved."""
+    falling = np.argsort(-costs, kind="mergesort")
+    sorted_costs, sorted_ranks = costs[falling], rank_of[falling]
+    ours, theirs = np.flatnonzero(sorted_ranks == top), np.flatnonzero(sorted_ranks == low)
+    no_tokens = np.zeros(len(costs), dtype=np.int64)
+    moved = 0.0
+    for index in two_way_partition(ours, theirs, no_tokens, sorted_costs, no_tokens[:2], 0, gap):
+        item = falling[index]
+        moved += costs[item] if rank_of[item] == top else -costs[item]
+        rank_of[item] = low if rank_of[item] == top else top
+    return moved

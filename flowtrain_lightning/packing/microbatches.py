@@ -1,38 +1,41 @@
-"""The samples of one step to microbatches: as few as fit, equal in number on all ranks, alike in cost."""
+"""The samples of one step to microbatches: as few as fit, equal in number on all ranks, alike in cost.
+
+Microbatches that run together on all ranks stand at one *position*; they are numbered ``position * ranks + rank``.
+"""
 
 from __future__ import annotations
 
 import itertools
-from typing import Literal, get_args
 
 import numpy as np
 
-from flowtrain_lightning.packing.cost import CostModel
-from flowtrain_lightning.packing.evening import even_out
-from flowtrain_lightning.packing.fitting import best_fit, cheapest_first
-from flowtrain_lightning.packing.grouping import group_rows
-from flowtrain_lightning.packing.plan import FloatArray, IntArray
-from flowtrain_lightning.packing.rows import fill_rows
-from flowtrain_lightning.packing.tiny import MOST_SAMPLES, search
-
-SyncEvery = Literal["microbatch", "step"]
-"""``microbatch``: ranks meet at every microbatch (FSDP, tensor and pipeline parallelism); ``step``: once a step."""
-
-SYNC_EVERY: tuple[str, ...] = get_args(SyncEvery)
+from flowtrain_lightning.packing.bin_packing import (
+    MOST_SEARCHED,
+    best_fit,
+    branch_and_bound,
+    longest_processing_time,
+)
+from flowtrain_lightning.packing.cost_model import CostModel
+from flowtrain_lightning.packing.dense_groups import fill_groups
+from flowtrain_lightning.packing.load_balancing import rebalance
+from flowtrain_lightning.packing.sparse_groups import match_groups
+from flowtrain_lightning.packing.step_plan import FloatArray, IntArray, Microbatches, PackingError, SyncEvery
 
 _FEW = 12
-"""Samples per microbatch below which several rules are tried, as none is good for all."""
-_MOST_GROUPED = 2_000
+"""Samples per microbatch below which several algorithms are tried, as none is good for all."""
+_MOST_MATCHED = 2_000
 """Samples of a step above which it takes too long to weigh every short one against every bin."""
-_ROOM = 0.997
-"""Share of the budgets of all its microbatches that a rank is dealt at most: fuller, its samples may not fit them."""
+_USABLE = 0.997
+"""Share of the budgets of all its microbatches that a rank gets at most: fuller, its samples may not fit them."""
 _SHORTFALL = 1e-3
-"""Share of idle time above which one more microbatch per rank is tried, where ranks meet once a step."""
+"""Share of idle time above which one more microbatch per rank is tried, where ranks synchronise once a step."""
+_RANK_TOLERANCE = 1e-7
+"""How far above the mean the costliest rank may stay, as a share of the mean, where ranks synchronise once a step."""
 
 
 def pack_microbatches(
     tokens: IntArray, *, ranks: int, token_budget: int, cost: CostModel, sync_every: SyncEvery = "microbatch"
-) -> tuple[tuple[IntArray, ...], ...]:
+) -> Microbatches:
     """Pack samples into microbatches and deal these to the backbone ranks.
 
     With ``microbatch`` the microbatches at one position are alike in cost on all ranks, with ``step`` the ranks'
@@ -43,31 +46,24 @@ def pack_microbatches(
         ranks: backbone ranks.
         token_budget: the most tokens of one microbatch.
         cost: what a packed set of sequences costs the backbone.
-        sync_every: when ranks wait for each other.
+        sync_every: how often ranks wait for each other.
 
     Returns:
         ``[rank][position]`` -> sample numbers, ascending; empty arrays where there are fewer samples than
         microbatches. Without samples every rank has one empty microbatch.
     """
     order = np.argsort(-tokens, kind="stable")
-    costs = positive_costs(tokens[order], cost)
-    bin_of, rows = pack_sorted(tokens[order], costs, ranks, token_budget, sync_every, cost.constant)
+    costs = cost.weight_of_each(tokens[order])
+    bin_of, positions = pack_sorted(tokens[order], costs, ranks, token_budget, sync_every, cost.constant)
     found = np.empty(len(tokens), dtype=np.int64)
     found[order] = bin_of
-    return as_microbatches(found, rows, ranks)
+    return as_microbatches(found, positions, ranks)
 
 
-def positive_costs(tokens: IntArray, cost: CostModel) -> FloatArray:
-    """``[samples]`` what each sample costs; its tokens where the model counts nothing but a constant."""
-    if cost.linear == 0 and cost.quadratic == 0:
-        return tokens.astype(np.float64)
-    return cost.of_each(tokens)
-
-
-def as_microbatches(bin_of: IntArray, rows: int, ranks: int) -> tuple[tuple[IntArray, ...], ...]:
-    """``[samples]`` bins, ``position * ranks + rank``, as ``[rank][position]`` -> sample numbers, ascending."""
+def as_microbatches(bin_of: IntArray, positions: int, ranks: int) -> Microbatches:
+    """``[samples]`` microbatches, ``position * ranks + rank``, as ``[rank][position]`` -> sample numbers, ascending."""
     by_bin = np.argsort(bin_of, kind="stable")
-    cuts = np.searchsorted(bin_of[by_bin], np.arange(rows * ranks + 1)).tolist()
+    cuts = np.searchsorted(bin_of[by_bin], np.arange(positions * ranks + 1)).tolist()
     members = [by_bin[start:end] for start, end in itertools.pairwise(cuts)]
     return tuple(tuple(members[rank::ranks]) for rank in range(ranks))
 
@@ -82,113 +78,178 @@ def pack_sorted(
         costs: ``[samples]`` of each.
         ranks: backbone ranks.
         budget: the most tokens of a microbatch.
-        sync_every: when ranks wait for each other.
+        sync_every: how often ranks wait for each other.
         constant: what one more microbatch costs.
 
     Returns:
-        ``[samples]`` the bin, ``position * ranks + rank``, and the number of positions.
+        ``[samples]`` the microbatch of each, ``position * ranks + rank``, and the number of positions.
     """
     fitted, opened = best_fit(tokens, budget, len(tokens))
-    rows = max(1, -(-opened // ranks))
+    positions = max(1, -(-opened // ranks))
     if len(tokens) == 0 or (ranks == 1 and opened == 1):
-        return fitted, rows
+        return fitted, positions
     if sync_every == "step":
-        return _by_rank(tokens, costs, fitted, rows, ranks, budget, constant)
-    if rows == 1 and opened == len(tokens):
+        return _balance_ranks(tokens, costs, fitted, positions, ranks, budget, constant)
+    if positions == 1 and opened == len(tokens):
         return fitted, 1
-    answers = _answers(tokens, costs, fitted, rows, ranks, budget)
-    values = [_time(answer, costs, rows, ranks) for answer in answers]
-    best = answers[int(np.argmin(values))]
-    if len(tokens) <= MOST_SAMPLES:
-        search(best, tokens, costs, rows, ranks, budget, True)
-    return level_ranks(best, costs, rows, ranks), rows
+    candidates = _candidates(tokens, costs, fitted, positions, ranks, budget)
+    times = [_synchronised_time(bin_of, costs, positions, ranks) for bin_of in candidates]
+    best = candidates[int(np.argmin(times))]
+    if len(tokens) <= MOST_SEARCHED:
+        branch_and_bound(best, tokens, costs, positions, ranks, budget, True)
+    return balance_totals(best, costs, positions, ranks), positions
 
 
-def group_alike(bin_of: IntArray, costs: FloatArray, rows: int, width: int) -> IntArray:
-    """Number bins anew so that the costliest ``width`` ones are row 0, and so on."""
-    loads = np.bincount(bin_of, costs, minlength=rows * width)
-    place = np.empty(rows * width, dtype=np.int64)
-    place[np.argsort(-loads, kind="stable")] = np.arange(rows * width)
-    return place[bin_of]
+def arrange(
+    tokens: IntArray,
+    costs: FloatArray,
+    bin_of: IntArray,
+    *,
+    microbatches: int,
+    group_size: int,
+    ranks: int,
+    budget: int,
+    sync_every: SyncEvery,
+) -> IntArray:
+    """Deal a step's microbatches, made in balance groups, to the ranks of a layout.
+
+    Samples may change their microbatch, but none enters or leaves the step.
+
+    Args:
+        tokens: ``[samples]`` of the step.
+        costs: ``[samples]`` cost of each.
+        bin_of: ``[samples]`` the microbatch of each, ``group * group_size + slot``.
+        microbatches: of the step, over all ranks.
+        group_size: microbatches of a balance group.
+        ranks: backbone ranks of this layout.
+        budget: the most tokens of a microbatch.
+        sync_every: how often ranks wait for each other.
+
+    Returns:
+        ``[samples]`` the microbatch of each, ``position * ranks + rank``.
+
+    Raises:
+        PackingError: the ranks do not divide the microbatches.
+    """
+    if microbatches % ranks:
+        raise PackingError(
+            f"A step of {microbatches} microbatches cannot be dealt evenly to {ranks} ranks; "
+            f"choose a number of ranks that divides {microbatches}."
+        )
+    positions = microbatches // ranks
+    order = np.argsort(-tokens, kind="stable")
+    tokens, costs, found = tokens[order], costs[order], bin_of[order]
+    if ranks != group_size:
+        found = sort_into_groups(found, costs, positions, ranks)
+        if sync_every == "microbatch":
+            rebalance(found, tokens, costs, positions, ranks, budget)
+    found = balance_totals(found, costs, positions, ranks)
+    if sync_every == "step":
+        other = deal_to_ranks(tokens, costs, positions, ranks, budget)
+        if other is not None and _longest_rank(other, costs, ranks) < _longest_rank(found, costs, ranks):
+            found = other
+    arranged = np.empty_like(found)
+    arranged[order] = found
+    return arranged
 
 
-def level_ranks(bin_of: IntArray, costs: FloatArray, rows: int, ranks: int) -> IntArray:
-    """Change columns inside rows, the most uneven row first, so that the ranks' totals are alike as well."""
-    loads = np.bincount(bin_of, costs, minlength=rows * ranks).reshape(rows, ranks)
+def sort_into_groups(bin_of: IntArray, costs: FloatArray, groups: int, group_size: int) -> IntArray:
+    """Number bins anew so that the costliest ``group_size`` ones are group 0, and so on."""
+    loads = np.bincount(bin_of, costs, minlength=groups * group_size)
+    new_number = np.empty(groups * group_size, dtype=np.int64)
+    new_number[np.argsort(-loads, kind="stable")] = np.arange(groups * group_size)
+    return new_number[bin_of]
+
+
+def balance_totals(bin_of: IntArray, costs: FloatArray, positions: int, ranks: int) -> IntArray:
+    """Permute ranks inside positions, the most uneven position first, so that the ranks' totals are alike as well."""
+    loads = np.bincount(bin_of, costs, minlength=positions * ranks).reshape(positions, ranks)
     totals = np.zeros(ranks)
-    place = np.empty((rows, ranks), dtype=np.int64)
-    for row in np.argsort(loads.min(axis=1) - loads.max(axis=1), kind="stable").tolist():
-        columns = np.argsort(-loads[row], kind="stable")
-        place[row, columns] = row * ranks + np.argsort(totals, kind="stable")
-        totals[place[row] - row * ranks] += loads[row]
-    return place.ravel()[bin_of]
+    new_number = np.empty((positions, ranks), dtype=np.int64)
+    for position in np.argsort(loads.min(axis=1) - loads.max(axis=1), kind="stable").tolist():
+        costliest_first = np.argsort(-loads[position], kind="stable")
+        lightest_first = np.argsort(totals, kind="stable")
+        new_number[position, costliest_first] = position * ranks + lightest_first
+        totals[new_number[position] - position * ranks] += loads[position]
+    return new_number.ravel()[bin_of]
 
 
-def _answers(
-    tokens: IntArray, costs: FloatArray, fitted: IntArray, rows: int, ranks: int, budget: int
+def _candidates(
+    tokens: IntArray, costs: FloatArray, fitted: IntArray, positions: int, ranks: int, budget: int
 ) -> list[IntArray]:
-    """What different rules make of a step, each evened out row by row."""
-    bins = rows * ranks
-    found = [fill_rows(tokens, costs, costs[-1] / tokens[-1], rows, ranks, budget)]
+    """What different algorithms make of a step whose ranks synchronise at every microbatch, each rebalanced."""
+    bins = positions * ranks
+    found = [fill_groups(tokens, costs, positions, ranks, budget)]
     if found[0].min() < 0:
         found.clear()
     if len(tokens) < _FEW * bins or not found:
-        found.append(group_alike(fitted, costs, rows, ranks))
-        if len(tokens) < min(_FEW * bins, _MOST_GROUPED):
-            grouped = group_rows(tokens, costs, rows, ranks, budget)
-            if grouped.min() >= 0:
-                found.append(grouped)
-        dealt = cheapest_first(tokens, costs, bins, budget)
+        found.append(sort_into_groups(fitted, costs, positions, ranks))
+        if len(tokens) < min(_FEW * bins, _MOST_MATCHED):
+            matched = match_groups(tokens, costs, positions, ranks, budget)
+            if matched.min() >= 0:
+                found.append(matched)
+        dealt = longest_processing_time(tokens, costs, bins, budget)
         if dealt.min() >= 0:
-            found.append(group_alike(dealt, costs, rows, ranks))
-    row_of = np.arange(bins) // ranks
+            found.append(sort_into_groups(dealt, costs, positions, ranks))
     for bin_of in found:
-        even_out(bin_of, row_of, rows, tokens, costs, bins, budget)
+        rebalance(bin_of, tokens, costs, positions, ranks, budget)
     return found
 
 
-def _time(bin_of: IntArray, costs: FloatArray, rows: int, ranks: int) -> float:
-    return float(np.bincount(bin_of, costs, minlength=rows * ranks).reshape(rows, ranks).max(axis=1).sum())
+def _synchronised_time(bin_of: IntArray, costs: FloatArray, positions: int, ranks: int) -> float:
+    return float(np.bincount(bin_of, costs, minlength=positions * ranks).reshape(positions, ranks).max(axis=1).sum())
 
 
-def _by_rank(
-    tokens: IntArray, costs: FloatArray, fitted: IntArray, rows: int, ranks: int, budget: int, constant: float
+def _balance_ranks(
+    tokens: IntArray, costs: FloatArray, fitted: IntArray, positions: int, ranks: int, budget: int, constant: float
 ) -> tuple[IntArray, int]:
     """Equal totals first: samples to ranks, then each rank's samples to its microbatches."""
     least = max(costs.sum() / ranks, costs[0])
     answers: list[tuple[float, IntArray, int]] = []
-    for positions in range(rows, rows + 3):
-        bin_of = deal_to_ranks(tokens, costs, positions, ranks, budget)
+    for count in range(positions, positions + 3):
+        bin_of = deal_to_ranks(tokens, costs, count, ranks, budget)
         if bin_of is None:
             continue
-        if len(tokens) <= MOST_SAMPLES:
-            search(bin_of, tokens, costs, positions, ranks, budget, False)
-        highest = np.bincount(bin_of % ranks, costs, minlength=ranks).max()
-        answers.append((highest + constant * positions, bin_of, positions))
-        if highest <= least * (1 + _SHORTFALL):
+        if len(tokens) <= MOST_SEARCHED:
+            branch_and_bound(bin_of, tokens, costs, count, ranks, budget, False)
+        longest = _longest_rank(bin_of, costs, ranks)
+        answers.append((longest + constant * count, bin_of, count))
+        if longest <= least * (1 + _SHORTFALL):
             break
     if not answers:
-        bin_of = level_ranks(group_alike(fitted, costs, rows, ranks), costs, rows, ranks)
-        answers.append((0.0, bin_of, rows))
-    _, best, positions = min(answers, key=lambda answer: answer[0])
-    return best, positions
+        bin_of = balance_totals(sort_into_groups(fitted, costs, positions, ranks), costs, positions, ranks)
+        answers.append((0.0, bin_of, positions))
+    _, best, count = min(answers, key=lambda answer: answer[0])
+    return best, count
 
 
-def deal_to_ranks(tokens: IntArray, costs: FloatArray, rows: int, ranks: int, budget: int) -> IntArray | None:
-    """Samples to ranks, alike in total cost, and to ``rows`` bins of each rank; None where a rank lacks the room."""
-    room = int(_ROOM * rows * budget)
-    rank_of = cheapest_first(tokens, costs, ranks, room)
+def _longest_rank(bin_of: IntArray, costs: FloatArray, ranks: int) -> float:
+    return float(np.bincount(bin_of % ranks, costs, minlength=ranks).max())
+
+
+def deal_to_ranks(tokens: IntArray, costs: FloatArray, positions: int, ranks: int, budget: int) -> IntArray | None:
+    """Samples to ranks, alike in total cost, and to microbatches of each rank; None where a rank's do not fit.
+
+    Args:
+        tokens: ``[samples]`` falling.
+        costs: ``[samples]`` of each.
+        positions: microbatches of each rank.
+        ranks: backbone ranks.
+        budget: the most tokens of a microbatch.
+    """
+    capacity = int(_USABLE * positions * budget)
+    rank_of = longest_processing_time(tokens, costs, ranks, capacity)
     if rank_of.min() < 0:
         return None
-    even_out(rank_of, np.zeros(ranks, dtype=np.int64), 1, tokens, costs, ranks, room, 1e-7)
+    rebalance(rank_of, tokens, costs, 1, ranks, capacity, _RANK_TOLERANCE)
     bin_of = np.empty(len(tokens), dtype=np.int64)
     for rank in range(ranks):
         own = np.flatnonzero(rank_of == rank)
         if len(own) == 0:
             continue
-        position = fill_rows(tokens[own], costs[own], costs[own][-1] / tokens[own][-1], 1, rows, budget)
+        position = fill_groups(tokens[own], costs[own], 1, positions, budget)
         if position.min() < 0:
-            position, _ = best_fit(tokens[own], budget, rows)
+            position, _ = best_fit(tokens[own], budget, positions)
         if position.min() < 0:
             return None
         bin_of[own] = position * ranks + rank

@@ -8,14 +8,20 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from flowtrain_lightning.packing.arrange import arrange
-from flowtrain_lightning.packing.cost import CostModel
+from flowtrain_lightning.packing.cost_model import CostModel
 from flowtrain_lightning.packing.encoder_batches import pack_encoder_batches
-from flowtrain_lightning.packing.errors import PackingError
-from flowtrain_lightning.packing.flowing import flow_rows
-from flowtrain_lightning.packing.microbatches import SYNC_EVERY, SyncEvery, pack_sorted, positive_costs
-from flowtrain_lightning.packing.plan import FloatArray, IntArray
-from flowtrain_lightning.packing.stream import StreamPacker, StreamSettings
+from flowtrain_lightning.packing.microbatches import arrange, pack_sorted
+from flowtrain_lightning.packing.order import order_step
+from flowtrain_lightning.packing.sample_stream import StreamSettings
+from flowtrain_lightning.packing.step_plan import (
+    SYNC_EVERY,
+    EncoderBatches,
+    FloatArray,
+    IntArray,
+    PackingError,
+    SyncEvery,
+)
+from flowtrain_lightning.packing.stream_packer import StreamPacker
 
 BatchUnit = Literal["samples", "tokens"]
 """``samples``: a step is so many samples; ``tokens``: a step is so many microbatches, and samples may wait."""
@@ -30,13 +36,13 @@ class OfflineSettings:
     Attributes:
         token_budget: the most tokens of a microbatch.
         ranks: backbone ranks.
+        cost: what a packed set of sequences costs the backbone.
         microbatches: of each rank and step; with ``samples`` it follows from the samples.
         batch_unit: what a step is.
-        sync_every: when ranks wait for each other.
-        cost: what a packed set of sequences costs the backbone.
+        sync_every: how often ranks wait for each other.
         encoder_ranks: ranks that encode.
         global_batch_size: samples of a step, with ``samples``.
-        row_width: the canonical width of a row, with ``tokens``; None takes ``ranks``.
+        balance_group: microbatches that are made alike in cost, with ``tokens``; None takes ``ranks``.
         max_delay: steps that a sample may wait, with ``tokens``.
         lookahead: steps drawn ahead at most, with ``tokens``.
     """
@@ -49,12 +55,12 @@ class OfflineSettings:
     sync_every: SyncEvery = "microbatch"
     encoder_ranks: int = 1
     global_batch_size: int | None = None
-    row_width: int | None = None
+    balance_group: int | None = None
     max_delay: int = 8
     lookahead: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "ranks", "encoder_ranks", "microbatches", "global_batch_size", "row_width"):
+        for name in ("token_budget", "ranks", "encoder_ranks", "microbatches", "global_batch_size", "balance_group"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PackingError(f"{name} is {value}; it must be at least 1.")
@@ -76,14 +82,14 @@ class PackedStep:
         bin_of: ``[n]`` the microbatch of each, ``position * ranks + rank``.
         positions: microbatches of each rank.
         delay: ``[n]`` steps that each waited.
-        encoder_batches: ``[encoder rank][number]`` -> media numbers, counted over the data set.
+        encoder_batches: ``[encoder rank][number]`` -> media item numbers, counted over the data set.
     """
 
     samples: IntArray
     bin_of: IntArray
     positions: int
     delay: IntArray
-    encoder_batches: tuple[tuple[IntArray, ...], ...]
+    encoder_batches: EncoderBatches = ()
 
 
 @dataclass(frozen=True)
@@ -108,31 +114,34 @@ def pack_offline(
 
     Args:
         tokens: ``[samples]`` tokens of each sequence, none above the budget.
-        media_start: ``[samples + 1]`` media of sample ``i`` are ``media_start[i]:media_start[i + 1]``.
-        media_cost: ``[media]`` what encoding each costs, in the unit of ``settings.cost``.
+        media_start: ``[samples + 1]`` the media items of sample ``i`` are ``media_start[i]:media_start[i + 1]``.
+        media_cost: ``[media items]`` what encoding each costs, in the unit of ``settings.cost``.
         settings: how to pack.
+
+    Raises:
+        PackingError: a sample is empty or over the budget, a cost is no number, or steps cannot be made so.
     """
     _refuse(tokens, media_cost, settings)
     begin = time.perf_counter()
-    costs = positive_costs(tokens, settings.cost)
-    of_sample = np.concatenate([[0.0], np.cumsum(media_cost)])
-    encoder_cost = of_sample[media_start[1:]] - of_sample[media_start[:-1]]
-    drafts, left = (_by_samples if settings.batch_unit == "samples" else _by_tokens)(tokens, costs, settings)
+    costs = settings.cost.weight_of_each(tokens)
+    encoder_cost = cost_of_media(media_start, media_cost)
+    pack = _pack_samples if settings.batch_unit == "samples" else _pack_tokens
+    drafts, left = pack(tokens, costs, settings)
     steps = []
-    for samples, bin_of, positions, delay in drafts:
-        ordered = flow_rows(
-            bin_of,
-            tokens[samples],
-            costs[samples],
-            encoder_cost[samples],
-            rows=positions,
+    for draft in drafts:
+        ordered = order_step(
+            draft.bin_of,
+            tokens[draft.samples],
+            costs[draft.samples],
+            encoder_cost[draft.samples],
+            positions=draft.positions,
             ranks=settings.ranks,
             encoder_ranks=settings.encoder_ranks,
             budget=settings.token_budget,
             sync_every=settings.sync_every,
         )
-        batches = _encode(samples, ordered, media_start, media_cost, settings)
-        steps.append(PackedStep(samples, ordered, positions, delay, batches))
+        batches = _encode(draft.samples, ordered, media_start, media_cost, settings)
+        steps.append(replace(draft, bin_of=ordered, encoder_batches=batches))
     return OfflinePlan(tuple(steps), left, time.perf_counter() - begin)
 
 
@@ -140,7 +149,12 @@ def warm_up(settings: OfflineSettings) -> float:
     """Compile the inner loops, or load them compiled; the seconds it took, which are no time of packing."""
     begin = time.perf_counter()
     tiny = replace(
-        settings, token_budget=64, microbatches=2, global_batch_size=32 * settings.ranks, row_width=None, max_delay=8
+        settings,
+        token_budget=64,
+        microbatches=2,
+        global_batch_size=32 * settings.ranks,
+        balance_group=None,
+        max_delay=8,
     )
     for tokens in (np.arange(320 * settings.ranks) % 7 + 1, np.arange(64 * settings.ranks) % 40 + 1):
         media_start = np.arange(len(tokens) + 1)
@@ -148,9 +162,15 @@ def warm_up(settings: OfflineSettings) -> float:
     return time.perf_counter() - begin
 
 
-def _by_samples(
-    tokens: IntArray, costs: FloatArray, settings: OfflineSettings
-) -> tuple[list[tuple[IntArray, IntArray, int, IntArray]], IntArray]:
+def cost_of_media(media_start: IntArray, media_cost: FloatArray) -> FloatArray:
+    """``[samples]`` what encoding the media items of each sample costs."""
+    up_to = np.concatenate([[0.0], np.cumsum(media_cost)])
+    costs: FloatArray = up_to[media_start[1:]] - up_to[media_start[:-1]]
+    return costs
+
+
+def _pack_samples(tokens: IntArray, costs: FloatArray, settings: OfflineSettings) -> tuple[list[PackedStep], IntArray]:
+    """Steps of a number of samples, before they are put in order, and the samples that fill none."""
     size = settings.global_batch_size or len(tokens)
     whole = len(tokens) // size * size
     drafts = []
@@ -166,23 +186,21 @@ def _by_samples(
         )
         bin_of = np.empty_like(found)
         bin_of[order] = found
-        drafts.append((np.arange(start, start + size), bin_of, positions, np.zeros(size, dtype=np.int64)))
+        drafts.append(PackedStep(np.arange(start, start + size), bin_of, positions, np.zeros(size, dtype=np.int64)))
     return drafts, np.arange(whole, len(tokens))
 
 
-def _by_tokens(
-    tokens: IntArray, costs: FloatArray, settings: OfflineSettings
-) -> tuple[list[tuple[IntArray, IntArray, int, IntArray]], IntArray]:
+def _pack_tokens(tokens: IntArray, costs: FloatArray, settings: OfflineSettings) -> tuple[list[PackedStep], IntArray]:
+    """Steps of a number of microbatches, before they are put in order, and the samples that fill none."""
     assert settings.microbatches is not None
-    width = settings.row_width or settings.ranks
-    bins = settings.microbatches * settings.ranks
-    if bins % width:
-        raise PackingError(
-            f"A step of {bins} microbatches cannot be made of rows of {width}; choose a row_width that divides {bins}."
-        )
     stream = StreamPacker(
         StreamSettings(
-            settings.token_budget, width, bins // width, settings.cost, settings.max_delay, settings.lookahead
+            token_budget=settings.token_budget,
+            microbatches=settings.microbatches * settings.ranks,
+            balance_group=settings.balance_group or settings.ranks,
+            cost=settings.cost,
+            max_delay=settings.max_delay,
+            lookahead=settings.lookahead,
         ),
         lambda start, end: tokens[start:end],
     )
@@ -192,19 +210,20 @@ def _by_tokens(
             step.tokens,
             costs[step.samples],
             step.bin_of,
-            bins=bins,
-            width=width,
+            microbatches=stream.settings.microbatches,
+            group_size=stream.settings.balance_group,
             ranks=settings.ranks,
             budget=settings.token_budget,
             sync_every=settings.sync_every,
         )
-        drafts.append((step.samples, bin_of, settings.microbatches, step.delay))
+        drafts.append(PackedStep(step.samples, bin_of, settings.microbatches, step.delay))
     return drafts, stream.left()
 
 
 def _encode(
     samples: IntArray, bin_of: IntArray, media_start: IntArray, media_cost: FloatArray, settings: OfflineSettings
-) -> tuple[tuple[IntArray, ...], ...]:
+) -> EncoderBatches:
+    """The encoder batches of a step; media items are counted over the data set."""
     counts = media_start[samples + 1] - media_start[samples]
     if not counts.any():
         return tuple(() for _ in range(settings.encoder_ranks))
@@ -212,12 +231,7 @@ def _encode(
     media = np.repeat(media_start[samples] - before, counts) + np.arange(counts.sum())
     reader = np.repeat(bin_of, counts)
     batches = pack_encoder_batches(
-        np.zeros(len(media), dtype=np.int64),
-        reader % settings.ranks,
-        reader // settings.ranks,
-        encoder_ranks=settings.encoder_ranks,
-        patch_budget=None,
-        costs=media_cost[media],
+        media_cost[media], reader % settings.ranks, reader // settings.ranks, encoder_ranks=settings.encoder_ranks
     )
     return tuple(tuple(media[batch] for batch in of_rank) for of_rank in batches)
 
@@ -234,5 +248,5 @@ def _refuse(tokens: IntArray, media_cost: FloatArray, settings: OfflineSettings)
     bad = np.flatnonzero(~(np.isfinite(media_cost) & (media_cost >= 0)))
     if len(bad):
         raise PackingError(
-            f"The cost of media {bad[0]} is {media_cost[bad[0]]}; every cost must be a finite number >= 0."
+            f"The cost of media item {bad[0]} is {media_cost[bad[0]]}; every cost must be a finite number >= 0."
         )

@@ -10,8 +10,8 @@ import numpy as np
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.packing import IntArray, StepPlan
-from flowtrain_lightning.packing.activations import recomputed_batches
-from flowtrain_lightning.packing.evaluator import Lanes, StepWork, plan_work, run_time
+from flowtrain_lightning.packing.simulator import recomputed_batches, simulate_steps
+from flowtrain_lightning.packing.step_work import Lanes, StepWork, step_work
 from flowtrain_lightning.profiling import Profile, Reduction
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 
@@ -62,7 +62,7 @@ def predict(
     """
     works, lanes = to_play(plans, allocation, profile, kept_batches)
     # Round once more to the first step, for what a step takes from one backbone's end to the next.
-    backbone_ends = run_time([*works, works[0]], lanes)
+    backbone_ends = simulate_steps([*works, works[0]], lanes).backbone_ends
     played = (backbone_ends[-1] - backbone_ends[0]) / len(works)
     busy = _busy_seconds(works, allocation)
     crowded = max(sum(sum(busy[rank].values()) for rank in ranks) / processors.capacity for ranks in processors.sharing)
@@ -83,9 +83,9 @@ def to_play(
     lanes = Lanes(
         allocation.ranks[BACKBONE],
         allocation.ranks[ENCODER],
-        meet=False,
-        kept=kept_batches,
-        ahead=0 if profile.roles[ENCODER].trains else STEPS_AHEAD,
+        sync_every="step",
+        kept_batches=kept_batches,
+        steps_ahead=0 if profile.roles[ENCODER].trains else STEPS_AHEAD,
     )
     return [_work(plan, profile, kept_batches, ends) for plan in plans], lanes
 
@@ -115,7 +115,7 @@ def _work(plan: StepPlan, profile: Profile, kept_batches: int, ends: dict[str, f
         forward = seconds * encoder.forward_share if encoder.trains else seconds
         return forward, seconds - forward
 
-    work = plan_work(
+    work = step_work(
         plan,
         profile.cost.of_set,
         encoder_batch,

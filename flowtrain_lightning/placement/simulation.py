@@ -12,8 +12,7 @@ import numpy as np
 from flowtrain_lightning.allocator import Allocation, AllocationError, Layout
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.packing import StepPlan
-from flowtrain_lightning.packing.evaluator import run_time
-from flowtrain_lightning.packing.playing import Stretch
+from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
 from flowtrain_lightning.placement.prediction import end_seconds, to_play
 from flowtrain_lightning.profiling import Profile
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, Span
@@ -66,9 +65,9 @@ def simulate(plans: Sequence[StepPlan], allocation: Allocation, profile: Profile
     _refuse_what_no_profile_tells(allocation)
     plans = [plans[0], *plans]
     works, lanes = to_play(plans, allocation, profile, kept_batches)
-    stretches: list[Stretch] = []
-    ends = run_time(works, lanes, stretches)
-    spans = list(_spans(stretches, plans, allocation, profile))
+    simulated = simulate_steps(works, lanes)
+    ends = simulated.backbone_ends
+    spans = list(_spans(simulated.spans, plans, allocation, profile))
     counted = plans[1:]
     return Simulation(
         allocation=allocation,
@@ -94,30 +93,30 @@ def _refuse_what_no_profile_tells(allocation: Allocation) -> None:
 
 
 def _spans(
-    stretches: Sequence[Stretch], plans: Sequence[StepPlan], allocation: Allocation, profile: Profile
+    simulated: Sequence[SimulatedSpan], plans: Sequence[StepPlan], allocation: Allocation, profile: Profile
 ) -> Iterator[tuple[int, Span]]:
     """Rank and span, with the end of a step told apart from the microbatches and batches."""
-    for stretch in stretches:
-        role = BACKBONE if stretch.kind == "read" else ENCODER
-        plan, start = plans[stretch.step], stretch.start
-        parts = [("microbatch" if role == BACKBONE else stretch.kind, COMPUTE, stretch.end - stretch.start)]
-        if _ends_a_step(stretch, plan):
+    for one in simulated:
+        role = BACKBONE if one.kind == "microbatch" else ENCODER
+        plan, start = plans[one.step], one.start
+        parts: list[tuple[str, str, float]] = [(one.kind, COMPUTE, one.end - one.start)]
+        if _ends_a_step(one, plan):
             reduction, optimizer = end_seconds(profile, role, len(allocation.ranks[role]))
             own = max(0.0, parts[0][2] - reduction - optimizer)
             parts = [(parts[0][0], COMPUTE, own), ("reduction", COMMUNICATION, reduction)]
             parts.append(("optimizer", COMPUTE, optimizer))
         for name, kind, seconds in parts:
             if seconds > 0:
-                place = (role, kind, name, "train", stretch.step, stretch.number)
-                yield stretch.rank, Span(*place, start, start + seconds)
+                place = (role, kind, name, "train", one.step, one.number)
+                yield one.rank, Span(*place, start, start + seconds)
             start += seconds
 
 
-def _ends_a_step(stretch: Stretch, plan: StepPlan) -> bool:
-    if stretch.kind == "read":
-        return stretch.number == len(plan.microbatches[stretch.lane])
-    worked = sum(len(media) > 0 for media in plan.encoder_batches[stretch.lane])
-    return stretch.kind == "backward" and stretch.number == worked - 1
+def _ends_a_step(one: SimulatedSpan, plan: StepPlan) -> bool:
+    if one.kind == "microbatch":
+        return one.number == len(plan.microbatches[one.lane])
+    worked = sum(len(media) > 0 for media in plan.encoder_batches[one.lane])
+    return one.kind == "backward" and one.number == worked - 1
 
 
 def _shares(

@@ -15,7 +15,7 @@ from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.compute.features import as_features
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.fit import Observation, fit_cost
+from flowtrain_lightning.packing.cost_model import Observation, fit_cost
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.profiling.errors import ProfileError

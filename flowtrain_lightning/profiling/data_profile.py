@@ -12,7 +12,7 @@ from flowtrain_lightning.allocator import Workload
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.data.collate import IMAGE
 from flowtrain_lightning.packing import CostModel, IntArray, SampleSizes
-from flowtrain_lightning.packing.plan import FloatArray
+from flowtrain_lightning.packing.step_plan import FloatArray
 from flowtrain_lightning.profiling.profile import Profile
 
 _TRIALS = math.ceil(math.log(0.05) / math.log(1 - 0.05))

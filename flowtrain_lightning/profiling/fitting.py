@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.fit import Observation, fit_cost, predict
+from flowtrain_lightning.packing.cost_model import Observation, fit_cost, predict
 
 _TELLABLE = 0.005
 """Mean relative errors that differ by less are alike: times differ by more from run to run."""

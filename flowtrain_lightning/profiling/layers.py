@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.allocator.roles import ROLES
-from flowtrain_lightning.packing.plan import FloatArray
+from flowtrain_lightning.packing.step_plan import FloatArray
 from flowtrain_lightning.profiling.counting import count_flops
 from flowtrain_lightning.profiling.errors import ProfileError
 from flowtrain_lightning.profiling.origin import copy_on_meta

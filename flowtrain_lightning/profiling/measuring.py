@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from flowtrain_lightning.allocator.roles import ROLES
 from flowtrain_lightning.data import FlowDataModule
-from flowtrain_lightning.packing.fit import Observation
+from flowtrain_lightning.packing.cost_model import Observation
 from flowtrain_lightning.parallel.halves import half_parameters
 from flowtrain_lightning.profiling.counting import count_flops
 from flowtrain_lightning.profiling.errors import ProfileError

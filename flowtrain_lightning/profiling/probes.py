@@ -11,7 +11,7 @@ from flowtrain_lightning.allocator.roles import BACKBONE
 from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.sampling import Sampling
 from flowtrain_lightning.packing import IntArray, SampleSizes
-from flowtrain_lightning.packing.plan import BoolArray
+from flowtrain_lightning.packing.step_plan import BoolArray
 
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)
 """How full the microbatches are, of the token budget."""

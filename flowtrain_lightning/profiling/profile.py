@@ -13,7 +13,7 @@ import numpy as np
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.fit import Observation, predict
+from flowtrain_lightning.packing.cost_model import Observation, predict
 from flowtrain_lightning.profiling.errors import ProfileError
 
 _FORMAT = "flowtrain profile 1"

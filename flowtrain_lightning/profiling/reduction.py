@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flowtrain_lightning.packing.fit import Observation, fit_cost
+from flowtrain_lightning.packing.cost_model import Observation, fit_cost
 from flowtrain_lightning.parallel import reduce_gradients
 from flowtrain_lightning.profiling.errors import ProfileError
 from flowtrain_lightning.profiling.profile import Reduction

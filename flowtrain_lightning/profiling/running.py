@@ -15,7 +15,7 @@ import numpy as np
 
 from flowtrain_lightning.allocator.roles import ROLES
 from flowtrain_lightning.data import FlowDataModule, StepBatch
-from flowtrain_lightning.packing.plan import FloatArray
+from flowtrain_lightning.packing.step_plan import FloatArray
 from flowtrain_lightning.profiling.halves import HalvesEngine, OptimizerClock
 from flowtrain_lightning.profiling.probes import Probe
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
-from flowtrain_lightning.packing.activations import recomputed_batches
+from flowtrain_lightning.packing.simulator import recomputed_batches
 from flowtrain_lightning.pool import Reservation, assign_offsets
 
 Work = tuple[Literal["forward", "backward"], int]

@@ -6,7 +6,7 @@ import pytest
 
 from flowtrain_lightning.cli.profile_text import profile_as_text
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.fit import Observation
+from flowtrain_lightning.packing.cost_model import Observation
 from flowtrain_lightning.profiling import Flops, Origin
 from tests.profiling.test_profile import PROFILE
 

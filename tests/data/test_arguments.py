@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from flowtrain_lightning.data import DataError, FlowDataModule
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.stream import StreamSettings
+from flowtrain_lightning.packing.sample_stream import StreamSettings
 from tests.data.support import IMAGES, TEMPLATE, Letters, data_module
 from tests.data.training import Recorder, trainer_of
 
@@ -25,9 +25,9 @@ from tests.data.training import Recorder, trainer_of
         ({"batch_unit": "tokens", "microbatches": 0}, "microbatches is 0"),
         ({"batch_unit": "tokens", "microbatches": 2, "drop_last": False}, "drop_last=False was given with batch_unit="),
         ({"microbatches": 2}, "microbatches=2 was given with batch_unit='samples'"),
-        ({"row_width": 2}, "row_width=2 was given with batch_unit='samples'"),
+        ({"balance_group": 2}, "balance_group=2 was given with batch_unit='samples'"),
         (
-            {"batch_unit": "tokens", "microbatches": 3, "row_width": 2},
+            {"batch_unit": "tokens", "microbatches": 3, "balance_group": 2},
             "microbatches=3 cannot be shared out evenly by 2",
         ),
         ({"batch_unit": "tokens", "microbatches": 99}, "tokens, too few to fill microbatches=99 of token_budget=64"),
@@ -87,7 +87,7 @@ data:
     sync_every: microbatch
     batch_unit: tokens
     microbatches: 2
-    row_width: 1
+    balance_group: 1
     max_delay: 4
     augment: {{class_path: tests.data.test_arguments.Mirrored}}
     cache_dir: {tmp_path}/cache
@@ -104,7 +104,9 @@ data:
     assert read.sync_every == "microbatch"
     assert isinstance(read.augment, Mirrored)
     read.setup("fit")
-    assert read.train_dataloader().steps.sampling.settings == StreamSettings(64, 1, 2, read.cost, 4)
+    assert read.train_dataloader().steps.sampling.settings == StreamSettings(
+        token_budget=64, microbatches=2, balance_group=1, cost=read.cost, max_delay=4
+    )
 
 
 class Mirrored:

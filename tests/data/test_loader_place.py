@@ -82,10 +82,10 @@ def test_a_place_among_microbatches_does_not_depend_on_this_runs_ranks(loader_of
     state = first.state_dict()
     monkeypatch.setattr(FlowDataModule, "_part", lambda _: RankShard.plain(0, 2))
     second = loader_of(**TOKENS)
-    assert second.state_dict()["settings"]["row_width"] == 2
+    assert second.state_dict()["settings"]["balance_group"] == 2
     second.load_state_dict(state)
     assert second.state_dict() == state
-    assert state["settings"]["row_width"] == 1
+    assert state["settings"]["balance_group"] == 1
     assert read(second) == whole[1:]
 
 
@@ -95,7 +95,7 @@ def test_a_place_among_microbatches_does_not_depend_on_this_runs_ranks(loader_of
         ({"token_budget": 66}, "token_budget was 64, is 66"),
         ({"microbatches": 4}, "microbatches was 2, is 4"),
         ({"max_delay": 3}, "max_delay was 2, is 3"),
-        ({"row_width": 2}, "row_width was 1, is 2"),
+        ({"balance_group": 2}, "balance_group was 1, is 2"),
         ({"cost": CostModel(1.0, 2.0, 0.0)}, "cost was .*, is .*2.0"),
         ({"batch_unit": "samples", "microbatches": None}, "now: batch_unit was tokens, is samples. Use"),
     ],

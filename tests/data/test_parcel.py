@@ -7,7 +7,8 @@ import torch
 
 from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.parcel import SharedMemoryBatch
-from flowtrain_lightning.packing import SampleSizes, plan_step
+from flowtrain_lightning.packing import SampleSizes
+from flowtrain_lightning.packing.step_planner import plan_step
 
 
 def batch_of_one_step():

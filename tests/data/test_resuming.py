@@ -47,9 +47,9 @@ def test_a_run_of_microbatches_resumed_from_any_checkpoint_reads_exactly_the_rem
 
 def test_settings_of_the_checkpoint_hold_in_loaders_of_later_epochs_too(file, tmp_path):
     settings = {"max_epochs": 3, "num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
-    given = data_module(file, **TOKENS | {"row_width": 2})
+    given = data_module(file, **TOKENS | {"balance_group": 2})
     whole = trained(tmp_path, given, callbacks=[SaveAlways(tmp_path)], **settings)
-    unset_settings = data_module(file, **TOKENS | {"row_width": None})
+    unset_settings = data_module(file, **TOKENS | {"balance_group": None})
     assert trained(tmp_path, unset_settings, tmp_path / "batch-2.ckpt", **settings) == whole[2:]
 
 

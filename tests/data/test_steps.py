@@ -150,8 +150,8 @@ TOKENS = {"batch_unit": "tokens", "microbatches": 4, "global_batch_size": 1, "ma
 @pytest.mark.parametrize("layout", ["plain 1", "plain 2", "plain 4", "1 + 1", "2 + 3", "colocated 2"])
 @pytest.mark.parametrize("width", [1, 4])
 def test_steps_of_microbatches_have_the_same_samples_on_every_layout(parts, layout, width):
-    (reference,) = parts("plain 1", row_width=width, **TOKENS)
-    ranks = parts(layout, row_width=width, **TOKENS)
+    (reference,) = parts("plain 1", balance_group=width, **TOKENS)
+    ranks = parts(layout, balance_group=width, **TOKENS)
     for epoch, step in ((0, 0), (1, 0), (2, 0)):
         expected = reference.load(epoch, step).plan
         batches = [rank.load(epoch, step) for rank in ranks]

@@ -8,7 +8,7 @@ import pytest
 from flowtrain_lightning.data import Sampling
 from flowtrain_lightning.data.token_stream import TokenStream, saved_stream, stream_state
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel
-from flowtrain_lightning.packing.stream import StreamSettings, StreamState
+from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState
 
 BUDGET, MICROBATCHES = 64, 4
 
@@ -16,7 +16,9 @@ BUDGET, MICROBATCHES = 64, 4
 def stream_of(*lengths, width=2, shuffle=True, weights=None, start=None, cost=DEFAULT_COST, max_delay=4):
     tokens = np.random.default_rng(0).integers(3, 30, sum(lengths))
     sampling = Sampling(lengths, 1, seed=5, shuffle=shuffle, weights=weights)
-    settings = StreamSettings(BUDGET, width, MICROBATCHES // width, cost, max_delay)
+    settings = StreamSettings(
+        token_budget=BUDGET, microbatches=MICROBATCHES, balance_group=width, cost=cost, max_delay=max_delay
+    )
     return TokenStream(sampling, tokens, settings, start)
 
 
@@ -97,8 +99,8 @@ def test_what_was_left_open_is_as_it_was():
     cost = CostModel(1.0, 0.5, 0.25)
     saved, state = stream_of(200, width=4, cost=cost).state_dict(), StreamState()
     assert json.loads(json.dumps(saved)) == saved
-    unset_settings = stream_of(200).resumed_from(saved, state, {"cost", "row_width"})
+    unset_settings = stream_of(200).resumed_from(saved, state, {"cost", "balance_group"})
     assert unset_settings.state_dict() == saved
     assert stream_of(200).resumed_from(saved, state, set()).state_dict() == stream_of(200).state_dict()
-    other_number = {**saved, "microbatches": 8, "row_width": 8}
-    assert stream_of(200).resumed_from(other_number, state, {"row_width"}).settings.row_width == 2
+    other_number = {**saved, "microbatches": 8, "balance_group": 8}
+    assert stream_of(200).resumed_from(other_number, state, {"balance_group"}).settings.balance_group == 2

@@ -19,8 +19,8 @@ COSTS = {
 }
 PACKINGS: dict[str, dict[str, Any]] = {
     "samples": {"sync_every": "microbatch", **COSTS},
-    "tokens": {"batch_unit": "tokens", "microbatches": 4, "row_width": 2, "max_delay": 3},
-    "tokens, costs": {"batch_unit": "tokens", "microbatches": 4, "row_width": 4, "shuffle": True, **COSTS},
+    "tokens": {"batch_unit": "tokens", "microbatches": 4, "balance_group": 2, "max_delay": 3},
+    "tokens, costs": {"batch_unit": "tokens", "microbatches": 4, "balance_group": 4, "shuffle": True, **COSTS},
 }
 LAYOUTS = ("ddp 2", "colocated 2", "1+2", "2+4")
 

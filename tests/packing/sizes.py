@@ -1,18 +1,22 @@
-"""Sizes of made-up samples, by hand and by hypothesis, and the plan of a step of them."""
+"""Sizes of made-up samples, by hand and by hypothesis; a step's plan of them, and its simulated time."""
 
 from __future__ import annotations
 
 import numpy as np
 from hypothesis import strategies as st
 
-from flowtrain_lightning.packing import SampleSizes, StepPlan, plan_step
+from flowtrain_lightning.packing import CostModel, SampleSizes, StepPlan, SyncEvery
+from flowtrain_lightning.packing.simulator import SimulatedStep, simulate_step
+from flowtrain_lightning.packing.step_planner import plan_step
+from flowtrain_lightning.packing.step_work import FORWARD_SHARE, Lanes, step_work
 
 TOKEN_BUDGET = 100
 PATCHES_PER_ROW = 4
+RANKS = st.integers(1, 4)
 
 
 def make_sizes(*samples: tuple[int, list[int]]) -> SampleSizes:
-    """Sizes of samples given as ``(text tokens, [rows of each media])``."""
+    """Sizes of samples given as ``(text tokens, [rows of features of each media item])``."""
     media = [rows for _, of_sample in samples for rows in of_sample]
     counts = [len(of_sample) for _, of_sample in samples]
     text = [tokens for tokens, _ in samples]
@@ -27,7 +31,7 @@ def make_sizes(*samples: tuple[int, list[int]]) -> SampleSizes:
 
 
 def sizes_strategy(max_samples: int = 40) -> st.SearchStrategy[SampleSizes]:
-    """Steps of up to ``max_samples`` samples, each within ``TOKEN_BUDGET``, most with several media or none."""
+    """Steps of up to ``max_samples`` samples within ``TOKEN_BUDGET``, most with several media items or none."""
     sample = st.tuples(st.integers(1, 40), st.lists(st.integers(1, 20), max_size=3))
     return st.lists(sample, max_size=max_samples).map(lambda samples: make_sizes(*samples))
 
@@ -41,3 +45,19 @@ def plan_of(sizes: SampleSizes, encoder_ranks: int = 1, backbone_ranks: int = 1)
         encoder_ranks=encoder_ranks,
         token_budget=TOKEN_BUDGET,
     )
+
+
+def simulated(plan: StepPlan, cost: CostModel, encoder_cost: CostModel, sync_every: SyncEvery) -> SimulatedStep:
+    """The plan's step with an encoder that trains, every lane on a rank of its own."""
+
+    def encoder_batch_time(patches: np.ndarray) -> tuple[float, float]:
+        total = encoder_cost.of_set(patches)
+        return total * FORWARD_SHARE, total * (1 - FORWARD_SHARE)
+
+    work = step_work(plan, cost.of_set, encoder_batch_time)
+    return simulate_step(work, Lanes.separate(work, sync_every=sync_every))
+
+
+def falling(lengths: list[int]) -> np.ndarray:
+    """Lengths as the packer's algorithms want them: the longest first."""
+    return np.sort(np.array(lengths, dtype=np.int64))[::-1].copy()

@@ -14,20 +14,23 @@ SCRIPT = """if True:
         sys.modules["numba"] = None
     import numpy as np
     from flowtrain_lightning.packing import CostModel
-    from flowtrain_lightning.packing.flowing import flow_rows
     from flowtrain_lightning.packing.microbatches import pack_microbatches
-    from flowtrain_lightning.packing.stream import StreamPacker, StreamSettings
-    lengths = np.minimum(np.random.default_rng(0).lognormal(2, 1, 1500).astype(np.int64) + 1, 200)
+    from flowtrain_lightning.packing.order import order_step
+    from flowtrain_lightning.packing.sample_stream import StreamSettings
+    from flowtrain_lightning.packing.stream_packer import StreamPacker
     cost = CostModel(1.0, 1 / 300, 0.0)
-    for step in StreamPacker(StreamSettings(200, 4, 2, cost), lambda start, end: lengths[start:end]):
-        print(step.step, step.samples.tolist(), step.bin_of.tolist())
+    settings = StreamSettings(token_budget=200, microbatches=16, balance_group=8, cost=cost)
+    for mean, count in ((2, 1500), (4, 300)):  # many and few samples in a microbatch
+        lengths = np.minimum(np.random.default_rng(0).lognormal(mean, 1, count).astype(np.int64) + 1, 200)
+        for step in StreamPacker(settings, lambda start, end: lengths[start:end]):
+            print(step.step, step.samples.tolist(), step.bin_of.tolist())
     for sync_every in ("microbatch", "step"):
         packed = pack_microbatches(lengths[:9], ranks=2, token_budget=200, cost=cost, sync_every=sync_every)
         print([[m.tolist() for m in of_rank] for of_rank in packed])
         short = np.arange(200) % 37 + 3
         encoder = np.where(np.arange(200) % 7 > 1, 0.7 * short, 0.0)
-        shape = dict(rows=6, ranks=2, encoder_ranks=2, budget=500, sync_every=sync_every)
-        print(flow_rows(np.arange(200) % 12, short, cost.of_each(short), encoder, **shape).tolist())
+        step = dict(positions=6, ranks=2, encoder_ranks=2, budget=500, sync_every=sync_every)
+        print(order_step(np.arange(200) % 12, short, cost.of_each(short), encoder, **step).tolist())
 """
 
 
@@ -47,21 +50,21 @@ def test_plans_are_the_same_with_and_without_numba():
     assert with_numba == without
 
 
-COUNTING = """if True:
+ANNOUNCING = """if True:
     import numpy as np
-    from flowtrain_lightning.packing.compiled import tell_of_compiling
-    from flowtrain_lightning.packing.grouping import fitting_count
-    tell_of_compiling(lambda sentence: print("another one is asked to tell"))
-    tell_of_compiling(print)
-    fitting_count(np.arange(9), 3, 20)
+    from flowtrain_lightning.packing.compiled import announce_compilation
+    from flowtrain_lightning.packing.simulator import closed_form_time
+    announce_compilation(lambda sentence: print("the announcement of the earlier call"))
+    announce_compilation(print)
+    closed_form_time(np.arange(2), np.ones((2, 1)), np.ones(2))
 """
 
 
-def test_that_loops_are_compiled_is_told_once_and_not_where_they_lie_on_the_disk(tmp_path):
+def test_compilation_is_announced_once_and_not_where_the_cache_has_the_loops(tmp_path):
     pytest.importorskip("numba")
     first, second = (
         subprocess.run(
-            [sys.executable, "-c", COUNTING],
+            [sys.executable, "-c", ANNOUNCING],
             capture_output=True,
             text=True,
             timeout=150,

@@ -1,4 +1,4 @@
-"""Samples to microbatches."""
+"""Samples to microbatches, and the same microbatches on other ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain_lightning.packing.cost import DEFAULT_COST, CostModel
-from flowtrain_lightning.packing.fitting import best_fit
-from flowtrain_lightning.packing.microbatches import SYNC_EVERY, pack_microbatches
+from flowtrain_lightning.packing import DEFAULT_COST, SYNC_EVERY, CostModel, PackingError
+from flowtrain_lightning.packing.bin_packing import best_fit
+from flowtrain_lightning.packing.microbatches import arrange, pack_microbatches
+from flowtrain_lightning.packing.sample_stream import StreamSettings
+from flowtrain_lightning.packing.stream_packer import StreamPacker
+from tests.packing.sizes import falling
 
 BUDGET = 100
 LENGTHS = st.lists(st.integers(1, BUDGET), max_size=60)
@@ -22,14 +25,14 @@ def pack(lengths, ranks=1, cost=DEFAULT_COST, token_budget=BUDGET):
 
 
 @given(LENGTHS, st.integers(1, 5))
-def test_the_count_is_the_least_that_best_fit_finds_raised_to_a_multiple_of_the_ranks(lengths, ranks):
+def test_the_count_is_that_of_best_fit_raised_to_a_multiple_of_the_ranks(lengths, ranks):
     count = sum(len(of_rank) for of_rank in pack(lengths, ranks))
-    _, least = best_fit(np.sort(np.array(lengths, dtype=np.int64))[::-1].copy(), BUDGET, len(lengths))
+    _, least = best_fit(falling(lengths), BUDGET, len(lengths))
     assert count % ranks == 0
     assert max(1, least) <= count < max(1, least) + ranks
 
 
-def test_where_there_is_room_microbatches_cost_the_same():
+def test_where_the_budget_allows_microbatches_cost_the_same():
     lengths = [40, 40, 20, 20, 10, 10, 30, 30]
     cost = CostModel(linear=1.0, quadratic=0.0, constant=0.0)
     assert [[sum(lengths[i] for i in m) for m in of_rank] for of_rank in pack(lengths, 3, cost)] == [[70], [70], [60]]
@@ -42,12 +45,12 @@ def test_a_long_sequence_is_balanced_by_cost_and_not_by_tokens():
     assert second.tolist() == [1, 2, 3, 4]
 
 
-def test_where_going_by_cost_wastes_the_room_best_fit_stands():
+def test_where_going_by_cost_wastes_the_budget_best_fit_stands():
     ((first, second),) = pack([60, 50, 40, 30, 20])
     assert [first.tolist(), second.tolist()] == [[0, 2], [1, 3, 4]]
 
 
-def test_ranks_total_alike_because_positions_are_dealt_like_a_snake():
+def test_ranks_total_alike_since_each_takes_its_turn_with_the_costliest():
     lengths = [100, 90, 80, 70]
     cost = CostModel(linear=1.0, quadratic=0.0, constant=0.0)
     totals = [sum(lengths[i] for members in of_rank for i in members) for of_rank in pack(lengths, 2, cost)]
@@ -120,9 +123,69 @@ def test_every_sample_is_packed_once_within_the_budget(lengths, ranks, sync_ever
     assert len({len(of_rank) for of_rank in packed}) == 1
 
 
-def test_ranks_that_meet_once_a_step_total_the_same_even_with_a_dear_sample():
+def test_ranks_that_synchronise_once_a_step_total_alike_beside_an_outlier():
     lengths = [BUDGET, *np.random.default_rng(0).integers(1, 12, 120).tolist()]
     cost = CostModel(linear=1.0, quadratic=1 / 150, constant=0.0)
     packed = pack_microbatches(np.array(lengths), ranks=4, token_budget=BUDGET, cost=cost, sync_every="step")
     mean = cost.of_each(np.array(lengths)).sum() / 4
     assert time_of(packed, lengths, cost, "step") <= 1.001 * mean
+
+
+STREAM_BUDGET, STREAM_COST = 256, CostModel(linear=1.0, quadratic=1.0 / 384, constant=0.0)
+
+
+def stream_steps():
+    lengths = np.minimum(np.random.default_rng(3).lognormal(2.2, 0.8, 6000).astype(np.int64) + 1, STREAM_BUDGET)
+    settings = StreamSettings(token_budget=STREAM_BUDGET, microbatches=16, balance_group=8, cost=STREAM_COST)
+    return StreamPacker(settings, lambda start, end: lengths[start:end])
+
+
+def arranged(step, ranks, sync_every):
+    return arrange(
+        step.tokens,
+        STREAM_COST.of_each(step.tokens),
+        step.bin_of,
+        microbatches=16,
+        group_size=8,
+        ranks=ranks,
+        budget=STREAM_BUDGET,
+        sync_every=sync_every,
+    )
+
+
+def idle_share(loads, axis):
+    """Of ranks that wait for the costliest along an axis."""
+    return 1 - loads.mean(axis=axis).sum() / loads.max(axis=axis).sum()
+
+
+@pytest.mark.parametrize("sync_every", SYNC_EVERY)
+def test_one_two_four_and_eight_ranks_get_the_same_samples_in_every_step(sync_every):
+    for step in stream_steps():
+        for ranks in (1, 2, 4, 8):
+            bin_of = arranged(step, ranks, sync_every)
+            assert len(bin_of) == len(step.samples)
+            assert np.bincount(bin_of, step.tokens, minlength=16).max() <= STREAM_BUDGET
+            assert 0 <= bin_of.min() <= bin_of.max() < 16
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_on_any_ranks_that_synchronise_once_a_step_totals_are_alike(ranks):
+    loads = [
+        np.bincount(arranged(step, ranks, "step") % ranks, STREAM_COST.of_each(step.tokens), minlength=ranks)
+        for step in stream_steps()
+    ]
+    assert idle_share(np.array(loads), axis=1) < 0.003
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_on_any_ranks_that_synchronise_at_every_microbatch_positions_are_alike(ranks):
+    loads = [
+        np.bincount(arranged(step, ranks, "microbatch"), STREAM_COST.of_each(step.tokens), minlength=16)
+        for step in stream_steps()
+    ]
+    assert idle_share(np.array(loads).reshape(-1, 16 // ranks, ranks), axis=2) < 0.02
+
+
+def test_ranks_that_do_not_divide_the_microbatches_are_refused():
+    with pytest.raises(PackingError, match="A step of 16 microbatches cannot be dealt evenly to 3 ranks"):
+        arranged(next(stream_steps()), 3, "microbatch")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.fit import Observation
+from flowtrain_lightning.packing.cost_model import Observation
 from flowtrain_lightning.profiling import Origin, Profile, Reduction, RoleProfile
 
 ORIGIN = Origin("a.Module 12ab", "a processor", {"torch": "2"}, {"precision": "32-true"})

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flowtrain_lightning.allocator.dimensions import backbone, vision_encoder
 from flowtrain_lightning.allocator.flops import MODEL_BACKWARD, backward_work, forward_work
-from flowtrain_lightning.packing.fit import Observation, predict
+from flowtrain_lightning.packing.cost_model import Observation, predict
 from flowtrain_lightning.profiling import ProfileError, count_flops
 from flowtrain_lightning.profiling.probes import load_probes
 from recipes.quickstart.module import QuickstartVLM

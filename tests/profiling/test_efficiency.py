@@ -9,7 +9,7 @@ from flowtrain_lightning.allocator import Cluster, Workload, describe_dimensions
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.problem import Family
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.fit import Observation
+from flowtrain_lightning.packing.cost_model import Observation
 from flowtrain_lightning.profiling import Origin, Profile, ProfileError, RoleProfile, measured_efficiencies
 
 VISION = {"layers": 2, "hidden": 64, "feed_forward": 128, "heads": 4, "patch": 8, "merge": 2}

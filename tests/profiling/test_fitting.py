@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.fit import Observation, fit_cost
+from flowtrain_lightning.packing.cost_model import Observation, fit_cost
 from flowtrain_lightning.profiling.fitting import plainest_cost
 
 TRUE = CostModel(linear=1e-4, quadratic=1e-7, constant=2e-3)

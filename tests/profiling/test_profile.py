@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.fit import Observation
+from flowtrain_lightning.packing.cost_model import Observation
 from flowtrain_lightning.profiling import (
     Flops,
     Origin,

@@ -1,5 +1,0 @@
-"""What packing refuses."""
-
-
-class PackingError(ValueError):
-    """What was asked for cannot be planned."""

@@ -1,0 +1,209 @@
+"""How good a packing is: unused budget, waiting ranks, drift of composition, and what no packing could avoid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from flowtrain_lightning.packing.lower_bounds import (
+    context_parts,
+    least_idle_share,
+    least_idle_share_of_ranks,
+    least_step_time,
+)
+from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings, PackedStep, cost_of_media
+from flowtrain_lightning.packing.simulator import simulate_step
+from flowtrain_lightning.packing.step_plan import FloatArray, IntArray
+from flowtrain_lightning.packing.step_work import FORWARD_SHARE, EncoderWork, Lanes, StepWork
+
+_SIMULATED_STEPS = 50
+"""Steps that are simulated for ``flow_gap``, evenly chosen."""
+
+
+def evaluate(
+    plan: OfflinePlan, tokens: IntArray, media_start: IntArray, media_cost: FloatArray, settings: OfflineSettings
+) -> dict[str, float]:
+    """Every figure of a plan by name; idle figures and bounds in percent.
+
+    Args:
+        plan: the packing.
+        tokens: ``[samples]`` tokens of each sequence.
+        media_start: ``[samples + 1]`` the media items of sample ``i`` are ``media_start[i]:media_start[i + 1]``.
+        media_cost: ``[media items]`` what encoding each costs, in the unit of ``settings.cost``.
+        settings: how the plan was made.
+    """
+    figures: dict[str, float] = {"steps": len(plan.steps), "samples_left": len(plan.left)}
+    if plan.steps:
+        costs, encoder_cost = settings.cost.of_each(tokens), cost_of_media(media_start, media_cost)
+        positions = max(step.positions for step in plan.steps)
+        quantities = (costs, encoder_cost, tokens, np.ones(len(tokens)))
+        cost, encoder, filled, samples = (
+            np.array([_grid(step, values, positions, settings.ranks) for step in plan.steps]) for values in quantities
+        )
+        figures |= measure(cost, encoder, filled, samples, settings.token_budget).as_dict()
+        used = sum(step.positions for step in plan.steps) * settings.ranks
+        figures["pad"] = 100 * (1 - filled.sum() / (used * settings.token_budget))
+        loads = [[sum(media_cost[batch].sum() for batch in rank) for rank in s.encoder_batches] for s in plan.steps]
+        figures["encoder_idle"] = encoder_idle(np.array(loads))
+        delays = np.concatenate([step.delay for step in plan.steps])
+        figures["max_delay_seen"] = int(delays.max())
+        figures["p999_delay"] = float(np.quantile(delays, 0.999))
+        figures["mean_delay"] = float(delays.mean())
+        figures |= _flow(plan, costs, encoder_cost, media_start, media_cost, settings)
+        figures["samples_to_split"] = sum(
+            int((context_parts(tokens[s.samples], settings.cost, microbatches=s.positions * settings.ranks) > 1).sum())
+            for s in plan.steps
+        )
+        figures["bound"] = 100 * _bound(plan, tokens, figures["pad"] / 100, settings)
+    figures["microseconds_per_sample"] = 1e6 * plan.seconds / max(1, len(tokens))
+    return figures
+
+
+@dataclass(frozen=True)
+class PackingMetrics:
+    """Figures of some steps; all but ``imb``, ``imb_position`` and ``mixcv`` in percent. Less is better.
+
+    Idle figures are ratios of sums over all steps, not means of ratios.
+
+    Attributes:
+        pad: unused token budget.
+        imb: costliest microbatch of a step / mean one, mean over steps.
+        imb_position: costliest microbatch of a position / mean one, mean over positions and steps.
+        idle_sync: time that ranks wait if they synchronise at every microbatch.
+        idle_acc: time that ranks wait if they synchronise once a step.
+        idle_enc: ``idle_sync`` with the encoder's cost of what the microbatches read.
+        idle_two: waiting if an encoder phase and a backbone phase each synchronise at every microbatch.
+        mixcv: standard deviation / mean, over steps, of the samples per microbatch.
+        over: microbatches over the token budget.
+    """
+
+    pad: float
+    imb: float
+    imb_position: float
+    idle_sync: float
+    idle_acc: float
+    idle_enc: float
+    idle_two: float
+    mixcv: float
+    over: float
+
+    def as_dict(self) -> dict[str, float]:
+        """Name -> figure."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+def measure(
+    cost: FloatArray, encoder_cost: FloatArray, tokens: FloatArray, samples: FloatArray, budget: int
+) -> PackingMetrics:
+    """The metrics of steps that all have the same number of microbatches.
+
+    Args:
+        cost: ``[steps, positions, ranks]`` backbone cost of each microbatch.
+        encoder_cost: ``[steps, positions, ranks]`` encoder cost of what each reads.
+        tokens: ``[steps, positions, ranks]`` tokens of each.
+        samples: ``[steps, positions, ranks]`` samples of each.
+        budget: the most tokens of a microbatch.
+    """
+    ranks = cost.shape[2]
+    per_step = samples.mean(axis=(1, 2))
+    both = (cost.sum() + encoder_cost.sum()) / ranks
+    return PackingMetrics(
+        pad=100 * (1 - tokens.mean() / budget),
+        imb=_mean_ratio(cost.reshape(len(cost), -1)),
+        imb_position=_mean_ratio(cost),
+        idle_sync=_idle(cost.sum() / ranks, cost.max(axis=2).sum()),
+        idle_acc=_idle(cost.sum() / ranks, cost.sum(axis=1).max(axis=1).sum()),
+        idle_enc=_idle(encoder_cost.sum() / ranks, encoder_cost.max(axis=2).sum()),
+        idle_two=_idle(both, (cost.max(axis=2) + encoder_cost.max(axis=2)).sum()),
+        mixcv=float(per_step.std() / per_step.mean()),
+        over=100 * float((tokens > budget).mean()),
+    )
+
+
+def encoder_idle(loads: FloatArray) -> float:
+    """Percent of their time that encoder ranks wait if they synchronise once a step.
+
+    Args:
+        loads: ``[steps, encoder ranks]`` encoder cost of each rank.
+    """
+    return _idle(loads.sum() / loads.shape[1], loads.max(axis=1).sum())
+
+
+def _idle(busy: float, time: float) -> float:
+    return 100 * float(1 - busy / time) if time > 0 else 0.0
+
+
+def _mean_ratio(loads: FloatArray) -> float:
+    mean = loads.mean(axis=-1)
+    return float(np.where(mean > 0, loads.max(axis=-1) / np.where(mean > 0, mean, 1), 1.0).mean())
+
+
+def _grid(step: PackedStep, values: IntArray | FloatArray, positions: int, ranks: int) -> FloatArray:
+    """``[positions, ranks]`` the sum of some quantity of the samples of each microbatch."""
+    sums = np.bincount(step.bin_of, values[step.samples], minlength=positions * ranks)
+    return sums.astype(np.float64).reshape(positions, ranks)
+
+
+def _flow(
+    plan: OfflinePlan,
+    costs: FloatArray,
+    encoder_cost: FloatArray,
+    media_start: IntArray,
+    media_cost: FloatArray,
+    settings: OfflineSettings,
+) -> dict[str, float]:
+    """Percent by which steps are longer than the work of their busiest lane, with an encoder that trains.
+
+    Where ranks synchronise at every microbatch, also the least that any swaps between these microbatches could reach.
+    """
+    is_synchronised = settings.sync_every == "microbatch"
+    makespan = work = least = 0.0
+    owner = np.repeat(np.arange(len(media_start) - 1), np.diff(media_start))
+    chosen = np.unique(np.linspace(0, len(plan.steps) - 1, _SIMULATED_STEPS).astype(int))
+    for step in (plan.steps[number] for number in chosen.tolist()):
+        grid = np.zeros((step.positions, settings.ranks))
+        np.add.at(grid.ravel(), step.bin_of, costs[step.samples])
+        batches = []
+        for of_rank in step.encoder_batches:
+            works = []
+            for batch in of_rank:
+                bins = np.unique(step.bin_of[np.searchsorted(step.samples, owner[batch])])
+                readers = tuple((int(b % settings.ranks), int(b // settings.ranks)) for b in bins)
+                total = float(media_cost[batch].sum())
+                works.append(EncoderWork(total * FORWARD_SHARE, total * (1 - FORWARD_SHARE), readers))
+            batches.append(works)
+        step_work = StepWork(grid.T.tolist(), batches)
+        found = simulate_step(step_work, Lanes.separate(step_work, sync_every=settings.sync_every))
+        makespan, work = makespan + found.makespan, work + found.work
+        if is_synchronised:
+            own = step.samples
+            least += least_step_time(grid, costs[own], encoder_cost[own], encoder_ranks=settings.encoder_ranks)
+    if not work:
+        return {"flow_gap": 0.0}
+    bound = {"flow_bound": 100 * max(0.0, least / work - 1)} if is_synchronised else {}
+    return {"flow_gap": 100 * (makespan / work - 1)} | bound
+
+
+def _bound(plan: OfflinePlan, tokens: IntArray, pad: float, settings: OfflineSettings) -> float:
+    """The least idle share for these samples and settings, with the same samples left over and the same padding."""
+    if settings.sync_every == "step":
+        costs = [settings.cost.of_each(tokens[step.samples]) for step in plan.steps]
+        return least_idle_share_of_ranks(costs, settings.ranks)
+    packed = np.sort(np.concatenate([step.samples for step in plan.steps]))
+    if settings.batch_unit == "samples":
+        step_of = np.arange(len(packed)) // (settings.global_batch_size or 1)
+        reach = 0
+    else:
+        bins = (settings.microbatches or 1) * settings.ranks
+        ahead = np.cumsum(tokens[packed]) - tokens[packed]
+        step_of = np.floor(ahead / (bins * settings.token_budget * (1 - pad)))
+        reach = settings.max_delay + min(settings.lookahead, settings.max_delay)
+    return least_idle_share(
+        tokens[packed],
+        step_of.astype(np.float64),
+        settings.cost,
+        group_size=settings.ranks,
+        budget=settings.token_budget,
+        reach=reach,
+    )

@@ -1,0 +1,139 @@
+"""What a packer takes and gives: the sizes of samples, and the plan of one step (numpy only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+Microbatches = tuple[tuple[IntArray, ...], ...]
+"""``[backbone rank][position]`` -> sample numbers."""
+
+EncoderBatches = tuple[tuple[IntArray, ...], ...]
+"""``[encoder rank][position]`` -> media item numbers."""
+
+SyncEvery = Literal["microbatch", "step"]
+"""How often backbone ranks wait for each other: at every microbatch (FSDP, tensor and pipeline parallelism), or once a
+step (replicas)."""
+
+SYNC_EVERY: tuple[str, ...] = get_args(SyncEvery)
+
+
+class PackingError(ValueError):
+    """What was asked for cannot be packed."""
+
+
+@dataclass(frozen=True)
+class SampleSizes:
+    """Sizes of some samples, as one array per quantity.
+
+    Attributes:
+        tokens: ``[samples]`` tokens of each sequence, media tokens included.
+        targets: ``[samples]`` tokens that carry loss.
+        media_start: ``[samples + 1]`` the media items of sample ``i`` are ``media_start[i]:media_start[i + 1]``.
+        media_rows: ``[media items]`` rows of features, that is backbone tokens, of each media item.
+        media_patches: ``[media items]`` encoder patches of each media item.
+    """
+
+    tokens: IntArray
+    targets: IntArray
+    media_start: IntArray
+    media_rows: IntArray
+    media_patches: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def media_sample(self) -> IntArray:
+        """``[media items]`` the sample that owns each media item."""
+        return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.media_start))
+
+    def select(self, samples: IntArray) -> SampleSizes:
+        """The sizes of ``samples``, in that order (an index may occur twice)."""
+        counts = np.diff(self.media_start)[samples]
+        start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        media = np.repeat(self.media_start[samples] - start[:-1], counts) + np.arange(start[-1], dtype=np.int64)
+        return SampleSizes(
+            tokens=self.tokens[samples],
+            targets=self.targets[samples],
+            media_start=start,
+            media_rows=self.media_rows[media],
+            media_patches=self.media_patches[media],
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one encoder batch hands to one microbatch: the unit that passes through the pool.
+
+    Attributes:
+        encoder_rank: who encodes, counted within the encoder role.
+        encoder_batch: position in that rank's order.
+        backbone_rank: who reads, counted within the backbone role.
+        microbatch: position in that rank's order.
+        media: ``[n]`` the step's media item numbers, adjacent in the encoder batch.
+        rows: rows of features in all.
+    """
+
+    encoder_rank: int
+    encoder_batch: int
+    backbone_rank: int
+    microbatch: int
+    media: IntArray
+    rows: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Who encodes and who reads what in one step. Equal on all ranks.
+
+    Attributes:
+        samples: ``[n]`` indices into the data set, in sampler order.
+        sizes: the sizes of these samples; media items are numbered in this order.
+        microbatches: ``[backbone rank][position]`` -> indices into ``samples``. Every rank has as many microbatches;
+            some may be empty.
+        encoder_batches: ``[encoder rank][position]`` -> media item numbers, grouped by the microbatch that reads them.
+            On one encoder rank the positions of the reading microbatches never fall from one batch to the next: this
+            is why the order of the step cannot block in the pool.
+    """
+
+    samples: IntArray
+    sizes: SampleSizes
+    microbatches: Microbatches
+    encoder_batches: EncoderBatches
+
+    @cached_property
+    def readers(self) -> tuple[IntArray, IntArray]:
+        """The backbone rank, and the position of its microbatch, that reads each media item: two ``[media items]``."""
+        rank_of = np.empty(len(self.samples), dtype=np.int64)
+        position_of = np.empty(len(self.samples), dtype=np.int64)
+        for rank, microbatches in enumerate(self.microbatches):
+            for position, members in enumerate(microbatches):
+                rank_of[members] = rank
+                position_of[members] = position
+        owner = self.sizes.media_sample
+        return rank_of[owner], position_of[owner]
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries of the step in a fixed order; the index of an entry is its number."""
+        ranks, positions = (of_media.tolist() for of_media in self.readers)
+        media_rows = self.sizes.media_rows
+        found: list[Entry] = []
+        for encoder_rank, batches in enumerate(self.encoder_batches):
+            for number, media in enumerate(batches):
+                start, readers = 0, [(ranks[item], positions[item]) for item in media.tolist()]
+                for end, reader in enumerate(readers, 1):
+                    if end == len(readers) or readers[end] != reader:
+                        members = media[start:end]
+                        found.append(Entry(encoder_rank, number, *reader, members, int(media_rows[members].sum())))
+                        start = end
+        return tuple(found)

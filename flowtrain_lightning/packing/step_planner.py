@@ -1,0 +1,188 @@
+"""The plan of one step: sizes of samples in, who encodes and who reads what out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import numpy as np
+
+from flowtrain_lightning.packing.cost_model import DEFAULT_COST, CostModel
+from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches
+from flowtrain_lightning.packing.microbatches import as_microbatches, pack_microbatches
+from flowtrain_lightning.packing.order import media_order, order_step
+from flowtrain_lightning.packing.step_plan import (
+    EncoderBatches,
+    FloatArray,
+    IntArray,
+    Microbatches,
+    PackingError,
+    SampleSizes,
+    StepPlan,
+    SyncEvery,
+)
+
+
+def plan_step(
+    sizes: SampleSizes,
+    samples: IntArray,
+    *,
+    backbone_ranks: int,
+    encoder_ranks: int,
+    token_budget: int,
+    local: bool = False,
+    colocated_encoder_ranks: Sequence[int] | None = None,
+    cost: CostModel = DEFAULT_COST,
+    encoder_cost: CostModel | None = None,
+    sync_every: SyncEvery = "microbatch",
+    microbatches: Microbatches | None = None,
+) -> StepPlan:
+    """Plan one step. The same arguments give the same plan on every rank and machine.
+
+    Args:
+        sizes: sizes of ``samples``, in that order.
+        samples: ``[n]`` indices into the data set, in sampler order.
+        backbone_ranks: data-parallel ranks of the backbone role.
+        encoder_ranks: data-parallel ranks of the encoder role.
+        token_budget: the most tokens of one microbatch.
+        local: every rank encodes just the media items that it reads, one encoder batch (perhaps empty) per microbatch.
+        colocated_encoder_ranks: for each backbone rank the encoder rank on the same rank, or -1: there its media items
+            are encoded unless balance moves them. None where no rank does both.
+        cost: what a packed set of sequences costs the backbone.
+        encoder_cost: what a set of media items costs the encoder, by patches and in the unit of ``cost``. With it media
+            items are dealt by cost, positions come in the order that makes the step shortest, and samples of equal
+            length are swapped between positions where that makes it shorter still. None deals media items by patches,
+            and orders positions by how much media they read.
+        sync_every: how often backbone ranks wait for each other.
+        microbatches: the microbatches, if they are made already: they are put in order, and media items dealt. None
+            packs as many as are needed.
+
+    Raises:
+        PackingError: a number of ranks or a budget below 1, sizes of other samples, a sample over the token budget,
+            ``colocated_encoder_ranks`` of other ranks, or ``local`` with unequal numbers of ranks.
+    """
+    _refuse_bad_ranks(backbone_ranks, encoder_ranks, token_budget, local, colocated_encoder_ranks)
+    _refuse_bad_samples(sizes, samples, token_budget)
+    if microbatches is None:
+        microbatches = pack_microbatches(
+            sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, sync_every=sync_every
+        )
+    media_costs = sizes.media_patches.astype(np.float64)
+    if encoder_cost is not None:
+        media_costs = encoder_cost.of_each(sizes.media_patches)
+    if encoder_cost is None or local or colocated_encoder_ranks is not None:
+        # A rank with both lanes never waits for itself, so little is to be gained by a search.
+        order = media_order(_media_per_position(microbatches, sizes))
+        microbatches = tuple(tuple(of_rank[position] for position in order) for of_rank in microbatches)
+    else:
+        microbatches = _ordered(microbatches, sizes, encoder_ranks, token_budget, cost, media_costs, sync_every)
+    rank, position = StepPlan(samples, sizes, microbatches, ()).readers
+    if local:
+        batches = local_encoder_batches(rank, position, ranks=backbone_ranks, positions=len(microbatches[0]))
+    else:
+        batches = pack_encoder_batches(
+            media_costs,
+            rank,
+            position,
+            encoder_ranks=encoder_ranks,
+            colocated_encoder_ranks=colocated_encoder_ranks,
+        )
+    return StepPlan(samples, sizes, _by_source(microbatches, batches, sizes), batches)
+
+
+def _ordered(
+    microbatches: Microbatches,
+    sizes: SampleSizes,
+    encoder_ranks: int,
+    token_budget: int,
+    cost: CostModel,
+    media_costs: FloatArray,
+    sync_every: SyncEvery,
+) -> Microbatches:
+    """The microbatches in the order that makes the step shortest, after swaps that make it shorter still."""
+    ranks, positions = len(microbatches), len(microbatches[0])
+    bin_of = np.empty(len(sizes), dtype=np.int64)
+    for rank, of_rank in enumerate(microbatches):
+        for position, members in enumerate(of_rank):
+            bin_of[members] = position * ranks + rank
+    encoder = np.zeros(len(sizes))
+    np.add.at(encoder, sizes.media_sample, media_costs)
+    ordered = order_step(
+        bin_of,
+        sizes.tokens,
+        cost.weight_of_each(sizes.tokens),
+        encoder,
+        positions=positions,
+        ranks=ranks,
+        encoder_ranks=encoder_ranks,
+        budget=token_budget,
+        sync_every=sync_every,
+    )
+    return as_microbatches(ordered, positions, ranks)
+
+
+def _media_per_position(microbatches: Microbatches, sizes: SampleSizes) -> IntArray:
+    """``[positions]`` patches of the media items that all ranks together read at each position."""
+    patches = np.zeros(len(sizes), dtype=np.int64)
+    np.add.at(patches, sizes.media_sample, sizes.media_patches)
+    at_each = zip(*microbatches, strict=True)
+    return np.array([sum(patches[members].sum() for members in of_ranks) for of_ranks in at_each])
+
+
+def _by_source(microbatches: Microbatches, batches: EncoderBatches, sizes: SampleSizes) -> Microbatches:
+    """The same microbatches, with sequences side by side whose features come from one encoder batch.
+
+    What one batch hands to a microbatch is then copied in one piece. Sequences without media come first.
+    """
+    batch_of = np.zeros(len(sizes.media_rows), dtype=np.int64)
+    for number, media in enumerate(batch for of_ranks in zip_longest(*batches) for batch in of_ranks):
+        if media is not None:
+            batch_of[media] = number
+    source = np.full(len(sizes), -1)
+    has_media = np.diff(sizes.media_start) > 0
+    source[has_media] = batch_of[sizes.media_start[:-1][has_media]]
+    return tuple(
+        tuple(members[np.argsort(source[members], kind="stable")] for members in of_rank) for of_rank in microbatches
+    )
+
+
+def _refuse_bad_ranks(
+    backbone_ranks: int,
+    encoder_ranks: int,
+    token_budget: int,
+    local: bool,
+    colocated_encoder_ranks: Sequence[int] | None,
+) -> None:
+    least_one = {"backbone_ranks": backbone_ranks, "encoder_ranks": encoder_ranks, "token_budget": token_budget}
+    for name, value in least_one.items():
+        if value < 1:
+            raise PackingError(f"{name} is {value}; it must be at least 1.")
+    if local and backbone_ranks != encoder_ranks:
+        raise PackingError(
+            f"local=True lets every rank encode what it reads, but there are {backbone_ranks} backbone ranks and "
+            f"{encoder_ranks} encoder ranks; make the numbers equal."
+        )
+    if colocated_encoder_ranks is not None and (
+        len(colocated_encoder_ranks) != backbone_ranks
+        or not all(-1 <= rank < encoder_ranks for rank in colocated_encoder_ranks)
+    ):
+        raise PackingError(
+            f"colocated_encoder_ranks is {tuple(colocated_encoder_ranks)}; it must name an encoder rank below "
+            f"{encoder_ranks}, or -1, for each of the {backbone_ranks} backbone ranks."
+        )
+
+
+def _refuse_bad_samples(sizes: SampleSizes, samples: IntArray, token_budget: int) -> None:
+    if len(sizes) != len(samples):
+        raise PackingError(
+            f"There are {len(samples)} samples but sizes of {len(sizes)}; give the sizes of each sample."
+        )
+    too_long = np.flatnonzero(sizes.tokens > token_budget)
+    if len(too_long):
+        first = int(too_long[0])
+        start, end = sizes.media_start[first : first + 2].tolist()
+        raise PackingError(
+            f"Sample {samples[first]} has {sizes.tokens[first]} tokens ({sizes.media_rows[start:end].sum()} of them "
+            f"from its media), more than the token budget of {token_budget}; "
+            "raise the budget, or drop or shorten the sample."
+        )

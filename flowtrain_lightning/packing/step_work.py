@@ -1,0 +1,109 @@
+"""What the lanes of a step compute, and on which ranks: what the simulator simulates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, SyncEvery
+
+FORWARD_SHARE = 1 / 3
+"""The forward's share of what an encoder batch costs when the encoder trains: a backward is two forwards."""
+
+
+@dataclass(frozen=True)
+class EncoderWork:
+    """One encoder batch.
+
+    Attributes:
+        forward: time of its forward.
+        backward: time of its backward; 0 where the encoder does not train.
+        readers: ``(backbone lane, position)`` of the microbatches that read it.
+        recomputed: nothing is kept of its forward, which runs again before its backward.
+    """
+
+    forward: float
+    backward: float
+    readers: tuple[tuple[int, int], ...]
+    recomputed: bool = False
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What there is to compute in one step.
+
+    Attributes:
+        microbatches: ``[backbone lane][position]`` time of forward and backward together.
+        encoder_batches: ``[encoder lane][number]``, without the empty ones.
+    """
+
+    microbatches: Sequence[Sequence[float]]
+    encoder_batches: Sequence[Sequence[EncoderWork]]
+
+
+def step_work(
+    plan: StepPlan,
+    microbatch_time: Callable[[IntArray], float],
+    encoder_batch_time: Callable[[IntArray], tuple[float, float]],
+    recomputed: Sequence[Collection[int]] | None = None,
+) -> StepWork:
+    """What a plan has its lanes compute.
+
+    Args:
+        plan: who encodes and who reads what.
+        microbatch_time: time of forward and backward together, by the tokens of its sequences.
+        encoder_batch_time: time of forward and of backward, by the patches of its media items.
+        recomputed: for each encoder rank the positions of its recomputed batches; None for none.
+    """
+    readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for entry in plan.entries:
+        readers.setdefault((entry.encoder_rank, entry.encoder_batch), []).append(
+            (entry.backbone_rank, entry.microbatch)
+        )
+    sizes = plan.sizes
+    encoder_batches = [
+        [
+            EncoderWork(
+                *encoder_batch_time(sizes.media_patches[media]),
+                readers=tuple(readers[rank, position]),
+                recomputed=recomputed is not None and position in recomputed[rank],
+            )
+            for position, media in enumerate(batches)
+            if len(media)
+        ]
+        for rank, batches in enumerate(plan.encoder_batches)
+    ]
+    microbatches = [[microbatch_time(sizes.tokens[m]) if len(m) else 0.0 for m in rank] for rank in plan.microbatches]
+    return StepWork(microbatches, encoder_batches)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Who computes, and what the simulator's rules leave open.
+
+    Attributes:
+        backbone: the rank of each backbone lane.
+        encoder: the rank of each encoder lane.
+        sync_every: how often backbone lanes wait for each other.
+        kept_batches: encoder batches per lane whose activations may be kept at a time; None sets no limit.
+        encoder_first: no microbatch begins before all encoder forwards of the step are done.
+        steps_ahead: later steps that ranks which only encode may have begun; 0 where the encoder trains.
+    """
+
+    backbone: tuple[int, ...]
+    encoder: tuple[int, ...]
+    sync_every: SyncEvery
+    kept_batches: int | None = None
+    encoder_first: bool = False
+    steps_ahead: int = 0
+
+    @classmethod
+    def separate(cls, work: StepWork, *, sync_every: SyncEvery, kept_batches: int | None = None) -> Lanes:
+        """Every lane of ``work`` on a rank of its own."""
+        backbone, encoder = len(work.microbatches), len(work.encoder_batches)
+        return cls(tuple(range(backbone)), tuple(range(backbone, backbone + encoder)), sync_every, kept_batches)
+
+    @property
+    def ranks(self) -> set[int]:
+        """All ranks that have a lane."""
+        return {*self.backbone, *self.encoder}

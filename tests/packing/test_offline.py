@@ -1,0 +1,64 @@
+"""A whole data set packed at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain_lightning.packing import SYNC_EVERY, CostModel, PackingError
+from flowtrain_lightning.packing.offline import BATCH_UNITS, OfflineSettings, pack_offline
+
+COST = CostModel(1.0, 0.01, 0.0)
+
+
+def packed(tokens, media=None, **changes):
+    tokens = np.array(tokens, dtype=np.int64)
+    media = media or [[]] * len(tokens)
+    media_start = np.cumsum([0, *map(len, media)])
+    media_cost = np.concatenate([[], *media])
+    given = {"token_budget": 100, "ranks": 2, "cost": COST, "microbatches": 2, "global_batch_size": 8}
+    return pack_offline(tokens, media_start, media_cost, OfflineSettings(**{**given, **changes}))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(1, 100), st.lists(st.floats(0, 50), max_size=2)), max_size=60),
+    st.sampled_from(BATCH_UNITS),
+    st.sampled_from(SYNC_EVERY),
+)
+def test_every_sample_and_its_media_are_in_one_step_or_left(samples, batch_unit, sync_every):
+    tokens, media = [tokens for tokens, _ in samples], [media for _, media in samples]
+    plan = packed(tokens, media, batch_unit=batch_unit, sync_every=sync_every, encoder_ranks=2)
+    start = np.cumsum([0, *map(len, media)])
+    in_steps = [sample for step in plan.steps for sample in step.samples.tolist()]
+    assert sorted(in_steps + plan.left.tolist()) == list(range(len(tokens)))
+    for step in plan.steps:
+        encoded = sorted(item for of_rank in step.encoder_batches for batch in of_rank for item in batch.tolist())
+        assert encoded == [item for sample in step.samples for item in range(start[sample], start[sample + 1])]
+        assert np.bincount(step.bin_of, np.array(tokens)[step.samples]).max() <= 100
+
+
+def test_a_step_of_samples_takes_them_in_order():
+    plan = packed([10] * 20)
+    assert [step.samples.tolist() for step in plan.steps] == [list(range(8)), list(range(8, 16))]
+    assert plan.left.tolist() == [16, 17, 18, 19]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "media", "changes", "words"),
+    [
+        ([5, 0], None, {}, "Sample 1 has 0 tokens; every sample needs at least 1"),
+        ([5, 101], None, {}, "Sample 1 has 101 tokens, more than the token budget of 100"),
+        ([5], [[float("nan")]], {}, "The cost of media item 0 is nan"),
+        ([5], None, {"ranks": 0}, "ranks is 0; it must be at least 1"),
+        ([5], None, {"sync_every": "never"}, "sync_every is 'never'; choose 'microbatch' or 'step'"),
+        ([5], None, {"batch_unit": "tokens", "microbatches": None}, "set microbatches"),
+        ([5], None, {"global_batch_size": None}, "set global_batch_size"),
+        ([5], None, {"batch_unit": "tokens", "balance_group": 3}, "choose a balance_group that divides 4"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(tokens, media, changes, words):
+    with pytest.raises(PackingError, match=words):
+        packed(tokens, media, **changes)

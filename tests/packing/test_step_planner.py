@@ -1,0 +1,209 @@
+"""The plan of one step: what every plan promises, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain_lightning.packing import SYNC_EVERY, CostModel, PackingError, StepPlan
+from flowtrain_lightning.packing.step_planner import plan_step
+from tests.packing.sizes import RANKS, TOKEN_BUDGET, make_sizes, simulated, sizes_strategy
+
+
+def plan(sizes, backbone_ranks=2, encoder_ranks=2, **settings) -> StepPlan:
+    samples = np.arange(len(sizes), dtype=np.int64) + 1000
+    settings = {"token_budget": TOKEN_BUDGET, **settings}
+    return plan_step(sizes, samples, backbone_ranks=backbone_ranks, encoder_ranks=encoder_ranks, **settings)
+
+
+@given(sizes_strategy(), RANKS, RANKS)
+def test_every_sample_is_computed_once_within_the_budget(sizes, backbone_ranks, encoder_ranks):
+    step = plan(sizes, backbone_ranks, encoder_ranks)
+    members = [microbatch for of_rank in step.microbatches for microbatch in of_rank]
+    assert len(step.microbatches) == backbone_ranks
+    assert sorted(np.concatenate(members).tolist()) == list(range(len(sizes)))
+    assert all(sizes.tokens[microbatch].sum() <= TOKEN_BUDGET for microbatch in members)
+    assert len({len(of_rank) for of_rank in step.microbatches}) == 1
+
+
+@given(sizes_strategy(), RANKS, RANKS)
+def test_every_media_item_is_encoded_once(sizes, backbone_ranks, encoder_ranks):
+    step = plan(sizes, backbone_ranks, encoder_ranks)
+    encoded = [item for of_rank in step.encoder_batches for batch in of_rank for item in batch.tolist()]
+    assert len(step.encoder_batches) == encoder_ranks
+    assert sorted(encoded) == list(range(len(sizes.media_rows)))
+
+
+@given(sizes_strategy(), RANKS, RANKS)
+def test_readers_positions_never_fall_and_each_reader_is_one_group(sizes, backbone_ranks, encoder_ranks):
+    step = plan(sizes, backbone_ranks, encoder_ranks)
+    ranks, positions = step.readers
+    for of_rank in step.encoder_batches:
+        in_order = [position for batch in of_rank for position in positions[batch].tolist()]
+        assert in_order == sorted(in_order)
+        for batch in of_rank:
+            readers = list(zip(positions[batch].tolist(), ranks[batch].tolist(), strict=True))
+            changes = sum(a != b for a, b in pairwise(readers))
+            assert changes == len(set(readers)) - 1
+
+
+@given(sizes_strategy(), RANKS, RANKS, st.booleans())
+def test_entries_hold_all_media_exactly_and_rows_add_up(sizes, backbone_ranks, encoder_ranks, local):
+    step = plan(sizes, backbone_ranks, backbone_ranks if local else encoder_ranks, local=local)
+    ranks, positions = step.readers
+    assert sorted(media for entry in step.entries for media in entry.media.tolist()) == list(
+        range(len(sizes.media_rows))
+    )
+    for entry in step.entries:
+        assert entry.rows == sizes.media_rows[entry.media].sum()
+        assert set(ranks[entry.media].tolist()) == {entry.backbone_rank}
+        assert set(positions[entry.media].tolist()) == {entry.microbatch}
+        batch = step.encoder_batches[entry.encoder_rank][entry.encoder_batch]
+        assert set(entry.media.tolist()) <= set(batch.tolist())
+    keys = [(e.encoder_rank, e.encoder_batch, e.backbone_rank, e.microbatch) for e in step.entries]
+    assert len(set(keys)) == len(keys)
+
+
+@given(sizes_strategy(), RANKS)
+def test_local_plans_encode_where_they_read(sizes, ranks):
+    step = plan(sizes, ranks, ranks, local=True)
+    owner = sizes.media_sample
+    for microbatches, batches in zip(step.microbatches, step.encoder_batches, strict=True):
+        for members, media in zip(microbatches, batches, strict=True):
+            assert media.tolist() == [m for m, sample in enumerate(owner) if sample in members]
+
+
+@given(sizes_strategy(), RANKS, RANKS)
+def test_the_same_arguments_give_the_same_plan(sizes, backbone_ranks, encoder_ranks):
+    one, other = plan(sizes, backbone_ranks, encoder_ranks), plan(sizes, backbone_ranks, encoder_ranks)
+    for ours, theirs in [(one.microbatches, other.microbatches), (one.encoder_batches, other.encoder_batches)]:
+        assert [[a.tolist() for a in of_rank] for of_rank in ours] == [
+            [a.tolist() for a in of_rank] for of_rank in theirs
+        ]
+
+
+@given(sizes_strategy(), RANKS, RANKS)
+def test_encoder_ranks_differ_by_no_more_than_one_media_item(sizes, backbone_ranks, encoder_ranks):
+    step = plan(sizes, backbone_ranks, encoder_ranks)
+    patches = [sum(int(sizes.media_patches[batch].sum()) for batch in of_rank) for of_rank in step.encoder_batches]
+    assert max(patches) - min(patches) <= max(sizes.media_patches, default=0)
+
+
+def test_positions_rich_in_media_stand_in_the_middle_on_all_ranks():
+    text, rich = (80, []), (10, [80])
+    step = plan(make_sizes(text, rich, text, rich, text, rich, text, rich), backbone_ranks=2)
+    media = [[int(np.isin(members, [1, 3, 5, 7]).sum()) for members in of_rank] for of_rank in step.microbatches]
+    assert media == [[0, 1, 1, 0], [0, 1, 1, 0]]
+
+
+def test_a_step_without_media_has_no_encoder_batch_and_no_entry():
+    step = plan(make_sizes((10, []), (20, [])))
+    assert step.encoder_batches == ((), ())
+    assert step.entries == ()
+
+
+def test_one_sample_on_several_ranks_leaves_the_others_empty():
+    step = plan(make_sizes((10, [5, 5])), backbone_ranks=3, encoder_ranks=2)
+    assert [[members.tolist() for members in of_rank] for of_rank in step.microbatches] == [[[0]], [[]], [[]]]
+    assert [entry.rows for entry in step.entries] == [5, 5]
+
+
+def test_a_giant_sample_stands_alone():
+    step = plan(make_sizes((10, [5]), (20, [80]), (10, [5])), backbone_ranks=2)
+    assert sorted(members.tolist() for of_rank in step.microbatches for members in of_rank) == [[0, 2], [1]]
+
+
+def test_the_cost_model_decides_what_is_balanced():
+    sizes = make_sizes((50, []), (30, []), (30, []), (10, []), (10, []))
+    by_tokens = plan(sizes, cost=CostModel(1.0, 0.0, 0.0))
+    by_attention = plan(sizes, cost=CostModel(0.0, 1.0, 0.0))
+    assert {int(sizes.tokens[of_rank[0]].sum()) for of_rank in by_tokens.microbatches} == {60, 70}
+    assert {int(sizes.tokens[of_rank[0]].sum()) for of_rank in by_attention.microbatches} == {50, 80}
+
+
+def test_a_sample_over_the_token_budget_is_named_with_its_sizes():
+    with pytest.raises(
+        PackingError,
+        match="Sample 1001 has 130 tokens \\(80 of them from its media\\), more than the token budget of 100",
+    ):
+        plan(make_sizes((10, []), (50, [60, 20])))
+
+
+@pytest.mark.parametrize("name", ["backbone_ranks", "encoder_ranks", "token_budget"])
+@pytest.mark.parametrize("value", [0, -2])
+def test_a_number_below_one_is_refused_by_name(name, value):
+    with pytest.raises(PackingError, match=f"{name} is {value}; it must be at least 1"):
+        plan(make_sizes((10, [])), **{name: value})
+
+
+def test_local_plans_need_as_many_encoder_ranks_as_backbone_ranks():
+    with pytest.raises(PackingError, match="2 backbone ranks and 3 encoder ranks; make the numbers equal"):
+        plan(make_sizes((10, [])), backbone_ranks=2, encoder_ranks=3, local=True)
+
+
+@pytest.mark.parametrize("colocated_encoder_ranks", [(0,), (0, 2), (0, -2)])
+def test_colocated_encoder_ranks_of_other_layouts_are_refused(colocated_encoder_ranks):
+    with pytest.raises(
+        PackingError, match="must name an encoder rank below 2, or -1, for each of the 2 backbone ranks"
+    ):
+        plan(make_sizes((10, [])), colocated_encoder_ranks=colocated_encoder_ranks)
+
+
+def test_sizes_of_other_samples_are_refused():
+    with pytest.raises(PackingError, match="There are 3 samples but sizes of 1"):
+        plan_step(make_sizes((10, [])), np.arange(3), backbone_ranks=1, encoder_ranks=1, token_budget=10)
+
+
+def pictures_and_text(seed: int, count: int = 200):
+    """Sizes of texts, captioned pictures and pages, as a vision-language mix has them."""
+    draw = np.random.default_rng(seed)
+    kinds = draw.choice(3, count, p=[0.3, 0.55, 0.15])
+    return make_sizes(
+        *[
+            (
+                int(draw.integers((80, 10, 400)[kind], (300, 40, 2000)[kind])),
+                draw.integers(200, 500, (0, 1, 1)[kind]).tolist(),
+            )
+            for kind in kinds
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sync_every", SYNC_EVERY)
+def test_with_an_encoder_cost_the_step_is_shorter_at_no_cost_of_the_backbone(seed, sync_every):
+    sizes = pictures_and_text(seed)
+    cost = CostModel(1.0, 1 / 24576, 0.0)
+    encoder_cost = CostModel(0.25, 0.0, 0.0)
+    settings = {"cost": cost, "token_budget": 4096, "sync_every": sync_every}
+    ordered = plan(sizes, 4, 2, encoder_cost=encoder_cost, **settings)
+    plain = plan(sizes, 4, 2, **settings)
+    found, usual = (simulated(step, cost, encoder_cost, sync_every) for step in (ordered, plain))
+    assert found.makespan < usual.makespan or found.makespan == pytest.approx(found.work)
+    backbone = [
+        [[sum(cost.of_each(sizes.tokens[m])) for m in of_rank] for of_rank in step.microbatches]
+        for step in (ordered, plain)
+    ]
+    time = [np.max(b, axis=0).sum() if sync_every == "microbatch" else np.sum(b, axis=1).max() for b in backbone]
+    assert time[0] <= time[1] * 1.0003
+
+
+@given(sizes_strategy(), RANKS, RANKS, st.sampled_from(SYNC_EVERY))
+def test_swaps_keep_every_sample_and_the_budget(sizes, backbone_ranks, encoder_ranks, sync_every):
+    encoder_cost = CostModel(0.2, 0.0, 0.0)
+    step = plan(sizes, backbone_ranks, encoder_ranks, encoder_cost=encoder_cost, sync_every=sync_every)
+    members = [microbatch for of_rank in step.microbatches for microbatch in of_rank]
+    assert sorted(np.concatenate(members).tolist()) == list(range(len(sizes)))
+    assert all(sizes.tokens[microbatch].sum() <= TOKEN_BUDGET for microbatch in members)
+    assert len({len(of_rank) for of_rank in step.microbatches}) == 1
+
+
+def test_ranks_that_synchronise_once_a_step_have_like_totals():
+    sizes = make_sizes(*[(tokens, []) for tokens in (90, 60, 50, 40, 30, 20, 10, 10)])
+    step = plan(sizes, backbone_ranks=2, cost=CostModel(1.0, 0.01, 0.0), sync_every="step")
+    totals = [sum(CostModel(1.0, 0.01, 0.0).of_set(sizes.tokens[m]) for m in rank) for rank in step.microbatches]
+    assert max(totals) <= 1.02 * np.mean(totals)
