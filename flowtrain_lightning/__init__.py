@@ -7,7 +7,15 @@ try:
 
     from flowtrain_lightning import models
     from flowtrain_lightning.checkpoint import FlowCheckpointIO, export_checkpoint
-    from flowtrain_lightning.data import FlowDataModule, ImageProcessor, PackedBatch, PackedMedia
+    from flowtrain_lightning.data import (
+        FlowDataModule,
+        ImageProcessor,
+        IndexConfig,
+        PackedBatch,
+        PackedMedia,
+        PackingConfig,
+        TokenSteps,
+    )
     from flowtrain_lightning.module import FlowModule
     from flowtrain_lightning.strategy import FlowTrainStrategy
 
@@ -24,8 +32,11 @@ __all__ = [
     "FlowModule",
     "FlowTrainStrategy",
     "ImageProcessor",
+    "IndexConfig",
     "PackedBatch",
     "PackedMedia",
+    "PackingConfig",
+    "TokenSteps",
     "export_checkpoint",
     "models",
 ]

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowtrain_lightning.allocator.roles import ROLES
-from flowtrain_lightning.compute.compute import Features
 from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
-from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
+from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, StepBatch
 from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
 
 # What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.

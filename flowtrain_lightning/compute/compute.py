@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
-from flowtrain_lightning.data import PackedBatch, PackedMedia
+from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.parallel.random_streams import enter_stream, global_seed
 from flowtrain_lightning.runtime.room import FeatureSpec
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import lightning as L
 
     from flowtrain_lightning.module import FlowModule
-
-Features = dict[str, Tensor | tuple[Tensor, ...]]
 
 
 class Compute:

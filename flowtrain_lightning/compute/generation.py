@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.compute.compute import Features
-from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
+from flowtrain_lightning.data import IGNORED_LABEL, Features, PackedBatch
 
 if TYPE_CHECKING:
     from flowtrain_lightning.module import FlowModule

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flowtrain_lightning.allocator.roles import ROLES
-from flowtrain_lightning.compute.compute import Compute, Features, as_features
+from flowtrain_lightning.compute.compute import Compute, as_features
 from flowtrain_lightning.compute.step_metrics import StepReport
-from flowtrain_lightning.data import StepBatch
+from flowtrain_lightning.data import Features, StepBatch
 from flowtrain_lightning.parallel import reduce_gradients
 from flowtrain_lightning.parallel.halves import half_parameters
 from flowtrain_lightning.parallel.random_streams import own_streams

@@ -1,31 +1,61 @@
-"""Steps of a number of microbatches: which samples each has, found by running over all epochs as one stream.
+"""Steps of a number of microbatches: which samples each has, found by packing all epochs as one endless stream.
 
-The samples of all epochs stand in one endless row, which :class:`~flowtrain_lightning.packing.stream.StreamPacker` cuts
-into steps. A sample that waits may so pass the end of an epoch, and none is lost there. An epoch is as many steps as
-one pass over the data fills, the same number each time; where it ends, the next one goes on.
+:class:`~flowtrain_lightning.packing.stream.StreamPacker` cuts the stream into steps. A sample that waits may so pass
+the end of an epoch, and none is lost there. An epoch is as many steps as one pass over the data fills, the same number
+each time; where it ends, the next one goes on.
 
 What is in step ``k`` follows from all samples before it. Packing them takes microseconds a sample, so every process
 that loads runs the whole stream for itself and takes the steps that it is asked for: nothing is sent between processes,
-no rank waits for another, and all find the same. A checkpoint keeps where the packer stands, so that a resumed run
-starts from there.
+no rank waits for another, and all find the same. A checkpoint keeps the packer's state, so that a resumed run starts
+from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from flowtrain_lightning.data.records import DataError
-from flowtrain_lightning.data.sampling import Sampling, epoch_order
+from flowtrain_lightning.data.formats import DataError
+from flowtrain_lightning.data.sampler import Sampling, epoch_order
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.stream import StreamPacker, StreamSettings, StreamState, StreamStep
 
 _MEASURED_STEPS = 16
 """Steps from which it is known how many tokens a step takes: packing fills steps alike."""
+
+
+@dataclass(frozen=True)
+class TokenSteps:
+    """Training steps of a number of nearly full microbatches: the section ``token_steps`` of a data module.
+
+    A step has as many samples as its microbatches hold. Samples may wait for others like them, also past the end of an
+    epoch, so none is left out. Steps are the same on any number of backbone ranks that divides ``microbatches``. Which
+    samples are in a step depends on the data, seed, shuffling, token budget, these settings, and the backbone's cost
+    model.
+
+    Attributes:
+        microbatches: of one step, over all ranks; the number of backbone ranks must divide it.
+        balance_group: microbatches that are made alike in cost, best as many as run at the same time; must divide
+            ``microbatches``. None takes a checkpoint's, else the number of backbone ranks.
+        max_delay: steps that a sample may wait for others with which it fills microbatches.
+    """
+
+    microbatches: int
+    balance_group: int | None = None
+    max_delay: int = 8
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("microbatches", self.microbatches, 1),
+            ("balance_group", self.balance_group, 1),
+            ("max_delay", self.max_delay, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}.")
 
 
 class TokenStream:
@@ -35,11 +65,11 @@ class TokenStream:
         sampling: the order of the samples; what it says of steps is not used.
         tokens: ``[samples]`` of each sample of the data.
         settings: how the stream is cut.
-        start: where to begin to pack, instead of at the stream's beginning.
+        start: the state from which to pack on, instead of from the stream's beginning.
 
     Attributes:
         settings: how the stream is cut.
-        steps: steps of an epoch: what one pass over the data fills, the same for rows of any width; perhaps 0.
+        steps: steps of an epoch: what one pass over the data fills, the same for any balance group; perhaps 0.
     """
 
     def __init__(
@@ -58,7 +88,7 @@ class TokenStream:
         return self.settings.rows * self.settings.row_width
 
     def step(self, epoch: int, step: int) -> StreamStep:
-        """A step of an epoch; its samples are places in the stream, see :meth:`samples`."""
+        """A step of an epoch; its samples are positions in the stream, see :meth:`samples`."""
         # Unshuffled, every epoch is the same, so each begins the stream anew.
         number = epoch * self.steps + step if self._sampling.shuffle else step
         if self._packer is None or _next_step(self._packer.state) > number:
@@ -68,13 +98,13 @@ class TokenStream:
 
     @property
     def state(self) -> StreamState:
-        """Where the packer stands after the step that was asked for last."""
+        """The packer's state after the step that was asked for last."""
         return self._start if self._packer is None else self._packer.state
 
-    def samples(self, places: IntArray) -> IntArray:
-        """The samples of the data at some places of the stream."""
-        epochs, offsets = np.divmod(places, len(self._tokens))
-        found = np.empty_like(places)
+    def samples(self, positions: IntArray) -> IntArray:
+        """The samples of the data at some positions of the stream."""
+        epochs, offsets = np.divmod(positions, len(self._tokens))
+        found = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             found[epochs == epoch] = epoch_order(self._sampling, epoch)[offsets[epochs == epoch]]
         return found
@@ -84,17 +114,18 @@ class TokenStream:
         weights = self._sampling.weights and list(self._sampling.weights)
         order = {"weights": weights, "seed": self._sampling.seed, "shuffle": self._sampling.shuffle}
         stream = {**asdict(self.settings), "microbatches": self.microbatches}
+        stream["balance_group"] = stream.pop("row_width")
         del stream["rows"]
         return {"batch_unit": "tokens", "steps_of_an_epoch": self.steps, **order, **stream}
 
     def resumed_from(self, state: Mapping[str, Any], start: StreamState, unset_settings: Set[str]) -> TokenStream:
-        """The settings of a checkpoint in place of those that the user left open, and its place in the stream."""
+        """This stream from a checkpoint's state on, with its settings as far as the user has set none."""
         settings = self.settings
         if "cost" in unset_settings:
             settings = replace(settings, cost=CostModel(**state["cost"]))
-        if "row_width" in unset_settings and state["microbatches"] == self.microbatches:
-            width = state["row_width"]
-            settings = replace(settings, row_width=width, rows=self.microbatches // width)
+        if "balance_group" in unset_settings and state["microbatches"] == self.microbatches:
+            group = state["balance_group"]
+            settings = replace(settings, row_width=group, rows=self.microbatches // group)
         return TokenStream(self._sampling, self._tokens, settings, start)
 
     def _steps_of_a_pass(self) -> int:
@@ -102,9 +133,9 @@ class TokenStream:
         for length, share in zip(sampling.lengths, sampling.shares, strict=True):
             whole += int(self._tokens[first : first + length].sum()) * share // max(length, 1)
             first += length
-        in_one_row = replace(settings, row_width=self.microbatches, rows=1)
+        in_one_group = replace(settings, row_width=self.microbatches, rows=1)
         filled = count = 0
-        for step in islice(StreamPacker(in_one_row, self._lengths), _MEASURED_STEPS):
+        for step in islice(StreamPacker(in_one_group, self._lengths), _MEASURED_STEPS):
             filled, count = filled + int(step.tokens.sum()), count + 1
             if filled >= whole:
                 break
@@ -123,37 +154,34 @@ class TokenStream:
 def training_stream(
     sampling: Sampling,
     tokens: IntArray,
+    wanted: TokenSteps,
     *,
     token_budget: int,
-    microbatches: int,
     backbone_ranks: int,
-    row_width: int | None,
     cost: CostModel,
-    max_delay: int,
 ) -> TokenStream:
     """The stream of a run's training steps.
 
     Args:
         sampling: the order of the samples.
         tokens: ``[samples]`` of each sample of the data.
+        wanted: what the user asks of a step.
         token_budget: the most tokens of a microbatch.
-        microbatches: of a step, over all ranks.
         backbone_ranks: of this run.
-        row_width: microbatches made alike; None takes ``backbone_ranks``.
         cost: what a packed set of sequences costs the backbone.
-        max_delay: steps that a sample may wait.
 
     Raises:
         DataError: microbatches cannot be shared out evenly, or the data do not fill a step.
     """
-    width = row_width or backbone_ranks
-    for what, number in (("backbone ranks", backbone_ranks), ("row_width", width)):
+    microbatches, group = wanted.microbatches, wanted.balance_group or backbone_ranks
+    for what, number in (("backbone ranks", backbone_ranks), ("balance_group", group)):
         if microbatches % number:
             raise DataError(
                 f"microbatches={microbatches} cannot be shared out evenly by {number} ({what}); "
                 f"choose a multiple of {number}."
             )
-    stream = TokenStream(sampling, tokens, StreamSettings(token_budget, width, microbatches // width, cost, max_delay))
+    settings = StreamSettings(token_budget, group, microbatches // group, cost, wanted.max_delay)
+    stream = TokenStream(sampling, tokens, settings)
     if stream.steps == 0:
         raise DataError(
             f"The training data have {tokens.sum()} tokens, too few to fill microbatches={microbatches} of "

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.allocator.roles import BACKBONE
-from flowtrain_lightning.compute.compute import Features, as_features
-from flowtrain_lightning.data import PackedBatch
+from flowtrain_lightning.compute.compute import as_features
+from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.lane import LaneContext, Schedule
 from flowtrain_lightning.runtime.room import FeatureSpec, gradient_order
@@ -39,7 +39,7 @@ class BackboneLane:
             spec: what a row of features is; None only in a step without media.
             outputs: to which predictions are appended.
         """
-        rank = step.batch.part.backbone_rank
+        rank = step.batch.shard.backbone_rank
         assert rank is not None
         # Made before the first features are here, when this lane has nothing else to do.
         mailboxes = deque(
@@ -67,7 +67,7 @@ class BackboneLane:
         leaves = mailbox.leaves(step.trains)
         desk.enter(f"compute microbatch {number}", step)
         with desk.timeline.span(BACKBONE, COMPUTE, "microbatch", step.place, number):
-            rank = step.batch.part.backbone_rank
+            rank = step.batch.shard.backbone_rank
             assert rank is not None
             result = desk.compute.microbatch(
                 packed,

@@ -91,8 +91,8 @@ class EncoderLane:
     # ---- an encoder that trains ---------------------------------------------------------------------------------
 
     def _train(self, step: Step) -> Schedule:
-        assert step.batch.part.encoder_rank is not None
-        recomputed = recomputed_batches(step.plan, self._kept_batches)[step.batch.part.encoder_rank]
+        assert step.batch.shard.encoder_rank is not None
+        recomputed = recomputed_batches(step.plan, self._kept_batches)[step.batch.shard.encoder_rank]
         forwards = deque(self._unpublished(step))
         backwards: deque[AwaitingBackward] = deque()
         while forwards or backwards:
@@ -151,7 +151,7 @@ class EncoderLane:
 
     def _forward(self, step: Step, number: int, *, keep: bool) -> tuple[Tensor, ...]:
         desk = self._desk
-        rank = step.batch.part.encoder_rank
+        rank = step.batch.shard.encoder_rank
         assert rank is not None
         desk.enter(f"forward of encoder batch {number}", step)
         with desk.timeline.span(ENCODER, COMPUTE, "forward", step.place, number), torch.set_grad_enabled(keep):
@@ -176,7 +176,7 @@ class EncoderLane:
             return self._desk.pool.put(step.feature_key(entry), parts, [reader], ahead=ahead) is not None
 
     def _entries(self, step: Step, number: int) -> list[int]:
-        rank = step.batch.part.encoder_rank
+        rank = step.batch.shard.encoder_rank
         assert rank is not None
         return step.entries_of_encoder_batch[rank, number]
 

@@ -170,8 +170,8 @@ class RoleRunner:
             for told in self._figures_news.gather(number, own, pool):
                 figures |= told  # later ones of a rank take the place of earlier ones
             return figures
-        assert batch.part.encoder_rank is not None
-        self._figures_news.send(number, batch.part.encoder_rank, own, pool)
+        assert batch.shard.encoder_rank is not None
+        self._figures_news.send(number, batch.shard.encoder_rank, own, pool)
         return {}
 
     @property

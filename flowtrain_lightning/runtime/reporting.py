@@ -110,6 +110,6 @@ class Reporter:
             pool.poll(_POLL_SECONDS)
 
     def _send_times(self, step: Step) -> None:
-        times, encoder_rank = measured(step, self._timeline), step.batch.part.encoder_rank
+        times, encoder_rank = measured(step, self._timeline), step.batch.shard.encoder_rank
         if times[ENCODER] and encoder_rank is not None:
             self._times.send(step.index, encoder_rank, times, self._room.desk.pool)

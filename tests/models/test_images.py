@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowtrain_lightning.data.collate import pack_pictures
-from flowtrain_lightning.data.samples import LoadedPicture
+from flowtrain_lightning.data.collate import LoadedImage, pack_images
 from flowtrain_lightning.models import images_of
 
 transformers = pytest.importorskip("transformers")
@@ -48,9 +47,9 @@ def picture(folder: Path, height: int, width: int, mode: str = "RGB") -> Path:
     return folder / "picture.png"
 
 
-def load(images: Any, path: Path) -> LoadedPicture:
+def load(images: Any, path: Path) -> LoadedImage:
     patches, grid = images.load(path)
-    return LoadedPicture(patches, grid, images.rows_of_features(*grid))
+    return LoadedImage(patches, grid, images.rows_of_features(*grid))
 
 
 @pytest.mark.parametrize(
@@ -71,16 +70,16 @@ def test_patches_are_those_of_qwens_processor(tmp_path, height, width, mode):
 def test_pictures_are_those_of_the_towers_processor(tmp_path, tower, height, width):
     theirs = llava(tmp_path, tower)
     path = picture(tmp_path, height, width)
-    media = pack_pictures([load(images_of(tmp_path), path)])
-    assert media.pictures().equal(theirs(Image.open(path), return_tensors="pt")["pixel_values"])
+    media = pack_images([load(images_of(tmp_path), path)])
+    assert media.images().equal(theirs(Image.open(path), return_tensors="pt")["pixel_values"])
 
 
 def test_what_is_left_beside_whole_patches_is_cut_off_as_by_the_tower(tmp_path):
     theirs = llava(tmp_path, "siglip", side=59)
     path = picture(tmp_path, 40, 100)
-    media = pack_pictures([load(images_of(tmp_path), path)])
-    assert media.pictures().shape == (1, 3, 56, 56)
-    assert media.pictures().equal(theirs(Image.open(path), return_tensors="pt")["pixel_values"][..., :56, :56])
+    media = pack_images([load(images_of(tmp_path), path)])
+    assert media.images().shape == (1, 3, 56, 56)
+    assert media.images().equal(theirs(Image.open(path), return_tensors="pt")["pixel_values"][..., :56, :56])
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder):
     config = folder / "config.yaml"
     config.write_text(recipe.replace("models/qwen", str(folder)).replace("max_pixels: 1003520", "max_pixels: 4096"))
     data = [f"--data.{stage}={DRAWINGS}/data/{stage}.jsonl" for stage in ("train", "val")]
-    places = ["--data.cache_dir", str(folder / "index"), "--trainer.default_root_dir", str(folder / "runs")]
+    places = ["--data.index.cache_dir", str(folder / "index"), "--trainer.default_root_dir", str(folder / "runs")]
     command = [str(Path(sys.executable).with_name("flowtrain")), "fit", "--config", str(config), *data, *places, *FIT]
     with launch(command, folder / "log") as process:
         assert process.wait(SECONDS) == 0, (folder / "log").read_text()

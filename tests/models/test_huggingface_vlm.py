@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.data.collate import pack_pictures
-from flowtrain_lightning.data.samples import LoadedPicture
+from flowtrain_lightning.data.collate import LoadedImage, pack_images
 from flowtrain_lightning.profiling import profile_module
 from flowtrain_lightning.profiling.origin import copy_on_meta
 from tests.models.tiny import FAMILIES
@@ -136,7 +135,7 @@ def test_a_frozen_tower_runs_once_in_a_step(family, frozen, block, recompute):
     runs = []
     module.model.get_submodule(block).register_forward_pre_hook(lambda *_: runs.append(1))
     patches = torch.randn(16, images.patch_dim).numpy()
-    features = module.encode(pack_pictures([LoadedPicture(patches, (4, 4), 16 // images.merge_size**2)]))
+    features = module.encode(pack_images([LoadedImage(patches, (4, 4), 16 // images.merge_size**2)]))
     (features[0] if isinstance(features, tuple) else features).sum().backward()
     assert len(runs) == 1
 
@@ -206,4 +205,4 @@ def test_patches_of_another_size_are_refused():
     images = flow.ImageProcessor(patch_size=14)
     patches = torch.zeros(4, images.patch_dim).numpy()
     with pytest.raises(ValueError, match=r"have 588 numbers, but the tower takes patches of 4 x 4 pixels, 48 numbers"):
-        built().encode(pack_pictures([LoadedPicture(patches, (2, 2), 1)]))
+        built().encode(pack_images([LoadedImage(patches, (2, 2), 1)]))

@@ -1,4 +1,4 @@
-"""Pictures at their native sizes: how large each becomes, and its pixels as patches."""
+"""Images at their native sizes: how large each becomes, and its pixels as patches."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LARGEST_ASPECT = 200
-_ORIENTATION = 0x0112
+"""How many times one side of an image may be as long as the other, by Qwen's rule."""
+
+_ORIENTATION = 0x0112  # EXIF tag
 
 
-class PictureError(ValueError):
-    """A picture that cannot be used; the message says why, without naming the record."""
+class ImageError(ValueError):
+    """An image that cannot be used; the message says why, without naming the record."""
 
 
 @dataclass(frozen=True)
 class ImageProcessor:
     """The size rule of Qwen2-VL, Qwen2.5-VL and (with ``patch_size=16``) Qwen3-VL, and the pixels that follow from it.
 
-    A picture keeps its aspect ratio, unless ``fixed_size`` makes all alike; both sides become multiples of
-    ``patch_size * merge_size``. Patches are ordered in blocks of ``merge_size x merge_size``, row by row, so an encoder
-    merges ``merge_size ** 2`` consecutive patches into one row of features. Inside a patch the order is channel, row,
-    column. Transparent pictures lie on white.
+    An image keeps its aspect ratio, unless ``fixed_size`` makes all alike; both sides become multiples of
+    ``patch_size * merge_size``. Patches are ordered in blocks of ``merge_size x merge_size``, the blocks from left to
+    right and downward, so an encoder merges ``merge_size ** 2`` consecutive patches into one row of features. Inside a
+    patch the order is channel, height, width. Transparent images are laid on white.
 
     Attributes:
         patch_size: side of a patch in pixels.
         merge_size: side of a block of patches that becomes one row of features.
-        min_pixels: smaller pictures are scaled up to about this many pixels.
-        max_pixels: larger pictures are scaled down to at most this many pixels.
+        min_pixels: smaller images are scaled up to about this many pixels.
+        max_pixels: larger images are scaled down to at most this many pixels.
         channels: 3 for colour, 1 for grey.
         mean: per channel, subtracted from values in 0..1.
         std: per channel, divides what is left.
-        fixed_size: height and width in pixels that every picture is scaled to, for towers that were trained on one size
-            (CLIP, SigLIP); ``min_pixels`` and ``max_pixels`` say nothing then. What is left at the right and lower edge
-            beside whole patches is cut off, as by such a tower itself. See `PackedMedia.pictures`.
+        fixed_size: height and width in pixels that every image is scaled to, for towers that were trained on one size
+            (CLIP, SigLIP); ``min_pixels`` and ``max_pixels`` are not used then. What is left at the right and lower
+            edge beside whole patches is cut off, as by such a tower itself. See `PackedMedia.images`.
     """
 
     patch_size: int = 14
@@ -83,43 +85,40 @@ class ImageProcessor:
         return self.patch_size * self.merge_size
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of patches of a picture of ``height x width`` pixels.
+        """Height and width in patches of an image of ``height x width`` pixels.
 
         Raises:
-            PictureError: the picture has no pixels or is too long and thin.
+            ImageError: the image has no pixels or is too long and thin.
         """
-        rows, columns = self._grids(np.array([height]), np.array([width]))
-        return int(rows[0]), int(columns[0])
+        high, wide = self._grids(np.array([height]), np.array([width]))
+        return int(high[0]), int(wide[0])
 
-    def patches(self, rows: int, columns: int) -> int:
-        """Patches of a picture of ``rows x columns`` patches."""
-        return rows * columns
-
-    def rows_of_features(self, rows: int, columns: int) -> int:
-        """Rows of features, that is backbone tokens, of a picture of ``rows x columns`` patches."""
-        return rows * columns // self.merge_size**2
+    def rows_of_features(self, high: int, wide: int) -> int:
+        """Rows of features, that is backbone tokens, of an image of ``high x wide`` patches."""
+        return high * wide // self.merge_size**2
 
     def sizes(self, heights: IntArray, widths: IntArray) -> tuple[IntArray, IntArray]:
-        """Patches and rows of features of many pictures at once, two ``[pictures]`` arrays.
+        """Patches and rows of features of many images at once, two ``[images]`` arrays.
 
         Raises:
-            PictureError: a picture has no pixels or is too long and thin.
+            ImageError: an image has no pixels or is too long and thin.
         """
-        rows, columns = self._grids(heights, widths)
-        patches = rows * columns
+        high, wide = self._grids(heights, widths)
+        patches = high * wide
         return patches, patches // self.merge_size**2
 
     def _grids(self, heights: IntArray, widths: IntArray) -> tuple[IntArray, IntArray]:
+        """Heights and widths in patches of many images."""
         shortest, longest = np.minimum(heights, widths), np.maximum(heights, widths)
         if np.any(bad := (shortest < 1) | (longest > LARGEST_ASPECT * shortest)):
             first = int(np.flatnonzero(bad)[0])
-            raise PictureError(
+            raise ImageError(
                 f"it is {heights[first]} pixels high and {widths[first]} wide, "
                 f"but one side may be at most {LARGEST_ASPECT} times the other"
             )
         if self.fixed_size is not None:
-            rows, columns = (side // self._block * self.merge_size for side in self.fixed_size)
-            return np.full(len(heights), rows), np.full(len(widths), columns)
+            high, wide = (side // self._block * self.merge_size for side in self.fixed_size)
+            return np.full(len(heights), high), np.full(len(widths), wide)
         block, pixels = self._block, heights * widths
         rounded = np.rint(heights / block), np.rint(widths / block)
         area = rounded[0] * rounded[1] * block**2
@@ -134,52 +133,51 @@ class ImageProcessor:
         return blocks[0], blocks[1]
 
     def header(self, path: Path) -> tuple[int, int]:
-        """Height and width in pixels, read from the picture's header alone.
+        """Height and width in pixels, read from the image's header alone.
 
         Raises:
-            PictureError: there is no such file, or it is no picture.
+            ImageError: there is no such file, or it is no image.
         """
-        with _opened(path) as picture:
-            width, height = picture.size
+        with _opened(path) as image:
+            width, height = image.size
             # Orientations 5 to 8 lie on their side.
-            return (width, height) if _orientation(picture) >= 5 else (height, width)
+            return (width, height) if _orientation(image) >= 5 else (height, width)
 
     def check(self, path: Path) -> None:
-        """Decode the whole picture once.
+        """Decode the whole image once.
 
         Raises:
-            PictureError: it cannot be decoded.
+            ImageError: it cannot be decoded.
         """
-        with _opened(path) as picture:
-            _decode(picture)
+        with _opened(path) as image:
+            _decode(image)
 
     def load(
         self, path: Path, augment: Callable[[Image], Image] | None = None
     ) -> tuple[NDArray[np.float32], tuple[int, int]]:
-        """The picture's patches and its rows and columns of patches.
+        """The image's patches, and its height and width in patches.
 
         Args:
-            path: the picture's file.
-            augment: changes the picture before it is scaled. What it returns is scaled to the size that the original
+            path: the image's file.
+            augment: changes the image before it is scaled. What it returns is scaled to the size that the original
                 has by the size rule, so it may crop but never changes how many tokens a sample has.
 
         Returns:
-            ``[patches, patch_dim]`` floats in the encoder's order, and ``(rows, columns)``.
+            ``[patches, patch_dim]`` floats in the encoder's order, and ``(height, width)`` in patches.
 
         Raises:
-            PictureError: it cannot be decoded.
+            ImageError: it cannot be decoded.
         """
-        image = _pillow()
         with _opened(path) as opened:
-            picture = _upright(_decode(opened))
-        grid = self.size(picture.height, picture.width)
+            image = _upright(_decode(opened))
+        grid = self.size(image.height, image.width)
         if augment is not None:
-            picture = augment(picture)
-        picture = _flat(picture, "RGB" if self.channels == 3 else "L")
+            image = augment(image)
+        image = _flat(image, "RGB" if self.channels == 3 else "L")
         height, width = grid[0] * self.patch_size, grid[1] * self.patch_size
         scaled = self.fixed_size or (height, width)
-        picture = picture.resize((scaled[1], scaled[0]), image.Resampling.BICUBIC)
-        return self._cut(np.asarray(picture, dtype=np.float32)[:height, :width], grid), grid
+        image = image.resize((scaled[1], scaled[0]), _pillow().Resampling.BICUBIC)
+        return self._cut(np.asarray(image, dtype=np.float32)[:height, :width], grid), grid
 
     def _cut(self, pixels: NDArray[np.float32], grid: tuple[int, int]) -> NDArray[np.float32]:
         merge, side = self.merge_size, self.patch_size
@@ -187,7 +185,7 @@ class ImageProcessor:
         values = pixels.reshape(*pixels.shape[:2], self.channels) / np.float32(255)
         normal: NDArray[np.float32] = ((values - mean) / std).astype(np.float32, copy=False)
         blocks = normal.reshape(grid[0] // merge, merge, side, grid[1] // merge, merge, side, self.channels)
-        # -> block row, block column, row in block, column in block, channel, pixel row, pixel column
+        # -> block down, block across, patch down, patch across, channel, pixel down, pixel across
         ordered = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
         return np.ascontiguousarray(ordered).reshape(-1, self.patch_dim)
 
@@ -197,48 +195,48 @@ def _pillow() -> Any:
         from PIL import Image
     except ImportError as error:
         raise ImportError(
-            "Reading pictures needs Pillow; install it with: pip install 'flowtrain-lightning[data]'"
+            "Reading images needs Pillow; install it with: pip install 'flowtrain-lightning[data]'"
         ) from error
     return Image
 
 
 def _opened(path: Path) -> Image:
-    image = _pillow()
+    pillow = _pillow()
     try:
-        picture: Image = image.open(path)
+        image: Image = pillow.open(path)
     except FileNotFoundError:
-        raise PictureError("there is no such file") from None
+        raise ImageError("there is no such file") from None
     except Exception as error:  # Pillow's readers raise whatever they stumble over
-        raise PictureError(f"it is no picture that Pillow can read ({error})") from error
-    return picture
+        raise ImageError(f"it is no image that Pillow can read ({error})") from error
+    return image
 
 
-def _decode(picture: Image) -> Image:
+def _decode(image: Image) -> Image:
     try:
-        picture.load()
+        image.load()
     except Exception as error:  # as above
-        raise PictureError(f"it cannot be decoded ({error})") from error
-    return picture
+        raise ImageError(f"it cannot be decoded ({error})") from error
+    return image
 
 
-def _orientation(picture: Image) -> int:
-    # Only for formats that keep it in the header: for PNG, asking would decode the whole picture.
-    if picture.format not in ("JPEG", "MPO"):
+def _orientation(image: Image) -> int:
+    # Only for formats that keep it in the header: for PNG, asking would decode the whole image.
+    if image.format not in ("JPEG", "MPO"):
         return 1
-    return int(picture.getexif().get(_ORIENTATION, 1))
+    return int(image.getexif().get(_ORIENTATION, 1))
 
 
-def _upright(picture: Image) -> Image:
-    if _orientation(picture) == 1:
-        return picture
+def _upright(image: Image) -> Image:
+    if _orientation(image) == 1:
+        return image
     from PIL import ImageOps
 
-    return ImageOps.exif_transpose(picture)
+    return ImageOps.exif_transpose(image)
 
 
-def _flat(picture: Image, mode: str) -> Image:
-    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-        colours = picture.convert("RGBA")
+def _flat(image: Image, mode: str) -> Image:
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        colours = image.convert("RGBA")
         white = _pillow().new("RGBA", colours.size, "white")
-        picture = _pillow().alpha_composite(white, colours)
-    return picture.convert(mode)
+        image = _pillow().alpha_composite(white, colours)
+    return image.convert(mode)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flowtrain_lightning.data import DataError, Turn
-from flowtrain_lightning.data.records import read, scan
+from flowtrain_lightning.data.formats import read, scan
 from tests.data.support import message_record, write_records
 
 LLAVA = {
@@ -20,7 +20,7 @@ def test_messages_are_read(tmp_path):
     (place,) = scan(file)
     assert place.record.id == "r7"
     assert place.record.turns == (Turn("user", "<image><image>What?"), Turn("assistant", "This."))
-    assert place.record.pictures == (tmp_path / "p/1.png", tmp_path / "p/2.png")
+    assert place.record.images == (tmp_path / "p/1.png", tmp_path / "p/2.png")
     assert place.record.fields["images"] == [{"path": "p/1.png"}, {"path": "p/2.png"}]
 
 
@@ -30,7 +30,7 @@ def test_llava_records_are_read_from_an_array_and_from_lines(tmp_path, image, wr
     (tmp_path / "d.json").write_text(write([{**LLAVA, "image": image}]))
     (place,) = scan(tmp_path / "d.json")
     assert [turn.role for turn in place.record.turns] == ["user", "assistant"]
-    assert place.record.pictures == (tmp_path / "a.png",)
+    assert place.record.images == (tmp_path / "a.png",)
 
 
 @pytest.mark.parametrize("write", [lambda records: json.dumps(records, indent=1), lambda records: json.dumps(*records)])
@@ -48,9 +48,9 @@ def test_text_that_is_not_utf_8_is_told(tmp_path):
         list(scan(tmp_path / "d.jsonl"))
 
 
-def as_parts(*pictures):
+def as_parts(*images):
     """A conversation whose contents are lists."""
-    question = [*pictures, {"type": "text", "text": "What"}, {"type": "text", "text": "?"}]
+    question = [*images, {"type": "text", "text": "What"}, {"type": "text", "text": "?"}]
     answer = [{"type": "text", "text": "This."}]
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
@@ -63,17 +63,17 @@ def as_parts(*pictures):
         as_parts({"type": "image", "url": "1.png"}, {"type": "image_url", "image_url": {"url": "2.png"}}),
     ],
 )
-def test_content_may_be_a_list_of_text_and_pictures(tmp_path, record):
+def test_content_may_be_a_list_of_text_and_images(tmp_path, record):
     (place,) = scan(write_records(tmp_path / "d.jsonl", [record]))
     assert place.record.turns == (Turn("user", "<image><image>What?"), Turn("assistant", "This."))
-    assert place.record.pictures == (tmp_path / "1.png", tmp_path / "2.png")
+    assert place.record.images == (tmp_path / "1.png", tmp_path / "2.png")
 
 
-def test_a_record_without_pictures_needs_no_entry_for_them(tmp_path):
+def test_a_record_without_images_needs_no_entry_for_them(tmp_path):
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     records = [{"messages": [{"role": "user", "content": "hi"}]}, {"conversations": turns}]
     places = list(scan(write_records(tmp_path / "d.jsonl", records)))
-    assert [place.record.pictures for place in places] == [(), ()]
+    assert [place.record.images for place in places] == [(), ()]
     assert [place.record.id for place in places] == ["1", "2"]
 
 
@@ -97,8 +97,8 @@ def test_every_record_is_found_again_by_its_place(tmp_path, form, ascii_only):
 @pytest.mark.parametrize("real", ["train.jsonl", "val.jsonl"])
 def test_real_records_are_read(real_data, real):
     places = list(scan(real_data / "mini_vl" / real))
-    assert all(place.record.pictures for place in places)
-    assert places[-1].record.pictures[0].is_file()
+    assert all(place.record.images for place in places)
+    assert places[-1].record.images[0].is_file()
 
 
 BROKEN = {
@@ -111,26 +111,26 @@ BROKEN = {
         '{"id": 5, "messages": [{"role": "user", "content": "<image>"}]}',
         r"id '5'.*1 <image> markers",
     ),
-    "more pictures": (
+    "more images": (
         '{"image": "a", "conversations": [{"from": "human", "value": "b"}]}',
-        "0 <image> .*1 pictures",
+        "0 <image> .*1 images",
     ),
-    "path": ('{"image": [1], "conversations": [{"from": "human", "value": "<image>"}]}', "every picture needs a path"),
+    "path": ('{"image": [1], "conversations": [{"from": "human", "value": "<image>"}]}', "every image needs a path"),
     "unknown part": (
         '{"messages": [{"role": "user", "content": [{"type": "video"}]}]}',
         "content that is a list holds .* here it has .*video",
     ),
-    "pictures in two places": (
+    "images in two places": (
         '{"images": ["a"], "messages": [{"role": "user", "content": [{"type": "image", "path": "b"}]}]}',
         "within its turns and beside them",
     ),
     "address": (
         '{"images": ["https://a.org/b.png"], "messages": [{"role": "user", "content": "<image>"}]}',
-        r"picture 'https://a\.org/b\.png' is no file",
+        r"image 'https://a\.org/b\.png' is no file",
     ),
     "bytes": (
         '{"messages": [{"role": "user", "content": [{"type": "image", "url": "data:image/png;base64,AA"}]}]}',
-        "picture 'data:image/png;base64,AA' is no file",
+        "image 'data:image/png;base64,AA' is no file",
     ),
     "half of a character": (
         '{"messages": [{"role": "user", "content": "a \\ud83d b"}]}',
@@ -140,7 +140,7 @@ BROKEN = {
         '{"messages": [{"role": "user", "content": [{"type": "text", "text": "\\udc00"}]}]}',
         r"holds half of a character, '\\udc00'",
     ),
-    "no path": ('{"images": [{}], "messages": [{"role": "user", "content": "<image>"}]}', "every picture needs a path"),
+    "no path": ('{"images": [{}], "messages": [{"role": "user", "content": "<image>"}]}', "every image needs a path"),
 }
 
 
