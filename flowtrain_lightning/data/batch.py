@@ -68,6 +68,8 @@ class PackedMedia:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedMedia:
         """The same media items on ``device``."""
+        if self.patches.device == device:
+            return self
         return replace(
             self,
             patches=self.patches.to(device, non_blocking=non_blocking),
@@ -130,6 +132,8 @@ class PackedBatch:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedBatch:
         """The same microbatch on ``device``."""
+        if self.tokens.device == device:
+            return self
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=non_blocking)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,18 +54,17 @@ class SampleLoader:
     augment: Augment | None = None
     seed: int = 0
 
-    def sequence(self, sample: int, tokens: int, rows: IntArray) -> TokenSequence:
+    def sequence(self, record: Record, tokens: int, rows: IntArray) -> TokenSequence:
         """A sample's tokens and labels.
 
         Args:
-            sample: its number in the source.
+            record: the sample's record.
             tokens: how many tokens the plan counts on.
             rows: ``[media items]`` rows of features of its media items.
 
         Raises:
-            DataError: the record cannot be read, or has another number of tokens.
+            DataError: it has another number of tokens.
         """
-        record = self.source.record(sample)
         sequence = self.template.sequence(record, self.tokenizer, rows, prompt=self.prompt)
         if self.limit is not None:
             sequence = sequence.cut(self.limit)
@@ -162,42 +161,46 @@ class StepDataset(Dataset[SharedMemoryBatch]):
             DataError: a record or image cannot be used.
         """
         plan, shard = self.plan(epoch, step, packing), self.shard
+        record_of = cache(self.samples.source.record)  # each is read once, for its tokens and for its images
         microbatches: tuple[PackedBatch | None, ...] = ()
         encoder_batches: tuple[PackedMedia | None, ...] = ()
         if shard.backbone_rank is not None:
-            microbatches = tuple(self._microbatch(plan, members) for members in plan.microbatches[shard.backbone_rank])
+            microbatches = tuple(
+                self._microbatch(plan, members, record_of) for members in plan.microbatches[shard.backbone_rank]
+            )
         if shard.encoder_rank is not None:
             encoder_batches = tuple(
-                self._encoder_batch(plan, items, epoch) for items in plan.encoder_batches[shard.encoder_rank]
+                self._encoder_batch(plan, items, epoch, record_of) for items in plan.encoder_batches[shard.encoder_rank]
             )
         return StepBatch(plan, shard, microbatches, encoder_batches, epoch, step)
 
-    def _microbatch(self, plan: StepPlan, members: IntArray) -> PackedBatch | None:
+    def _microbatch(self, plan: StepPlan, members: IntArray, record_of: Callable[[int], Record]) -> PackedBatch | None:
         if len(members) == 0:
             return None
         sizes = plan.sizes.select(members)
         samples = plan.samples[members].tolist()
         rows = np.split(sizes.media_rows, sizes.media_start[1:-1])
         sequences = [
-            self.samples.sequence(sample, tokens, of_sample)
+            self.samples.sequence(record_of(sample), tokens, of_sample)
             for sample, tokens, of_sample in zip(samples, sizes.tokens.tolist(), rows, strict=True)
         ]
         return pack_sequences(sequences, samples, pad_to=self.packing.token_budget if self.pad_to_budget else None)
 
-    def _encoder_batch(self, plan: StepPlan, items: IntArray, epoch: int) -> PackedMedia | None:
+    def _encoder_batch(
+        self, plan: StepPlan, items: IntArray, epoch: int, record_of: Callable[[int], Record]
+    ) -> PackedMedia | None:
         if len(items) == 0:
             return None
         owners = plan.sizes.media_sample[items]
         numbers = items - plan.sizes.media_start[owners]
         samples = plan.samples[owners]
         rows = plan.sizes.media_rows[items]
-        records: dict[int, Record] = {}
-        images = []
-        for sample, number, count in zip(samples.tolist(), numbers.tolist(), rows.tolist(), strict=True):
-            if sample not in records:
-                records[sample] = self.samples.source.record(sample)
-            images.append(self.samples.image(records[sample], sample, number, count, epoch))
-        return pack_images(images)
+        return pack_images(
+            [
+                self.samples.image(record_of(sample), sample, number, count, epoch)
+                for sample, number, count in zip(samples.tolist(), numbers.tolist(), rows.tolist(), strict=True)
+            ]
+        )
 
 
 def _augmented(augment: Augment, generator: np.random.Generator, image: Image) -> Image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from flowtrain_lightning.packing import IntArray
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -90,47 +89,27 @@ class ImageProcessor:
         Raises:
             ImageError: the image has no pixels or is too long and thin.
         """
-        high, wide = self._grids(np.array([height]), np.array([width]))
-        return int(high[0]), int(wide[0])
+        if min(height, width) < 1 or max(height, width) > LARGEST_ASPECT * min(height, width):
+            raise ImageError(
+                f"it is {height} pixels high and {width} wide, "
+                f"but one side may be at most {LARGEST_ASPECT} times the other"
+            )
+        block, merge = self._block, self.merge_size
+        if self.fixed_size is not None:
+            high, wide = self.fixed_size
+            return high // block * merge, wide // block * merge
+        high, wide = round(height / block), round(width / block)
+        if high * wide * block**2 > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            high, wide = (max(1, math.floor(side / shrink / block)) for side in (height, width))
+        elif high * wide * block**2 < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            high, wide = (math.ceil(side * grow / block) for side in (height, width))
+        return high * merge, wide * merge
 
     def rows_of_features(self, high: int, wide: int) -> int:
         """Rows of features, that is backbone tokens, of an image of ``high x wide`` patches."""
         return high * wide // self.merge_size**2
-
-    def sizes(self, heights: IntArray, widths: IntArray) -> tuple[IntArray, IntArray]:
-        """Patches and rows of features of many images at once, two ``[images]`` arrays.
-
-        Raises:
-            ImageError: an image has no pixels or is too long and thin.
-        """
-        high, wide = self._grids(heights, widths)
-        patches = high * wide
-        return patches, patches // self.merge_size**2
-
-    def _grids(self, heights: IntArray, widths: IntArray) -> tuple[IntArray, IntArray]:
-        """Heights and widths in patches of many images."""
-        shortest, longest = np.minimum(heights, widths), np.maximum(heights, widths)
-        if np.any(bad := (shortest < 1) | (longest > LARGEST_ASPECT * shortest)):
-            first = int(np.flatnonzero(bad)[0])
-            raise ImageError(
-                f"it is {heights[first]} pixels high and {widths[first]} wide, "
-                f"but one side may be at most {LARGEST_ASPECT} times the other"
-            )
-        if self.fixed_size is not None:
-            high, wide = (side // self._block * self.merge_size for side in self.fixed_size)
-            return np.full(len(heights), high), np.full(len(widths), wide)
-        block, pixels = self._block, heights * widths
-        rounded = np.rint(heights / block), np.rint(widths / block)
-        area = rounded[0] * rounded[1] * block**2
-        shrink = np.sqrt(pixels / self.max_pixels)
-        grow = np.sqrt(self.min_pixels / pixels)
-        blocks = []
-        for side, near in zip((heights, widths), rounded, strict=True):
-            smaller = np.maximum(1, np.floor(side / shrink / block))
-            larger = np.ceil(side * grow / block)
-            chosen = np.where(area > self.max_pixels, smaller, np.where(area < self.min_pixels, larger, near))
-            blocks.append(chosen.astype(np.int64) * self.merge_size)
-        return blocks[0], blocks[1]
 
     def header(self, path: Path) -> tuple[int, int]:
         """Height and width in pixels, read from the image's header alone.

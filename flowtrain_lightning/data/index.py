@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -181,11 +182,10 @@ def _windows(located: Iterator[LocatedRecord]) -> Iterator[list[LocatedRecord]]:
 
 
 def _measured_images(record: Record, measure: Measure) -> _MeasuredImages:
-    heights, widths = [], []
+    patches, rows = [], []
     for image in record.images:
         try:
-            height, width = measure.images.header(image)
-            measure.images.size(height, width)
+            grid = measure.images.size(*measure.images.header(image))
             if measure.unreadable == "drop":
                 measure.images.check(image)
         except ImageError as error:
@@ -196,10 +196,9 @@ def _measured_images(record: Record, measure: Measure) -> _MeasuredImages:
                 f"{record.where}: image {image} cannot be used: {error}; "
                 "correct the record, or leave such records out with IndexConfig(unreadable='drop')."
             ) from error
-        heights.append(height)
-        widths.append(width)
-    patches, rows = measure.images.sizes(np.asarray(heights, np.int64), np.asarray(widths, np.int64))
-    return _MeasuredImages(patches, rows, True)
+        patches.append(math.prod(grid))
+        rows.append(measure.images.rows_of_features(*grid))
+    return _MeasuredImages(np.asarray(patches, np.int64), np.asarray(rows, np.int64), True)
 
 
 def cache_folders(path: Path) -> list[Path]:

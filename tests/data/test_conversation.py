@@ -44,7 +44,7 @@ def test_every_assistant_turn_is_learned_and_nothing_else():
     assert learned(found) == "____b<E>____d<E>_"
 
 
-def test_media_take_as_many_places_as_they_have_rows():
+def test_media_items_take_as_many_tokens_as_they_have_rows_of_features():
     found = sequence_of(("user", "a<image>b<image>"), ("assistant", "c"), rows=(2, 3))
     assert text_of(found.tokens) == "<B><U>a[<I><I>]b[<I><I><I>]<E><A>c<E>"
     assert found.media_start.tolist() == [4, 9]
@@ -58,7 +58,7 @@ def test_an_image_that_the_assistant_shows_is_not_learned_but_its_words_are():
     assert learned(found) == "_a___b<E>_"
 
 
-def test_the_image_token_written_in_a_text_is_no_place_of_an_image():
+def test_the_image_token_written_in_a_text_stands_for_no_feature():
     found = sequence_of(("user", "<I><image>"), rows=(1,))
     assert found.media_positions.tolist() == [4]
 
@@ -141,7 +141,7 @@ def test_a_role_without_header_is_named():
 
 
 def test_an_image_token_outside_the_vocabulary_is_named():
-    template = replace(TEMPLATE, image_token="<image>")
-    with pytest.raises(ValueError, match=r"no token '<image>'"):
+    template = replace(TEMPLATE, image_token="<unknown>")
+    with pytest.raises(ValueError, match=r"no token '<unknown>'"):
         template.sequence(record(("user", "<image>")), Letters(), np.array([1]))
     template.sequence(record(("user", "text alone")), Letters(), NO_ROWS)

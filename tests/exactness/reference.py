@@ -73,7 +73,7 @@ def _samples(dataset: StepDataset, step: int) -> Iterator[tuple[PackedBatch, lis
     for sample in dataset.sampling.step(0, step).tolist():
         sizes = loader.source.sizes(np.array([sample]))
         record = loader.source.record(sample)
-        sequence = loader.sequence(sample, int(sizes.tokens[0]), sizes.media_rows)
+        sequence = loader.sequence(record, int(sizes.tokens[0]), sizes.media_rows)
         pictures = [
             loader.image(record, sample, number, rows, epoch=0) for number, rows in enumerate(sizes.media_rows.tolist())
         ]

@@ -22,7 +22,7 @@ from tests.tiny import tiny_data, write_records
 
 transformers = pytest.importorskip("transformers")
 
-PICTURES = (2, 0, 1, 3)
+IMAGES_OF = (2, 0, 1, 3)
 """Of each sample."""
 
 PADDING = 5
@@ -33,27 +33,30 @@ class Samples:
     """A few samples, packed together and one by one, in float64."""
 
     def __init__(self, folder: Path, family: Family) -> None:
-        write_records(folder, len(PICTURES), pictures_of=PICTURES)
-        data = tiny_data(folder, images=family.images, global_batch_size=len(PICTURES), token_budget=4096)
+        write_records(folder, len(IMAGES_OF), pictures_of=IMAGES_OF)
+        data = tiny_data(folder, images=family.images, global_batch_size=len(IMAGES_OF), token_budget=4096)
         data.setup("fit")
         samples = data.train_dataloader().steps.samples
-        sizes = [samples.source.sizes(np.array([sample])) for sample in range(len(PICTURES))]
-        self._sequences = [samples.sequence(s, int(size.tokens[0]), size.media_rows) for s, size in enumerate(sizes)]
-        self._pictures = [
+        sizes = [samples.source.sizes(np.array([sample])) for sample in range(len(IMAGES_OF))]
+        self._sequences = [
+            samples.sequence(samples.source.record(s), int(size.tokens[0]), size.media_rows)
+            for s, size in enumerate(sizes)
+        ]
+        self._images = [
             [samples.image(samples.source.record(s), s, n, rows, epoch=0) for n, rows in enumerate(size.media_rows)]
             for s, size in enumerate(sizes)
         ]
 
     @property
     def packed(self) -> tuple[PackedBatch, PackedMedia]:
-        pictures = [picture for of_sample in self._pictures for picture in of_sample]
+        images = [image for of_sample in self._images for image in of_sample]
         tokens = sum(map(len, self._sequences)) + PADDING
-        return pack_sequences(self._sequences, range(len(PICTURES)), pad_to=tokens), exact(pack_images(pictures))
+        return pack_sequences(self._sequences, range(len(IMAGES_OF)), pad_to=tokens), exact(pack_images(images))
 
     @property
     def single(self) -> Iterator[tuple[PackedBatch, PackedMedia | None]]:
-        for number, (sequence, pictures) in enumerate(zip(self._sequences, self._pictures, strict=True)):
-            yield pack_sequences([sequence], [number]), exact(pack_images(pictures)) if pictures else None
+        for number, (sequence, images) in enumerate(zip(self._sequences, self._images, strict=True)):
+            yield pack_sequences([sequence], [number]), exact(pack_images(images)) if images else None
 
 
 def exact(media: PackedMedia) -> PackedMedia:

@@ -79,7 +79,7 @@ def test_tied_weights_stay_tied_where_their_half_is_absent():
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "llava with siglip"])
-def test_tables_that_a_folder_holds_apart_stay_apart_though_its_config_calls_them_one(tmp_path, family):
+def test_two_tables_of_tokens_in_a_folder_stay_two_though_its_config_says_one(tmp_path, family):
     kind, config = FAMILIES[family].kind, {**FAMILIES[family].config, "tie_word_embeddings": False}
     saved = kind(config)
     saved.configure_model()
@@ -184,7 +184,7 @@ def test_another_family_is_refused_with_those_that_are_supported(kind, family, w
         kind(FAMILIES[family].config)
 
 
-def test_a_tower_for_pictures_of_many_sizes_is_refused():
+def test_a_tower_for_images_of_many_sizes_is_refused():
     config = {**FAMILIES["llava with clip"].config, "vision_config": {"model_type": "pixtral"}}
     with pytest.raises(ValueError, match=r"has a tower of type 'pixtral'; LlavaVLM trains those of CLIP"):
         flow.models.LlavaVLM(config)
