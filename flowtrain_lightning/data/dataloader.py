@@ -81,7 +81,7 @@ class StepLoader:
         """The epoch, the number of its batches that were delivered, and the settings on which this rests.
 
         All in JSON types: ``settings`` decide which samples are in a step, ``packing`` how they are packed, and
-        ``changes`` name the cost models that took or will take the place of those in ``packing``.
+        ``changes`` name the cost models that have replaced or will replace those in ``packing``.
         """
         epoch, step = self._resume or self._position
         return {
@@ -274,8 +274,7 @@ class _Delivery(NamedTuple):
 
 def _next_batch(batches: Iterator[SharedMemoryBatch], prepare: Prepare | None) -> _Delivery | None:
     with fork_lock.loading():
-        packed = next(batches, None)
-        if packed is None:
+        if (packed := next(batches, None)) is None:
             return None
         batch = packed.open()
         _ = batch.plan.entries  # computed here, not when the step begins

@@ -41,15 +41,14 @@ class FlowDataModule(L.LightningDataModule):
     """Image-text data in JSON files, as steps of packed microbatches.
 
     Reads JSON Lines and JSON arrays of ``messages`` records (``images`` with ``path``, ``messages`` with ``role`` and
-    ``content``) and of LLaVA records (``image``, ``conversations``); paths of images are relative to the file. Sizes of
-    records are measured once, from headers of images, and kept in an index.
+    ``content``) and of LLaVA records (``image``, ``conversations``); paths of images are relative to the file.
 
     A step has ``global_batch_size`` samples over all ranks. How many microbatches that makes follows from
     ``token_budget``; it is the same number on every rank. An epoch's last, smaller step is left out in training, which
     costs fewer than ``global_batch_size`` samples, shuffled others each time; it is kept in validation, test and
     prediction. Which samples are in a step depends on the data, ``seed``, ``global_batch_size`` and ``shuffle`` alone;
     with ``token_steps``, on what `TokenSteps` says. A checkpoint keeps all that and refuses to go on in mid-epoch with
-    other values. ``packing`` decides how the samples of a step are packed. Its cost models stay as they are for the
+    other values. ``packing`` only decides how a step's samples are packed. Its cost models stay as they are for the
     whole run, unless the callback ``AdaptCosts`` is there; a checkpoint brings them back where none are given.
 
     Args:
@@ -126,8 +125,6 @@ class FlowDataModule(L.LightningDataModule):
         """The tokenizer; opened when first asked for, so that ``prepare_data`` of a subclass may make it."""
         return open_tokenizer(self._tokenizer)
 
-    # ---- what Lightning calls -----------------------------------------------------------------------------------
-
     def prepare_data(self) -> None:
         """Index the files of the running stage, once for all ranks of a node."""
         running = self.trainer.state.fn if self.trainer is not None else None
@@ -198,8 +195,6 @@ class FlowDataModule(L.LightningDataModule):
         for loader in self._loaders:
             loader.abandon()
 
-    # ---- what others ask ----------------------------------------------------------------------------------------
-
     def fingerprint(self, stage: str) -> str:
         """Changes with the content of the files of a stage: ranks that plan the same steps have the same."""
         return fingerprint([self._source(name).fingerprint for name in self._wanted(stage)])
@@ -208,8 +203,6 @@ class FlowDataModule(L.LightningDataModule):
         """The record that a sample of ``"train"``, ``"val"``, ``"test"`` or ``"predict"`` is."""
         return self._source(stage).record(sample)
 
-    # ---- from settings to loaders -------------------------------------------------------------------------------
-
     def _wanted(self, stage: str | None) -> list[str]:
         names = self.files if stage is None else _STAGES[stage]
         return [name for name in names if name in self.files]
@@ -217,9 +210,9 @@ class FlowDataModule(L.LightningDataModule):
     def _planned_by(self) -> dict[str, Any]:
         """What the steps follow from, beside the files, by the names of the arguments."""
         names = ("token_budget", "global_batch_size", "seed", "shuffle", "weights", "images", "template")
-        settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing")}
         index = replace(self.index, cache_dir=None)  # which every node may have elsewhere
-        return {**settings, "index": index, "tokenizer": self.tokenizer.fingerprint}
+        settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing")}
+        return settings | {"index": index, "tokenizer": self.tokenizer.fingerprint}
 
     def _open(self, stage: str) -> JoinedSources:
         """The samples of all files of a stage; measures those files that no cache knows."""
@@ -227,14 +220,12 @@ class FlowDataModule(L.LightningDataModule):
         measure = Measure(self.tokenizer, self.template, self.images, unreadable, prompt)
         return JoinedSources([FileSource(path, measure, self.token_budget, self.index) for path in self.files[stage]])
 
-    def _source(self, stage: str) -> JoinedSources:
-        if stage not in self.files:
-            raise DataError(
-                f"FlowDataModule has no {stage} data; give it: FlowDataModule({stage}='{stage}.jsonl', ...)."
-            )
-        if stage not in self._sources:
-            self._sources[stage] = self._open(stage)
-        return self._sources[stage]
+    def _source(self, name: str) -> JoinedSources:
+        if name not in self.files:
+            raise DataError(f"FlowDataModule has no {name} data; give it: FlowDataModule({name}='{name}.jsonl', ...).")
+        if name not in self._sources:
+            self._sources[name] = self._open(name)
+        return self._sources[name]
 
     def _loader(self, stage: str) -> StepLoader:
         source, shard, packing = self._source(stage), self._shard(), self.packing
@@ -248,15 +239,10 @@ class FlowDataModule(L.LightningDataModule):
             augment=self.augment if stage == "train" else None,
             seed=self.seed,
         )
-        given = vars(packing) | ({} if self.token_steps is None else vars(self.token_steps))
-        steps = StepDataset(
-            samples,
-            self._steps(stage, source, shard),
-            shard,
-            packing.in_effect(self.token_budget),
-            packing.pad_to_budget,
-            frozenset(name for name, value in given.items() if value is None),
-        )
+        sections = vars(packing) | ({} if self.token_steps is None else vars(self.token_steps))
+        unset = frozenset(name for name, value in sections.items() if value is None)
+        sampling, in_effect = self._sampling(stage, source, shard), packing.in_effect(self.token_budget)
+        steps = StepDataset(samples, sampling, shard, in_effect, packing.pad_to_budget, unset)
         strategy = None if self.trainer is None else self.trainer.strategy
         loader = StepLoader(
             steps,
@@ -268,7 +254,7 @@ class FlowDataModule(L.LightningDataModule):
         self._loaders.add(loader)
         return loader
 
-    def _steps(self, stage: str, source: JoinedSources, shard: RankShard) -> Sampling | TokenStream:
+    def _sampling(self, stage: str, source: JoinedSources, shard: RankShard) -> Sampling | TokenStream:
         """Which samples are in each step of a stage."""
         training = stage == "train"
         overfits = getattr(self.trainer, "overfit_batches", 0) > 0
@@ -290,10 +276,8 @@ class FlowDataModule(L.LightningDataModule):
                 cost=self.packing.in_effect(self.token_budget).cost,
             )
         if sampling.steps == 0:
-            raise DataError(
-                f"{stage} has {len(source)} samples, fewer than global_batch_size={self.global_batch_size}, so no "
-                "step would be left; lower it."
-            )
+            too_few = f"{stage} has {len(source)} samples, fewer than global_batch_size={self.global_batch_size}"
+            raise DataError(f"{too_few}, so no step would be left; lower it.")
         return sampling
 
     def _shard(self) -> RankShard:
