@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.modules import TOKENIZER
 from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
-from flowtrain_lightning.data import FlowDataModule, ImageProcessor
+from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig
 
 IMAGES = ImageProcessor(
     patch_size=2, merge_size=2, min_pixels=16, max_pixels=1 << 20, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
@@ -244,5 +244,5 @@ def emulated_data(folder: Path, global_batch_size: int, token_budget: int) -> Fl
         global_batch_size=global_batch_size,
         num_workers=1,
         seed=0,
-        cache_dir=folder / "index",
+        index=IndexConfig(cache_dir=folder / "index"),
     )

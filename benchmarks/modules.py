@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain_lightning.data import FlowDataModule, ImageProcessor
+from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig
 from recipes.quickstart.module import QuickstartVLM
 
 ROOT = Path(__file__).parents[1]
@@ -66,9 +66,8 @@ class Work:
             images=IMAGES,
             global_batch_size=self.global_batch_size,
             token_budget=self.token_budget,
-            too_long="drop",
             seed=SEED,
-            cache_dir=self.cache,
+            index=IndexConfig(too_long="drop", cache_dir=self.cache),
         )
 
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from benchmarks.modules import Work, sizes
 from flowtrain_lightning.data import IGNORED_LABEL
-from flowtrain_lightning.data.samples import SampleLoader
-from flowtrain_lightning.data.sampling import Sampling
+from flowtrain_lightning.data.dataset import SampleLoader
+from flowtrain_lightning.data.sampler import Sampling
 from recipes.quickstart.model import Block, LanguageModel, VisionEncoder, patch_places, rotary_angles, rotate
 from recipes.quickstart.module import QuickstartVLM
 
@@ -116,10 +116,8 @@ class PaddedDataset(Dataset[Sample]):
         measured = source.sizes(np.array([sample]))
         record = source.record(sample)
         rows = measured.media_rows
-        sequence = self._samples.sequence(sample, int(measured.tokens[0]), rows)
-        pictures = [
-            self._samples.picture(record, sample, number, count, 0) for number, count in enumerate(rows.tolist())
-        ]
+        sequence = self._samples.sequence(record, int(measured.tokens[0]), rows)
+        pictures = [self._samples.image(record, sample, number, count, 0) for number, count in enumerate(rows.tolist())]
         is_media = torch.zeros(len(sequence), dtype=torch.bool)
         is_media[torch.from_numpy(sequence.media_positions)] = True
         return {

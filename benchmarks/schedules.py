@@ -97,7 +97,7 @@ class EncoderFirst(EmulatedVLM):
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Notes how many forwards there are until this step's end."""
         self._planned += sum(len(media) > 0 for rank in batch.plan.encoder_batches for media in rank)
-        self._encoder_rank = batch.part.encoder_rank or 0
+        self._encoder_rank = batch.shard.encoder_rank or 0
         return super().training_step(batch, batch_idx)
 
     def encode(self, media: PackedMedia) -> Tensor:

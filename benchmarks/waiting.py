@@ -30,7 +30,7 @@ from benchmarks.launch import launch, machine
 from benchmarks.modules import IMAGES, ROOT, SEED, TOKENIZER, packed_module, training_records
 from benchmarks.report import machine_line, table, write_results
 from flowtrain_lightning import FlowTrainStrategy
-from flowtrain_lightning.data import FlowDataModule
+from flowtrain_lightning.data import FlowDataModule, IndexConfig, TokenSteps
 
 DEADLINE = 600.0
 """Seconds for one run, on a machine that may be busy otherwise."""
@@ -65,18 +65,16 @@ class Job:
 
     def data(self) -> FlowDataModule:
         """The data module."""
-        of_tokens: dict[str, Any] = {"batch_unit": "tokens", "microbatches": MICROBATCHES}
         return FlowDataModule(
             self.records,
             tokenizer=TOKENIZER,
             images=IMAGES,
             global_batch_size=SAMPLES,
             token_budget=TOKEN_BUDGET,
-            too_long="drop",
             seed=SEED,
-            cache_dir=self.cache,
+            index=IndexConfig(too_long="drop", cache_dir=self.cache),
             num_workers=self.workers,
-            **(of_tokens if self.batch_unit == "tokens" else {}),
+            token_steps=TokenSteps(MICROBATCHES) if self.batch_unit == "tokens" else None,
         )
 
 

@@ -7,7 +7,15 @@ try:
 
     from flowtrain_lightning import models
     from flowtrain_lightning.checkpoint import FlowCheckpointIO, export_checkpoint
-    from flowtrain_lightning.data import FlowDataModule, ImageProcessor, PackedBatch, PackedMedia
+    from flowtrain_lightning.data import (
+        FlowDataModule,
+        ImageProcessor,
+        IndexConfig,
+        PackedBatch,
+        PackedMedia,
+        PackingConfig,
+        TokenSteps,
+    )
     from flowtrain_lightning.module import FlowModule
     from flowtrain_lightning.runtime.pool_capacity import PoolSettings
     from flowtrain_lightning.strategy import FlowTrainStrategy
@@ -25,9 +33,12 @@ __all__ = [
     "FlowModule",
     "FlowTrainStrategy",
     "ImageProcessor",
+    "IndexConfig",
     "PackedBatch",
     "PackedMedia",
+    "PackingConfig",
     "PoolSettings",
+    "TokenSteps",
     "export_checkpoint",
     "models",
 ]

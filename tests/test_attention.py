@@ -21,7 +21,7 @@ def packed(key_heads: int = 4, dtype: torch.dtype = torch.float64, seed: int = 0
 
 
 def masked_reference(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    """The same by one dense block-diagonal mask and repeated key heads."""
+    """Attention by one dense block-diagonal mask and repeated key heads."""
     owner = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     allowed = owner[:, None] == owner[None, :]
     if causal:
@@ -78,7 +78,7 @@ def test_a_causal_token_does_not_see_later_ones() -> None:
     assert not torch.equal(before[4], after[4])
 
 
-def test_an_empty_sequence_takes_no_room() -> None:
+def test_an_empty_sequence_changes_nothing() -> None:
     inputs = packed()
     with_empty = torch.tensor([0, 5, 5, 6, 15, 18], dtype=torch.int32)
     assert torch.equal(

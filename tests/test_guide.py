@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import flowtrain_lightning as flow
+from flowtrain_lightning.allocator.roles import ROLES
 from flowtrain_lightning.data import ImageProcessor
 from tests.exactness.layouts import trainer_for
 from tests.tiny import IMAGES, tiny_data, write_records
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
-OWN_MODULE, PRETRAINED, OWN_FAMILY = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+OWN_MODULE, PRETRAINED, OWN_FAMILY, SECTIONS = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+
+(SECTIONS_IN_YAML,) = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
 
 TEXT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -78,3 +85,14 @@ def test_another_family_trains(tmp_path):
     ran.fit(module, tiny_data(tmp_path, images=images))
     assert 0 < float(ran.callback_metrics["train_loss"]) < 10
     assert any(weight.grad is not None for weight in module.model.model.vision_tower.parameters())
+
+
+def test_sections_of_the_data_module_say_in_yaml_what_they_say_in_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cost = {"linear": 1.0, "quadratic": 0.0, "constant": 0.0}
+    (tmp_path / "profile.json").write_text(json.dumps({"roles": {role: {"cost": cost} for role in ROLES}}))
+    data = run("import flowtrain_lightning as flow", SECTIONS)["data"]
+    sections = yaml.safe_load(textwrap.dedent(SECTIONS_IN_YAML))
+    assert data.index == flow.IndexConfig(**sections["index"])
+    assert data.packing == flow.PackingConfig(**sections["packing"]).with_profile_read()
+    assert data.token_steps == flow.TokenSteps(**sections["token_steps"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, StepBatch
+from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, PackingConfig, StepBatch
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, read_down, run_jobs
 from tests.saved_tensors import KEPT_BATCHES
@@ -99,7 +99,7 @@ def test_a_sequence_alone_has_the_loss_that_it_has_among_others(module, folder):
 
 
 def sample_losses(module: TinyVLM, folder: Path, token_budget: int) -> dict[int, Tensor]:
-    data = tiny_data(folder, token_budget=token_budget, pad_to_budget=True)
+    data = tiny_data(folder, token_budget=token_budget, packing=PackingConfig(pad_to_budget=True))
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
     found = {}

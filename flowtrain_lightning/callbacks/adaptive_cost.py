@@ -11,7 +11,7 @@ import lightning as L
 
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.data import StepBatch, StepLoader
-from flowtrain_lightning.data.planning import CostChange
+from flowtrain_lightning.data.step_packing import CostChange
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import AdaptiveCost, Observation
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
@@ -34,7 +34,7 @@ class AdaptCosts(L.Callback):
     run packs as before. The relative error of what the models predicted is logged as ``backbone_cost_error`` and
     ``encoder_cost_error``, and every change is written to ``cost_changes.json``, from which a run can be repeated.
 
-    ``FlowDataModule(cost=..., encoder_cost=...)``, where given, are in seconds then, and ``num_workers`` is the same on
+    ``PackingConfig(cost=..., encoder_cost=...)``, where given, are in seconds then, and ``num_workers`` is the same on
     all ranks. Under plain Lightning nothing is measured; changes from a file take place there too.
 
     Args:
@@ -71,14 +71,14 @@ class AdaptCosts(L.Callback):
         if trainer.strategy.root_device.type != "cpu":
             raise ValueError(
                 "AdaptCosts measures how long a rank is busy, but a GPU computes after the rank has gone on. Leave it "
-                "out, and give FlowDataModule(cost=..., encoder_cost=...), for example from `cost_from_flops`."
+                "out, and give PackingConfig(cost=..., encoder_cost=...), for example from `cost_from_flops`."
             )
         self._runner.collects_timings = True
         self._folder = Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
         if self._steps == 0:
-            planning = _loader(trainer).steps.planning
-            self._models[BACKBONE].cost = planning.cost
-            self._models[ENCODER].cost = planning.encoder_cost or _UNKNOWN
+            packing = _loader(trainer).steps.packing
+            self._models[BACKBONE].cost = packing.cost
+            self._models[ENCODER].cost = packing.encoder_cost or _UNKNOWN
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tells a new loader of changes so far."""
@@ -130,7 +130,9 @@ class AdaptCosts(L.Callback):
         """Tells the loader of changes that it does not know of, as it is a new one or as they are repeated."""
         for change in self.changes:
             loader = _loader(trainer)
-            if change.place > max([loader.sampler.planned, *(known.place for known in loader.sampler.changes[-1:])]):
+            if change.position > max(
+                [loader.sampler.planned, *(known.position for known in loader.sampler.changes[-1:])]
+            ):
                 loader.change_costs(change)
 
     def _look(self, trainer: L.Trainer, batch: StepBatch) -> None:
@@ -147,8 +149,8 @@ class AdaptCosts(L.Callback):
         # Whoever works ahead asks for so many steps beyond this one, and the loader plans more beyond these.
         step = batch.step + STEPS_AHEAD + loader.planned_ahead + 1
         change = CostChange(batch.epoch, step, cost, None if encoder_cost == _UNKNOWN else encoder_cost)
-        planning = loader.steps.planning
-        former = self.changes[-1] if self.changes else CostChange(0, 0, planning.cost, planning.encoder_cost)
+        packing = loader.steps.packing
+        former = self.changes[-1] if self.changes else CostChange(0, 0, packing.cost, packing.encoder_cost)
         if (change.cost, change.encoder_cost) == (former.cost, former.encoder_cost):
             return
         loader.change_costs(change)

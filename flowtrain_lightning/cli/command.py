@@ -21,7 +21,7 @@ from flowtrain_lightning.cli.pack import PACK_DESCRIPTION, pack
 from flowtrain_lightning.cli.plan import PLAN_DESCRIPTION, plan
 from flowtrain_lightning.cli.profile import PROFILE_DESCRIPTION, profile
 from flowtrain_lightning.cli.simulate import SIMULATE_DESCRIPTION, simulation
-from flowtrain_lightning.data import DataError, PictureError
+from flowtrain_lightning.data import DataError, ImageError
 from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.profiling import ProfileError
 
@@ -33,7 +33,7 @@ MISTAKES = (
     PackingError,
     ProfileError,
     DataError,
-    PictureError,
+    ImageError,
 )
 """Errors whose message says all that a user needs: the command prints it and no traceback."""
 

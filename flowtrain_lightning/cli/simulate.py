@@ -16,7 +16,7 @@ from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.callbacks.timeline import draw_step
 from flowtrain_lightning.cli.plan_input import read_sizes
 from flowtrain_lightning.cli.plan_text import columns
-from flowtrain_lightning.data.planning import PackingConfig
+from flowtrain_lightning.data.step_packing import StepPacking
 from flowtrain_lightning.packing import IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.placement.simulation import PURPOSES, Simulation, simulate
 from flowtrain_lightning.placement.steps import part_of
@@ -73,10 +73,10 @@ def _parser() -> argparse.ArgumentParser:
 def _plans(
     sizes: SampleSizes, allocation: Allocation, profile: Profile, token_budget: int, options: argparse.Namespace
 ) -> Iterator[StepPlan]:
-    planning = PackingConfig(token_budget, profile.cost, profile.encoder_cost)
+    packing = StepPacking(token_budget, profile.cost, profile.encoder_cost)
     part = part_of(allocation, 0)
     for chosen in _samples(len(sizes), options.global_batch_size, options.steps, options.seed):
-        yield planning.plan(sizes.select(chosen), chosen, part)
+        yield packing.plan(sizes.select(chosen), chosen, part)
 
 
 def _samples(available: int, count: int, steps: int, seed: int) -> Iterator[IntArray]:

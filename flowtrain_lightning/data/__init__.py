@@ -1,20 +1,24 @@
-"""Data: samples, media, packed batches, metadata sources, readers and the data module.
+"""Data: samples, media items, packed batches, sources and the data module.
 
-Begin with `module.py` and `stages.py` (settings to loaders) and `batch.py` (what ranks compute on). `records.py`,
-`conversation.py` and `images.py` read samples, `index.py` and `metadata.py` know their sizes, `sampling.py` and
-`token_stream.py` say which are in a step, `planning.py` and `steps.py` plan and load it, `loader.py` gives it out.
+Begin with `datamodule.py` (from settings to loaders) and `batch.py` (what ranks compute on). `formats.py`,
+`tokenization.py`, `conversation.py` and `image_processor.py` read samples; `index.py` and `sources.py` know their
+sizes; `sampler.py` and `token_stream.py` say which are in a step; `step_packing.py` and `dataset.py` plan and load one
+rank's shard of it; `dataloader.py` gives it out, with `workers.py` where other processes load.
 """
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL, Features, PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.conversation import ChatTemplate, TokenSequence
-from flowtrain_lightning.data.images import ImageProcessor, PictureError
-from flowtrain_lightning.data.loader import StepLoader
-from flowtrain_lightning.data.metadata import JoinedSources, MetadataIndex, MetadataSource
-from flowtrain_lightning.data.module import FlowDataModule
-from flowtrain_lightning.data.records import DataError, Record, Turn
-from flowtrain_lightning.data.sampling import Sampling
-from flowtrain_lightning.data.steps import StepDataset
-from flowtrain_lightning.data.tokenizer import Tokenizer, open_tokenizer
+from flowtrain_lightning.data.dataloader import StepLoader
+from flowtrain_lightning.data.datamodule import FlowDataModule
+from flowtrain_lightning.data.dataset import StepDataset
+from flowtrain_lightning.data.formats import DataError, Record, Turn
+from flowtrain_lightning.data.image_processor import ImageError, ImageProcessor
+from flowtrain_lightning.data.index import IndexConfig
+from flowtrain_lightning.data.sampler import Sampling
+from flowtrain_lightning.data.sources import FileSource, JoinedSources, SampleSource
+from flowtrain_lightning.data.step_packing import PackingConfig
+from flowtrain_lightning.data.token_stream import TokenSteps
+from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.packing import Entry, StepPlan
 
 __all__ = [
@@ -23,22 +27,25 @@ __all__ = [
     "DataError",
     "Entry",
     "Features",
+    "FileSource",
     "FlowDataModule",
+    "ImageError",
     "ImageProcessor",
+    "IndexConfig",
     "JoinedSources",
-    "MetadataIndex",
-    "MetadataSource",
     "PackedBatch",
     "PackedMedia",
-    "PictureError",
+    "PackingConfig",
     "RankShard",
     "Record",
+    "SampleSource",
     "Sampling",
     "StepBatch",
     "StepDataset",
     "StepLoader",
     "StepPlan",
     "TokenSequence",
+    "TokenSteps",
     "Tokenizer",
     "Turn",
     "open_tokenizer",

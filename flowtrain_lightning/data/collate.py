@@ -1,4 +1,4 @@
-"""Packing: token sequences into a microbatch, pictures into an encoder batch."""
+"""Packing: token sequences into a microbatch, images into an encoder batch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from flowtrain_lightning.data.conversation import TokenSequence
 from flowtrain_lightning.packing import IntArray
 
 IMAGE = "image"
-"""The modality of pictures."""
+"""The modality of images."""
 
 _PADDING_TOKEN = 0
 
 
-class LoadedPicture(NamedTuple):
-    """A picture ready to be packed: ``[patches, patch_dim]`` floats, its rows and columns of patches, its features."""
+class LoadedImage(NamedTuple):
+    """An image ready to be packed.
+
+    Attributes:
+        patches: ``[patches, patch_dim]`` floats.
+        grid: its height and width in patches.
+        rows: rows of features that the encoder returns for it.
+    """
 
     patches: NDArray[np.float32]
     grid: tuple[int, int]
@@ -35,7 +41,7 @@ def pack_sequences(
     Args:
         sequences: the sequences in order.
         samples: their data set indices.
-        pad_to: fill up to so many tokens by one more sequence without labels. The padding is token 0.
+        pad_to: fill up to so many tokens by one more sequence without labels, all of token 0.
     """
     lengths = [len(sequence) for sequence in sequences]
     missing = 0 if pad_to is None else pad_to - sum(lengths)
@@ -43,13 +49,13 @@ def pack_sequences(
     tokens = np.full(sum(lengths), _PADDING_TOKEN, dtype=np.int64)
     labels = np.full(sum(lengths), IGNORED_LABEL, dtype=np.int64)
     ends = np.cumsum(lengths)
-    places: list[IntArray] = []
+    media_positions: list[IntArray] = []
     for sequence, end in zip(sequences, ends, strict=False):
         start = end - len(sequence)
         tokens[start:end] = sequence.tokens
         labels[start:end] = sequence.labels
-        places.append(start + sequence.media_positions)
-    positions = np.concatenate(places)
+        media_positions.append(start + sequence.media_positions)
+    positions = np.concatenate(media_positions)
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
@@ -61,16 +67,16 @@ def pack_sequences(
     )
 
 
-def pack_pictures(pictures: Sequence[LoadedPicture]) -> PackedMedia:
-    """One encoder batch of at least one picture."""
-    lengths = [len(picture.patches) for picture in pictures]
+def pack_images(images: Sequence[LoadedImage]) -> PackedMedia:
+    """One encoder batch of at least one image."""
+    lengths = [len(image.patches) for image in images]
     return PackedMedia(
         modality=IMAGE,
-        patches=torch.from_numpy(np.concatenate([picture.patches for picture in pictures])),
+        patches=torch.from_numpy(np.concatenate([image.patches for image in images])),
         cu_seqlens=_boundaries(lengths),
-        grid=torch.tensor([picture.grid for picture in pictures], dtype=torch.int64),
+        grid=torch.tensor([image.grid for image in images], dtype=torch.int64),
         max_seqlen=max(lengths),
-        rows=tuple(picture.rows for picture in pictures),
+        rows=tuple(image.rows for image in images),
     )
 
 

@@ -1,4 +1,4 @@
-"""Conversations as tokens: role markers, places for media, and labels on what the assistant says."""
+"""Conversations as tokens: role markers, a media token for every row of features, and labels on what is learned."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL
-from flowtrain_lightning.data.records import MEDIA_MARKER, DataError, Record, Turn
-from flowtrain_lightning.data.tokenizer import Tokenizer
+from flowtrain_lightning.data.formats import MEDIA_MARKER, DataError, Record, Turn
+from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.packing import IntArray
 
 ASSISTANT = "assistant"
@@ -22,10 +22,10 @@ class TokenSequence:
     """One sample as the backbone reads it.
 
     Attributes:
-        tokens: ``[tokens]`` ids; a media's places hold the media token.
-        labels: ``[tokens]`` already shifted: the id that the token at this place must predict, or ``IGNORED_LABEL``.
-        media_start: ``[media]`` the first place of each media.
-        media_rows: ``[media]`` how many places each media has.
+        tokens: ``[tokens]`` ids; where features go, the id is the media token's.
+        labels: ``[tokens]`` already shifted: the id that this token must predict, or ``IGNORED_LABEL``.
+        media_start: ``[media items]`` the position of each media item's first row of features.
+        media_rows: ``[media items]`` how many rows of features each media item has.
     """
 
     tokens: IntArray
@@ -43,12 +43,12 @@ class TokenSequence:
 
     @property
     def media_positions(self) -> IntArray:
-        """``[rows]`` the place of every row of features, in order."""
+        """``[rows]`` the position of every row of features, in order."""
         ends = np.cumsum(self.media_rows)
         return np.repeat(self.media_start - ends + self.media_rows, self.media_rows) + np.arange(self.media_rows.sum())
 
     def cut(self, limit: int) -> TokenSequence:
-        """The first ``limit`` tokens, or fewer: a media that does not fit whole is left out with all that follows."""
+        """The first ``limit`` tokens at most; a media item that does not fit whole is left out with what follows."""
         if len(self) <= limit:
             return self
         fits = self.media_start + self.media_rows <= limit
@@ -61,7 +61,7 @@ class TokenSequence:
 
 
 class _Piece(NamedTuple):
-    """Some text of a rendered conversation (or, where ``text`` is None, one media), and whether it is learned."""
+    """Some text of a rendered conversation, or one media item (``text`` is None), and whether it is learned."""
 
     text: str | None
     learned: bool
@@ -79,9 +79,9 @@ class ChatTemplate:
         end: closes a turn; the backbone learns to stop by it.
         between: follows the end of every turn.
         begin: begins every sequence.
-        image_token: fills the places of a picture's rows of features; must be one token of the vocabulary.
-        before_image: precedes these places.
-        after_image: follows them.
+        image_token: stands for one row of features of an image; must be one token of the vocabulary.
+        before_image: precedes an image's tokens.
+        after_image: follows an image's tokens.
     """
 
     headers: dict[str, str] = field(
@@ -100,8 +100,8 @@ class ChatTemplate:
         Args:
             record: the conversation.
             tokenizer: makes ids of text.
-            rows: ``[media]`` rows of features of the record's media, in order. Where it names fewer media than the
-                record has, the sequence ends before the first that is missing.
+            rows: ``[media items]`` rows of features of the record's media items, in order. Where it names fewer of them
+                than the record has, the sequence ends before the first that is missing.
             prompt: end with the header of the last assistant turn, to be continued by the backbone.
 
         Raises:
@@ -129,20 +129,20 @@ class ChatTemplate:
     def _pieces(self, record: Record, prompt: bool) -> Iterator[_Piece]:
         turns = record.turns
         if prompt:
-            spoken = [place for place, turn in enumerate(turns) if turn.role == ASSISTANT]
-            turns = turns[: spoken[-1]] if spoken else turns
+            answers = [number for number, turn in enumerate(turns) if turn.role == ASSISTANT]
+            turns = turns[: answers[-1]] if answers else turns
         yield _Piece(self.begin, False)
         for turn in turns:
             yield _Piece(self._header(turn.role, record), False)
-            yield from self._spoken(turn)
+            yield from self._content(turn)
             yield _Piece(self.between, False)
         if prompt:
             yield _Piece(self._header(ASSISTANT, record), False)
 
-    def _spoken(self, turn: Turn) -> Iterator[_Piece]:
+    def _content(self, turn: Turn) -> Iterator[_Piece]:
         learned = turn.role == ASSISTANT
-        for place, text in enumerate(turn.text.split(MEDIA_MARKER)):
-            if place > 0:
+        for number, text in enumerate(turn.text.split(MEDIA_MARKER)):
+            if number > 0:
                 yield _Piece(self.before_image, False)
                 yield _Piece(None, False)
                 yield _Piece(self.after_image, False)
@@ -161,7 +161,7 @@ class ChatTemplate:
         found = tokenizer.token_to_id(self.image_token)
         if found is None:
             raise ValueError(
-                f"The tokenizer's vocabulary has no token {self.image_token!r}, which holds the places of pictures; "
+                f"The tokenizer's vocabulary has no token {self.image_token!r}, which stands for features of images; "
                 "add it as a special token, or name another in ChatTemplate(image_token=...)."
             )
         return found

@@ -1,33 +1,62 @@
-"""Steps of a number of microbatches: which samples each has, found by running over all epochs as one stream.
+"""Steps of a number of microbatches: which samples each has, found by packing all epochs as one endless stream.
 
-The samples of all epochs are one endless stream, which
-:class:`~flowtrain_lightning.packing.stream_packer.StreamPacker` cuts into steps. A sample that waits may so pass the
-end of an epoch, and none is lost there. An epoch is as many steps as one pass over the data fills, the same number
-each time; where it ends, the next one goes on.
+:class:`~flowtrain_lightning.packing.stream_packer.StreamPacker` cuts the stream into steps. A sample that waits may so
+pass the end of an epoch, and none is lost there. An epoch is as many steps as one pass over the data fills, the same
+number each time; where it ends, the next one goes on.
 
 What is in step ``k`` follows from all samples before it. Packing them takes microseconds a sample, so every process
 that loads runs the whole stream for itself and takes the steps that it is asked for: nothing is sent between processes,
-no rank waits for another, and all find the same. A checkpoint keeps where the packer stands, so that a resumed run
-starts from there.
+no rank waits for another, and all find the same. A checkpoint keeps the packer's state, so that a resumed run starts
+from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from flowtrain_lightning.data.records import DataError
-from flowtrain_lightning.data.sampling import Sampling, epoch_order
+from flowtrain_lightning.data.formats import DataError
+from flowtrain_lightning.data.sampler import Sampling, epoch_order
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState, StreamStep
 from flowtrain_lightning.packing.stream_packer import StreamPacker
 
 _MEASURED_STEPS = 16
 """Steps from which it is known how many tokens a step takes: packing fills steps alike."""
+
+
+@dataclass(frozen=True)
+class TokenSteps:
+    """Training steps of a number of nearly full microbatches: the section ``token_steps`` of a data module.
+
+    A step has as many samples as its microbatches hold. Samples may wait for others like them, also past the end of an
+    epoch, so none is left out. Steps are the same on any number of backbone ranks that divides ``microbatches``. Which
+    samples are in a step depends on the data, seed, shuffling, token budget, these settings, and the backbone's cost
+    model.
+
+    Attributes:
+        microbatches: of one step, over all ranks; the number of backbone ranks must divide it.
+        balance_group: microbatches that are made alike in cost, best as many as run at the same time; must divide
+            ``microbatches``. None takes a checkpoint's, else the number of backbone ranks.
+        max_delay: steps that a sample may wait for others with which it fills microbatches.
+    """
+
+    microbatches: int
+    balance_group: int | None = None
+    max_delay: int = 8
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("microbatches", self.microbatches, 1),
+            ("balance_group", self.balance_group, 1),
+            ("max_delay", self.max_delay, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}.")
 
 
 class TokenStream:
@@ -37,7 +66,7 @@ class TokenStream:
         sampling: the order of the samples; what it says of steps is not used.
         tokens: ``[samples]`` of each sample of the data.
         settings: how the stream is cut.
-        start: where to begin to pack, instead of at the stream's beginning.
+        start: the state from which to pack on, instead of from the stream's beginning.
 
     Attributes:
         settings: how the stream is cut.
@@ -60,7 +89,7 @@ class TokenStream:
         return self.settings.microbatches
 
     def step(self, epoch: int, step: int) -> StreamStep:
-        """A step of an epoch; its samples are places in the stream, see :meth:`samples`."""
+        """A step of an epoch; its samples are positions in the stream, see :meth:`samples`."""
         # Unshuffled, every epoch is the same, so each begins the stream anew.
         number = epoch * self.steps + step if self._sampling.shuffle else step
         if self._packer is None or _next_step(self._packer.state) > number:
@@ -70,13 +99,13 @@ class TokenStream:
 
     @property
     def state(self) -> StreamState:
-        """Where the packer stands after the step that was asked for last."""
+        """The packer's state after the step that was asked for last."""
         return self._start if self._packer is None else self._packer.state
 
-    def samples(self, places: IntArray) -> IntArray:
-        """The samples of the data at some places of the stream."""
-        epochs, offsets = np.divmod(places, len(self._tokens))
-        found = np.empty_like(places)
+    def samples(self, positions: IntArray) -> IntArray:
+        """The samples of the data at some positions of the stream."""
+        epochs, offsets = np.divmod(positions, len(self._tokens))
+        found = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             found[epochs == epoch] = epoch_order(self._sampling, epoch)[offsets[epochs == epoch]]
         return found
@@ -88,7 +117,7 @@ class TokenStream:
         return {"batch_unit": "tokens", "steps_of_an_epoch": self.steps, **order, **asdict(self.settings)}
 
     def resumed_from(self, state: Mapping[str, Any], start: StreamState, unset_settings: Set[str]) -> TokenStream:
-        """The settings of a checkpoint in place of those that the user left open, and its place in the stream."""
+        """This stream from a checkpoint's state on, with its settings as far as the user has set none."""
         settings = self.settings
         if "cost" in unset_settings:
             settings = replace(settings, cost=CostModel(**state["cost"]))
@@ -122,31 +151,27 @@ class TokenStream:
 def training_stream(
     sampling: Sampling,
     tokens: IntArray,
+    wanted: TokenSteps,
     *,
     token_budget: int,
-    microbatches: int,
     backbone_ranks: int,
-    balance_group: int | None,
     cost: CostModel,
-    max_delay: int,
 ) -> TokenStream:
     """The stream of a run's training steps.
 
     Args:
         sampling: the order of the samples.
         tokens: ``[samples]`` of each sample of the data.
+        wanted: what the user asks of a step.
         token_budget: the most tokens of a microbatch.
-        microbatches: of a step, over all ranks.
         backbone_ranks: of this run.
-        balance_group: microbatches made alike; None takes ``backbone_ranks``.
         cost: what a packed set of sequences costs the backbone.
-        max_delay: steps that a sample may wait.
 
     Raises:
         DataError: microbatches cannot be shared out evenly, or the data do not fill a step.
     """
-    balance_group = balance_group or backbone_ranks
-    for what, number in (("backbone ranks", backbone_ranks), ("balance_group", balance_group)):
+    microbatches, group = wanted.microbatches, wanted.balance_group or backbone_ranks
+    for what, number in (("backbone ranks", backbone_ranks), ("balance_group", group)):
         if microbatches % number:
             raise DataError(
                 f"microbatches={microbatches} cannot be shared out evenly by {number} ({what}); "
@@ -155,9 +180,9 @@ def training_stream(
     settings = StreamSettings(
         token_budget=token_budget,
         microbatches=microbatches,
-        balance_group=balance_group,
+        balance_group=group,
         cost=cost,
-        max_delay=max_delay,
+        max_delay=wanted.max_delay,
     )
     stream = TokenStream(sampling, tokens, settings)
     if stream.steps == 0:

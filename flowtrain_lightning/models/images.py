@@ -1,4 +1,4 @@
-"""How a pretrained model wants its pictures."""
+"""How a pretrained model wants its images."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from flowtrain_lightning.data import ImageProcessor
 
 
 def images_of(model: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessor:
-    """What a Hugging Face model's own image processor does to pictures, for ``FlowDataModule(images=...)``.
+    """What a Hugging Face model's own image processor does to images, for ``FlowDataModule(images=...)``.
 
-    Patches equal those of Qwen's image processor. Towers that want pictures of one size (CLIP, SigLIP) get whole
-    pictures scaled to that size, where CLIP's processor cuts the margins off pictures that are not square.
+    Patches equal those of Qwen's image processor. Towers that want images of one size (CLIP, SigLIP) get whole images
+    scaled to that size, where CLIP's processor cuts the margins off images that are not square.
 
     Args:
         model: the model's name or folder.
-        min_pixels: where it shall differ from the model's own; see `ImageProcessor`.
-        max_pixels: likewise.
+        min_pixels: in place of the model's own, see `ImageProcessor`.
+        max_pixels: in place of the model's own, see `ImageProcessor`.
 
     Raises:
-        ValueError: its image processor is of another kind, or does otherwise to pixels.
+        ValueError: its image processor is of another kind, or computes pixels in another way.
     """
     from transformers import AutoConfig, AutoImageProcessor
 
@@ -53,6 +53,6 @@ def _check_pixels(processor: Any, model: str | Path) -> None:
         said = ", ".join(f"{name}={getattr(processor, name)!r}" for name in unusual)
         wanted = ", ".join(f"{name}={usual[name]!r}" for name in unusual)
         raise ValueError(
-            f"The image processor of {model} has {said}, which cannot be followed (only {wanted}). Say what pictures "
+            f"The image processor of {model} has {said}, which cannot be followed (only {wanted}). Say what images "
             "become yourself, as near as it comes: FlowDataModule(images=ImageProcessor(...))."
         )

@@ -1,4 +1,4 @@
-"""LLaVA: a tower for pictures of one size, a projector, and any decoder."""
+"""LLaVA: a tower for images of one size, a projector, and any decoder."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.data import PackedMedia
-from flowtrain_lightning.models.huggingface import HuggingFaceVLM
+from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 
 
 class LlavaVLM(HuggingFaceVLM):
     """LLaVA 1.5 and its like, with the tower of CLIP or SigLIP. See `HuggingFaceVLM` for the arguments.
 
-    The data module must make all pictures of the tower's size: ``images=images_of(...)``.
+    The data module must make all images of the tower's size: ``images=images_of(...)``.
     """
 
     families = ("llava",)
@@ -25,7 +25,7 @@ class LlavaVLM(HuggingFaceVLM):
     }
 
     def check_config(self, config: Any) -> None:
-        """Refuses towers whose pictures have sizes of their own."""
+        """Refuses towers that take images of any size."""
         super().check_config(config)
         tower = config.vision_config.model_type
         if tower not in ("clip_vision_model", "siglip_vision_model"):
@@ -35,5 +35,5 @@ class LlavaVLM(HuggingFaceVLM):
             )
 
     def encode(self, media: PackedMedia) -> Tensor:
-        """Pictures of one size -> ``[sum(media.rows), width]``, a row per patch."""
-        return torch.cat(list(self.model.model.get_image_features(media.pictures(), return_dict=True).pooler_output))
+        """Images of one size -> ``[sum(media.rows), width]``, a row of features per patch."""
+        return torch.cat(list(self.model.model.get_image_features(media.images(), return_dict=True).pooler_output))

@@ -127,7 +127,7 @@ def _measure(deadline: float) -> Profile:
 def _places(data: FlowDataModule, origin: Origin) -> Iterator[Path]:
     """Where profiles are kept: beside the index of the training data."""
     name = f"profile.{origin.key}.json"
-    folders = cache_folders(data.files["train"][0]) if data.cache_dir is None else [data.cache_dir]
+    folders = cache_folders(data.files["train"][0]) if data.index.cache_dir is None else [Path(data.index.cache_dir)]
     yield from (folder / name for folder in folders)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flowtrain_lightning.allocator import Allocation
-from flowtrain_lightning.data.steps import StepDataset
+from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.placement.choice import Choice, choose
 from flowtrain_lightning.placement.prediction import Prediction, Processors, predict

@@ -8,7 +8,7 @@ from dataclasses import replace
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.data import FlowDataModule, RankShard
-from flowtrain_lightning.data.steps import StepDataset
+from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.packing import StepPlan
 
 
@@ -44,5 +44,5 @@ def plan_steps(steps: StepDataset, allocation: Allocation, count: int) -> list[S
     Raises:
         ValueError: the steps cannot be dealt to so many ranks.
     """
-    dealt = replace(steps, part=part_of(allocation, 0))
+    dealt = replace(steps, shard=part_of(allocation, 0))
     return [dealt.plan(0, step) for step in range(min(count, len(dealt)))]

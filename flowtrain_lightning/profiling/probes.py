@@ -9,7 +9,7 @@ import numpy as np
 
 from flowtrain_lightning.allocator.roles import BACKBONE
 from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedMedia, RankShard, StepBatch
-from flowtrain_lightning.data.sampling import Sampling
+from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.packing import IntArray, SampleSizes
 from flowtrain_lightning.packing.step_plan import BoolArray
 
@@ -77,8 +77,8 @@ def load_probes(data: FlowDataModule) -> list[Probe]:
     draw = np.random.default_rng(data.seed)
     pool = np.sort(draw.permutation(len(source))[:_POOL])
     sets = tuple(pool[chosen] for chosen in choose_sets(source.sizes(pool), data.token_budget, draw))
-    steps = replace(loader.steps, sampling=ChosenSamples((len(source),), 1, sets=sets), part=RankShard.plain(0, 1))
-    batches = [steps.load(0, number, loader.steps.planning) for number in range(len(sets))]
+    steps = replace(loader.steps, sampling=ChosenSamples((len(source),), 1, sets=sets), shard=RankShard.plain(0, 1))
+    batches = [steps.load(0, number, loader.steps.packing) for number in range(len(sets))]
     return [
         Probe(batch, number)
         for batch in batches

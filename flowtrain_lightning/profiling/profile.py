@@ -137,12 +137,12 @@ class Profile:
 
     @property
     def cost(self) -> CostModel:
-        """Seconds of a microbatch on the backbone: ``FlowDataModule(cost=...)``."""
+        """Seconds of a microbatch on the backbone: ``PackingConfig(cost=...)``."""
         return self.roles[BACKBONE].cost
 
     @property
     def encoder_cost(self) -> CostModel | None:
-        """Seconds of an encoder batch: ``FlowDataModule(encoder_cost=...)``; None where no sample has media."""
+        """Seconds of an encoder batch: ``PackingConfig(encoder_cost=...)``; None where no sample has media."""
         return self.roles[ENCODER].cost if self.roles[ENCODER].measured else None
 
 

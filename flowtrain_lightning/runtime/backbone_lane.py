@@ -70,7 +70,7 @@ class BackboneLane:
         self, step: Step, number: int, packed: PackedBatch, features: MicrobatchFeatures, outputs: list[Any]
     ) -> tuple[Tensor, ...]:
         """Forward and backward of one microbatch; returns its features as leaves of the graph."""
-        context, rank = self._context, step.batch.part.backbone_rank
+        context, rank = self._context, step.batch.shard.backbone_rank
         assert rank is not None
         leaves = tuple(t.requires_grad_(step.trains and t.is_floating_point()) for t in features.tensors)
         context.enter(f"compute microbatch {number}", step)

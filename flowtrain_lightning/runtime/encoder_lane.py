@@ -112,7 +112,7 @@ class EncoderLane:
             yield None if collected else reason
 
     def _forward(self, step: Step, batch: EncoderBatchWork, *, keep: bool) -> tuple[Tensor, ...]:
-        context, rank = self._context, step.batch.part.encoder_rank
+        context, rank = self._context, step.batch.shard.encoder_rank
         media = step.batch.encoder_batches[batch.number]
         assert rank is not None
         assert media is not None

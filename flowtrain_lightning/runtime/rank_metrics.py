@@ -102,13 +102,13 @@ def step_timings(step: Step, timeline: Timeline) -> Timings:
             break  # whatever came before was recorded before this step, or a step so far behind it, began
         if span.step == step.index and span.kind == COMPUTE and span.number >= 0:
             seconds[span.lane, span.number] += span.end - span.start
-    part, plan = step.batch.part, step.plan
+    shard, plan = step.batch.shard, step.plan
     timings: Timings = {BACKBONE: [], ENCODER: []}
     for (role, number), spent in sorted(seconds.items()):
-        if role == BACKBONE and part.backbone_rank is not None:
-            sizes = plan.sizes.tokens[plan.microbatches[part.backbone_rank][number]]
-        elif part.encoder_rank is not None:
-            sizes = plan.sizes.media_patches[plan.encoder_batches[part.encoder_rank][number]]
+        if role == BACKBONE and shard.backbone_rank is not None:
+            sizes = plan.sizes.tokens[plan.microbatches[shard.backbone_rank][number]]
+        elif shard.encoder_rank is not None:
+            sizes = plan.sizes.media_patches[plan.encoder_batches[shard.encoder_rank][number]]
         timings[role].append([*_sums(sizes), spent])
     return timings
 

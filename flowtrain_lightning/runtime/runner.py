@@ -134,7 +134,7 @@ class RoleRunner:
 
     def prepare(self, batch: StepBatch) -> StepProgram:
         """This rank's work in a step; asked for ahead of it, in the loader's thread."""
-        program = make_program(batch.plan, batch.part, self._encoder_activations)
+        program = make_program(batch.plan, batch.shard, self._encoder_activations)
         if self._compute.spec is not None:
             program.pool_demand(self._compute.spec)
         return program

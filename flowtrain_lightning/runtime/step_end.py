@@ -85,7 +85,7 @@ class StepEnd:
             note: what this rank tells of it; None on all ranks where nobody asked for notes.
             work_ahead: does a piece of work of a later step meanwhile; False where there is none to do now.
         """
-        pool, rank = context.pool, step.batch.part.encoder_rank
+        pool, rank = context.pool, step.batch.shard.encoder_rank
         if note is not None:
             if note and not self._job.mesh.has_left(self._speaker):
                 assert rank is not None

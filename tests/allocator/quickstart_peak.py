@@ -24,7 +24,7 @@ def quickstart_data(folder):
         images=images,
         token_budget=256,
         global_batch_size=16,
-        cache_dir=folder,
+        index=flow.IndexConfig(cache_dir=folder),
         seed=1,
     )
 

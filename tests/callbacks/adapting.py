@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from flowtrain_lightning import FlowCheckpointIO
 from flowtrain_lightning.callbacks import AdaptCosts
-from flowtrain_lightning.data import PackedBatch, StepBatch
+from flowtrain_lightning.data import PackedBatch, PackingConfig, StepBatch
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.parallel.groups import disconnect_groups
 from tests.exactness.layouts import trainer_for
@@ -63,7 +63,7 @@ def train(
     **settings: Any,
 ) -> None:
     """Trains; writes the plans of all steps and the changes of costs."""
-    settings["cost"] = cost and CostModel(**cost)
+    settings["packing"] = PackingConfig(cost=cost and CostModel(**cost))
     notes, adapting = Notes(-1 if resume else 20), AdaptCosts(replay)
     trainer = trainer_for(
         layout,

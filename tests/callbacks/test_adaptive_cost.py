@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flowtrain_lightning.callbacks import AdaptCosts
-from flowtrain_lightning.data.planning import CostChange
+from flowtrain_lightning.data.step_packing import CostChange
 from flowtrain_lightning.packing import CostModel
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, run_jobs

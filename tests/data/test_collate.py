@@ -1,10 +1,10 @@
-"""Token sequences become a microbatch, and pictures an encoder batch, exactly."""
+"""Token sequences become a microbatch, and images an encoder batch, exactly."""
 
 import numpy as np
 import torch
 
 from flowtrain_lightning.data import IGNORED_LABEL, Record, Turn
-from flowtrain_lightning.data.collate import LoadedPicture, pack_pictures, pack_sequences
+from flowtrain_lightning.data.collate import LoadedImage, pack_images, pack_sequences
 from tests.data.support import TEMPLATE, Letters
 
 _ = IGNORED_LABEL
@@ -46,12 +46,12 @@ def test_a_microbatch_without_media_names_no_modality():
     assert pack_sequences([sequence("a", "b")], [0]).media_positions == {}
 
 
-def test_pictures_lie_one_after_another():
-    pictures = [
-        LoadedPicture(np.full((8, 3), 1, np.float32), (2, 4), 2),
-        LoadedPicture(np.full((4, 3), 2, np.float32), (2, 2), 1),
+def test_images_lie_one_after_another():
+    images = [
+        LoadedImage(np.full((8, 3), 1, np.float32), (2, 4), 2),
+        LoadedImage(np.full((4, 3), 2, np.float32), (2, 2), 1),
     ]
-    media = pack_pictures(pictures)
+    media = pack_images(images)
     assert media.modality == "image"
     assert media.patches[:, 0].tolist() == [1.0] * 8 + [2.0] * 4
     assert media.cu_seqlens.tolist() == [0, 8, 12]

@@ -44,7 +44,7 @@ def test_every_assistant_turn_is_learned_and_nothing_else():
     assert learned(found) == "____b<E>____d<E>_"
 
 
-def test_media_take_as_many_places_as_they_have_rows():
+def test_media_items_take_as_many_tokens_as_they_have_rows_of_features():
     found = sequence_of(("user", "a<image>b<image>"), ("assistant", "c"), rows=(2, 3))
     assert text_of(found.tokens) == "<B><U>a[<I><I>]b[<I><I><I>]<E><A>c<E>"
     assert found.media_start.tolist() == [4, 9]
@@ -52,13 +52,13 @@ def test_media_take_as_many_places_as_they_have_rows():
     assert learned(found) == "_" * 14 + "c<E>_"
 
 
-def test_a_picture_that_the_assistant_shows_is_not_learned_but_its_words_are():
+def test_an_image_that_the_assistant_shows_is_not_learned_but_its_words_are():
     found = sequence_of(("assistant", "a<image>b"), rows=(1,))
     assert text_of(found.tokens) == "<B><A>a[<I>]b<E>"
     assert learned(found) == "_a___b<E>_"
 
 
-def test_the_image_token_written_in_a_text_is_no_place_of_a_picture():
+def test_the_image_token_written_in_a_text_stands_for_no_feature():
     found = sequence_of(("user", "<I><image>"), rows=(1,))
     assert found.media_positions.tolist() == [4]
 
@@ -84,7 +84,7 @@ def test_neighbouring_texts_are_encoded_together_as_they_will_be_read():
     assert texts == ["<B><U>a[", "]b<E><A>", "c<E>", "<U>d<E>"]
 
 
-def test_a_cut_takes_text_at_the_end_and_never_part_of_a_picture():
+def test_a_cut_takes_text_at_the_end_and_never_part_of_an_image():
     whole = sequence_of(("user", "a<image>b<image>"), ("assistant", "c"), rows=(2, 3))
     cuts = {limit: whole.cut(limit) for limit in (3, 4, 5, 6, 8, 11, 12, 14, 15, 16, 17)}
     assert {limit: len(cut) for limit, cut in cuts.items()} == {
@@ -141,7 +141,7 @@ def test_a_role_without_header_is_named():
 
 
 def test_an_image_token_outside_the_vocabulary_is_named():
-    template = replace(TEMPLATE, image_token="<picture>")
-    with pytest.raises(ValueError, match=r"no token '<picture>'"):
+    template = replace(TEMPLATE, image_token="<unknown>")
+    with pytest.raises(ValueError, match=r"no token '<unknown>'"):
         template.sequence(record(("user", "<image>")), Letters(), np.array([1]))
     template.sequence(record(("user", "text alone")), Letters(), NO_ROWS)

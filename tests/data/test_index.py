@@ -1,4 +1,4 @@
-"""A data file is measured once; a cache that is old, damaged or in the way is no obstacle."""
+"""A data file is measured once; an index that is old, damaged or cannot be kept is no obstacle."""
 
 import os
 from dataclasses import replace
@@ -9,10 +9,8 @@ from PIL import ImageFile
 
 from flowtrain_lightning.data import DataError
 from flowtrain_lightning.data import index as index_module
-from flowtrain_lightning.data.index import Measure, index_table
-from tests.data.support import IMAGES, TEMPLATE, Letters, message_record, write_picture, write_records, write_set
-
-MEASURE = Measure(Letters(), TEMPLATE, IMAGES, "error", prompt=False)
+from flowtrain_lightning.data.index import index_table
+from tests.data.support import IMAGES, MEASURE, TEMPLATE, Letters, message_record, write_image, write_records, write_set
 
 
 @pytest.fixture
@@ -29,9 +27,9 @@ def scans(monkeypatch):
     return seen
 
 
-def test_sizes_are_those_of_the_sequences_and_pictures(tmp_path):
-    pictures = [write_picture(tmp_path / "p/a.png", 4, 8), write_picture(tmp_path / "p/b.png", 12, 8)]
-    records = [message_record(0, "ab", "cde", pictures), message_record(1, "a", "b", [])]
+def test_sizes_are_those_of_the_sequences_and_images(tmp_path):
+    images = [write_image(tmp_path / "p/a.png", 4, 8), write_image(tmp_path / "p/b.png", 12, 8)]
+    records = [message_record(0, "ab", "cde", images), message_record(1, "a", "b", [])]
     table = index_table(write_records(tmp_path / "d.jsonl", records), MEASURE, None)
     # <B><U> [II] [IIIIII] ab <E><A> cde<E>
     assert table.sizes.tokens.tolist() == [2 + 4 + 8 + 2 + 2 + 4, 2 + 1 + 2 + 2]
@@ -122,7 +120,7 @@ def test_a_user_without_a_home_has_the_cache_beside_the_data(file, scans, monkey
     assert len(scans) == 1
 
 
-def test_without_any_place_for_the_cache_it_says_so_and_goes_on(file, scans, tmp_path, monkeypatch):
+def test_without_any_folder_for_the_cache_it_says_so_and_goes_on(file, scans, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     (file.parent / ".flowtrain").write_text("in the way")
     with pytest.warns(UserWarning, match=r"could not be kept.*cache_dir"):
@@ -136,25 +134,25 @@ def test_nothing_half_written_is_left(file):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """Counts pictures that are decoded whole."""
+    """Counts images that are decoded whole."""
     seen = []
     plain = ImageFile.ImageFile.load
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda picture: seen.append(picture) or plain(picture))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: seen.append(image) or plain(image))
     return seen
 
 
-def test_only_headers_are_read_unless_bad_pictures_are_to_be_dropped(file, decoded):
+def test_only_headers_are_read_unless_bad_images_are_to_be_dropped(file, decoded):
     index_table(file, MEASURE, None)
     assert decoded == []
     index_table(file, replace(MEASURE, unreadable="drop"), None)
-    assert len({picture.filename for picture in decoded}) == 2 * (1 + 2)
+    assert len({image.filename for image in decoded}) == 2 * (1 + 2)
 
 
-def test_a_picture_that_cannot_be_used_stops_or_marks_its_record(file):
-    whole = (file.parent / "pictures/2_1.png").read_bytes()
-    (file.parent / "pictures/2_1.png").write_bytes(whole[:-60])
-    (file.parent / "pictures/4_0.png").unlink()
-    with pytest.raises(DataError, match=r"d\.jsonl, record 5 \(id 'r4'\): picture .*4_0\.png .*there is no such file"):
+def test_an_image_that_cannot_be_used_stops_or_marks_its_record(file):
+    whole = (file.parent / "images/2_1.png").read_bytes()
+    (file.parent / "images/2_1.png").write_bytes(whole[:-60])
+    (file.parent / "images/4_0.png").unlink()
+    with pytest.raises(DataError, match=r"d\.jsonl, record 5 \(id 'r4'\): image .*4_0\.png .*there is no such file"):
         index_table(file, MEASURE, None)
     table = index_table(file, replace(MEASURE, unreadable="drop"), None)
     assert np.flatnonzero(~table.readable).tolist() == [2, 4]
@@ -162,16 +160,16 @@ def test_a_picture_that_cannot_be_used_stops_or_marks_its_record(file):
     assert np.diff(table.sizes.media_start).tolist() == [0, 1, 0, 0, 0, 2, 0]
 
 
-def test_a_file_is_measured_anew_once_a_picture_can_be_used_that_could_not(file, scans):
+def test_a_file_is_measured_anew_once_an_image_can_be_used_that_could_not(file, scans):
     dropping = replace(MEASURE, unreadable="drop")
-    picture = file.parent / "pictures/4_0.png"
-    whole = picture.read_bytes()
-    picture.unlink()
-    (file.parent / "pictures/1_0.png").write_bytes(b"no picture")
+    image = file.parent / "images/4_0.png"
+    whole = image.read_bytes()
+    image.unlink()
+    (file.parent / "images/1_0.png").write_bytes(b"no image")
     for _ in range(2):
         assert index_table(file, dropping, None).readable.sum() == 5
     assert len(scans) == 1
-    picture.write_bytes(whole)
+    image.write_bytes(whole)
     for _ in range(2):
         assert np.flatnonzero(~index_table(file, dropping, None).readable).tolist() == [1]
     assert len(scans) == 2

@@ -41,7 +41,7 @@ def train(folder: Path, *, layout: str) -> None:
         f"--trainer.logger.save_dir={folder}",
         "--trainer.logger.name=log",
         "--trainer.logger.version=",
-        f"--data.cache_dir={folder.parent}/index",
+        f"--data.index.cache_dir={folder.parent}/index",
     ]
     main()
     disconnect_groups()

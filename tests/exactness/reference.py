@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, StepDataset
-from flowtrain_lightning.data.collate import pack_pictures, pack_sequences
+from flowtrain_lightning.data.collate import pack_images, pack_sequences
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import SEED
 from tests.exactness.modules import KINDS
@@ -73,12 +73,11 @@ def _samples(dataset: StepDataset, step: int) -> Iterator[tuple[PackedBatch, lis
     for sample in dataset.sampling.step(0, step).tolist():
         sizes = loader.source.sizes(np.array([sample]))
         record = loader.source.record(sample)
-        sequence = loader.sequence(sample, int(sizes.tokens[0]), sizes.media_rows)
+        sequence = loader.sequence(record, int(sizes.tokens[0]), sizes.media_rows)
         pictures = [
-            loader.picture(record, sample, number, rows, epoch=0)
-            for number, rows in enumerate(sizes.media_rows.tolist())
+            loader.image(record, sample, number, rows, epoch=0) for number, rows in enumerate(sizes.media_rows.tolist())
         ]
-        yield pack_sequences([sequence], [sample]), [pack_pictures([picture]) for picture in pictures]
+        yield pack_sequences([sequence], [sample]), [pack_images([picture]) for picture in pictures]
 
 
 def _encode(model: TinyVLM, pictures: list[PackedMedia]) -> dict[str, Any]:

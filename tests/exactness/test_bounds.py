@@ -61,7 +61,7 @@ def least_pool(folder: Path, layout: str) -> int:
     data.setup("fit")
     colocated_encoder_ranks = tuple(range(backbone_ranks)) if layout.startswith("colocated") else None
     steps = replace(
-        data.train_dataloader().steps, part=RankShard(0, backbone_ranks, 0, encoder_ranks, colocated_encoder_ranks)
+        data.train_dataloader().steps, shard=RankShard(0, backbone_ranks, 0, encoder_ranks, colocated_encoder_ranks)
     )
     return 2 * max(least_bytes(steps.plan(0, step), SPEC) for step in range(STEPS))
 

@@ -18,9 +18,9 @@ COSTS = {
     "encoder_cost": {"linear": 0.5, "quadratic": 0.0, "constant": 0.0},
 }
 PACKINGS: dict[str, dict[str, Any]] = {
-    "samples": {"sync_every": "microbatch", **COSTS},
-    "tokens": {"batch_unit": "tokens", "microbatches": 4, "balance_group": 2, "max_delay": 3},
-    "tokens, costs": {"batch_unit": "tokens", "microbatches": 4, "balance_group": 4, "shuffle": True, **COSTS},
+    "samples": {"packing": {"sync_every": "microbatch", **COSTS}},
+    "tokens": {"token_steps": {"microbatches": 4, "balance_group": 2, "max_delay": 3}},
+    "tokens, costs": {"token_steps": {"microbatches": 4, "balance_group": 4}, "packing": COSTS, "shuffle": True},
 }
 LAYOUTS = ("ddp 2", "colocated 2", "1+2", "2+4")
 
@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
 
     @cache
     def run(layout: str, packing: str) -> Run:
-        arguments = {"data": str(folder / "data"), "layout": layout, "packing": PACKINGS[packing]}
+        arguments = {"data": str(folder / "data"), "layout": layout, "settings": PACKINGS[packing]}
         name = f"{layout} {packing}"
         job = Job(name, "tests.exactness.train:train", ranks_of(layout), arguments)
         return read_run(run_jobs(folder, [job])[name].check().folder)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.callbacks import FlowReplan
-from flowtrain_lightning.data import StepBatch
+from flowtrain_lightning.data import PackingConfig, StepBatch, TokenSteps
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.parallel.groups import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
@@ -77,13 +77,11 @@ def train(
     kind: str = "tiny",
     module: dict[str, Any] | None = None,
     strategy: dict[str, Any] | None = None,
-    packing: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
     replan: bool = False,
 ) -> None:
-    """Trains ``STEPS`` steps and writes ``rank<r>.pt`` into ``folder``."""
+    """Trains ``STEPS`` steps, with ``settings`` of the data module, and writes ``rank<r>.pt`` into ``folder``."""
     recorder = Recorder()
-    models = ("cost", "encoder_cost")
-    settings = {name: CostModel(**value) if name in models else value for name, value in (packing or {}).items()}
     trainer = trainer_for(
         layout,
         strategy=strategy,
@@ -94,6 +92,18 @@ def train(
         callbacks=[recorder, *([FlowReplan()] if replan else [])],
         default_root_dir=folder,
     )
-    trainer.fit(KINDS[kind](**(module or {})), datamodule=steps_data(Path(data), **settings))
+    trainer.fit(KINDS[kind](**(module or {})), datamodule=steps_data(Path(data), **_typed(settings or {})))
     recorder.save(folder)
     disconnect_groups()
+
+
+def _typed(settings: dict[str, Any]) -> dict[str, Any]:
+    """Sections of a data module's settings as what they are."""
+    typed = dict(settings)
+    if "token_steps" in typed:
+        typed["token_steps"] = TokenSteps(**typed["token_steps"])
+    if "packing" in typed:
+        models = ("cost", "encoder_cost")
+        packing = {name: CostModel(**value) if name in models else value for name, value in typed["packing"].items()}
+        typed["packing"] = PackingConfig(**packing)
+    return typed

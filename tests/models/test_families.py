@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia
-from flowtrain_lightning.data.collate import pack_pictures, pack_sequences
+from flowtrain_lightning.data.collate import pack_images, pack_sequences
 from tests.exactness.compare import error
 from tests.models.tiny import FAMILIES, Family
 from tests.saved_tensors import SavedTensors
@@ -22,7 +22,7 @@ from tests.tiny import tiny_data, write_records
 
 transformers = pytest.importorskip("transformers")
 
-PICTURES = (2, 0, 1, 3)
+IMAGES_OF = (2, 0, 1, 3)
 """Of each sample."""
 
 PADDING = 5
@@ -33,27 +33,30 @@ class Samples:
     """A few samples, packed together and one by one, in float64."""
 
     def __init__(self, folder: Path, family: Family) -> None:
-        write_records(folder, len(PICTURES), pictures_of=PICTURES)
-        data = tiny_data(folder, images=family.images, global_batch_size=len(PICTURES), token_budget=4096)
+        write_records(folder, len(IMAGES_OF), pictures_of=IMAGES_OF)
+        data = tiny_data(folder, images=family.images, global_batch_size=len(IMAGES_OF), token_budget=4096)
         data.setup("fit")
         samples = data.train_dataloader().steps.samples
-        sizes = [samples.source.sizes(np.array([sample])) for sample in range(len(PICTURES))]
-        self._sequences = [samples.sequence(s, int(size.tokens[0]), size.media_rows) for s, size in enumerate(sizes)]
-        self._pictures = [
-            [samples.picture(samples.source.record(s), s, n, rows, epoch=0) for n, rows in enumerate(size.media_rows)]
+        sizes = [samples.source.sizes(np.array([sample])) for sample in range(len(IMAGES_OF))]
+        self._sequences = [
+            samples.sequence(samples.source.record(s), int(size.tokens[0]), size.media_rows)
+            for s, size in enumerate(sizes)
+        ]
+        self._images = [
+            [samples.image(samples.source.record(s), s, n, rows, epoch=0) for n, rows in enumerate(size.media_rows)]
             for s, size in enumerate(sizes)
         ]
 
     @property
     def packed(self) -> tuple[PackedBatch, PackedMedia]:
-        pictures = [picture for of_sample in self._pictures for picture in of_sample]
+        images = [image for of_sample in self._images for image in of_sample]
         tokens = sum(map(len, self._sequences)) + PADDING
-        return pack_sequences(self._sequences, range(len(PICTURES)), pad_to=tokens), exact(pack_pictures(pictures))
+        return pack_sequences(self._sequences, range(len(IMAGES_OF)), pad_to=tokens), exact(pack_images(images))
 
     @property
     def single(self) -> Iterator[tuple[PackedBatch, PackedMedia | None]]:
-        for number, (sequence, pictures) in enumerate(zip(self._sequences, self._pictures, strict=True)):
-            yield pack_sequences([sequence], [number]), exact(pack_pictures(pictures)) if pictures else None
+        for number, (sequence, images) in enumerate(zip(self._sequences, self._images, strict=True)):
+            yield pack_sequences([sequence], [number]), exact(pack_images(images)) if images else None
 
 
 def exact(media: PackedMedia) -> PackedMedia:
@@ -65,7 +68,7 @@ def as_hugging_face_takes_it(batch: PackedBatch, media: PackedMedia | None, conf
     if media is None:
         return inputs
     if config.model_type == "llava":
-        return {**inputs, "pixel_values": media.pictures()}
+        return {**inputs, "pixel_values": media.images()}
     still = media.patches.view(len(media.patches), 3, 1, -1).repeat(1, 1, 2, 1).flatten(1)
     grid = torch.tensor([[1, *sides] for sides in media.grid.tolist()])
     kinds = (batch.tokens == config.image_token_id).int()[None]

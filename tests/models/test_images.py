@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowtrain_lightning.data.collate import pack_pictures
-from flowtrain_lightning.data.samples import LoadedPicture
+from flowtrain_lightning.data.collate import LoadedImage, pack_images
 from flowtrain_lightning.models import images_of
 
 transformers = pytest.importorskip("transformers")
@@ -40,17 +39,17 @@ def llava(folder: Path, tower: str, side: int = 56) -> Any:
     return processor
 
 
-def picture(folder: Path, height: int, width: int, mode: str = "RGB") -> Path:
+def write_blocks(folder: Path, height: int, width: int, mode: str = "RGB") -> Path:
     """Coloured blocks."""
     blocks = np.random.default_rng(0).integers(0, 255, (height // 8 + 1, width // 8 + 1, 4), dtype=np.uint8)
     pixels = blocks.repeat(8, axis=0).repeat(8, axis=1)[:height, :width]
-    Image.fromarray(pixels).convert(mode).save(folder / "picture.png")
-    return folder / "picture.png"
+    Image.fromarray(pixels).convert(mode).save(folder / "blocks.png")
+    return folder / "blocks.png"
 
 
-def load(images: Any, path: Path) -> LoadedPicture:
+def load(images: Any, path: Path) -> LoadedImage:
     patches, grid = images.load(path)
-    return LoadedPicture(patches, grid, images.rows_of_features(*grid))
+    return LoadedImage(patches, grid, images.rows_of_features(*grid))
 
 
 @pytest.mark.parametrize(
@@ -58,29 +57,29 @@ def load(images: Any, path: Path) -> LoadedPicture:
 )
 def test_patches_are_those_of_qwens_processor(tmp_path, height, width, mode):
     theirs = qwen(tmp_path)
-    path = picture(tmp_path, height, width, mode)
+    path = write_blocks(tmp_path, height, width, mode)
     ours = load(images_of(tmp_path), path)
     expected = theirs(Image.open(path), return_tensors="pt")
     assert expected["image_grid_thw"].tolist() == [[1, *ours.grid]]
-    first, second = expected["pixel_values"].unflatten(1, (3, 2, -1)).unbind(2)  # a still picture fills two frames
+    first, second = expected["pixel_values"].unflatten(1, (3, 2, -1)).unbind(2)  # a still image fills two frames
     assert first.equal(second)
     assert first.flatten(1).equal(torch.from_numpy(ours.patches))
 
 
 @pytest.mark.parametrize(("tower", "height", "width"), [("clip", 80, 80), ("siglip", 80, 80), ("siglip", 40, 100)])
-def test_pictures_are_those_of_the_towers_processor(tmp_path, tower, height, width):
+def test_images_are_those_of_the_towers_processor(tmp_path, tower, height, width):
     theirs = llava(tmp_path, tower)
-    path = picture(tmp_path, height, width)
-    media = pack_pictures([load(images_of(tmp_path), path)])
-    assert media.pictures().equal(theirs(Image.open(path), return_tensors="pt")["pixel_values"])
+    path = write_blocks(tmp_path, height, width)
+    media = pack_images([load(images_of(tmp_path), path)])
+    assert media.images().equal(theirs(Image.open(path), return_tensors="pt")["pixel_values"])
 
 
 def test_what_is_left_beside_whole_patches_is_cut_off_as_by_the_tower(tmp_path):
     theirs = llava(tmp_path, "siglip", side=59)
-    path = picture(tmp_path, 40, 100)
-    media = pack_pictures([load(images_of(tmp_path), path)])
-    assert media.pictures().shape == (1, 3, 56, 56)
-    assert media.pictures().equal(theirs(Image.open(path), return_tensors="pt")["pixel_values"][..., :56, :56])
+    path = write_blocks(tmp_path, 40, 100)
+    media = pack_images([load(images_of(tmp_path), path)])
+    assert media.images().shape == (1, 3, 56, 56)
+    assert media.images().equal(theirs(Image.open(path), return_tensors="pt")["pixel_values"][..., :56, :56])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's families, so small that a step takes milliseconds, and pictures as they want them."""
+"""Models of Hugging Face's families, so small that a step takes milliseconds, and images as they want them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowtrain_lightning.data import ImageProcessor
 from tests.tiny import IMAGES, CharTokenizer
 
 _IMAGE = CharTokenizer.specials.index("<|image_pad|>")
-_VISION_START, _VISION_END = (CharTokenizer.specials.index(f"<|vision_{place}|>") for place in ("start", "end"))
+_VISION_START, _VISION_END = (CharTokenizer.specials.index(f"<|vision_{end}|>") for end in ("start", "end"))
 _TEXT = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -41,7 +41,7 @@ SQUARE = ImageProcessor(patch_size=4, merge_size=1, fixed_size=(16, 16))
 
 @dataclass(frozen=True)
 class Family:
-    """A module's class, the config of a model for it, and how its pictures are made."""
+    """A module's class, the config of a model for it, and how its images are made."""
 
     kind: type[flow.models.HuggingFaceVLM]
     config: dict[str, Any]

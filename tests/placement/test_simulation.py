@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, default_allocation
-from flowtrain_lightning.data.planning import PackingConfig
+from flowtrain_lightning.data.step_packing import StepPacking
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.placement.prediction import Processors, predict
 from flowtrain_lightning.placement.simulation import simulate
@@ -27,7 +27,7 @@ def planned(allocation, steps=4, samples=8, media=True, seed=0):
         patches = draw.integers(5, 40, counts.sum())
         tokens, start = draw.integers(10, 60, samples), np.concatenate([[0], np.cumsum(counts)])
         sizes = SampleSizes(tokens, tokens, start, patches, patches)
-        found.append(PackingConfig(100).plan(sizes, np.arange(samples), part))
+        found.append(StepPacking(100).plan(sizes, np.arange(samples), part))
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.data import IndexConfig, PackedMedia
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.profiling import ProfileError, halves, profile_module
 from tests.profiling.emulated import Clock
@@ -58,7 +58,7 @@ class DeepVLM(TinyVLM):
 @pytest.fixture
 def data(tmp_path):
     write_records(tmp_path, 48)
-    return tiny_data(tmp_path, token_budget=100, too_long="drop")
+    return tiny_data(tmp_path, token_budget=100, index=IndexConfig(too_long="drop"))
 
 
 def profiled(module, data, **settings):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from flowtrain_lightning.data import IndexConfig, TokenSteps
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.profiling.probes import choose_sets, load_probes
 from tests.tiny import tiny_data, write_records
@@ -58,7 +59,7 @@ def test_probes_are_microbatches_and_what_they_read(tmp_path):
 
 def test_samples_as_long_as_the_budget_are_probes_too(tmp_path):
     write_records(tmp_path, 48)
-    probes = load_probes(tiny_data(tmp_path, token_budget=40, too_long="truncate"))
+    probes = load_probes(tiny_data(tmp_path, token_budget=40, index=IndexConfig(too_long="truncate")))
     assert {int(probe.lengths("backbone").sum()) for probe in probes} >= {40}
 
 
@@ -73,5 +74,5 @@ def test_probes_are_the_same_for_the_same_seed(tmp_path):
 
 def test_probes_are_drawn_alike_where_steps_count_microbatches(tmp_path):
     write_records(tmp_path, 48)
-    by_tokens = tiny_data(tmp_path, batch_unit="tokens", microbatches=4)
+    by_tokens = tiny_data(tmp_path, token_steps=TokenSteps(4))
     assert len(load_probes(by_tokens)) == len(load_probes(tiny_data(tmp_path)))

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from flowtrain_lightning.data import ChatTemplate, Tokenizer, open_tokenizer
-from flowtrain_lightning.data.records import Record, scan
+from flowtrain_lightning.data.formats import Record, scan
 from recipes.quickstart.check import prompts, read_records, swapped, write_records
 from recipes.quickstart.colours import main_colours
 from recipes.quickstart.prepare_data import KEYWORDS, LONG_SIDE
@@ -53,13 +53,13 @@ def test_drawings_keep_their_own_aspect_ratios(records: dict[str, list[Record]])
 
 
 def test_no_drawing_is_in_both_training_and_validation(records: dict[str, list[Record]]) -> None:
-    pictures = {name: {path for record in each for path in record.pictures} for name, each in records.items()}
+    pictures = {name: {path for record in each for path in record.images} for name, each in records.items()}
     assert not pictures["train"] & pictures["val"]
 
 
 @pytest.mark.parametrize("name", ["train", "val"])
 def test_there_are_records_with_one_two_and_no_pictures(records: dict[str, list[Record]], name: str) -> None:
-    share = np.bincount([len(record.pictures) for record in records[name]]) / len(records[name])
+    share = np.bincount([len(record.images) for record in records[name]]) / len(records[name])
     assert len(share) == 3
     assert share[0] > 0.05
     assert share[1] > 0.7

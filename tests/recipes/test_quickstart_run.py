@@ -47,7 +47,7 @@ def elsewhere(folder: Path) -> list[str]:
     return [
         f"--trainer.logger.init_args.save_dir={folder}",
         f"--trainer.default_root_dir={folder}",
-        f"--data.init_args.cache_dir={folder / 'index'}",
+        f"--data.index.cache_dir={folder / 'index'}",
     ]
 
 

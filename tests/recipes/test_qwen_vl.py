@@ -26,7 +26,7 @@ FIT += ["--trainer.val_check_interval", "2", "--trainer.limit_val_batches", "1"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What `hf download` gives: weights, tokenizer, and how pictures are made."""
+    """What `hf download` gives: weights, tokenizer, and how images are processed."""
     shutil.copy(DRAWINGS / "tokenizer.json", tmp_path)
     tokenizer = Tokenizer.from_file(str(DRAWINGS / "tokenizer.json"))
     config = dict(FAMILIES["qwen2_5_vl"].config)
@@ -48,8 +48,8 @@ def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder):
     config = folder / "config.yaml"
     config.write_text(recipe.replace("models/qwen", str(folder)).replace("max_pixels: 1003520", "max_pixels: 4096"))
     data = [f"--data.{stage}={DRAWINGS}/data/{stage}.jsonl" for stage in ("train", "val")]
-    places = ["--data.cache_dir", str(folder / "index"), "--trainer.default_root_dir", str(folder / "runs")]
-    command = [str(Path(sys.executable).with_name("flowtrain")), "fit", "--config", str(config), *data, *places, *FIT]
+    folders = ["--data.index.cache_dir", str(folder / "index"), "--trainer.default_root_dir", str(folder / "runs")]
+    command = [str(Path(sys.executable).with_name("flowtrain")), "fit", "--config", str(config), *data, *folders, *FIT]
     with launch(command, folder / "log") as process:
         assert process.wait(SECONDS) == 0, (folder / "log").read_text()
     (last,) = (folder / "runs").rglob("last.ckpt")

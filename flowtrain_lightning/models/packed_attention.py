@@ -19,11 +19,11 @@ NAME = "flowtrain"
 def pack_attention(model: Any) -> None:
     """Lets a Hugging Face model, such as a text model or a vision tower, attend within packed sequences only.
 
-    Its forward then takes one row in which the sequences lie one after another, with the arguments of
+    Its forward then takes a batch of one, in which the sequences lie one after another, with the arguments of
     `sequence_bounds`, and builds no mask: work and memory grow with the tokens, not with their square. A vision tower
-    that is told ``cu_seqlens`` of its pictures by its own forward, as Qwen's, computes all of them at once.
+    whose own forward passes ``cu_seqlens`` of its images to its layers, as Qwen's, computes all of them at once.
 
-    For decoders in which a token sees those before it, and encoders in which it sees all. What lets tokens of a picture
+    For decoders in which a token sees those before it, and encoders in which it sees all. What lets tokens of an image
     see each other in a decoder, as Gemma 3 does, is a mask and would be lost.
 
     Args:
@@ -44,7 +44,7 @@ def pack_attention(model: Any) -> None:
         )
     for module in model.modules():
         if hasattr(module, "is_causal") and "cu_seqlens" in inspect.signature(module.forward).parameters:
-            module.register_forward_pre_hook(_in_one_piece, with_kwargs=True)
+            module.register_forward_pre_hook(_keep_whole, with_kwargs=True)
 
 
 def sequence_bounds(batch: PackedBatch) -> dict[str, Tensor | int]:
@@ -124,10 +124,10 @@ def _is_packed(config: Any) -> bool:
     return bool(config._attn_implementation == NAME)
 
 
-def _in_one_piece(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Keeps a vision attention layer from cutting its input into pictures, each to be computed alone.
+def _keep_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Keeps a vision attention layer from cutting its input into images, each to be computed alone.
 
-    It does that for every attention function but flash-attn's, whose names are reserved. Here it sees one long picture,
+    It does that for every attention function but flash-attn's, whose names are reserved. Here it sees one long image,
     and the function gets the real bounds.
     """
     if not _is_packed(module.config):  # the model's user has chosen another since

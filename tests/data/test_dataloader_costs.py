@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from flowtrain_lightning.data import FlowDataModule, RankShard
-from flowtrain_lightning.data.planning import CostChange
+from flowtrain_lightning.data import RankShard
+from flowtrain_lightning.data.step_packing import CostChange
 from flowtrain_lightning.packing import CostModel
-from tests.data.loading import WORKERS, named, read
+from tests.data.support import WORKERS, named, read
 
 ATTENTION = CostModel(0.0, 1.0, 0.0)
 
@@ -17,10 +17,9 @@ def packed(batches):
 
 
 @pytest.fixture
-def uneven(loader_of, monkeypatch):
+def uneven(loader_of):
     """Builds loaders of steps whose packing on two ranks depends on the cost model."""
-    monkeypatch.setattr(FlowDataModule, "_part", lambda _: RankShard.plain(0, 2))
-    return lambda **changes: loader_of(global_batch_size=10, **changes)
+    return lambda **changes: loader_of(global_batch_size=10, shard=RankShard.plain(0, 2), **changes)
 
 
 @WORKERS
@@ -51,12 +50,12 @@ def test_a_change_that_comes_too_late_is_refused(loader_of, workers):
         loader.change_costs(CostChange(0, 1 + loader.planned_ahead, ATTENTION, None))
 
 
-def test_a_state_keeps_the_changes_that_matter_still(loader_of):
+def test_a_state_keeps_the_changes_that_still_matter(loader_of):
     loader = loader_of()
     costs = [CostModel(float(number), 1.0, 0.0) for number in range(4)]
     read(loader)
-    for number, place in enumerate([(1, 0), (1, 1), (1, 3)]):
-        loader.change_costs(CostChange(*place, costs[number], None))
+    for number, position in enumerate([(1, 0), (1, 1), (1, 3)]):
+        loader.change_costs(CostChange(*position, costs[number], None))
     read(loader, epoch=1)
     loader.change_costs(CostChange(2, 2, costs[3], costs[0]))
     state = json.loads(json.dumps(loader.state_dict()))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.data import Sampling
-from flowtrain_lightning.data.sampling import epoch_order
+from flowtrain_lightning.data.sampler import epoch_order
 
 
 def order(epoch, *lengths, **settings):

@@ -1,18 +1,17 @@
-"""A loader's saved place gives exactly the batches that were left, or says why it cannot."""
+"""A loader goes on from a saved position with exactly the batches that were left, or says why it cannot."""
 
 import json
 
 import pytest
 
-from flowtrain_lightning.data import FlowDataModule, RankShard
+from flowtrain_lightning.data import RankShard, TokenSteps
 from flowtrain_lightning.packing import CostModel
-from tests.data.loading import WORKERS, read
-from tests.data.support import TOKENS
+from tests.data.support import TOKEN_STEPS, WORKERS, read
 
 
 @WORKERS
 @pytest.mark.parametrize("delivered", [0, 2, 5])
-def test_a_saved_place_gives_exactly_the_remaining_batches(loader_of, workers, delivered):
+def test_a_saved_position_gives_exactly_the_remaining_batches(loader_of, workers, delivered):
     first = loader_of(num_workers=workers)
     whole = read(loader_of(), epoch=1)
     assert read(first, epoch=1, count=delivered) == whole[:delivered]
@@ -23,14 +22,14 @@ def test_a_saved_place_gives_exactly_the_remaining_batches(loader_of, workers, d
     assert second.state_dict()["step"] == 5
 
 
-def test_a_place_in_another_epoch_begins_the_epoch_afresh(loader_of):
+def test_a_position_in_another_epoch_begins_the_epoch_afresh(loader_of):
     first, second = loader_of(), loader_of()
     read(first, epoch=0)
     second.load_state_dict(first.state_dict())
     assert read(second, epoch=1) == read(loader_of(), epoch=1)
 
 
-def test_a_place_is_used_once(loader_of):
+def test_a_position_is_used_once(loader_of):
     loader = loader_of()
     loader.load_state_dict({**loader.state_dict(), "step": 3})
     assert len(read(loader)) == 2
@@ -46,13 +45,13 @@ def test_a_place_is_used_once(loader_of):
         ({"token_budget": 28, "too_long": "drop"}, "files was"),
     ],
 )
-def test_a_place_among_other_samples_is_refused(loader_of, change, words):
+def test_a_position_among_other_samples_is_refused(loader_of, change, words):
     state = loader_of().state_dict()
     with pytest.raises(ValueError, match=words):
         loader_of(**change).load_state_dict(state)
 
 
-def test_what_does_not_move_samples_may_change(loader_of):
+def test_settings_that_move_no_sample_to_another_step_may_change(loader_of):
     state = {**loader_of().state_dict(), "step": 2}
     loader = loader_of(token_budget=100, pad_to_budget=True, num_workers=1)
     loader.load_state_dict(state)
@@ -61,13 +60,13 @@ def test_what_does_not_move_samples_may_change(loader_of):
 
 @WORKERS
 @pytest.mark.parametrize("delivered", [0, 1, 3])
-def test_a_saved_place_among_microbatches_gives_exactly_the_remaining_batches(loader_of, workers, delivered):
-    first = loader_of(num_workers=workers, **TOKENS)
-    whole = [read(loader_of(**TOKENS), epoch) for epoch in (0, 1, 2)]
+def test_a_saved_position_in_a_token_stream_gives_exactly_the_remaining_batches(loader_of, workers, delivered):
+    first = loader_of(num_workers=workers, token_steps=TOKEN_STEPS)
+    whole = [read(loader_of(token_steps=TOKEN_STEPS), epoch) for epoch in (0, 1, 2)]
     read(first, epoch=0)
     assert read(first, epoch=1, count=delivered) == whole[1][:delivered]
     state = json.loads(json.dumps(first.state_dict()))
-    second = loader_of(num_workers=workers, **TOKENS)
+    second = loader_of(num_workers=workers, token_steps=TOKEN_STEPS)
     second.load_state_dict(state)
     assert second.state_dict() == state
     if delivered:
@@ -75,13 +74,12 @@ def test_a_saved_place_among_microbatches_gives_exactly_the_remaining_batches(lo
     assert read(second, epoch=2) == whole[2]
 
 
-def test_a_place_among_microbatches_does_not_depend_on_this_runs_ranks(loader_of, monkeypatch):
-    whole = read(loader_of(**TOKENS))
-    first = loader_of(**TOKENS)
+def test_a_position_in_a_token_stream_does_not_depend_on_this_runs_ranks(loader_of):
+    whole = read(loader_of(token_steps=TOKEN_STEPS))
+    first = loader_of(token_steps=TOKEN_STEPS)
     read(first, count=1)
     state = first.state_dict()
-    monkeypatch.setattr(FlowDataModule, "_part", lambda _: RankShard.plain(0, 2))
-    second = loader_of(**TOKENS)
+    second = loader_of(token_steps=TOKEN_STEPS, shard=RankShard.plain(0, 2))
     assert second.state_dict()["settings"]["balance_group"] == 2
     second.load_state_dict(state)
     assert second.state_dict() == state
@@ -93,14 +91,14 @@ def test_a_place_among_microbatches_does_not_depend_on_this_runs_ranks(loader_of
     ("change", "words"),
     [
         ({"token_budget": 66}, "token_budget was 64, is 66"),
-        ({"microbatches": 4}, "microbatches was 2, is 4"),
-        ({"max_delay": 3}, "max_delay was 2, is 3"),
-        ({"balance_group": 2}, "balance_group was 1, is 2"),
+        ({"token_steps": TokenSteps(4, max_delay=2)}, "microbatches was 2, is 4"),
+        ({"token_steps": TokenSteps(2, max_delay=3)}, "max_delay was 2, is 3"),
+        ({"token_steps": TokenSteps(2, balance_group=2, max_delay=2)}, "balance_group was 1, is 2"),
         ({"cost": CostModel(1.0, 2.0, 0.0)}, "cost was .*, is .*2.0"),
-        ({"batch_unit": "samples", "microbatches": None}, "now: batch_unit was tokens, is samples. Use"),
+        ({"token_steps": None}, "now: batch_unit was tokens, is samples. Use"),
     ],
 )
-def test_a_place_among_other_microbatches_is_refused(loader_of, change, words):
-    state = loader_of(**TOKENS).state_dict()
+def test_a_position_in_another_token_stream_is_refused(loader_of, change, words):
+    state = loader_of(token_steps=TOKEN_STEPS).state_dict()
     with pytest.raises(ValueError, match=words):
-        loader_of(**(TOKENS | change)).load_state_dict(state)
+        loader_of(**({"token_steps": TOKEN_STEPS} | change)).load_state_dict(state)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.data.collate import pack_pictures
-from flowtrain_lightning.data.samples import LoadedPicture
+from flowtrain_lightning.data.collate import LoadedImage, pack_images
 from flowtrain_lightning.profiling import profile_module
 from flowtrain_lightning.profiling.origin import copy_on_meta
 from tests.models.tiny import FAMILIES
@@ -80,7 +79,7 @@ def test_tied_weights_stay_tied_where_their_half_is_absent():
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "llava with siglip"])
-def test_tables_that_a_folder_holds_apart_stay_apart_though_its_config_calls_them_one(tmp_path, family):
+def test_two_tables_of_tokens_in_a_folder_stay_two_though_its_config_says_one(tmp_path, family):
     kind, config = FAMILIES[family].kind, {**FAMILIES[family].config, "tie_word_embeddings": False}
     saved = kind(config)
     saved.configure_model()
@@ -136,7 +135,7 @@ def test_a_frozen_tower_runs_once_in_a_step(family, frozen, block, recompute):
     runs = []
     module.model.get_submodule(block).register_forward_pre_hook(lambda *_: runs.append(1))
     patches = torch.randn(16, images.patch_dim).numpy()
-    features = module.encode(pack_pictures([LoadedPicture(patches, (4, 4), 16 // images.merge_size**2)]))
+    features = module.encode(pack_images([LoadedImage(patches, (4, 4), 16 // images.merge_size**2)]))
     (features[0] if isinstance(features, tuple) else features).sum().backward()
     assert len(runs) == 1
 
@@ -185,7 +184,7 @@ def test_another_family_is_refused_with_those_that_are_supported(kind, family, w
         kind(FAMILIES[family].config)
 
 
-def test_a_tower_for_pictures_of_many_sizes_is_refused():
+def test_a_tower_for_images_of_many_sizes_is_refused():
     config = {**FAMILIES["llava with clip"].config, "vision_config": {"model_type": "pixtral"}}
     with pytest.raises(ValueError, match=r"has a tower of type 'pixtral'; LlavaVLM trains those of CLIP"):
         flow.models.LlavaVLM(config)
@@ -206,4 +205,4 @@ def test_patches_of_another_size_are_refused():
     images = flow.ImageProcessor(patch_size=14)
     patches = torch.zeros(4, images.patch_dim).numpy()
     with pytest.raises(ValueError, match=r"have 588 numbers, but the tower takes patches of 4 x 4 pixels, 48 numbers"):
-        built().encode(pack_pictures([LoadedPicture(patches, (2, 2), 1)]))
+        built().encode(pack_images([LoadedImage(patches, (2, 2), 1)]))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flowtrain_lightning.data import IGNORED_LABEL, Features, PackedBatch
-from flowtrain_lightning.models.attention import pack_attention, sequence_bounds
+from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.module import FlowModule
 
 
@@ -159,13 +159,13 @@ class HuggingFaceVLM(FlowModule):
     # ---- computing ----------------------------------------------------------------------------------------------
 
     def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
-        """Token embeddings with features in their places -> the text model's arguments, one row of sequences."""
+        """The text model's arguments: token embeddings, with features where the microbatch's media items go."""
         embeddings = self._text.get_input_embeddings()(batch.tokens)
         for modality, rows in features.items():
             if isinstance(rows, tuple):
                 raise TypeError(
-                    f"{type(self).__name__}.encode returns a tuple of features, but HuggingFaceVLM.merge has a place "
-                    "for one tensor only. Define merge too, which says what the others are for."
+                    f"{type(self).__name__}.encode returns a tuple of features, but HuggingFaceVLM.merge takes one "
+                    "tensor only. Define merge too, which says what the others are for."
                 )
             embeddings = embeddings.index_copy(0, batch.media_positions[modality], rows.to(embeddings.dtype))
         return {
@@ -177,10 +177,10 @@ class HuggingFaceVLM(FlowModule):
 
     def loss(self, outputs: Any, batch: PackedBatch) -> tuple[Tensor, int]:
         """Summed cross entropy. Logits, which are the widest tensors of all, are made at target tokens only."""
-        places = (batch.labels != IGNORED_LABEL).nonzero()[:, 0]
-        logits = self._head(outputs.last_hidden_state[0, places])
+        targets = (batch.labels != IGNORED_LABEL).nonzero()[:, 0]
+        logits = self._head(outputs.last_hidden_state[0, targets])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return functional.cross_entropy(logits, batch.labels[places], reduction="sum"), len(places)
+        return functional.cross_entropy(logits, batch.labels[targets], reduction="sum"), len(targets)
 
     def logits(self, outputs: Any) -> Tensor:
         """``[tokens, vocabulary]``, for ``generate``."""

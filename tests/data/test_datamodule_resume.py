@@ -1,15 +1,16 @@
 """A run that goes on from a checkpoint reads exactly the batches that were left."""
 
+from dataclasses import replace
+
 import pytest
 
 from flowtrain_lightning.packing import CostModel
-from tests.data.support import TOKENS, data_module
-from tests.data.training import Recorder, SaveAlways, Scheduled, trained, trainer_of
+from tests.data.support import TOKEN_STEPS, Recorder, SaveAlways, Scheduled, data_module, quiet_trainer, trained
 
 
 @pytest.mark.parametrize("interval", [1.0, 3], ids=["validation at the end", "validation in mid-epoch"])
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_run_resumed_from_any_checkpoint_reads_exactly_the_remaining_batches(file, tmp_path, interval, workers):
+def test_a_run_resumed_from_any_checkpoint_reads_exactly_the_rest(file, tmp_path, interval, workers):
     settings = {"max_epochs": 3, "val_check_interval": interval, "num_sanity_val_steps": 0}
 
     def build():
@@ -30,27 +31,29 @@ def test_a_run_resumes_exactly_also_where_optimizers_ask_for_the_number_of_steps
     for done in (2, 4, 6):
         model = Scheduled()
         checkpoint = tmp_path / f"batch-{done}.ckpt"
-        trainer_of(tmp_path, **settings).fit(model, data, ckpt_path=checkpoint, weights_only=True)
+        quiet_trainer(tmp_path, **settings).fit(model, data, ckpt_path=checkpoint, weights_only=True)
         assert model.trained == whole[done:], checkpoint
 
 
 @pytest.mark.parametrize("kind", [Recorder, Scheduled])
-def test_a_run_of_microbatches_resumed_from_any_checkpoint_reads_exactly_the_remaining_batches(file, tmp_path, kind):
+def test_a_run_on_a_token_stream_resumed_from_any_checkpoint_reads_the_rest(file, tmp_path, kind):
     settings = {"max_epochs": 3, "num_sanity_val_steps": 0}
-    whole = trained(tmp_path, data_module(file, file, **TOKENS), callbacks=[SaveAlways(tmp_path)], **settings)
+    whole = trained(
+        tmp_path, data_module(file, file, token_steps=TOKEN_STEPS), callbacks=[SaveAlways(tmp_path)], **settings
+    )
     for checkpoint in sorted(tmp_path.glob("*.ckpt")):
         model, done = kind(), int(checkpoint.stem.split("-")[1])
-        data = data_module(file, file, **TOKENS)
-        trainer_of(tmp_path, **settings).fit(model, data, ckpt_path=checkpoint, weights_only=True)
+        data = data_module(file, file, token_steps=TOKEN_STEPS)
+        quiet_trainer(tmp_path, **settings).fit(model, data, ckpt_path=checkpoint, weights_only=True)
         assert model.trained == whole[done:], checkpoint
 
 
 def test_settings_of_the_checkpoint_hold_in_loaders_of_later_epochs_too(file, tmp_path):
     settings = {"max_epochs": 3, "num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
-    given = data_module(file, **TOKENS | {"balance_group": 2})
+    given = data_module(file, token_steps=replace(TOKEN_STEPS, balance_group=2))
     whole = trained(tmp_path, given, callbacks=[SaveAlways(tmp_path)], **settings)
-    unset_settings = data_module(file, **TOKENS | {"balance_group": None})
-    assert trained(tmp_path, unset_settings, tmp_path / "batch-2.ckpt", **settings) == whole[2:]
+    unset = data_module(file, token_steps=TOKEN_STEPS)
+    assert trained(tmp_path, unset, tmp_path / "batch-2.ckpt", **settings) == whole[2:]
 
 
 def test_a_run_with_limited_epochs_resumes_exactly(file, tmp_path):
@@ -66,13 +69,13 @@ def test_a_checkpoint_that_is_validated_does_not_move_later_training(file, tmp_p
     settings = {"max_epochs": 1, "num_sanity_val_steps": 0}
     whole = trained(tmp_path, data_module(file, file), callbacks=[SaveAlways(tmp_path)], **settings)
     data, model = data_module(file, file), Recorder()
-    trainer = trainer_of(tmp_path, **settings)
+    trainer = quiet_trainer(tmp_path, **settings)
     trainer.validate(model, data, ckpt_path=tmp_path / "batch-2.ckpt", weights_only=True, verbose=False)
     trainer.fit(model, data)
     assert model.trained == whole
 
 
-def test_cost_models_come_back_from_the_checkpoint_where_they_are_left_open(file, tmp_path):
+def test_cost_models_that_are_not_set_come_back_from_the_checkpoint(file, tmp_path):
     cost, encoder_cost = CostModel(1.0, 0.5, 0.25), CostModel(0.1, 0.0, 0.0)
     settings = {"max_steps": 2}
     given = data_module(file, cost=cost, encoder_cost=encoder_cost)
@@ -81,8 +84,8 @@ def test_cost_models_come_back_from_the_checkpoint_where_they_are_left_open(file
         data = data_module(file, **later)
         seen = []
         model = Recorder()
-        model.on_train_start = lambda data=data, seen=seen: seen.append(data.trainer.train_dataloader.steps.planning)
-        trainer_of(tmp_path, max_steps=3).fit(model, data, ckpt_path=tmp_path / "batch-2.ckpt", weights_only=True)
+        model.on_train_start = lambda data=data, seen=seen: seen.append(data.trainer.train_dataloader.steps.packing)
+        quiet_trainer(tmp_path, max_steps=3).fit(model, data, ckpt_path=tmp_path / "batch-2.ckpt", weights_only=True)
         assert (seen[0].cost, seen[0].encoder_cost) == (expected, encoder_cost)
 
 
@@ -95,5 +98,5 @@ def test_another_way_to_pack_the_same_samples_is_told(file, tmp_path, caplog):
 
 def test_resuming_with_a_setting_that_moves_samples_says_which(file, tmp_path):
     trained(tmp_path, data_module(file), callbacks=[SaveAlways(tmp_path)], max_steps=2)
-    with pytest.raises(ValueError, match=r"place in the data .* global_batch_size was 4, is 3"):
+    with pytest.raises(ValueError, match=r"position in the data .* global_batch_size was 4, is 3"):
         trained(tmp_path, data_module(file, global_batch_size=3), tmp_path / "batch-2.ckpt", max_steps=4)

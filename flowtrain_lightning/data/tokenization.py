@@ -1,4 +1,4 @@
-"""Tokenizers: the little that data needs of one, and adapters for those that people have."""
+"""Tokenizers: the protocol that data need, and adapters for those that people have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures get the sizes of Qwen's rule, and their pixels become patches in the order that encoders expect."""
+"""Images get the sizes of Qwen's rule, and their pixels become patches in the order that encoders expect."""
 
 import math
 import sys
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from flowtrain_lightning.data import ImageProcessor, PackedMedia, PictureError
-from tests.data.support import IMAGES, write_picture
+from flowtrain_lightning.data import ImageError, ImageProcessor, PackedMedia
+from tests.data.support import IMAGES, write_image
 
 
 def rule_of_qwen(height, width, block, least, most):
@@ -32,26 +32,16 @@ def rule_of_qwen(height, width, block, least, most):
 def test_sizes_follow_qwens_rule(height, width, patch):
     images = ImageProcessor(patch_size=patch)
     if max(height, width) > 200 * min(height, width):
-        with pytest.raises(PictureError, match="200 times"):
+        with pytest.raises(ImageError, match="200 times"):
             images.size(height, width)
         return
     high, wide = rule_of_qwen(height, width, 2 * patch, 56 * 56, 28 * 28 * 1280)
     assert images.size(height, width) == (high // patch, wide // patch)
 
 
-def test_a_known_picture_has_the_known_number_of_tokens():
-    rows, columns = ImageProcessor().size(295, 448)
-    assert (rows, columns) == (22, 32)
-    assert ImageProcessor().patches(rows, columns) == 704
-    assert ImageProcessor().rows_of_features(rows, columns) == 176
-
-
-def test_many_sizes_at_once_equal_single_ones():
-    heights, widths = np.array([30, 400, 28]), np.array([70, 100, 5000])
-    patches, rows = ImageProcessor().sizes(heights, widths)
-    grids = [ImageProcessor().size(height, width) for height, width in zip(heights, widths, strict=True)]
-    assert patches.tolist() == [row * column for row, column in grids]
-    assert rows.tolist() == [ImageProcessor().rows_of_features(*grid) for grid in grids]
+def test_a_known_image_has_the_known_number_of_tokens():
+    assert ImageProcessor().size(295, 448) == (22, 32)
+    assert ImageProcessor().rows_of_features(22, 32) == 176
 
 
 def test_patches_come_in_blocks_that_merge_into_one_row_of_features(tmp_path):
@@ -63,7 +53,7 @@ def test_patches_come_in_blocks_that_merge_into_one_row_of_features(tmp_path):
     np.testing.assert_allclose(patches[:, 0], [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15], atol=1e-4)
 
 
-def test_inside_a_patch_the_order_is_channel_row_column(tmp_path):
+def test_inside_a_patch_the_order_is_channel_height_width(tmp_path):
     images = ImageProcessor(2, 1, 4, 64, mean=(0.0,) * 3, std=(1 / 255,) * 3)
     Image.fromarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3)).save(tmp_path / "p.png")
     patches, _ = images.load(tmp_path / "p.png")
@@ -72,26 +62,26 @@ def test_inside_a_patch_the_order_is_channel_row_column(tmp_path):
 
 
 @pytest.mark.parametrize("merge", [1, 2])
-def test_pictures_of_one_size_can_be_had_whole(tmp_path, merge):
+def test_images_of_one_size_can_be_had_whole(tmp_path, merge):
     images = ImageProcessor(2, merge, 4, 64, mean=(0.0,) * 3, std=(1 / 255,) * 3, fixed_size=(4, 8))
     pixels = np.random.default_rng(0).integers(0, 256, (2, 4, 8, 3), dtype=np.uint8)
     loaded = []
-    for number, picture in enumerate(pixels):
-        Image.fromarray(picture).save(tmp_path / f"{number}.png")
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(tmp_path / f"{number}.png")
         loaded.append(images.load(tmp_path / f"{number}.png"))
     grid = torch.tensor([grid for _, grid in loaded])
     patches = torch.from_numpy(np.concatenate([patches for patches, _ in loaded]))
     media = PackedMedia("image", patches, torch.tensor([0, 8, 16]), grid, 8, (8 // merge**2,) * 2)
-    np.testing.assert_allclose(media.pictures(), pixels.transpose(0, 3, 1, 2), atol=1e-3)
+    np.testing.assert_allclose(media.images(), pixels.transpose(0, 3, 1, 2), atol=1e-3)
     with pytest.raises(ValueError, match="differ in size"):
-        replace(media, grid=torch.tensor([[2, 4], [4, 2]])).pictures()
+        replace(media, grid=torch.tensor([[2, 4], [4, 2]])).images()
 
 
-def test_with_a_fixed_size_every_picture_has_as_many_tokens(tmp_path):
+def test_with_a_fixed_size_every_image_has_as_many_tokens(tmp_path):
     images = ImageProcessor(patch_size=14, merge_size=1, fixed_size=(336, 336))
-    patches, rows = images.sizes(np.array([10, 4000, 336]), np.array([300, 100, 336]))
-    assert patches.tolist() == rows.tolist() == [576] * 3
-    write_picture(tmp_path / "wide.png", 20, 90)
+    assert {images.size(*pixels) for pixels in ((10, 300), (4000, 100), (336, 336))} == {(24, 24)}
+    assert images.rows_of_features(24, 24) == 576
+    write_image(tmp_path / "wide.png", 20, 90)
     assert images.load(tmp_path / "wide.png")[0].shape == (576, images.patch_dim)
 
 
@@ -127,19 +117,19 @@ def test_a_photo_on_its_side_is_turned_and_its_header_says_so(tmp_path):
 def test_a_header_is_read_without_decoding(tmp_path, monkeypatch):
     from PIL import ImageFile
 
-    write_picture(tmp_path / "p.png", 5, 9)
-    write_picture(tmp_path / "p.jpg", 5, 9)
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("the picture was decoded"))
+    write_image(tmp_path / "p.png", 5, 9)
+    write_image(tmp_path / "p.jpg", 5, 9)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("the image was decoded"))
     assert IMAGES.header(tmp_path / "p.png") == IMAGES.header(tmp_path / "p.jpg") == (5, 9)
 
 
-def test_augmentation_sees_the_picture_and_never_changes_its_size(tmp_path):
-    write_picture(tmp_path / "p.png", 16, 8)
+def test_augmentation_sees_the_image_and_never_changes_its_size(tmp_path):
+    write_image(tmp_path / "p.png", 16, 8)
     seen = []
 
-    def crop(picture):
-        seen.append(picture.size)
-        return picture.crop((0, 0, 3, 3))
+    def crop(image):
+        seen.append(image.size)
+        return image.crop((0, 0, 3, 3))
 
     plain, grid = IMAGES.load(tmp_path / "p.png")
     cropped, same = IMAGES.load(tmp_path / "p.png", crop)
@@ -149,17 +139,17 @@ def test_augmentation_sees_the_picture_and_never_changes_its_size(tmp_path):
     assert not np.allclose(plain, cropped)
 
 
-def test_bad_pictures_are_told_apart(tmp_path):
-    (tmp_path / "text.png").write_text("no picture")
-    write_picture(tmp_path / "whole.png", 64, 64)
+def test_bad_images_are_told_apart(tmp_path):
+    (tmp_path / "text.png").write_text("no image")
+    write_image(tmp_path / "whole.png", 64, 64)
     (tmp_path / "half.png").write_bytes((tmp_path / "whole.png").read_bytes()[:6000])
-    with pytest.raises(PictureError, match="no such file"):
+    with pytest.raises(ImageError, match="no such file"):
         IMAGES.header(tmp_path / "none.png")
-    with pytest.raises(PictureError, match="no picture that Pillow can read"):
+    with pytest.raises(ImageError, match="no image that Pillow can read"):
         IMAGES.header(tmp_path / "text.png")
     assert IMAGES.header(tmp_path / "half.png") == (64, 64)
     for decode in (IMAGES.check, IMAGES.load):
-        with pytest.raises(PictureError, match="cannot be decoded"):
+        with pytest.raises(ImageError, match="cannot be decoded"):
             decode(tmp_path / "half.png")
 
 

@@ -1,4 +1,4 @@
-"""Readers of data files: JSONL or a JSON array, of ``messages`` records or LLaVA records."""
+"""Formats of data files: JSON Lines or a JSON array, of ``messages`` records or LLaVA's records."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 MEDIA_MARKER = "<image>"
-"""Where a record's text says that its next picture belongs."""
+"""Marks in a record's text where its next image belongs."""
 
-_PICTURE_KEYS = ("image", "path", "url", "image_url")
-"""Under which a part of a content may name its picture; parts that name none take the next of the record's."""
+_IMAGE_KEYS = ("image", "path", "url", "image_url")
+"""Under which a part of a content may name its image; parts that name none take the next of the record's."""
 
 _LLAVA_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -24,7 +24,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Turn:
-    """What one role says, with a ``<image>`` marker for each picture."""
+    """What one role says, with a ``<image>`` marker for each image."""
 
     role: str
     text: str
@@ -38,27 +38,27 @@ class Record:
         where: the file and the record's number and id, for messages.
         id: the record's ``id``, or its number (from 1) where it has none.
         turns: the conversation.
-        pictures: one path per marker, in order.
+        images: one path per marker, in order.
         fields: the record as it stands in the file.
     """
 
     where: str
     id: str
     turns: tuple[Turn, ...]
-    pictures: tuple[Path, ...]
+    images: tuple[Path, ...]
     fields: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class RecordPlace:
-    """Where one record lies in its file, in bytes, and what stands there."""
+class LocatedRecord:
+    """A record, with its offset and length in its file, in bytes."""
 
     offset: int
     length: int
     record: Record
 
 
-def scan(path: Path) -> Iterator[RecordPlace]:
+def scan(path: Path) -> Iterator[LocatedRecord]:
     """All records of a file in order: a JSON array, or JSON Lines (empty lines are skipped).
 
     Raises:
@@ -68,16 +68,16 @@ def scan(path: Path) -> Iterator[RecordPlace]:
         raise DataError(f"{path}: there is no such file.")
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
-    places = _scan_array(path) if start.startswith(b"[") else _scan_lines(path)
-    for number, (offset, length, fields) in enumerate(places):
-        yield RecordPlace(offset, length, parse(fields, path, number))
+    located = _scan_array(path) if start.startswith(b"[") else _scan_lines(path)
+    for number, (offset, length, fields) in enumerate(located):
+        yield LocatedRecord(offset, length, parse(fields, path, number))
 
 
 def read(path: Path, number: int, offset: int, length: int) -> Record:
-    """The record with this number (from 0), of which ``scan`` told where it lies.
+    """The record with this number (from 0), of which ``scan`` told offset and length.
 
     Raises:
-        DataError: what lies there is no record (the file was changed).
+        DataError: these bytes are no record (the file was changed).
     """
     with path.open("rb") as file:
         file.seek(offset)
@@ -89,7 +89,7 @@ def parse(fields: Any, path: Path, number: int) -> Record:
     """What one JSON value means; ``number`` counts from 0.
 
     Raises:
-        DataError: it is neither a ``messages`` nor a LLaVA record, or markers and pictures disagree.
+        DataError: it is neither a ``messages`` nor a LLaVA record, or markers and images disagree.
     """
     where = f"{path}, record {number + 1}"
     if not isinstance(fields, dict):
@@ -107,15 +107,15 @@ def parse(fields: Any, path: Path, number: int) -> Record:
             f"{where}: expected 'messages' (with 'images') or 'conversations' (with 'image'), found neither."
         )
     if named and beside:
-        raise DataError(f"{where}: it names pictures within its turns and beside them; name all of them in one place.")
-    pictures = named or beside
+        raise DataError(f"{where}: it names images within its turns and beside them; name all of them in one way.")
+    images = named or beside
     markers = sum(turn.text.count(MEDIA_MARKER) for turn in turns)
-    if markers != len(pictures):
+    if markers != len(images):
         raise DataError(
-            f"{where}: its text has {markers} {MEDIA_MARKER} markers, but it names {len(pictures)} pictures; "
-            "give one picture for each marker, in order."
+            f"{where}: its text has {markers} {MEDIA_MARKER} markers, but it names {len(images)} images; "
+            "give one image for each marker, in order."
         )
-    return Record(where, name, turns, tuple(path.parent / _file_name(picture, where) for picture in pictures), fields)
+    return Record(where, name, turns, tuple(path.parent / _file_name(image, where) for image in images), fields)
 
 
 def _several(value: Any) -> list[Any]:
@@ -124,22 +124,22 @@ def _several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _file_name(picture: Any, where: str) -> str:
-    if not isinstance(picture, str):
-        raise DataError(f"{where}: every picture needs a path, a string.")
-    if "://" in picture or picture.startswith("data:"):
+def _file_name(image: Any, where: str) -> str:
+    if not isinstance(image, str):
+        raise DataError(f"{where}: every image needs a path, a string.")
+    if "://" in image or image.startswith("data:"):
         raise DataError(
-            f"{where}: the picture {picture[:60]!r} is no file. Pictures are read from files; save it as one, and name "
+            f"{where}: the image {image[:60]!r} is no file. Images are read from files; save it as one, and name "
             "its path."
         )
-    return picture
+    return image
 
 
 def _turns(items: Any, where: str, name: str, role_key: str, text_key: str) -> tuple[tuple[Turn, ...], list[Any]]:
-    """The turns, and the pictures that are named within them."""
+    """The turns, and the images that are named within them."""
     if not isinstance(items, list) or not items:
         raise DataError(f"{where}: '{name}' must be a list with at least one turn.")
-    turns, pictures = [], []
+    turns, images = [], []
     for item in items:
         role, content = (item.get(role_key), item.get(text_key)) if isinstance(item, dict) else (None, None)
         text, named = _parts(content, where) if isinstance(content, list) else (content, [])
@@ -147,26 +147,26 @@ def _turns(items: Any, where: str, name: str, role_key: str, text_key: str) -> t
             raise DataError(f"{where}: every turn in '{name}' needs '{role_key}' and '{text_key}', both strings.")
         _refuse_halves(text, where)
         turns.append(Turn(_LLAVA_ROLES.get(role, role), text))
-        pictures += named
-    return tuple(turns), pictures
+        images += named
+    return tuple(turns), images
 
 
 def _parts(parts: list[Any], where: str) -> tuple[str, list[Any]]:
-    """Text with markers, and the pictures that are named, of content that is a list, as chat templates take it."""
-    text, pictures = "", []
+    """Text with markers, and the images that are named, of content that is a list, as chat templates take it."""
+    text, images = "", []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text" and isinstance(part.get("text"), str):
             text += part["text"]
         elif kind in ("image", "image_url"):
             text += MEDIA_MARKER
-            pictures += [part[key] for key in _PICTURE_KEYS if part.get(key) is not None][:1]
+            images += [part[key] for key in _IMAGE_KEYS if part.get(key) is not None][:1]
         else:
             raise DataError(
                 f"{where}: content that is a list holds {{'type': 'text', 'text': ...}} and {{'type': 'image'}}, but "
                 f"here it has {str(part)[:80]}."
             )
-    return text, [picture.get("url") if isinstance(picture, dict) else picture for picture in pictures]
+    return text, [image.get("url") if isinstance(image, dict) else image for image in images]
 
 
 def _refuse_halves(text: str, where: str) -> None:
@@ -205,10 +205,10 @@ def _scan_array(path: Path) -> Iterator[tuple[int, int, Any]]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not valid UTF-8 ({error}); save the file as UTF-8.") from error
     decoder = json.JSONDecoder()
-    place, offset, number = text.index("[") + 1, 0, 0
-    offset = len(text[:place].encode())
+    position, number = text.index("[") + 1, 0
+    offset = len(text[:position].encode())
     while True:
-        start = _after_space(text, place)
+        start = _after_space(text, position)
         if text[start : start + 1] == "]":
             if _after_space(text, start + 1) < len(text):
                 raise DataError(
@@ -225,13 +225,13 @@ def _scan_array(path: Path) -> Iterator[tuple[int, int, Any]]:
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, record {number + 1}: not valid JSON ({error}).") from error
         # Characters are counted as bytes piece by piece: reading back needs byte offsets.
-        offset += len(text[place:start].encode())
+        offset += len(text[position:start].encode())
         length = len(text[start:end].encode())
         yield offset, length, fields
-        place, offset, number = end, offset + length, number + 1
+        position, offset, number = end, offset + length, number + 1
 
 
-def _after_space(text: str, place: int) -> int:
-    while place < len(text) and text[place].isspace():
-        place += 1
-    return place
+def _after_space(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position

@@ -1,19 +1,22 @@
-"""Which samples are in which step: pure functions of seed, epoch, lengths and weights."""
+"""Which samples are in which step, and which step a loader reads next."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from torch.utils.data import SequentialSampler
 
+from flowtrain_lightning.data.step_packing import CostChange, StepPacking
 from flowtrain_lightning.packing import IntArray
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The order of all epochs. Knows nothing of ranks, layouts or workers.
+    """The order of all epochs: pure functions of seed, epoch, lengths and weights, without ranks, layouts or workers.
 
     An epoch has as many samples as all sources together. Each source gives its share of them: its length, or with
     weights its weight's part (rounded to whole samples). A source is read in permutations of itself, one after
@@ -68,7 +71,7 @@ class Sampling:
         return {"batch_unit": "samples", **settings, "weights": self.weights and list(self.weights)}
 
     def step(self, epoch: int, step: int) -> IntArray:
-        """The samples of one step: numbers into the sources one after another."""
+        """The samples of one step, counted over the sources one after another."""
         start = step * self.global_batch_size
         return epoch_order(self, epoch)[start : start + self.global_batch_size]
 
@@ -76,23 +79,26 @@ class Sampling:
 @lru_cache(maxsize=2)
 def epoch_order(sampling: Sampling, epoch: int) -> IntArray:
     """All samples of an epoch in order; the array must not be changed."""
-    taken, places = [], []
+    chosen, fractions = [], []
     first = 0
     for source, (length, share) in enumerate(zip(sampling.lengths, sampling.shares, strict=True)):
         start = epoch * share if sampling.shuffle else 0
-        taken.append(first + _run(sampling, source, length, start, start + share))
-        places.append((np.arange(share) + 0.5) / max(share, 1))
+        chosen.append(first + _run(sampling, source, length, start, start + share))
+        fractions.append((np.arange(share) + 0.5) / max(share, 1))  # how far into the epoch, unshuffled
         first += length
-    samples = np.concatenate(taken)
+    samples = np.concatenate(chosen)
     if len(sampling.lengths) > 1:
-        mixed = _permutation(len(samples), sampling.seed, 0, epoch) if sampling.shuffle else _sorted(places)
+        if sampling.shuffle:
+            mixed = _permutation(len(samples), sampling.seed, 0, epoch)
+        else:
+            mixed = np.argsort(np.concatenate(fractions), kind="stable")
         samples = samples[mixed]
     samples.flags.writeable = False
     return samples
 
 
 def _run(sampling: Sampling, source: int, length: int, start: int, end: int) -> IntArray:
-    """Samples ``start`` to ``end`` of a source's endless row of permutations."""
+    """Samples ``start`` to ``end`` of a source's endless sequence of permutations."""
     if length == 0 or start == end:
         return np.empty(0, dtype=np.int64)
     rounds = range(start // length, (end - 1) // length + 1)
@@ -109,5 +115,48 @@ def _permutation(length: int, *key: int) -> IntArray:
     return np.argsort(np.random.PCG64(list(key)).random_raw(length), kind="stable")
 
 
-def _sorted(places: list[np.ndarray]) -> IntArray:
-    return np.argsort(np.concatenate(places), kind="stable")
+class StepSampler(SequentialSampler):
+    """The steps that a loader's next iterator reads, with the packing that holds in each of them.
+
+    Steps come in sequence, shuffled or not: what is shuffled is which samples they have.
+
+    Args:
+        steps: steps of an epoch.
+        packing: how samples are packed, where no change says otherwise.
+
+    Attributes:
+        steps: steps of an epoch.
+        packing: how samples are packed, where no change says otherwise.
+        epoch: the epoch that the next iterator reads; Lightning sets it.
+        first: the step at which that iterator begins.
+        planned: epoch and number of the step that was handed out last.
+        changes: cost models that take the place of those of ``packing``, each from its step on, in order.
+    """
+
+    def __init__(self, steps: int, packing: StepPacking) -> None:
+        super().__init__(range(steps))
+        self.steps = steps
+        self.packing = packing
+        self.epoch = 0
+        self.first = 0
+        self.planned = (0, -1)
+        self.changes: list[CostChange] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iterator that starts will read this epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[tuple[int, int, StepPacking]]:  # type: ignore[override]
+        return self._hand_out(self.epoch, self.first)
+
+    def _hand_out(self, epoch: int, first: int) -> Iterator[tuple[int, int, StepPacking]]:
+        for step in range(first, self.steps):
+            self.planned = (epoch, step)
+            yield epoch, step, self._packing_in(epoch, step)
+
+    def _packing_in(self, epoch: int, step: int) -> StepPacking:
+        begun = [change for change in self.changes if change.position <= (epoch, step)]
+        return self.packing.with_costs(begun[-1]) if begun else self.packing

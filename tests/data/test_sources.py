@@ -1,22 +1,19 @@
-"""The samples of files: which records are kept, cut, dropped or refused, and how several files are one."""
+"""Samples of files: which records are kept, cut, dropped or refused, and how several files are read as one."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from flowtrain_lightning.data import DataError, JoinedSources, MetadataIndex
-from flowtrain_lightning.data.index import Measure
-from tests.data.support import IMAGES, TEMPLATE, Letters, message_record, write_picture, write_records, write_set
-
-MEASURE = Measure(Letters(), TEMPLATE, IMAGES, "error", prompt=False)
+from flowtrain_lightning.data import DataError, FileSource, IndexConfig, JoinedSources
+from tests.data.support import IMAGES, MEASURE, message_record, write_image, write_records, write_set
 
 
 @pytest.fixture
 def mixed(tmp_path):
-    """Records of 12, 12, 40 and 29 tokens; the third is long by text, the fourth by its second picture."""
-    wide = write_picture(tmp_path / "p/wide.png", 4, 16)
-    large = write_picture(tmp_path / "p/large.png", 12, 16)
+    """Records of 12, 12, 40 and 29 tokens; the third is long by text, the fourth by its second image."""
+    wide = write_image(tmp_path / "p/wide.png", 4, 16)
+    large = write_image(tmp_path / "p/large.png", 12, 16)
     return write_records(
         tmp_path / "d.jsonl",
         [
@@ -28,12 +25,12 @@ def mixed(tmp_path):
     )
 
 
-def index(file, budget=100, too_long="error", **changes):
-    return MetadataIndex(file, replace(MEASURE, **changes), token_budget=budget, too_long=too_long)
+def source_of(file, budget=100, too_long="error", **measure):
+    return FileSource(file, replace(MEASURE, **measure), budget, IndexConfig(too_long))
 
 
 def test_samples_are_the_records_of_the_file(mixed):
-    source = index(mixed)
+    source = source_of(mixed)
     assert len(source) == 4
     assert [source.record(sample).id for sample in range(4)] == ["r0", "r1", "r2", "r3"]
     assert source.sizes(np.array([2, 0])).tokens.tolist() == [40, 12]
@@ -41,19 +38,19 @@ def test_samples_are_the_records_of_the_file(mixed):
 
 
 def test_a_long_record_is_named_with_its_sizes_and_the_ways_out(mixed):
-    words = r"record 3 \(id 'r2'\): it has 40 tokens \(0 of them from 0 pictures\), more than token_budget=20.*too_long"
+    words = r"record 3 \(id 'r2'\): it has 40 tokens \(0 of them from 0 images\), more than token_budget=20.*too_long"
     with pytest.raises(DataError, match=words):
-        index(mixed, 20)
+        source_of(mixed, 20)
 
 
 def test_long_records_are_dropped_and_counted(mixed):
-    source = index(mixed, 20, "drop")
+    source = source_of(mixed, 20, "drop")
     assert [source.record(sample).id for sample in range(len(source))] == ["r0", "r1"]
     assert source.summary == "d.jsonl: 2 of 4 records used, 2 dropped as longer than token_budget=20."
 
 
 def test_long_records_are_cut_and_those_without_targets_left_out(mixed):
-    source = index(mixed, 20, "truncate")
+    source = source_of(mixed, 20, "truncate")
     assert [source.record(sample).id for sample in range(len(source))] == ["r0", "r1", "r2"]
     sizes = source.sizes(np.arange(3))
     assert sizes.tokens.tolist() == [12, 12, 20]
@@ -65,37 +62,37 @@ def test_long_records_are_cut_and_those_without_targets_left_out(mixed):
 
 
 def test_a_cut_prompt_is_kept_although_it_has_no_target(mixed):
-    source = index(mixed, 10, "truncate", prompt=True)
+    source = source_of(mixed, 10, "truncate", prompt=True)
     assert source.sizes(np.arange(4)).tokens.tolist() == [8, 10, 8, 9]
     assert source.sizes(np.arange(4)).media_rows.tolist() == [4, 4]
 
 
-def test_records_with_bad_pictures_are_dropped_and_counted(mixed):
+def test_records_with_bad_images_are_dropped_and_counted(mixed):
     (mixed.parent / "p/large.png").unlink()
-    source = index(mixed, unreadable="drop")
+    source = source_of(mixed, unreadable="drop")
     assert len(source) == 3
-    assert source.summary == "d.jsonl: 3 of 4 records used, 1 dropped for a picture that cannot be used."
+    assert source.summary == "d.jsonl: 3 of 4 records used, 1 dropped for an image that cannot be used."
 
 
 def test_a_set_that_is_or_becomes_empty_is_refused(mixed, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"empty\.jsonl: there is no record in it"):
-        index(tmp_path / "empty.jsonl")
+        source_of(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match=r"no record is left to use.*0 of 4 records used, 4 dropped as longer"):
-        index(mixed, 5, "drop")
+        source_of(mixed, 5, "drop")
 
 
 def test_the_fingerprint_is_that_of_the_numbered_samples(mixed):
-    whole = index(mixed).fingerprint
-    assert whole == index(mixed, 50).fingerprint
-    assert whole == index(mixed, images=replace(IMAGES, max_pixels=128)).fingerprint
-    assert whole != index(mixed, 20, "drop").fingerprint
+    whole = source_of(mixed).fingerprint
+    assert whole == source_of(mixed, 50).fingerprint
+    assert whole == source_of(mixed, images=replace(IMAGES, max_pixels=128)).fingerprint
+    assert whole != source_of(mixed, 20, "drop").fingerprint
 
 
 def test_joined_sources_number_their_samples_one_after_another(tmp_path):
     files = [write_set(tmp_path / f"{name}.jsonl", count, first) for name, count, first in (("a", 4, 0), ("b", 5, 4))]
-    joined = JoinedSources([index(file) for file in files])
-    whole = index(write_set(tmp_path / "whole.jsonl", 9))
+    joined = JoinedSources([source_of(file) for file in files])
+    whole = source_of(write_set(tmp_path / "whole.jsonl", 9))
     assert len(joined) == 9
     assert joined.lengths == (4, 5)
     assert [joined.record(sample).id for sample in (0, 3, 4, 8)] == ["r0", "r3", "r4", "r8"]
@@ -110,10 +107,10 @@ def test_records_without_loss_are_counted(tmp_path):
     records[1]["messages"].pop()
     file = write_records(tmp_path / "d.jsonl", records)
     told = "2 of 2 records used, 1 of these without loss, as nothing in them is said by the assistant."
-    assert index(file).summary == f"d.jsonl: {told}"
-    assert index(file, prompt=True).summary == "d.jsonl: 2 of 2 records used."
+    assert source_of(file).summary == f"d.jsonl: {told}"
+    assert source_of(file, prompt=True).summary == "d.jsonl: 2 of 2 records used."
 
 
 def test_a_folder_is_not_taken_for_a_missing_file(tmp_path):
     with pytest.raises(DataError, match="this is a folder; name its files, several as a list"):
-        index(tmp_path)
+        source_of(tmp_path)

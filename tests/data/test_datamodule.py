@@ -9,8 +9,17 @@ import pytest
 import torch
 
 from flowtrain_lightning.data import ChatTemplate, DataError, ImageProcessor, RankShard
-from tests.data.support import TOKENS, data_module, message_record, write_records, write_set
-from tests.data.training import Recorder, Scheduled, trained, trainer_of
+from tests.data.support import (
+    TOKEN_STEPS,
+    Recorder,
+    Scheduled,
+    data_module,
+    message_record,
+    quiet_trainer,
+    trained,
+    write_records,
+    write_set,
+)
 
 
 def test_a_trainer_reads_every_epoch_in_its_own_order(file, tmp_path):
@@ -20,8 +29,8 @@ def test_a_trainer_reads_every_epoch_in_its_own_order(file, tmp_path):
 
 
 def test_lengths_and_the_estimate_of_steps_are_right(file, tmp_path):
-    for settings, steps in (({}, 4), ({"drop_last": False}, 5), ({"global_batch_size": 7}, 2)):
-        data, trainer = data_module(file, **settings), trainer_of(tmp_path, max_epochs=3)
+    for settings, steps in (({}, 4), ({"global_batch_size": 7}, 2)):
+        data, trainer = data_module(file, **settings), quiet_trainer(tmp_path, max_epochs=3)
         estimated = []
         model = Recorder()
         model.on_train_start = lambda trainer=trainer, found=estimated: found.append(trainer.estimated_stepping_batches)
@@ -34,22 +43,26 @@ def test_lengths_and_the_estimate_of_steps_are_right(file, tmp_path):
 
 def test_the_estimate_is_known_to_configure_optimizers(file, tmp_path):
     model = Scheduled()
-    trainer_of(tmp_path, max_epochs=2).fit(model, data_module(file))
+    quiet_trainer(tmp_path, max_epochs=2).fit(model, data_module(file))
     assert model.estimate == 8
     assert model.trained == trained(tmp_path, data_module(file), max_epochs=2)
 
 
 def test_epochs_of_microbatches_have_the_length_that_lightning_counts_on(file, tmp_path):
-    data, model, trainer = data_module(file, file, **TOKENS), Scheduled(), trainer_of(tmp_path, max_epochs=3)
+    data, model, trainer = (
+        data_module(file, file, token_steps=TOKEN_STEPS),
+        Scheduled(),
+        quiet_trainer(tmp_path, max_epochs=3),
+    )
     trainer.fit(model, data)
     steps = len(trainer.train_dataloader)
     assert model.estimate == trainer.global_step == 3 * steps
-    assert [place[:2] for place in model.trained] == [(epoch, step) for epoch in range(3) for step in range(steps)]
+    assert [batch[:2] for batch in model.trained] == [(epoch, step) for epoch in range(3) for step in range(steps)]
     assert [len(step) for step in model.validated[-5:]] == [4, 4, 4, 4, 2]
 
 
 def test_overfitting_repeats_the_same_steps_of_microbatches(file, tmp_path):
-    steps = trained(tmp_path, data_module(file, file, **TOKENS), max_epochs=2, overfit_batches=2)
+    steps = trained(tmp_path, data_module(file, file, token_steps=TOKEN_STEPS), max_epochs=2, overfit_batches=2)
     assert [samples for *_, samples in steps[:2]] == [samples for *_, samples in steps[2:]]
 
 
@@ -60,12 +73,12 @@ def test_overfitting_repeats_the_same_unshuffled_batches(file, tmp_path):
 
 
 def test_validation_keeps_order_and_tail_and_sees_no_augmentation(file, tmp_path):
-    def turned(picture, _):
-        return picture.rotate(180)
+    def turned(image, _):
+        return image.rotate(180)
 
     plain, augmented = data_module(file, file), data_module(file, file, augment=turned)
     model = Recorder()
-    trainer_of(tmp_path).validate(model, plain, verbose=False)
+    quiet_trainer(tmp_path).validate(model, plain, verbose=False)
     assert [sample for step in model.validated for sample in step] == list(range(18))
     pairs = []
     for name in ("val_dataloader", "train_dataloader"):
@@ -78,12 +91,12 @@ def test_prediction_reads_prompts(file, tmp_path):
     records = [message_record(0, "ab", "cd", []), message_record(1, "e", "", [])]
     model = Recorder()
     prompts = write_records(tmp_path / "p.jsonl", records)
-    trainer_of(tmp_path).predict(model, data_module(predict=prompts), return_predictions=False)
+    quiet_trainer(tmp_path).predict(model, data_module(predict=prompts), return_predictions=False)
     assert model.predicted == [b"\1\3ab\5\4" + b"\1\3e\5\4"]
 
 
-def test_the_strategy_says_which_part_is_loaded(file, tmp_path):
-    trainer = trainer_of(tmp_path, max_steps=1)
+def test_the_strategy_says_which_shard_is_loaded(file, tmp_path):
+    trainer = quiet_trainer(tmp_path, max_steps=1)
     trainer.strategy.rank_shard = RankShard(None, 1, 0, 1)
     seen = []
     model = Recorder()
@@ -110,7 +123,7 @@ def test_workers_of_a_trainer_end_with_its_run(file, tmp_path):
     model = Recorder()
     model.on_train_end = lambda: seen.extend(set(psutil.Process().children(recursive=True)) - before)
     seen = []
-    trainer_of(tmp_path, max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(model, data)
+    quiet_trainer(tmp_path, max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(model, data)
     assert len(seen) == 2
     assert psutil.wait_procs(seen, timeout=5)[1] == []
 
@@ -120,7 +133,7 @@ def test_a_sample_is_found_again_for_a_report(file):
     data.setup()
     assert data.record("train", 4).id == "r4"
     assert data.record("val", 1).turns[1].text == "answer 51"
-    assert len(data.record("train", 2).pictures) == 2
+    assert len(data.record("train", 2).images) == 2
 
 
 def test_the_seed_is_that_of_seed_everything_unless_given(file):
@@ -130,7 +143,7 @@ def test_the_seed_is_that_of_seed_everything_unless_given(file):
     assert data_module(file, seed=5).seed == 5
 
 
-def test_the_seed_is_that_of_seed_everything_also_where_that_comes_after_the_data_module(file):
+def test_seed_everything_may_come_after_the_data_module(file):
     data = data_module(file, seed=None)
     L.seed_everything(12, verbose=False)
     assert data.seed == 12
@@ -139,21 +152,21 @@ def test_the_seed_is_that_of_seed_everything_also_where_that_comes_after_the_dat
 def test_only_files_of_the_running_stage_are_opened(file, tmp_path):
     data = data_module(file, tmp_path / "none.jsonl")
     with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
-        trainer_of(tmp_path).validate(Recorder(), data, verbose=False)
-    trainer_of(tmp_path).test(Recorder(), data_module(tmp_path / "none.jsonl", test=file), verbose=False)
+        quiet_trainer(tmp_path).validate(Recorder(), data, verbose=False)
+    quiet_trainer(tmp_path).test(Recorder(), data_module(tmp_path / "none.jsonl", test=file), verbose=False)
 
 
 def test_what_was_dropped_is_logged_once(file, tmp_path, caplog):
-    (file.parent / "pictures/4_0.png").unlink()
+    (file.parent / "images/4_0.png").unlink()
     with caplog.at_level("INFO"):
         trained(tmp_path, data_module(file, unreadable="drop"), max_steps=1)
     told = [record.message for record in caplog.records if "records used" in record.message]
-    assert told == ["d.jsonl: 17 of 18 records used, 1 dropped for a picture that cannot be used."]
+    assert told == ["d.jsonl: 17 of 18 records used, 1 dropped for an image that cannot be used."]
 
 
 def test_data_that_were_not_given_are_asked_for(file, tmp_path):
     with pytest.raises(DataError, match=r"no test data; give it: FlowDataModule\(test="):
-        trainer_of(tmp_path).test(Recorder(), data_module(file))
+        quiet_trainer(tmp_path).test(Recorder(), data_module(file))
 
 
 def test_real_data_are_read_from_end_to_end(real_data, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -14,22 +14,24 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from flowtrain_lightning.data.batch import StepBatch
-from flowtrain_lightning.data.forking import end_with_starter, fork_lock
-from flowtrain_lightning.data.parcel import SharedMemoryBatch
-from flowtrain_lightning.data.planning import CostChange
-from flowtrain_lightning.data.step_sampler import StepSampler
-from flowtrain_lightning.data.steps import StepDataset
+from flowtrain_lightning.data.dataset import StepDataset
+from flowtrain_lightning.data.sampler import StepSampler
+from flowtrain_lightning.data.step_packing import CostChange
 from flowtrain_lightning.data.token_stream import saved_stream, stream_state
+from flowtrain_lightning.data.workers import SharedMemoryBatch, end_with_starter, fork_lock
 from flowtrain_lightning.packing.sample_stream import StreamState
 
 _PREFETCHED = 2
 """Steps that each worker plans and loads ahead."""
 
+Prepare = Callable[[StepBatch], object]
+"""Works out what a step needs that follows from its plan, while the step before runs."""
+
 
 class StepLoader:
     """Steps of an epoch in order.
 
-    While a step runs, a thread plans and loads the next one, or takes it from the workers that did.
+    While a step runs, a thread plans and loads the next one, or takes it from the workers that did, and prepares it.
 
     Wraps a PyTorch ``DataLoader`` and is none, so that Lightning neither puts a sampler of its own into it nor
     builds it anew. Its iterators begin to read when the first batch is asked for: Lightning asks for an iterator
@@ -40,6 +42,7 @@ class StepLoader:
         files: fingerprints of the data's files; kept in the state.
         num_workers: processes that load; with 0 the training process loads. They live until :meth:`close`.
         pin_memory: batches lie in page-locked memory.
+        prepare: called with every batch, in the thread that loads; the result is the batch's ``program``.
     """
 
     batch_sampler = None
@@ -52,15 +55,17 @@ class StepLoader:
         files: Sequence[str],
         num_workers: int = 0,
         pin_memory: bool = False,
+        prepare: Prepare | None = None,
     ) -> None:
         self.steps = steps
-        self.sampler = StepSampler(steps)
+        self.sampler = StepSampler(len(steps), steps.packing)
         self._files = list(files)
         self._resume: tuple[int, int] | None = None
         self._position = (0, 0)
         self._stream: StreamState | None = None
         self._num_workers = num_workers
         self._pin_memory = pin_memory
+        self._prepare = prepare
         self._loader: DataLoader[SharedMemoryBatch] | None = None
         self._reading: weakref.ref[_StepIterator] | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -75,15 +80,15 @@ class StepLoader:
     def state_dict(self) -> dict[str, Any]:
         """The epoch, the number of its batches that were delivered, and the settings on which this rests.
 
-        All in JSON types: ``settings`` decide which samples are in a step, ``planning`` how they are packed, and
-        ``changes`` name the costs that took or will take the place of those in ``planning``.
+        All in JSON types: ``settings`` decide which samples are in a step, ``packing`` how they are packed, and
+        ``changes`` name the cost models that have replaced or will replace those in ``packing``.
         """
         epoch, step = self._resume or self._position
         return {
             "epoch": epoch,
             "step": step,
             "settings": self._settings_of(self.steps),
-            "planning": self.steps.planning.state_dict(),
+            "packing": self.steps.packing.state_dict(),
             "changes": [change.state_dict() for change in self.sampler.changes],
             "stream": self._stream and saved_stream(self._stream),
         }
@@ -91,7 +96,7 @@ class StepLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken: the epoch that it names begins after the batches delivered then.
 
-        Settings that the user left open are those of the state.
+        Settings that the user has not set are those of the state.
 
         Raises:
             ValueError: the state was taken with other settings.
@@ -99,13 +104,14 @@ class StepLoader:
         steps = self.steps.resumed_from(state)
         if told := _changes(state["settings"], self._settings_of(steps)):
             raise ValueError(
-                f"The checkpoint's place in the data means other samples now: {told}. "
+                f"The checkpoint's position in the data means other samples now: {told}. "
                 "Use the settings and files it was made with, or start a new run from its weights."
             )
-        if told := _changes(state["planning"], steps.planning.state_dict()):
+        if told := _changes(state["packing"], steps.packing.state_dict()):
             rank_zero_info(f"flowtrain: the same samples as before, in every step, are packed otherwise: {told}.")
         self.close()
-        self.steps = self.sampler.steps = steps
+        self.steps = steps
+        self.sampler.steps, self.sampler.packing = len(steps), steps.packing
         if "cost" in steps.unset_settings:
             self.sampler.changes = [CostChange.from_state(change) for change in state["changes"]]
         self._stream = state["stream"] and stream_state(state["stream"])
@@ -119,14 +125,14 @@ class StepLoader:
             ValueError: the step, or a later one, was planned already, or is to change already.
         """
         changes = self.sampler.changes
-        latest = max([self.sampler.planned, *(other.place for other in changes[-1:])])
-        if change.place <= latest:
+        latest = max([self.sampler.planned, *(other.position for other in changes[-1:])])
+        if change.position <= latest:
             raise ValueError(
                 f"Costs were to change in step {change.step} of epoch {change.epoch}, but what holds in step "
                 f"{latest[1]} of epoch {latest[0]} is settled; name a later step."
             )
-        over = [other for other in changes if other.place <= (self._resume or self._position)]
-        self.sampler.changes = [*over[-1:], *changes[len(over) :], change]  # what held before is of no use any more
+        begun = [other for other in changes if other.position <= (self._resume or self._position)]
+        self.sampler.changes = [*begun[-1:], *changes[len(begun) :], change]  # those before the last are over
 
     @property
     def planned_ahead(self) -> int:
@@ -136,21 +142,22 @@ class StepLoader:
     def close(self) -> None:
         """End thread and workers. A later iterator starts new ones."""
         self._release()
-        self._let_go(waits=True)
+        self._stop(waits=True)
 
     def abandon(self) -> None:
-        """As :meth:`close`, but without waiting for a load that is under way: for a run that has failed."""
+        """End thread and workers without waiting for a load that is under way: for a run that has failed."""
         self._reading = self._coming = None
-        self._let_go(waits=False)
+        self._stop(waits=False)
 
-    def _let_go(self, *, waits: bool) -> None:
+    def _stop(self, *, waits: bool) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=waits, cancel_futures=True)
             self._thread = None
-        # The loader's own iterator ends its workers when nothing refers to it any more.
+        # The DataLoader's own iterator ends its workers when nothing refers to it any more.
         self._loader = None
 
     def _release(self) -> None:
+        """End the iterator in use."""
         reading = None if self._reading is None else self._reading()
         if reading is not None:
             reading.close()
@@ -159,11 +166,11 @@ class StepLoader:
             wait([self._coming])  # else the thread would go on reading from an iterator that begins anew
             self._coming = None
 
-    def _load_next(self, parcels: Iterator[SharedMemoryBatch]) -> Future[_Delivery | None]:
+    def _load_next(self, batches: Iterator[SharedMemoryBatch]) -> Future[_Delivery | None]:
         """Let the thread bring the next batch, or None at the epoch's end."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="load the next step")
-        self._coming = self._thread.submit(_next_batch, parcels)
+        self._coming = self._thread.submit(_next_batch, batches, self._prepare)
         return self._coming
 
     def _start(self, iterator: _StepIterator) -> Iterator[SharedMemoryBatch]:
@@ -208,7 +215,7 @@ class _StepIterator(Iterator[StepBatch]):
 
     def __init__(self, loader: StepLoader) -> None:
         self._loader: StepLoader | None = loader
-        self._parcels: Iterator[SharedMemoryBatch] | None = None
+        self._batches: Iterator[SharedMemoryBatch] | None = None
         self._coming: Future[_Delivery | None] | None = None
         self._ahead: deque[_Delivery] = deque()
         self._next = 0
@@ -228,7 +235,7 @@ class _StepIterator(Iterator[StepBatch]):
     def close(self) -> None:
         """Let go of the workers and of what was loaded."""
         with self._lock:
-            self._loader = self._parcels = self._coming = None
+            self._loader = self._batches = self._coming = None
             self._ahead.clear()
 
     def following(self, step: int) -> StepBatch | None:
@@ -239,14 +246,14 @@ class _StepIterator(Iterator[StepBatch]):
                 raise LookupError(f"Step {step} was delivered already; the next one is {self._next}.")
             return self._ahead[distance].batch if self._look_ahead(distance + 1) else None
 
-    def _look_ahead(self, batches: int) -> bool:
+    def _look_ahead(self, count: int) -> bool:
         """Have so many batches in the queue, and one more on its way; False if the epoch has no more."""
         if self._loader is None:
             return False
-        if self._parcels is None:
-            self._parcels = self._loader._start(self)
-        while len(self._ahead) < batches:
-            coming = self._coming or self._loader._load_next(self._parcels)
+        if self._batches is None:
+            self._batches = self._loader._start(self)
+        while len(self._ahead) < count:
+            coming = self._coming or self._loader._load_next(self._batches)
             self._coming = None  # whatever comes of it: after an error the next call tries what follows
             delivery = coming.result()
             if delivery is None:
@@ -254,25 +261,26 @@ class _StepIterator(Iterator[StepBatch]):
             # A weak reference: batches in the queue must not keep the iterator, and with it the workers, alive.
             delivery.batch.following = _Following(weakref.ref(self), delivery.batch.step)
             self._ahead.append(delivery)
-        self._coming = self._coming or self._loader._load_next(self._parcels)
+        self._coming = self._coming or self._loader._load_next(self._batches)
         return True
 
 
 class _Delivery(NamedTuple):
-    """A batch, and where the stream of samples stands once it was delivered."""
+    """A batch, and the state of the stream of samples once it was delivered."""
 
     batch: StepBatch
     stream: StreamState | None
 
 
-def _next_batch(parcels: Iterator[SharedMemoryBatch]) -> _Delivery | None:
+def _next_batch(batches: Iterator[SharedMemoryBatch], prepare: Prepare | None) -> _Delivery | None:
     with fork_lock.loading():
-        parcel = next(parcels, None)
-        if parcel is None:
+        if (packed := next(batches, None)) is None:
             return None
-        batch = parcel.open()
-        _ = batch.plan.entries  # worked out here, not when the step begins
-        return _Delivery(batch, parcel.stream)
+        batch = packed.open()
+        _ = batch.plan.entries  # computed here, not when the step begins
+        if prepare is not None:
+            batch.program = prepare(batch)
+        return _Delivery(batch, packed.stream)
 
 
 class _Following:

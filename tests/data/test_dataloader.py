@@ -1,12 +1,13 @@
 """The loader's steps: an epoch's worth, in order, with a look ahead, the same with workers and without."""
 
 import gc
+import threading
 
 import pytest
 import torch
 
-from tests.data.loading import WORKERS, read
-from tests.data.support import TOKENS
+from flowtrain_lightning.data import RankShard
+from tests.data.support import TOKEN_STEPS, WORKERS, data_module, read
 
 
 @WORKERS
@@ -29,10 +30,10 @@ def test_an_iterator_reads_the_epoch_that_is_set_when_its_first_batch_is_asked_f
 
 @WORKERS
 def test_steps_of_microbatches_are_the_same_with_workers_and_without(loader_of, workers):
-    loader = loader_of(num_workers=workers, **TOKENS)
+    loader = loader_of(num_workers=workers, token_steps=TOKEN_STEPS)
     epochs = [read(loader, epoch) for epoch in (0, 1, 0)]
     assert [len(epoch) for epoch in epochs] == [len(loader)] * 3
-    assert epochs == [read(loader_of(**TOKENS), epoch) for epoch in (0, 1, 0)]
+    assert epochs == [read(loader_of(token_steps=TOKEN_STEPS), epoch) for epoch in (0, 1, 0)]
 
 
 @WORKERS
@@ -75,6 +76,38 @@ def test_an_epoch_may_be_left_early(loader_of, workers):
     loader = loader_of(num_workers=workers)
     read(loader, epoch=0, count=2)
     assert read(loader, epoch=1) == read(loader_of(), epoch=1)
+
+
+@WORKERS
+def test_every_batch_is_prepared_while_the_one_before_runs_in_the_thread_that_loads(file, workers):
+    prepared = []
+
+    def prepare(batch):
+        prepared.append((batch.step, threading.current_thread().name))
+        return f"program of step {batch.step}"
+
+    data = data_module(file, shard=RankShard.plain(0, 1), num_workers=workers)
+    data.trainer.strategy.prepare_step = prepare
+    iterator = iter(data.train_dataloader())
+    first = next(iterator)
+    second = first.following(1)
+    assert (first.program, second.program) == ("program of step 0", "program of step 1")
+    assert next(iterator) is second
+    assert [batch.program for batch in iterator] == ["program of step 2", "program of step 3"]
+    assert [step for step, _ in prepared] == [0, 1, 2, 3]
+    assert all(thread.startswith("load the next step") for _, thread in prepared)
+    data.teardown()
+
+
+def test_an_error_of_preparing_is_raised_where_the_batch_is_asked_for(file):
+    data = data_module(file, shard=RankShard.plain(0, 1))
+    data.trainer.strategy.prepare_step = lambda batch: 1 // batch.step
+    with pytest.raises(ZeroDivisionError):
+        next(iter(data.train_dataloader()))
+
+
+def test_without_a_strategy_that_prepares_steps_batches_have_no_program(loader_of):
+    assert next(iter(loader_of())).program is None
 
 
 @WORKERS

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flowtrain_lightning.data import DataError, Turn
-from flowtrain_lightning.data.records import read, scan
+from flowtrain_lightning.data.formats import read, scan
 from tests.data.support import message_record, write_records
 
 LLAVA = {
@@ -17,29 +17,29 @@ LLAVA = {
 
 def test_messages_are_read(tmp_path):
     file = write_records(tmp_path / "d.jsonl", [message_record(7, "What?", "This.", ["p/1.png", "p/2.png"])])
-    (place,) = scan(file)
-    assert place.record.id == "r7"
-    assert place.record.turns == (Turn("user", "<image><image>What?"), Turn("assistant", "This."))
-    assert place.record.pictures == (tmp_path / "p/1.png", tmp_path / "p/2.png")
-    assert place.record.fields["images"] == [{"path": "p/1.png"}, {"path": "p/2.png"}]
+    (found,) = scan(file)
+    assert found.record.id == "r7"
+    assert found.record.turns == (Turn("user", "<image><image>What?"), Turn("assistant", "This."))
+    assert found.record.images == (tmp_path / "p/1.png", tmp_path / "p/2.png")
+    assert found.record.fields["images"] == [{"path": "p/1.png"}, {"path": "p/2.png"}]
 
 
 @pytest.mark.parametrize("image", ["a.png", ["a.png"]])
 @pytest.mark.parametrize("write", [lambda records: json.dumps(records, indent=1), lambda records: json.dumps(*records)])
 def test_llava_records_are_read_from_an_array_and_from_lines(tmp_path, image, write):
     (tmp_path / "d.json").write_text(write([{**LLAVA, "image": image}]))
-    (place,) = scan(tmp_path / "d.json")
-    assert [turn.role for turn in place.record.turns] == ["user", "assistant"]
-    assert place.record.pictures == (tmp_path / "a.png",)
+    (found,) = scan(tmp_path / "d.json")
+    assert [turn.role for turn in found.record.turns] == ["user", "assistant"]
+    assert found.record.images == (tmp_path / "a.png",)
 
 
 @pytest.mark.parametrize("write", [lambda records: json.dumps(records, indent=1), lambda records: json.dumps(*records)])
 def test_a_byte_order_mark_and_the_line_ends_of_windows_are_no_part_of_the_records(tmp_path, write):
     file = tmp_path / "d.json"
     file.write_bytes(b"\xef\xbb\xbf" + write([LLAVA]).replace("\n", "\r\n").encode() + b"\r\n")
-    (place,) = scan(file)
-    assert place.record.id == "x"
-    assert read(file, 0, place.offset, place.length) == place.record
+    (found,) = scan(file)
+    assert found.record.id == "x"
+    assert read(file, 0, found.offset, found.length) == found.record
 
 
 def test_text_that_is_not_utf_8_is_told(tmp_path):
@@ -48,9 +48,9 @@ def test_text_that_is_not_utf_8_is_told(tmp_path):
         list(scan(tmp_path / "d.jsonl"))
 
 
-def as_parts(*pictures):
+def as_parts(*images):
     """A conversation whose contents are lists."""
-    question = [*pictures, {"type": "text", "text": "What"}, {"type": "text", "text": "?"}]
+    question = [*images, {"type": "text", "text": "What"}, {"type": "text", "text": "?"}]
     answer = [{"type": "text", "text": "This."}]
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
@@ -63,23 +63,23 @@ def as_parts(*pictures):
         as_parts({"type": "image", "url": "1.png"}, {"type": "image_url", "image_url": {"url": "2.png"}}),
     ],
 )
-def test_content_may_be_a_list_of_text_and_pictures(tmp_path, record):
-    (place,) = scan(write_records(tmp_path / "d.jsonl", [record]))
-    assert place.record.turns == (Turn("user", "<image><image>What?"), Turn("assistant", "This."))
-    assert place.record.pictures == (tmp_path / "1.png", tmp_path / "2.png")
+def test_content_may_be_a_list_of_text_and_images(tmp_path, record):
+    (found,) = scan(write_records(tmp_path / "d.jsonl", [record]))
+    assert found.record.turns == (Turn("user", "<image><image>What?"), Turn("assistant", "This."))
+    assert found.record.images == (tmp_path / "1.png", tmp_path / "2.png")
 
 
-def test_a_record_without_pictures_needs_no_entry_for_them(tmp_path):
+def test_a_record_without_images_needs_no_entry_for_them(tmp_path):
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     records = [{"messages": [{"role": "user", "content": "hi"}]}, {"conversations": turns}]
-    places = list(scan(write_records(tmp_path / "d.jsonl", records)))
-    assert [place.record.pictures for place in places] == [(), ()]
-    assert [place.record.id for place in places] == ["1", "2"]
+    located = list(scan(write_records(tmp_path / "d.jsonl", records)))
+    assert [found.record.images for found in located] == [(), ()]
+    assert [found.record.id for found in located] == ["1", "2"]
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])
 @pytest.mark.parametrize("form", ["lines", "lines with gaps", "array", "pretty array"])
-def test_every_record_is_found_again_by_its_place(tmp_path, form, ascii_only):
+def test_every_record_is_found_again_by_its_offset(tmp_path, form, ascii_only):
     records = [{**LLAVA, "id": f"ü{number}"} for number in range(5)]
     if "array" in form:
         text = json.dumps(records, indent=3 if "pretty" in form else None, ensure_ascii=ascii_only)
@@ -88,17 +88,17 @@ def test_every_record_is_found_again_by_its_place(tmp_path, form, ascii_only):
         text = join + join.join(json.dumps(record, ensure_ascii=ascii_only) for record in records)
     file = tmp_path / "d.json"
     file.write_text(text, encoding="utf-8")
-    places = list(scan(file))
-    assert [place.record.id for place in places] == [f"ü{number}" for number in range(5)]
+    located = list(scan(file))
+    assert [found.record.id for found in located] == [f"ü{number}" for number in range(5)]
     for number in (3, 0, 4, 2, 1):
-        assert read(file, number, places[number].offset, places[number].length) == places[number].record
+        assert read(file, number, located[number].offset, located[number].length) == located[number].record
 
 
 @pytest.mark.parametrize("real", ["train.jsonl", "val.jsonl"])
 def test_real_records_are_read(real_data, real):
-    places = list(scan(real_data / "mini_vl" / real))
-    assert all(place.record.pictures for place in places)
-    assert places[-1].record.pictures[0].is_file()
+    located = list(scan(real_data / "mini_vl" / real))
+    assert all(found.record.images for found in located)
+    assert located[-1].record.images[0].is_file()
 
 
 BROKEN = {
@@ -111,26 +111,26 @@ BROKEN = {
         '{"id": 5, "messages": [{"role": "user", "content": "<image>"}]}',
         r"id '5'.*1 <image> markers",
     ),
-    "more pictures": (
+    "more images": (
         '{"image": "a", "conversations": [{"from": "human", "value": "b"}]}',
-        "0 <image> .*1 pictures",
+        "0 <image> .*1 images",
     ),
-    "path": ('{"image": [1], "conversations": [{"from": "human", "value": "<image>"}]}', "every picture needs a path"),
+    "path": ('{"image": [1], "conversations": [{"from": "human", "value": "<image>"}]}', "every image needs a path"),
     "unknown part": (
         '{"messages": [{"role": "user", "content": [{"type": "video"}]}]}',
         "content that is a list holds .* here it has .*video",
     ),
-    "pictures in two places": (
+    "images in two ways": (
         '{"images": ["a"], "messages": [{"role": "user", "content": [{"type": "image", "path": "b"}]}]}',
         "within its turns and beside them",
     ),
     "address": (
         '{"images": ["https://a.org/b.png"], "messages": [{"role": "user", "content": "<image>"}]}',
-        r"picture 'https://a\.org/b\.png' is no file",
+        r"image 'https://a\.org/b\.png' is no file",
     ),
     "bytes": (
         '{"messages": [{"role": "user", "content": [{"type": "image", "url": "data:image/png;base64,AA"}]}]}',
-        "picture 'data:image/png;base64,AA' is no file",
+        "image 'data:image/png;base64,AA' is no file",
     ),
     "half of a character": (
         '{"messages": [{"role": "user", "content": "a \\ud83d b"}]}',
@@ -140,7 +140,7 @@ BROKEN = {
         '{"messages": [{"role": "user", "content": [{"type": "text", "text": "\\udc00"}]}]}',
         r"holds half of a character, '\\udc00'",
     ),
-    "no path": ('{"images": [{}], "messages": [{"role": "user", "content": "<image>"}]}', "every picture needs a path"),
+    "no path": ('{"images": [{}], "messages": [{"role": "user", "content": "<image>"}]}', "every image needs a path"),
 }
 
 

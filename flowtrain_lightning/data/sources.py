@@ -1,23 +1,41 @@
-"""Where samples and their sizes come from: the protocol, an index of one file, and several files as one."""
+"""Where samples and their sizes come from: the protocol, one file, and several sources as one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from flowtrain_lightning.data import records
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.index import IndexTable, Measure, index_table
-from flowtrain_lightning.data.records import DataError, Record
+from flowtrain_lightning.data.formats import DataError, Record, read
+from flowtrain_lightning.data.index import IndexConfig, IndexTable, Measure, TooLong, index_table
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
-TooLong = Literal["error", "drop", "truncate"]
+Files = str | Path | Sequence[str | Path]
+"""One data file, or several that are read as one."""
+
+WeightedFiles = Files | Mapping[str, float]
+"""Data files, perhaps with the weight that each has in a mixture."""
 
 
-class MetadataSource(Protocol):
+def paths_of(stage: str, files: WeightedFiles) -> list[Path]:
+    """The paths of a stage's files.
+
+    Raises:
+        DataError: there is none, or files have weights in a stage that does not train.
+    """
+    if isinstance(files, str | Path):
+        return [Path(files)]
+    if not files:
+        raise DataError(f"{stage} is an empty list of files; name at least one, or leave the argument out.")
+    if isinstance(files, Mapping) and stage != "train":
+        raise DataError(f"{stage} gives files weights, which only train may have; give a list of files.")
+    return [Path(file) for file in files]
+
+
+class SampleSource(Protocol):
     """Samples by number, with sizes that are known before anything is loaded. Equal on all ranks."""
 
     @property
@@ -38,26 +56,29 @@ class MetadataSource(Protocol):
         ...
 
 
-class MetadataIndex:
-    """The samples of one file: those of its records that the policies keep, in the file's order.
+class FileSource:
+    """The samples of one file: those of its records that can be used, in the file's order.
 
     Args:
         path: the data file.
         measure: what decides the sizes.
         token_budget: the most tokens that a sample may have.
-        too_long: what happens to a longer one. ``"error"`` stops; ``"drop"`` leaves it out; ``"truncate"`` cuts its
-            end, never inside a media, and leaves it out if no target is left.
-        cache_dir: the folder of the cache, see :func:`~flowtrain_lightning.data.index.index_table`.
+        config: what happens to a longer one (one that is cut is left out if no target is left), and where the index
+            is kept.
+
+    Attributes:
+        path: the data file.
+        fingerprint: changes whenever a sample's number would mean another sample.
+        summary: a sentence that says how many records are used, and why the others are not.
 
     Raises:
-        DataError: the file, a record or a picture cannot be used, or no sample is left.
+        DataError: the file, a record or an image cannot be used, or no sample is left.
     """
 
-    def __init__(
-        self, path: Path, measure: Measure, *, token_budget: int, too_long: TooLong, cache_dir: Path | None = None
-    ) -> None:
+    def __init__(self, path: Path, measure: Measure, token_budget: int, config: IndexConfig) -> None:
         self.path = path
-        table = index_table(path, measure, cache_dir)
+        too_long = config.too_long
+        table = index_table(path, measure, config.cache_dir)
         if len(table.offsets) == 0:
             raise DataError(f"{path}: there is no record in it.")
         self._offsets, self._lengths = table.offsets, table.lengths
@@ -88,14 +109,15 @@ class MetadataIndex:
         return self._read(int(self._records[sample]))
 
     def _read(self, number: int) -> Record:
-        return records.read(self.path, number, int(self._offsets[number]), int(self._lengths[number]))
+        return read(self.path, number, int(self._offsets[number]), int(self._lengths[number]))
 
     def _refuse(self, number: int, table: IndexTable, token_budget: int) -> None:
         start, end = table.sizes.media_start[number : number + 2].tolist()
         raise DataError(
             f"{self._read(number).where}: it has {table.sizes.tokens[number]} tokens "
-            f"({table.sizes.media_rows[start:end].sum()} of them from {end - start} pictures), more than "
-            f"token_budget={token_budget}; raise the budget, shorten the record, or set too_long='drop' or 'truncate'."
+            f"({table.sizes.media_rows[start:end].sum()} of them from {end - start} images), more than "
+            f"token_budget={token_budget}; raise the budget, shorten the record, or set too_long='drop' or 'truncate' "
+            "in IndexConfig."
         )
 
     def _cut(
@@ -122,7 +144,7 @@ class MetadataIndex:
         unreadable = int(np.count_nonzero(~table.readable))
         told = [f"{self.path.name}: {len(self)} of {len(table.offsets)} records used"]
         if unreadable:
-            told.append(f"{unreadable} dropped for a picture that cannot be used")
+            told.append(f"{unreadable} dropped for an image that cannot be used")
         if len(long) and too_long == "drop":
             told.append(f"{len(long)} dropped as longer than token_budget={token_budget}")
         if len(long) and too_long == "truncate":
@@ -138,7 +160,7 @@ class MetadataIndex:
 class JoinedSources:
     """Several sources as one: the samples of the first, then those of the second, and so on."""
 
-    def __init__(self, sources: Sequence[MetadataSource]) -> None:
+    def __init__(self, sources: Sequence[SampleSource]) -> None:
         self.sources = tuple(sources)
         self._start = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
 

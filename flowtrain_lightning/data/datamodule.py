@@ -1,0 +1,299 @@
+"""The data module: files in, a loader of steps for every stage out."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+from weakref import WeakSet
+
+import lightning as L
+import numpy as np
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+
+from flowtrain_lightning.data.batch import RankShard
+from flowtrain_lightning.data.conversation import ChatTemplate
+from flowtrain_lightning.data.dataloader import StepLoader
+from flowtrain_lightning.data.dataset import Augment, SampleLoader, StepDataset
+from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.data.formats import DataError, Record
+from flowtrain_lightning.data.image_processor import ImageProcessor
+from flowtrain_lightning.data.index import IndexConfig, Measure
+from flowtrain_lightning.data.sampler import Sampling
+from flowtrain_lightning.data.sources import Files, FileSource, JoinedSources, WeightedFiles, paths_of
+from flowtrain_lightning.data.step_packing import PackingConfig
+from flowtrain_lightning.data.token_stream import TokenSteps, TokenStream, training_stream
+from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
+from flowtrain_lightning.packing.compiled import announce_compilation
+
+# Without a validation file there is no loader, on purpose, so this advice would mislead.
+warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+
+_STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+
+class FlowDataModule(L.LightningDataModule):
+    """Image-text data in JSON files, as steps of packed microbatches.
+
+    Reads JSON Lines and JSON arrays of ``messages`` records (``images`` with ``path``, ``messages`` with ``role`` and
+    ``content``) and of LLaVA records (``image``, ``conversations``); paths of images are relative to the file.
+
+    A step has ``global_batch_size`` samples over all ranks. How many microbatches that makes follows from
+    ``token_budget``; it is the same number on every rank. An epoch's last, smaller step is left out in training, which
+    costs fewer than ``global_batch_size`` samples, shuffled others each time; it is kept in validation, test and
+    prediction. Which samples are in a step depends on the data, ``seed``, ``global_batch_size`` and ``shuffle`` alone;
+    with ``token_steps``, on what `TokenSteps` says. A checkpoint keeps all that and refuses to go on in mid-epoch with
+    other values. ``packing`` only decides how a step's samples are packed. Its cost models stay as they are for the
+    whole run, unless the callback ``AdaptCosts`` is there; a checkpoint brings them back where none are given.
+
+    Args:
+        train: training file or files; a mapping of files to weights mixes them in that proportion, see
+            :class:`~flowtrain_lightning.data.sampler.Sampling`.
+        val: validation file or files.
+        test: test file or files.
+        predict: files whose last assistant turns are to be written anew: sequences end with that turn's header.
+        tokenizer: path of a ``tokenizer.json`` or its folder, a ``tokenizers.Tokenizer``, or a Hugging Face tokenizer.
+        token_budget: the most tokens of a microbatch.
+        global_batch_size: samples of one step over all ranks; with ``token_steps``, of one that does not train.
+        images: how large images become; None takes ``ImageProcessor()``.
+        template: how conversations are written; None takes ``ChatTemplate()``.
+        seed: of order and augmentation; None takes that of ``seed_everything``, or 0.
+        shuffle: training samples come in another order each epoch. Off while ``Trainer(overfit_batches=...)`` is on.
+        token_steps: training steps of a number of microbatches; None makes steps of ``global_batch_size`` samples.
+        packing: cost models, padding, and when ranks wait for each other; None takes ``PackingConfig()``.
+        index: what happens to samples that are too long and to images that cannot be read, and the folder of the index;
+            None takes ``IndexConfig()``.
+        augment: changes training images: ``augment(image, generator)`` gets a Pillow image and a NumPy generator
+            seeded from seed, epoch, sample and the image's number in it, and returns a Pillow image.
+        num_workers: processes that load, for each loader.
+    """
+
+    def __init__(
+        self,
+        train: WeightedFiles | None = None,
+        val: Files | None = None,
+        test: Files | None = None,
+        predict: Files | None = None,
+        *,
+        tokenizer: Any,
+        token_budget: int,
+        global_batch_size: int,
+        images: ImageProcessor | None = None,
+        template: ChatTemplate | None = None,
+        seed: int | None = None,
+        shuffle: bool = True,
+        token_steps: TokenSteps | None = None,
+        packing: PackingConfig | None = None,
+        index: IndexConfig | None = None,
+        augment: Augment | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        given: dict[str, WeightedFiles | None] = {"train": train, "val": val, "test": test, "predict": predict}
+        self.files = {stage: paths_of(stage, files) for stage, files in given.items() if files is not None}
+        self.weights = tuple(float(weight) for weight in train.values()) if isinstance(train, Mapping) else None
+        self.token_budget = token_budget
+        self.global_batch_size = global_batch_size
+        self.images = images or ImageProcessor()
+        self.template = template or ChatTemplate()
+        self.shuffle = shuffle
+        self.token_steps = token_steps
+        self.packing = (packing or PackingConfig()).with_profile_read()
+        self.index = index or IndexConfig()
+        self.augment = augment
+        self.num_workers = num_workers
+        self._seed = seed
+        self._tokenizer = tokenizer
+        self._sources: dict[str, JoinedSources] = {}
+        # Weakly: Lightning may ask for a loader anew and drop the former, whose workers then end.
+        self._loaders: WeakSet[StepLoader] = WeakSet()
+        self._training: weakref.ref[StepLoader] | None = None
+        self._resume: dict[str, Any] | None = None
+
+    @property
+    def seed(self) -> int:
+        """Of order and augmentation: the one given, else that of ``seed_everything``, whenever it was called, or 0."""
+        return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; opened when first asked for, so that ``prepare_data`` of a subclass may make it."""
+        return open_tokenizer(self._tokenizer)
+
+    def prepare_data(self) -> None:
+        """Index the files of the running stage, once for all ranks of a node."""
+        running = self.trainer.state.fn if self.trainer is not None else None
+        for stage in self._wanted(running):
+            for source in self._open(stage).sources:
+                if isinstance(source, FileSource):
+                    rank_zero_info(source.summary)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the indexes of a stage; every rank does.
+
+        Raises:
+            DataError: this rank has other settings than rank 0, and so would plan other steps.
+        """
+        self._training = self._resume = None
+        announce_compilation(rank_zero_info)
+        if self.trainer is not None:
+            settings = self._planned_by()
+            _refuse_unlike_ranks(self.trainer.global_rank, settings, self.trainer.strategy.broadcast(settings))
+        for name in self._wanted(stage):
+            self._sources[name] = self._open(name)
+
+    def train_dataloader(self) -> StepLoader:
+        """Steps of training."""
+        loader = self._loader("train")
+        self._training = weakref.ref(loader)
+        if self._resume is not None:  # kept: a loader of a later epoch has its settings too
+            loader.load_state_dict(self._resume)
+        return loader
+
+    def val_dataloader(self) -> StepLoader | list[StepLoader]:
+        """Steps of validation; none without a file."""
+        return self._loader("val") if "val" in self.files else []
+
+    def test_dataloader(self) -> StepLoader:
+        """Steps of testing."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> StepLoader:
+        """Steps of prompts."""
+        return self._loader("predict")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the training data.
+
+        Lightning keeps that of its loader as well, but forgets it where ``configure_optimizers`` asks for
+        ``trainer.estimated_stepping_batches`` and so for the loader, before the loops are restored.
+        """
+        loader = None if self._training is None else self._training()
+        return {} if loader is None else {"train": loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from that position, where training does."""
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._resume = state_dict["train"]
+        loader = None if self._training is None else self._training()
+        if loader is not None:
+            loader.load_state_dict(self._resume)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """End the workers."""
+        for loader in self._loaders:
+            loader.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the workers, at once: what has failed is told after this hook, and a dead worker must not hold it up."""
+        for loader in self._loaders:
+            loader.abandon()
+
+    def fingerprint(self, stage: str) -> str:
+        """Changes with the content of the files of a stage: ranks that plan the same steps have the same."""
+        return fingerprint([self._source(name).fingerprint for name in self._wanted(stage)])
+
+    def record(self, stage: str, sample: int) -> Record:
+        """The record that a sample of ``"train"``, ``"val"``, ``"test"`` or ``"predict"`` is."""
+        return self._source(stage).record(sample)
+
+    def _wanted(self, stage: str | None) -> list[str]:
+        names = self.files if stage is None else _STAGES[stage]
+        return [name for name in names if name in self.files]
+
+    def _planned_by(self) -> dict[str, Any]:
+        """What the steps follow from, beside the files, by the names of the arguments."""
+        names = ("token_budget", "global_batch_size", "seed", "shuffle", "weights", "images", "template")
+        index = replace(self.index, cache_dir=None)  # which every node may have elsewhere
+        settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing")}
+        return settings | {"index": index, "tokenizer": self.tokenizer.fingerprint}
+
+    def _open(self, stage: str) -> JoinedSources:
+        """The samples of all files of a stage; measures those files that no cache knows."""
+        unreadable, prompt = self.index.unreadable, stage == "predict"
+        measure = Measure(self.tokenizer, self.template, self.images, unreadable, prompt)
+        return JoinedSources([FileSource(path, measure, self.token_budget, self.index) for path in self.files[stage]])
+
+    def _source(self, name: str) -> JoinedSources:
+        if name not in self.files:
+            raise DataError(f"FlowDataModule has no {name} data; give it: FlowDataModule({name}='{name}.jsonl', ...).")
+        if name not in self._sources:
+            self._sources[name] = self._open(name)
+        return self._sources[name]
+
+    def _loader(self, stage: str) -> StepLoader:
+        source, shard, packing = self._source(stage), self._shard(), self.packing
+        samples = SampleLoader(
+            source,
+            self.tokenizer,
+            self.template,
+            self.images,
+            prompt=stage == "predict",
+            limit=self.token_budget if self.index.too_long == "truncate" else None,
+            augment=self.augment if stage == "train" else None,
+            seed=self.seed,
+        )
+        sections = vars(packing) | ({} if self.token_steps is None else vars(self.token_steps))
+        unset = frozenset(name for name, value in sections.items() if value is None)
+        sampling, in_effect = self._sampling(stage, source, shard), packing.in_effect(self.token_budget)
+        steps = StepDataset(samples, sampling, shard, in_effect, packing.pad_to_budget, unset)
+        strategy = None if self.trainer is None else self.trainer.strategy
+        loader = StepLoader(
+            steps,
+            files=[each.fingerprint for each in source.sources],
+            num_workers=self.num_workers,
+            pin_memory=strategy is not None and strategy.root_device.type == "cuda",
+            prepare=getattr(strategy, "prepare_step", None),
+        )
+        self._loaders.add(loader)
+        return loader
+
+    def _sampling(self, stage: str, source: JoinedSources, shard: RankShard) -> Sampling | TokenStream:
+        """Which samples are in each step of a stage."""
+        training = stage == "train"
+        overfits = getattr(self.trainer, "overfit_batches", 0) > 0
+        sampling = Sampling(
+            source.lengths,
+            self.global_batch_size,
+            weights=self.weights if training else None,
+            seed=self.seed,
+            shuffle=training and self.shuffle and not overfits,
+            drop_last=training,
+        )
+        if training and self.token_steps is not None:
+            return training_stream(
+                sampling,
+                source.sizes(np.arange(len(source), dtype=np.int64)).tokens,
+                self.token_steps,
+                token_budget=self.token_budget,
+                backbone_ranks=shard.backbone_ranks,
+                cost=self.packing.in_effect(self.token_budget).cost,
+            )
+        if sampling.steps == 0:
+            too_few = f"{stage} has {len(source)} samples, fewer than global_batch_size={self.global_batch_size}"
+            raise DataError(f"{too_few}, so no step would be left; lower it.")
+        return sampling
+
+    def _shard(self) -> RankShard:
+        """What this rank loads of each step: as the strategy says, else as in plain data parallelism."""
+        if self.trainer is None:
+            return RankShard.plain(0, 1)
+        shard: RankShard | None = getattr(self.trainer.strategy, "rank_shard", None)
+        return shard or RankShard.plain(self.trainer.global_rank, self.trainer.world_size)
+
+
+def _refuse_unlike_ranks(rank: int, own: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Raises a DataError where a rank's settings are not those of rank 0, with which it would plan other steps."""
+    unlike = [name for name in own if own[name] != first[name]]
+    if unlike:
+        here, there = (", ".join(f"{name}={of[name]!r}" for name in unlike) for of in (own, first))
+        raise DataError(
+            f"Rank {rank} has FlowDataModule({here}), but rank 0 has {there}. All ranks plan the same steps from the "
+            "same settings: give the same values, and the same number to seed_everything, on every rank."
+        )

@@ -1,0 +1,207 @@
+"""One rank's shard of any step: planned from sizes, then read from the files as far as the shard needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from flowtrain_lightning.data.batch import PackedBatch, PackedMedia, RankShard, StepBatch
+from flowtrain_lightning.data.collate import LoadedImage, pack_images, pack_sequences
+from flowtrain_lightning.data.conversation import ChatTemplate, TokenSequence
+from flowtrain_lightning.data.formats import DataError, Record
+from flowtrain_lightning.data.image_processor import ImageError, ImageProcessor
+from flowtrain_lightning.data.sampler import Sampling
+from flowtrain_lightning.data.sources import SampleSource
+from flowtrain_lightning.data.step_packing import StepPacking
+from flowtrain_lightning.data.token_stream import TokenStream, stream_state
+from flowtrain_lightning.data.tokenization import Tokenizer
+from flowtrain_lightning.data.workers import SharedMemoryBatch
+from flowtrain_lightning.packing import IntArray, StepPlan
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Augment = Callable[["Image", np.random.Generator], "Image"]
+"""Changes an image by chance, taking all chance from the generator that it is given."""
+
+
+@dataclass(frozen=True)
+class SampleLoader:
+    """Loads what a sample consists of.
+
+    Attributes:
+        source: the samples.
+        tokenizer: makes ids of text.
+        template: how a conversation is written.
+        images: makes patches of images.
+        prompt: sequences end with the header of the last assistant turn.
+        limit: cut sequences to so many tokens.
+        augment: changes images. Its chance depends on seed, epoch, sample and the image's number in it alone.
+        seed: of augmentation.
+    """
+
+    source: SampleSource
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    images: ImageProcessor
+    prompt: bool = False
+    limit: int | None = None
+    augment: Augment | None = None
+    seed: int = 0
+
+    def sequence(self, record: Record, tokens: int, rows: IntArray) -> TokenSequence:
+        """A sample's tokens and labels.
+
+        Args:
+            record: the sample's record.
+            tokens: how many tokens the plan counts on.
+            rows: ``[media items]`` rows of features of its media items.
+
+        Raises:
+            DataError: it has another number of tokens.
+        """
+        sequence = self.template.sequence(record, self.tokenizer, rows, prompt=self.prompt)
+        if self.limit is not None:
+            sequence = sequence.cut(self.limit)
+        if len(sequence) != tokens:
+            raise DataError(
+                f"{record.where}: it has {len(sequence)} tokens, but had {tokens} when the file was indexed; "
+                "the file was changed meanwhile. Start again to index it anew."
+            )
+        return sequence
+
+    def image(self, record: Record, sample: int, number: int, rows: int, epoch: int) -> LoadedImage:
+        """One image's patches.
+
+        Args:
+            record: the sample's record.
+            sample: its number in the source.
+            number: the image's number in the record.
+            rows: how many rows of features the plan counts on.
+            epoch: the epoch, for augmentation.
+
+        Raises:
+            DataError: the image cannot be decoded, or has another size.
+        """
+        path = record.images[number]
+        augment = None
+        if self.augment is not None:
+            generator = np.random.default_rng([self.seed, epoch, sample, number])
+            augment = partial(_augmented, self.augment, generator)
+        try:
+            patches, grid = self.images.load(path, augment)
+        except ImageError as error:
+            raise DataError(
+                f"{record.where}: image {path} cannot be used: {error}; correct the record, or leave such records "
+                "out with IndexConfig(unreadable='drop')."
+            ) from error
+        found = self.images.rows_of_features(*grid)
+        if found != rows:
+            raise DataError(
+                f"{record.where}: image {path} gives {found} rows of features, but gave {rows} when it was indexed; "
+                "it was changed meanwhile. Delete the index in the cache folder and start again."
+            )
+        return LoadedImage(patches, grid, rows)
+
+
+@dataclass(frozen=True)
+class StepDataset(Dataset[SharedMemoryBatch]):
+    """Steps by epoch, number and the packing that holds in it. Reading one depends on these alone.
+
+    Attributes:
+        samples: loads samples.
+        sampling: which samples are in a step.
+        shard: what this rank holds of every step.
+        packing: how samples are packed, where the loader says nothing else.
+        pad_to_budget: fill every microbatch up to the token budget.
+        unset_settings: names of settings that the user did not give: a checkpoint's take their place.
+    """
+
+    samples: SampleLoader
+    sampling: Sampling | TokenStream
+    shard: RankShard
+    packing: StepPacking
+    pad_to_budget: bool = False
+    unset_settings: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        return self.sampling.steps
+
+    def __getitem__(self, step: tuple[int, int, StepPacking]) -> SharedMemoryBatch:
+        batch = self.load(*step)
+        return SharedMemoryBatch.of(batch, self.sampling.state if isinstance(self.sampling, TokenStream) else None)
+
+    def plan(self, epoch: int, step: int, packing: StepPacking | None = None) -> StepPlan:
+        """The whole step's plan, equal on all ranks; without ``packing``, as the run began."""
+        packing, microbatches = packing or self.packing, None
+        if isinstance(self.sampling, TokenStream):
+            found = self.sampling.step(epoch, step)
+            chosen = self.sampling.samples(found.samples)
+            microbatches = packing.arrange(found, self.sampling.settings, self.shard)
+        else:
+            chosen = self.sampling.step(epoch, step)
+        return packing.plan(self.samples.source.sizes(chosen), chosen, self.shard, microbatches)
+
+    def resumed_from(self, state: Mapping[str, Any]) -> StepDataset:
+        """The steps as they were when ``state`` was saved, as far as the user has not set otherwise."""
+        packing, sampling = self.packing.resumed_from(state["packing"], self.unset_settings), self.sampling
+        if isinstance(sampling, TokenStream) and state["stream"] is not None:
+            sampling = sampling.resumed_from(state["settings"], stream_state(state["stream"]), self.unset_settings)
+        return replace(self, packing=packing, sampling=sampling)
+
+    def load(self, epoch: int, step: int, packing: StepPacking | None = None) -> StepBatch:
+        """This rank's shard of one step.
+
+        Raises:
+            DataError: a record or image cannot be used.
+        """
+        plan, shard = self.plan(epoch, step, packing), self.shard
+        record_of = cache(self.samples.source.record)  # each is read once, for its tokens and for its images
+        microbatches: tuple[PackedBatch | None, ...] = ()
+        encoder_batches: tuple[PackedMedia | None, ...] = ()
+        if shard.backbone_rank is not None:
+            microbatches = tuple(
+                self._microbatch(plan, members, record_of) for members in plan.microbatches[shard.backbone_rank]
+            )
+        if shard.encoder_rank is not None:
+            encoder_batches = tuple(
+                self._encoder_batch(plan, items, epoch, record_of) for items in plan.encoder_batches[shard.encoder_rank]
+            )
+        return StepBatch(plan, shard, microbatches, encoder_batches, epoch, step)
+
+    def _microbatch(self, plan: StepPlan, members: IntArray, record_of: Callable[[int], Record]) -> PackedBatch | None:
+        if len(members) == 0:
+            return None
+        sizes = plan.sizes.select(members)
+        samples = plan.samples[members].tolist()
+        rows = np.split(sizes.media_rows, sizes.media_start[1:-1])
+        sequences = [
+            self.samples.sequence(record_of(sample), tokens, of_sample)
+            for sample, tokens, of_sample in zip(samples, sizes.tokens.tolist(), rows, strict=True)
+        ]
+        return pack_sequences(sequences, samples, pad_to=self.packing.token_budget if self.pad_to_budget else None)
+
+    def _encoder_batch(
+        self, plan: StepPlan, items: IntArray, epoch: int, record_of: Callable[[int], Record]
+    ) -> PackedMedia | None:
+        if len(items) == 0:
+            return None
+        owners = plan.sizes.media_sample[items]
+        numbers = items - plan.sizes.media_start[owners]
+        samples = plan.samples[owners]
+        rows = plan.sizes.media_rows[items]
+        return pack_images(
+            [
+                self.samples.image(record_of(sample), sample, number, count, epoch)
+                for sample, number, count in zip(samples.tolist(), numbers.tolist(), rows.tolist(), strict=True)
+            ]
+        )
+
+
+def _augmented(augment: Augment, generator: np.random.Generator, image: Image) -> Image:
+    return augment(image, generator)

@@ -1,0 +1,221 @@
+"""Images at their native sizes: how large each becomes, and its pixels as patches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+LARGEST_ASPECT = 200
+"""How many times one side of an image may be as long as the other, by Qwen's rule."""
+
+_ORIENTATION = 0x0112  # EXIF tag
+
+
+class ImageError(ValueError):
+    """An image that cannot be used; the message says why, without naming the record."""
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """The size rule of Qwen2-VL, Qwen2.5-VL and (with ``patch_size=16``) Qwen3-VL, and the pixels that follow from it.
+
+    An image keeps its aspect ratio, unless ``fixed_size`` makes all alike; both sides become multiples of
+    ``patch_size * merge_size``. Patches are ordered in blocks of ``merge_size x merge_size``, the blocks from left to
+    right and downward, so an encoder merges ``merge_size ** 2`` consecutive patches into one row of features. Inside a
+    patch the order is channel, height, width. Transparent images are laid on white.
+
+    Attributes:
+        patch_size: side of a patch in pixels.
+        merge_size: side of a block of patches that becomes one row of features.
+        min_pixels: smaller images are scaled up to about this many pixels.
+        max_pixels: larger images are scaled down to at most this many pixels.
+        channels: 3 for colour, 1 for grey.
+        mean: per channel, subtracted from values in 0..1.
+        std: per channel, divides what is left.
+        fixed_size: height and width in pixels that every image is scaled to, for towers that were trained on one size
+            (CLIP, SigLIP); ``min_pixels`` and ``max_pixels`` are not used then. What is left at the right and lower
+            edge beside whole patches is cut off, as by such a tower itself. See `PackedMedia.images`.
+    """
+
+    patch_size: int = 14
+    merge_size: int = 2
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    channels: int = 3
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    fixed_size: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.channels not in (1, 3):
+            raise ValueError(f"ImageProcessor got channels={self.channels}; give 1 (grey) or 3 (colour).")
+        if len(self.mean) != self.channels or len(self.std) != self.channels:
+            raise ValueError(
+                f"ImageProcessor got {len(self.mean)} values in mean and {len(self.std)} in std "
+                f"for channels={self.channels}; give one per channel."
+            )
+        if self.fixed_size is not None and min(self.fixed_size) < self._block:
+            raise ValueError(
+                f"ImageProcessor got fixed_size={self.fixed_size}; both sides must be at least patch_size * merge_size "
+                f"= {self._block}."
+            )
+        if self.fixed_size is None and not self._block**2 <= self.min_pixels <= self.max_pixels:
+            raise ValueError(
+                f"ImageProcessor got min_pixels={self.min_pixels} and max_pixels={self.max_pixels}; "
+                f"(patch_size * merge_size) ** 2 = {self._block**2} <= min_pixels <= max_pixels must hold."
+            )
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one patch: ``channels * patch_size ** 2``."""
+        return self.channels * self.patch_size**2
+
+    @property
+    def _block(self) -> int:
+        return self.patch_size * self.merge_size
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width in patches of an image of ``height x width`` pixels.
+
+        Raises:
+            ImageError: the image has no pixels or is too long and thin.
+        """
+        if min(height, width) < 1 or max(height, width) > LARGEST_ASPECT * min(height, width):
+            raise ImageError(
+                f"it is {height} pixels high and {width} wide, "
+                f"but one side may be at most {LARGEST_ASPECT} times the other"
+            )
+        block, merge = self._block, self.merge_size
+        if self.fixed_size is not None:
+            high, wide = self.fixed_size
+            return high // block * merge, wide // block * merge
+        high, wide = round(height / block), round(width / block)
+        if high * wide * block**2 > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            high, wide = (max(1, math.floor(side / shrink / block)) for side in (height, width))
+        elif high * wide * block**2 < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            high, wide = (math.ceil(side * grow / block) for side in (height, width))
+        return high * merge, wide * merge
+
+    def rows_of_features(self, high: int, wide: int) -> int:
+        """Rows of features, that is backbone tokens, of an image of ``high x wide`` patches."""
+        return high * wide // self.merge_size**2
+
+    def header(self, path: Path) -> tuple[int, int]:
+        """Height and width in pixels, read from the image's header alone.
+
+        Raises:
+            ImageError: there is no such file, or it is no image.
+        """
+        with _opened(path) as image:
+            width, height = image.size
+            # Orientations 5 to 8 lie on their side.
+            return (width, height) if _orientation(image) >= 5 else (height, width)
+
+    def check(self, path: Path) -> None:
+        """Decode the whole image once.
+
+        Raises:
+            ImageError: it cannot be decoded.
+        """
+        with _opened(path) as image:
+            _decode(image)
+
+    def load(
+        self, path: Path, augment: Callable[[Image], Image] | None = None
+    ) -> tuple[NDArray[np.float32], tuple[int, int]]:
+        """The image's patches, and its height and width in patches.
+
+        Args:
+            path: the image's file.
+            augment: changes the image before it is scaled. What it returns is scaled to the size that the original
+                has by the size rule, so it may crop but never changes how many tokens a sample has.
+
+        Returns:
+            ``[patches, patch_dim]`` floats in the encoder's order, and ``(height, width)`` in patches.
+
+        Raises:
+            ImageError: it cannot be decoded.
+        """
+        with _opened(path) as opened:
+            image = _upright(_decode(opened))
+        grid = self.size(image.height, image.width)
+        if augment is not None:
+            image = augment(image)
+        image = _flat(image, "RGB" if self.channels == 3 else "L")
+        height, width = grid[0] * self.patch_size, grid[1] * self.patch_size
+        scaled = self.fixed_size or (height, width)
+        image = image.resize((scaled[1], scaled[0]), _pillow().Resampling.BICUBIC)
+        return self._cut(np.asarray(image, dtype=np.float32)[:height, :width], grid), grid
+
+    def _cut(self, pixels: NDArray[np.float32], grid: tuple[int, int]) -> NDArray[np.float32]:
+        merge, side = self.merge_size, self.patch_size
+        mean, std = np.asarray(self.mean, np.float32), np.asarray(self.std, np.float32)
+        values = pixels.reshape(*pixels.shape[:2], self.channels) / np.float32(255)
+        normal: NDArray[np.float32] = ((values - mean) / std).astype(np.float32, copy=False)
+        blocks = normal.reshape(grid[0] // merge, merge, side, grid[1] // merge, merge, side, self.channels)
+        # -> block down, block across, patch down, patch across, channel, pixel down, pixel across
+        ordered = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
+        return np.ascontiguousarray(ordered).reshape(-1, self.patch_dim)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            "Reading images needs Pillow; install it with: pip install 'flowtrain-lightning[data]'"
+        ) from error
+    return Image
+
+
+def _opened(path: Path) -> Image:
+    pillow = _pillow()
+    try:
+        image: Image = pillow.open(path)
+    except FileNotFoundError:
+        raise ImageError("there is no such file") from None
+    except Exception as error:  # Pillow's readers raise whatever they stumble over
+        raise ImageError(f"it is no image that Pillow can read ({error})") from error
+    return image
+
+
+def _decode(image: Image) -> Image:
+    try:
+        image.load()
+    except Exception as error:  # as above
+        raise ImageError(f"it cannot be decoded ({error})") from error
+    return image
+
+
+def _orientation(image: Image) -> int:
+    # Only for formats that keep it in the header: for PNG, asking would decode the whole image.
+    if image.format not in ("JPEG", "MPO"):
+        return 1
+    return int(image.getexif().get(_ORIENTATION, 1))
+
+
+def _upright(image: Image) -> Image:
+    if _orientation(image) == 1:
+        return image
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image)
+
+
+def _flat(image: Image, mode: str) -> Image:
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        colours = image.convert("RGBA")
+        white = _pillow().new("RGBA", colours.size, "white")
+        image = _pillow().alpha_composite(white, colours)
+    return image.convert(mode)

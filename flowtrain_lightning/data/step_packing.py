@@ -1,0 +1,183 @@
+"""From the samples of a step to its plan: how they are packed, for which ranks, and what of it a checkpoint keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Set
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flowtrain_lightning.data.batch import RankShard
+from flowtrain_lightning.data.formats import DataError
+from flowtrain_lightning.packing import DEFAULT_COST, SYNC_EVERY, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
+from flowtrain_lightning.packing.microbatches import arrange, as_microbatches
+from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep
+from flowtrain_lightning.packing.step_plan import Microbatches
+from flowtrain_lightning.packing.step_planner import plan_step
+
+
+@dataclass(frozen=True)
+class PackingConfig:
+    """How the samples of a step are packed: the section ``packing`` of a data module.
+
+    Attributes:
+        cost: what a packed set of sequences costs the backbone; None takes a checkpoint's, else ``DEFAULT_COST``. See
+            :mod:`~flowtrain_lightning.packing.cost_model` for where to get one.
+        encoder_cost: what a set of media items costs the encoder, by their patches and in the unit of ``cost``; None
+            takes a checkpoint's, else balances by patches.
+        profile: a ``profile.json`` of ``flowtrain profile``, which brings both cost models.
+        sync_every: when backbone ranks wait for each other: ``"step"``, once a step, as replicas do that sum their
+            gradients; ``"microbatch"``, at every microbatch, as with FSDP, tensor and pipeline parallelism.
+        pad_to_budget: fill every microbatch up to the token budget, for static shapes.
+    """
+
+    cost: CostModel | None = None
+    encoder_cost: CostModel | None = None
+    profile: str | Path | None = None
+    sync_every: SyncEvery = "step"
+    pad_to_budget: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sync_every not in SYNC_EVERY:
+            raise ValueError(f"sync_every is {self.sync_every!r}; give one of {', '.join(map(repr, SYNC_EVERY))}.")
+        for name, given in (("cost", self.cost), ("encoder_cost", self.encoder_cost)):
+            if given is not None and self.profile is not None:
+                raise ValueError(
+                    f"profile={str(self.profile)!r} brings cost models, but {name} was given as well; leave one out."
+                )
+
+    def with_profile_read(self) -> PackingConfig:
+        """The cost models of the profile, if one is named, as if they had been given.
+
+        Raises:
+            DataError: the profile cannot be read.
+        """
+        if self.profile is None:
+            return self
+        cost, encoder_cost = _profiled_costs(Path(self.profile))
+        return replace(self, cost=cost, encoder_cost=encoder_cost, profile=None)
+
+    def in_effect(self, token_budget: int) -> StepPacking:
+        """The packing of a run that takes nothing from a checkpoint."""
+        return StepPacking(token_budget, self.cost or DEFAULT_COST, self.encoder_cost, self.sync_every)
+
+
+@dataclass(frozen=True)
+class StepPacking:
+    """How the samples of a step are packed, in every setting decided. Which samples these are is decided elsewhere.
+
+    Attributes:
+        token_budget: the most tokens of a microbatch.
+        cost: what a packed set of sequences costs the backbone.
+        encoder_cost: what a set of media items costs the encoder; None balances by patches.
+        sync_every: when backbone ranks wait for each other.
+    """
+
+    token_budget: int
+    cost: CostModel = DEFAULT_COST
+    encoder_cost: CostModel | None = None
+    sync_every: SyncEvery = "step"
+
+    def plan(
+        self, sizes: SampleSizes, samples: IntArray, shard: RankShard, microbatches: Microbatches | None = None
+    ) -> StepPlan:
+        """The whole step's plan, equal on all ranks.
+
+        Args:
+            sizes: the sizes of ``samples``.
+            samples: ``[n]`` indices into the data set.
+            shard: of any rank: says how many ranks there are, and whether each encodes what it reads.
+            microbatches: what :meth:`arrange` found; None packs as many as are needed.
+        """
+        return plan_step(
+            sizes,
+            samples,
+            backbone_ranks=shard.backbone_ranks,
+            encoder_ranks=shard.encoder_ranks,
+            token_budget=self.token_budget,
+            local=shard.local,
+            colocated_encoder_ranks=shard.colocated_encoder_ranks,
+            cost=self.cost,
+            encoder_cost=self.encoder_cost,
+            sync_every=self.sync_every,
+            microbatches=microbatches,
+        )
+
+    def arrange(self, step: StreamStep, settings: StreamSettings, shard: RankShard) -> Microbatches:
+        """The microbatches of a stream's step, which are the same on every layout, given to the ranks of this one."""
+        bin_of = arrange(
+            step.tokens,
+            self.cost.weight_of_each(step.tokens),
+            step.bin_of,
+            microbatches=settings.microbatches,
+            group_size=settings.balance_group,
+            ranks=shard.backbone_ranks,
+            budget=settings.token_budget,
+            sync_every=self.sync_every,
+        )
+        return as_microbatches(bin_of, settings.microbatches // shard.backbone_ranks, shard.backbone_ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All settings in JSON types, for a checkpoint."""
+        return asdict(self)
+
+    def with_costs(self, change: CostChange) -> StepPacking:
+        """This packing with other cost models."""
+        return replace(self, cost=change.cost, encoder_cost=change.encoder_cost)
+
+    def resumed_from(self, state: Mapping[str, Any], unset_settings: Set[str]) -> StepPacking:
+        """This packing with a checkpoint's cost models, as far as the user has set none."""
+        cost, encoder_cost = self.cost, self.encoder_cost
+        if "cost" in unset_settings:
+            cost = CostModel(**state["cost"])
+        if "encoder_cost" in unset_settings:
+            encoder_cost = state["encoder_cost"] and CostModel(**state["encoder_cost"])
+        return replace(self, cost=cost, encoder_cost=encoder_cost)
+
+
+@dataclass(frozen=True)
+class CostChange:
+    """Cost models that hold from a step on.
+
+    Attributes:
+        epoch: the epoch of that step.
+        step: its number in the epoch; beyond the epoch's last, the next epoch begins with them.
+        cost: what a packed set of sequences costs the backbone.
+        encoder_cost: what a set of media items costs the encoder; None balances by patches.
+    """
+
+    epoch: int
+    step: int
+    cost: CostModel
+    encoder_cost: CostModel | None
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and step, to be compared."""
+        return self.epoch, self.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The change in JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> CostChange:
+        """The change that was saved."""
+        encoder_cost = state["encoder_cost"] and CostModel(**state["encoder_cost"])
+        return cls(state["epoch"], state["step"], CostModel(**state["cost"]), encoder_cost)
+
+
+def _profiled_costs(path: Path) -> tuple[CostModel, CostModel | None]:
+    """The cost models of backbone and encoder that a profile holds; None for an encoder that was not measured."""
+    try:
+        roles = json.loads(path.read_text(encoding="utf-8"))["roles"]
+        cost, encoder_cost = (CostModel(**roles[role]["cost"]) for role in ("backbone", "encoder"))
+    except OSError as error:
+        raise DataError(f"The profile {path} cannot be read: {error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{path} holds no cost models, as a profile does; write one with `flowtrain profile`."
+        ) from error
+    # An encoder that no sample needed was not measured.
+    return cost, encoder_cost if encoder_cost != CostModel(0.0, 0.0, 0.0) else None

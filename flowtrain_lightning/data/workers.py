@@ -1,0 +1,152 @@
+"""Worker processes of a loader: how they are forked, how they end, and how a step travels from one to its rank."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.data.batch import StepBatch
+from flowtrain_lightning.packing.sample_stream import StreamState
+
+_ALIGNMENT = 64
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
+
+
+@dataclass(frozen=True)
+class SharedMemoryBatch:
+    """A :class:`StepBatch` with its tensors side by side in one block.
+
+    A tensor sent between processes costs a file descriptor and pinning one costs a call, so a step of many
+    microbatches that is sent as it is could reach the limit of open files.
+
+    Attributes:
+        body: the pickled batch, with references instead of tensors.
+        block: ``[bytes]`` uint8, all tensors.
+        layout: offset in bytes, dtype and shape of every tensor.
+        stream: the state of the stream of samples after this step, where steps are cut from one.
+    """
+
+    body: bytes
+    block: Tensor
+    layout: tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]
+    stream: StreamState | None = None
+
+    @classmethod
+    def of(cls, batch: StepBatch, stream: StreamState | None = None) -> SharedMemoryBatch:
+        """Pack a batch; its ``following`` and ``program`` stay behind, as they belong to the rank's process."""
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.dump((batch.plan, batch.shard, batch.microbatches, batch.encoder_batches, batch.epoch, batch.step))
+        layout, end = [], 0
+        for tensor in pickler.tensors:
+            layout.append((end, tensor.dtype, tuple(tensor.shape)))
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        block = torch.empty(end, dtype=torch.uint8)
+        for where, tensor in zip(layout, pickler.tensors, strict=True):
+            _view(block, *where).copy_(tensor)
+        return cls(file.getvalue(), block, tuple(layout), stream)
+
+    def open(self) -> StepBatch:
+        """The batch; its tensors are views of the block."""
+        unpickler = _Unpickler(io.BytesIO(self.body))
+        unpickler.tensors = [_view(self.block, *where) for where in self.layout]
+        return StepBatch(*unpickler.load())
+
+    def pin_memory(self) -> SharedMemoryBatch:
+        """The same batch in page-locked memory."""
+        return replace(self, block=self.block.pin_memory())
+
+
+class ForkLock:
+    """Either threads load, or one forks.
+
+    A fork has only the thread that made it, but every lock as it was at that moment: what another thread held then, a
+    lock of numpy, numba or the interpreter, is never released in the fork, which hangs as soon as it wants it.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._changed = threading.Condition()
+        self._loading = 0
+        self._forking = False
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, this process does not fork; waits while it does."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forking)
+            self._loading += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._loading -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def forking(self) -> Iterator[None]:
+        """Inside, no thread loads; waits until those that load are done."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forking)
+            self._forking = True
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._loading)
+            yield
+        finally:
+            with self._changed:
+                self._forking = False
+                self._changed.notify_all()
+
+
+fork_lock = ForkLock()
+"""The lock of this process."""
+
+
+def end_with_starter(_: int) -> None:
+    """Let this worker end when the thread that started it does; a ``worker_init_fn``.
+
+    PyTorch's workers notice a dead parent after seconds, and not while they load; the kernel tells them at once. It
+    counts the thread that started them as their parent: for a Trainer, the one that runs its loop.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _view(block: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    length = dtype.itemsize * torch.Size(shape).numel()
+    return block[offset : offset + length].view(dtype).view(shape)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        self.tensors.append(value)
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    tensors: list[Tensor]
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self.tensors[number]

@@ -1,0 +1,225 @@
+"""Every layout loads the same steps, and every rank its own shard only; data changed since are named."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flowtrain_lightning.data import DataError, FileSource, IndexConfig, RankShard, TokenSteps
+from flowtrain_lightning.data.dataset import SampleLoader
+from tests.data.support import IMAGES, MEASURE, TEMPLATE, Letters, data_module, write_image, write_set
+
+LAYOUTS = {
+    "plain 1": [RankShard.plain(0, 1)],
+    "plain 2": [RankShard.plain(rank, 2) for rank in range(2)],
+    "plain 4": [RankShard.plain(rank, 4) for rank in range(4)],
+    "1 + 1": [RankShard(0, 1, None, 1), RankShard(None, 1, 0, 1)],
+    "2 + 3": [
+        *(RankShard(rank, 2, None, 3) for rank in range(2)),
+        *(RankShard(None, 2, rank, 3) for rank in range(3)),
+    ],
+    "colocated 2": [RankShard(rank, 2, rank, 2) for rank in range(2)],
+}
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """The step data sets of all ranks of a layout."""
+    file = write_set(tmp_path / "d.jsonl", 12)
+
+    def build(layout, **changes):
+        found = []
+        for shard in LAYOUTS[layout]:
+            data = data_module(file, shard=shard, **changes)
+            found.append(data.train_dataloader().steps)
+        return found
+
+    return build
+
+
+def samples_read(batches):
+    """The samples of all microbatches, in rising order."""
+    read = [microbatch.samples for batch in batches for microbatch in batch.microbatches if microbatch]
+    return sorted(sample for samples in read for sample in samples)
+
+
+def media_items(batch):
+    """Number in the plan, patches, grid and rows of features of every media item that a rank encodes."""
+    for numbers, packed in zip(
+        batch.plan.encoder_batches[batch.shard.encoder_rank], batch.encoder_batches, strict=True
+    ):
+        assert (packed is None) == (len(numbers) == 0)
+        for index, number in enumerate(numbers.tolist()):
+            start, end = packed.cu_seqlens[index : index + 2].tolist()
+            yield number, packed.patches[start:end].numpy(), packed.grid[index], packed.rows[index]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_the_same_samples_in_every_step(shards, layout):
+    (reference,) = shards("plain 1")
+    for epoch, step in ((0, 0), (0, 2), (3, 1)):
+        expected = reference.load(epoch, step).plan.samples
+        batches = [rank.load(epoch, step) for rank in shards(layout)]
+        for batch in batches:
+            np.testing.assert_array_equal(batch.plan.samples, expected)
+        assert samples_read(batches) == sorted(expected.tolist())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_media_item_is_encoded_once_from_its_own_image(shards, layout):
+    (reference,) = shards("plain 1")
+    batches = [rank.load(0, 1) for rank in shards(layout)]
+    sizes, found = batches[0].plan.sizes, {}
+    for batch in batches:
+        if batch.shard.encoder_rank is None:
+            assert batch.encoder_batches == ()
+            continue
+        for number, patches, grid, rows in media_items(batch):
+            assert number not in found
+            assert rows == sizes.media_rows[number]
+            assert grid.prod() == len(patches)
+            found[number] = patches
+    for number, owner in enumerate(sizes.media_sample.tolist()):
+        record = reference.samples.source.record(int(batches[0].plan.samples[owner]))
+        path = record.images[number - int(sizes.media_start[owner])]
+        np.testing.assert_array_equal(found.pop(number), reference.samples.images.load(path)[0])
+    assert found == {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_media_token_of_a_microbatch_gets_a_row_of_features(shards, layout):
+    for batch in (rank.load(0, 1) for rank in shards(layout)):
+        for packed in batch.microbatches:
+            if packed is None:
+                continue
+            positions = packed.media_positions["image"] if packed.media_positions else np.empty(0, np.int64)
+            assert (packed.tokens[positions] == 6).all()
+            assert int((packed.tokens == 6).sum()) == len(positions)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    seen = []
+    plain = Image.open
+    monkeypatch.setattr(Image, "open", lambda path, *rest: seen.append(path) or plain(path, *rest))
+    return seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_images_are_opened_by_the_rank_that_encodes_them_and_by_no_other(shards, layout, opened):
+    ranks = shards(layout)
+    opened.clear()
+    in_all = 0
+    for rank in ranks:
+        batch = rank.load(0, 0)
+        encoded = 0
+        if rank.shard.encoder_rank is not None:
+            encoded = sum(map(len, batch.plan.encoder_batches[rank.shard.encoder_rank]))
+        assert len(opened) - in_all == encoded
+        in_all = len(opened)
+    assert in_all == len(set(opened)) == len(batch.plan.sizes.media_rows) > 0
+
+
+def test_ranks_have_equally_many_microbatches_also_in_a_small_last_step(shards):
+    ranks = [
+        replace(rank, sampling=replace(rank.sampling, drop_last=False))
+        for rank in shards("plain 4", global_batch_size=5)
+    ]
+    assert [len(rank) for rank in ranks] == [3] * 4
+    batches = [rank.load(0, 2) for rank in ranks]
+    assert len(batches[0].plan.samples) == 2
+    assert len({len(batch.microbatches) for batch in batches}) == 1
+    assert any(batch.microbatches[0] is None for batch in batches)
+
+
+def test_padding_fills_every_microbatch_to_the_budget(shards):
+    for rank in shards("plain 2", pad_to_budget=True):
+        for packed in rank.load(0, 0).microbatches:
+            assert packed is None or len(packed.tokens) == 64
+
+
+def test_augmentation_is_the_same_on_every_layout(shards):
+    def turn(image, generator):
+        return image.rotate(generator.integers(4) * 90)
+
+    def patches(layout, epoch):
+        batches = [rank.load(epoch, 0) for rank in shards(layout, augment=turn)]
+        encoding = [batch for batch in batches if batch.shard.encoder_rank is not None]
+        return {number: patches.tobytes() for batch in encoding for number, patches, _, _ in media_items(batch)}
+
+    assert patches("plain 1", 0) == patches("2 + 3", 0) == patches("plain 4", 0)
+    assert patches("plain 1", 0) != patches("plain 1", 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("group", [1, 4])
+def test_steps_of_microbatches_have_the_same_samples_on_every_layout(shards, layout, group):
+    settings = {"token_steps": TokenSteps(4, group, max_delay=2), "global_batch_size": 1}
+    (reference,) = shards("plain 1", **settings)
+    ranks = shards(layout, **settings)
+    for epoch, step in ((0, 0), (1, 0), (2, 0)):
+        expected = reference.load(epoch, step).plan
+        batches = [rank.load(epoch, step) for rank in ranks]
+        for batch in batches:
+            np.testing.assert_array_equal(batch.plan.samples, expected.samples)
+            share = 4 // batch.shard.backbone_ranks
+            assert [len(of_rank) for of_rank in batch.plan.microbatches] == [share] * batch.shard.backbone_ranks
+        assert samples_read(batches) == sorted(expected.samples.tolist())
+        assert all(packed is None or len(packed.tokens) <= 64 for batch in batches for packed in batch.microbatches)
+
+
+@pytest.fixture
+def samples(tmp_path):
+    file = write_set(tmp_path / "d.jsonl", 6)
+    return SampleLoader(FileSource(file, MEASURE, 99, IndexConfig()), Letters(), TEMPLATE, IMAGES, seed=1)
+
+
+def image(samples, sample, number=0, epoch=0):
+    rows = int(samples.source.sizes(np.array([sample])).media_rows[number])
+    return samples.image(samples.source.record(sample), sample, number, rows, epoch)
+
+
+def test_augmentation_draws_from_seed_epoch_sample_and_image_alone(samples):
+    drawn = {}
+
+    def augment(opened, generator):
+        drawn[key] = generator.random()
+        return opened
+
+    samples = replace(samples, augment=augment)
+    keys = [(1, 0, 2, 0), (1, 0, 2, 1), (1, 0, 5, 0), (1, 1, 2, 0), (2, 0, 2, 0)]
+    for seed, epoch, sample, number in keys:
+        key = (seed, epoch, sample, number)
+        image(replace(samples, seed=seed), sample, number, epoch)
+    once = dict(drawn)
+    assert len(set(once.values())) == len(keys)
+    for seed, epoch, sample, number in reversed(keys):
+        key = (seed, epoch, sample, number)
+        image(replace(samples, seed=seed), sample, number, epoch)
+    assert drawn == once
+
+
+def test_an_image_that_broke_after_indexing_is_named(samples):
+    path = samples.source.record(1).images[0]
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DataError, match=r"record 2 \(id 'r1'\): image .*1_0\.png cannot be used: .* decoded"):
+        image(samples, 1)
+
+
+def test_an_image_that_changed_its_size_after_indexing_is_named(samples):
+    write_image(samples.source.record(1).images[0], 16, 16)
+    with pytest.raises(DataError, match=r"record 2 .*gives 16 rows of features, but gave 2.*Delete the index"):
+        image(samples, 1)
+
+
+def test_a_file_that_changed_after_indexing_is_named(samples):
+    path = samples.source.path
+    path.write_text(path.read_text().replace("answer 0", "answer_00")[1:])
+    with pytest.raises(DataError, match=r"d\.jsonl, record 1: not valid JSON"):
+        samples.source.record(0)
+
+
+def test_a_record_that_changed_its_length_after_indexing_is_named(samples):
+    with pytest.raises(DataError, match=r"record 1 .*has 13 tokens, but had 12 when"):
+        samples.sequence(samples.source.record(0), 12, np.empty(0, np.int64))

@@ -1,0 +1,140 @@
+"""Workers of a loader: they change nothing, tell their errors, and end with the loader or its process."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch
+from flowtrain_lightning.data.dataset import StepDataset
+from flowtrain_lightning.data.workers import SharedMemoryBatch
+from flowtrain_lightning.packing import SampleSizes
+from flowtrain_lightning.packing.step_planner import plan_step
+from tests.data.support import read, write_set
+
+
+def batch_of_one_step():
+    one = np.array([3])
+    sizes = SampleSizes(one, one, np.array([0, 1]), one, one)
+    plan = plan_step(sizes, np.array([5]), backbone_ranks=1, encoder_ranks=1, token_budget=9)
+    numbers = torch.arange(3)
+    packed = PackedBatch(numbers, -numbers, numbers, numbers.int(), 3, {"image": numbers[1:]}, (5,))
+    media = PackedMedia("image", torch.rand(5, 3), torch.tensor([0, 5], dtype=torch.int32), numbers[None], 5, (1,))
+    return StepBatch(plan, RankShard.plain(0, 1), (packed, None), (media, None), epoch=2, step=4)
+
+
+def test_a_shared_memory_batch_brings_the_batch_unchanged():
+    batch = batch_of_one_step()
+    opened = pickle.loads(pickle.dumps(SharedMemoryBatch.of(batch))).open()
+    (packed, nothing), (media, none) = opened.microbatches, opened.encoder_batches
+    assert nothing is none is None
+    assert (opened.epoch, opened.step, opened.shard) == (2, 4, batch.shard)
+    assert opened.plan.samples.tolist() == [5]
+    assert opened.following(1) is None
+    for name in ("tokens", "labels", "position_ids", "cu_seqlens"):
+        assert torch.equal(getattr(packed, name), getattr(batch.microbatches[0], name))
+        assert getattr(packed, name).dtype == getattr(batch.microbatches[0], name).dtype
+    assert torch.equal(packed.media_positions["image"], batch.microbatches[0].media_positions["image"])
+    assert torch.equal(media.patches, batch.encoder_batches[0].patches)
+    assert (packed.samples, packed.max_seqlen, media.rows) == ((5,), 3, (1,))
+
+
+def test_all_tensors_travel_in_one_block():
+    opened = SharedMemoryBatch.of(batch_of_one_step()).open()
+    packed, media = opened.microbatches[0], opened.encoder_batches[0]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (packed.tokens, packed.labels, media.patches)}
+    assert len(storages) == 1
+    assert media.patches.data_ptr() % 64 == packed.labels.data_ptr() % 64
+
+
+def children():
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def test_workers_change_nothing(loader_of):
+    alone, helped = loader_of(), loader_of(num_workers=2)
+    for mine, theirs in zip(alone, helped, strict=True):
+        for left, right in zip(mine.microbatches, theirs.microbatches, strict=True):
+            assert torch.equal(left.tokens, right.tokens)
+            assert torch.equal(left.labels, right.labels)
+        for left, right in zip(mine.encoder_batches, theirs.encoder_batches, strict=True):
+            assert (left is None) == (right is None)
+            assert left is None or torch.equal(left.patches, right.patches)
+
+
+def test_workers_start_between_the_loads_of_other_threads_and_hold_no_lock_of_theirs(loader_of, monkeypatch):
+    lock, load = threading.Lock(), StepDataset.load
+
+    def slow(*arguments):
+        with lock:
+            time.sleep(0.2)
+            return load(*arguments)
+
+    monkeypatch.setattr(StepDataset, "load", slow)
+    alone, helped = loader_of(), loader_of(num_workers=2)
+    ahead = iter(alone)
+    next(ahead)  # its thread goes on with the next step, and holds the lock
+    assert len(read(helped)) == 5
+    assert len(list(ahead)) == 4
+
+
+def test_workers_stay_for_the_next_epoch_and_end_with_the_loader(loader_of):
+    before = children()
+    loader = loader_of(num_workers=2)
+    read(loader)
+    first = children() - before
+    read(loader, epoch=1)
+    assert children() - before == first
+    loader.close()
+    assert not (children() - before) & first
+    assert len(read(loader)) == 5
+
+
+def test_workers_die_with_their_parent(tmp_path):
+    write_set(tmp_path / "d.jsonl", 8)
+    (tmp_path / "busy").mkdir()
+    script = """if True:
+        import os, pathlib, sys, threading, time
+        from tests.data.support import data_module
+        busy = pathlib.Path(sys.argv[2])
+        def wait(*_):
+            (busy / str(os.getpid())).touch()
+            time.sleep(60)
+        data = data_module(sys.argv[1], num_workers=2, augment=wait)
+        data.setup("fit")
+        iterator = iter(data.train_dataloader())
+        threading.Thread(target=next, args=(iterator,), daemon=True).start()
+        while len(list(busy.iterdir())) < 2:
+            time.sleep(0.05)
+        print(*(file.name for file in busy.iterdir()), flush=True)
+        time.sleep(60)
+    """
+    command = [sys.executable, "-c", script, tmp_path / "d.jsonl", tmp_path / "busy"]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    assert len(workers) == 2
+    parent.kill()
+    parent.wait()
+    assert psutil.wait_procs(workers, timeout=30)[1] == []  # well before they would go on
+
+
+def test_an_error_in_a_worker_names_file_and_record(loader_of, tmp_path):
+    loader = loader_of(num_workers=1)
+    for image in (tmp_path / "images").iterdir():
+        image.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"d\.jsonl, record \d+ .*cannot be used"):
+        read(loader)
+
+
+def test_a_dead_worker_is_an_error_and_no_hang(loader_of):
+    loader = loader_of(num_workers=1, augment=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError, match="worker"):
+        read(loader)
