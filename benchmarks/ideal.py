@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.emulation import EmulatedCost
-from flowtrain_lightning.allocator import Allocation
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.activations import recomputed_batches
 from flowtrain_lightning.packing.evaluator import Lanes, plan_work, run_time

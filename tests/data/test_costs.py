@@ -7,7 +7,7 @@ import pytest
 from flowtrain_lightning.data import DataError
 from flowtrain_lightning.data.costs import chosen_costs
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.profiling import write_profile
+from flowtrain_lightning.placement.profile import write_profile
 from tests.data.support import data_module, write_set
 from tests.profiling.test_profile import PROFILE
 

@@ -1,4 +1,4 @@
-"""Runs on two processes that settle their allocation by themselves."""
+"""Runs on two processes that choose their allocation by themselves."""
 
 from __future__ import annotations
 
@@ -125,4 +125,4 @@ def test_measured_times_that_are_far_from_the_plan_lead_to_a_better_one(runs):
 def test_a_module_stays_where_it_was_built(runs):
     _, notes, printed = runs
     assert notes[0]["again"]["allocation"] == notes[0]["other"]["allocation"]
-    assert "because this module has lived on it before, in this process." in printed
+    assert "because this module was built on it before, in this process." in printed
