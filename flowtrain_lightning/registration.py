@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -41,15 +40,15 @@ def _make_strategy(**settings: Any) -> Any:
 
 
 class _RegistryFinder(MetaPathFinder):
-    """Finds Lightning's registry as the other finders do, but registers once it has been executed. Works once."""
+    """Finds Lightning's registry as the other finders do, and registers once it has been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != _REGISTRY_MODULE:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, found), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -57,6 +56,7 @@ class _RegistryFinder(MetaPathFinder):
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
             _register(module)
+            sys.meta_path.remove(self)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

@@ -43,8 +43,10 @@ def test_the_import_itself_loads_neither_torch_nor_lightning_and_leaves_no_hook(
     run(
         """if True:
         import sys
+        import importlib.util
         import flowtrain_lightning
         assert not {"torch", "lightning", "numpy"} & set(sys.modules)
+        importlib.util.find_spec("lightning.pytorch.strategies")  # looking for it is not loading it
         from lightning.pytorch.strategies import StrategyRegistry
         assert "flowtrain" in StrategyRegistry.available_strategies()
         assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("flowtrain")]

@@ -146,7 +146,7 @@ class CandidateTable:
         return CandidateTable(self.role, self.families, *(getattr(self, name)[chosen] for name in columns))
 
     def slowed_by(self, seconds: float) -> CandidateTable:
-        """The same candidates, each slower by ``seconds``."""
+        """The table with every candidate slower by ``seconds``."""
         return replace(self, seconds=self.seconds + seconds)
 
     @cached_property

@@ -118,17 +118,17 @@ def examine_device_tier(make_runtime: Callable[[int], DeviceRuntime], seconds: f
         seconds: after which it has failed.
     """
     spawn = multiprocessing.get_context("spawn")  # CUDA does not work in forks
-    told, tells = spawn.Pipe(duplex=False)
+    receiver, sender = spawn.Pipe(duplex=False)
     reasons: list[str] = []
     with tempfile.TemporaryDirectory(prefix="flowtrain-") as folder:
-        arguments = (Path(folder) / "store", make_runtime, seconds, tells)
+        arguments = (Path(folder) / "store", make_runtime, seconds, sender)
         ranks = [spawn.Process(target=_open_tier, args=(rank, *arguments), daemon=True) for rank in range(2)]
         try:
             for rank in ranks:
                 rank.start()
-            tells.close()
-            while len(reasons) < len(ranks) and told.poll(seconds):
-                reasons.append(told.recv())
+            sender.close()
+            while len(reasons) < len(ranks) and receiver.poll(seconds):
+                reasons.append(receiver.recv())
         except EOFError:  # they have ended
             reasons.append("a process that opens it ended at once")
         finally:
@@ -142,17 +142,17 @@ def examine_device_tier(make_runtime: Callable[[int], DeviceRuntime], seconds: f
 
 
 def _open_tier(
-    rank: int, store: Path, make_runtime: Callable[[int], DeviceRuntime], seconds: float, tells: Connection
+    rank: int, store: Path, make_runtime: Callable[[int], DeviceRuntime], seconds: float, sender: Connection
 ) -> None:
     """What each process does: says why it cannot, or an empty text."""
     try:
         mesh = Mesh.connect(FileStore(str(store), 2), rank, 2, ("process 0", "process 1"), seconds)
         tier = open_device_tier(mesh, make_runtime(rank), 1 << 20)
-        tells.send("; ".join(tier.refusals))
+        sender.send("; ".join(tier.refusals))
         tier.close()
         mesh.close()
     except (RuntimeError, OSError) as error:
-        tells.send(str(error))
+        sender.send(str(error))
 
 
 def _cuda_of(rank: int) -> CudaRuntime:

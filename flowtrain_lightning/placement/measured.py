@@ -27,7 +27,7 @@ SIMULATED_STEPS = 6
 """So many steps tell how uneven ranks are, and how far an encoder that does not train works ahead."""
 
 STEPS_AHEAD = 8
-"""Later steps that a frozen encoder may have begun, in the runtime and so in a simulation."""
+"""Later steps that a frozen encoder may have begun: the runtime's own limit, which needs torch to be read."""
 
 _TRIED_AT_ONCE = 12
 """Numbers of encoder ranks that one round of the search looks at."""

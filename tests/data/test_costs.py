@@ -9,7 +9,7 @@ from flowtrain_lightning.data.costs import chosen_costs
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.placement.profile import write_profile
 from tests.data.support import data_module, write_set
-from tests.profiling.test_profile import PROFILE
+from tests.placement.test_profile import PROFILE
 
 COST = CostModel(1.0, 0.0, 0.0)
 

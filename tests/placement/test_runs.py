@@ -67,7 +67,7 @@ def test_the_log_says_in_one_block_what_was_chosen_and_why(runs):
     assert re.search(r"^  Predicted from the first 6 steps of the data and costs measured on ", block.group(), re.M)
 
 
-def test_the_allocation_is_written_beside_the_log_with_its_reason_and_can_be_passed_back(runs):
+def test_the_allocation_is_written_beside_the_log_and_can_be_passed_back(runs):
     folder, notes, printed = runs
     for name in ("planned", "kept"):
         assert read_plan(folder / name / "allocation.yaml").state_dict() == notes[0][name]["allocation"]
