@@ -28,10 +28,11 @@ from benchmarks.modules import ROOT, Work, packed_module, training_records
 from benchmarks.report import machine_line, table, write_results
 from benchmarks.splits import compare_splits
 from benchmarks.variants import Job
-from flowtrain_lightning.placement.choice import Choice
-from flowtrain_lightning.placement.planning import Planner, processors_of
-from flowtrain_lightning.placement.steps import training_steps
-from flowtrain_lightning.profiling import Profile, profile_module, read_profile, write_profile
+from flowtrain_lightning.allocator import PlacementChoice, choose_placement
+from flowtrain_lightning.placement.measured import MeasuredCosts, MeasuredPrediction
+from flowtrain_lightning.placement.module_profile import profile_module
+from flowtrain_lightning.placement.profile import Profile, read_profile, write_profile
+from flowtrain_lightning.placement.run_costs import first_steps, processors_of
 
 MODULES = {"1:4": 32, "1:2": 32, "1:1": 32, "3:1": 32, "frozen": 8, "vocabulary": 8}
 """Modules of `benchmarks.modules`, and the samples of a step.
@@ -109,10 +110,10 @@ def _profile(job: tuple[str, Work, Path]) -> None:
     write_profile(profile, folder / "profile.json")
 
 
-def choose(work: Work, profile: Profile) -> Choice:
+def choose(work: Work, profile: Profile) -> PlacementChoice[MeasuredPrediction]:
     """What a run on two ranks of one thread each would choose."""
     cores = replace(processors_of(torch.device("cpu"), 2, 1), capacity=float(len(os.sched_getaffinity(0))))
-    return Planner(training_steps(work.data()), 2, cores, KEPT_BATCHES).choose(profile)
+    return choose_placement(MeasuredCosts(profile, first_steps(work.data()), 2, cores, KEPT_BATCHES))
 
 
 def _measured(module: str, work: Work, temporary: Path, rounds: int, steps: int) -> dict[str, list[float]]:
@@ -137,8 +138,8 @@ def _measured(module: str, work: Work, temporary: Path, rounds: int, steps: int)
 
 
 def placement_table(results: dict[str, dict[str, Any]]) -> str:
-    """A row per module: what was predicted, what was measured, and whether the choice was right."""
-    rows = []
+    """A line per module: what was predicted, what was measured, and whether the choice was right."""
+    lines = []
     for module, found in results.items():
         cells = [module]
         medians = {placement: median(found["measured"][placement]) for placement in PLACEMENTS}
@@ -149,9 +150,9 @@ def placement_table(results: dict[str, dict[str, Any]]) -> str:
         fastest = min(medians, key=lambda placement: medians[placement])
         lead = max(medians.values()) / medians[fastest] - 1
         verdict = "tie" if lead < TIE else "right" if chosen == fastest else "wrong"
-        rows.append([*cells, PLACEMENTS[chosen], f"{PLACEMENTS[fastest]} (by {lead:.0%})", verdict])
+        lines.append([*cells, PLACEMENTS[chosen], f"{PLACEMENTS[fastest]} (by {lead:.0%})", verdict])
     heads = [f"{name}: {what}" for name in PLACEMENTS.values() for what in ("predicted ms", "measured ms", "error")]
-    return table(["encoder : backbone", *heads, "chosen", "fastest", "the choice was"], rows)
+    return table(["encoder : backbone", *heads, "chosen", "fastest", "the choice was"], lines)
 
 
 if __name__ == "__main__":

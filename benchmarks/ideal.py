@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.emulation import EmulatedCost
-from flowtrain_lightning.allocator import Allocation
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.simulator import recomputed_batches, simulate_steps
 from flowtrain_lightning.packing.step_work import Lanes, step_work

@@ -1,9 +1,9 @@
 """The planner's predictions beside figures that papers print: ``python -m benchmarks.published``.
 
-No number is fitted to a row that is reported, but none is predicted blindly: what HetPar leaves out, and when a winner
-counts as right, was settled after results had been seen (see `docs/planning.md`). Peaks are data sheets', shares of
-peaks public microbenchmarks', both named in `flowtrain_lightning/allocator/devices.py`. Two rows are held out, which
-count nowhere below. One set one number, `Efficiency.slack`: by how much a step takes longer than its kernels and
+No number is fitted to a figure that is reported, but none is predicted blindly: what HetPar leaves out, and when a
+winner counts as right, was decided after results had been seen (see `docs/planning.md`). Peaks are data sheets', shares
+of peaks public microbenchmarks', both named in `flowtrain_lightning/allocator/devices.py`. Two figures are held out,
+which count nowhere below. One set one number, `Efficiency.slack`: by how much a step takes longer than its kernels and
 collectives. The other one decided whether HetPar's encoders train, which its paper does not say.
 """
 
@@ -15,18 +15,17 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks import published_rows as rows
+from benchmarks import published_figures as figures
 from benchmarks.report import table
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, Layout, RoleProblem, Workload, role_problems
+from flowtrain_lightning.allocator.allocation import Recompute
 from flowtrain_lightning.allocator.candidates import Candidate
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
 from flowtrain_lightning.allocator.devices import Cluster, named_device
-from flowtrain_lightning.allocator.layout import Layout
 from flowtrain_lightning.allocator.pass_time import pass_time
-from flowtrain_lightning.allocator.problem import Recompute, RoleProblem, family_of, role_problems
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
-from flowtrain_lightning.allocator.separate import waiting_seconds
-from flowtrain_lightning.allocator.step_time import StepTime, step_time
-from flowtrain_lightning.allocator.workload import Workload
+from flowtrain_lightning.allocator.placements import waiting_seconds
+from flowtrain_lightning.allocator.role_problem import family_of
+from flowtrain_lightning.allocator.role_time import RoleTime, role_time
 
 TIE = 0.03
 """Gains below are on par."""
@@ -37,7 +36,7 @@ class Prediction:
     """A figure in seconds, printed and predicted."""
 
     source: str
-    row: str
+    what: str
     printed: float
     predicted: float
 
@@ -51,7 +50,7 @@ class Prediction:
 class Sign:
     """A gain of one placement over another, printed and predicted."""
 
-    row: str
+    what: str
     printed: float
     predicted: float
 
@@ -93,30 +92,30 @@ def problems(
     return role_problems(ModuleDescription("published", {"image": encoder}, backbone), workload, cluster, "bf16-master")
 
 
-def timed(problem: RoleProblem, layout: Layout, recompute: Recompute = "none", interleave: int = 1) -> StepTime:
+def timed(problem: RoleProblem, layout: Layout, recompute: Recompute = "none", interleave: int = 1) -> RoleTime:
     """Time of one role's part of a step."""
-    return step_time(problem, family_of(layout, recompute), interleave)
+    return role_time(problem, family_of(layout, recompute), interleave)
 
 
 def held_out() -> Prediction:
-    """DIP's 7B language model alone, the row that set the slack."""
-    module = problems(rows.DIP_VIT_2B, rows.DIP_LM, "h800", 8, 30, 8192, 1, 1)
+    """DIP's 7B language model alone, the figure that set the slack."""
+    module = problems(figures.DIP_VIT_2B, figures.DIP_LM, "h800", 8, 30, 8192, 1, 1)
     seconds = float(timed(module[BACKBONE], Layout(1, 2, 4)).total[0])
-    return Prediction("DIP", "7B alone", rows.DIP_LM_SECONDS, seconds)
+    return Prediction("DIP", "7B alone", figures.DIP_LM_SECONDS, seconds)
 
 
 def optimus() -> list[Prediction]:
     """Strong scaling, and the small case with FSDP."""
     found = []
     for gpus in (1536, 2048, 3072):
-        module = problems(rows.VIT_22B, rows.GPT_175B, "h100", gpus, 1536, rows.OPTIMUS_TOKENS, 2048, 2048, 2)
+        module = problems(figures.VIT_22B, figures.GPT_175B, "h100", gpus, 1536, figures.OPTIMUS_TOKENS, 2048, 2048, 2)
         for system, predicted in _optimus_systems(module, gpus // 64).items():
-            printed = rows.OPTIMUS[system][gpus]
+            printed = figures.OPTIMUS[system][gpus]
             found.append(Prediction("Optimus", f"{system}, {gpus} GPUs", printed, predicted))
-    module = problems(rows.VIT_3B, rows.GPT_11B, "a100", 8, 16, rows.OPTIMUS_TOKENS, 2048, 2048)
+    module = problems(figures.VIT_3B, figures.GPT_11B, "a100", 8, 16, figures.OPTIMUS_TOKENS, 2048, 2048)
     layout = Layout(8, shard="fsdp")
     seconds = sum(float(timed(problem, layout, "full").total[0]) for problem in module.values())
-    found.append(Prediction("Optimus", "FSDP, 8 A100", rows.OPTIMUS_SMALL_FSDP, seconds))
+    found.append(Prediction("Optimus", "FSDP, 8 A100", figures.OPTIMUS_SMALL_FSDP, seconds))
     return found
 
 
@@ -146,33 +145,36 @@ def _optimus_systems(module: dict[str, RoleProblem], replicas: int) -> dict[str,
 
 def dip() -> list[Prediction]:
     """Two modules in one pipeline, and single layers."""
-    both = problems(rows.DIP_VIT_2B, rows.DIP_LM_5B, "h800", 8, 30, 8192, 8 * 2704, 2704)
+    both = problems(figures.DIP_VIT_2B, figures.DIP_LM_5B, "h800", 8, 30, 8192, 8 * 2704, 2704)
     layout = Layout(1, 2, 4)
     once = sum(float(timed(problem, layout).total[0]) for problem in both.values())
     work = sum(problem.model_flops for problem in both.values())
-    found = [Prediction("DIP", "ViT2B+LM5B, static", rows.DIP_STATIC_SECONDS, once * 12.7e15 / work)]
-    layers = problems(rows.DIP_VIT_5B, rows.DIP_LM_32B, "h800", 8, 1, 8192, 8 * 2704, 2704)
-    for role, tokens, printed in ((ENCODER, 8 * 2704.0, rows.DIP_VIT_LAYER), (BACKBONE, 8192.0, rows.DIP_LM_LAYER)):
+    found = [Prediction("DIP", "ViT2B+LM5B, static", figures.DIP_STATIC_SECONDS, once * 12.7e15 / work)]
+    layers = problems(figures.DIP_VIT_5B, figures.DIP_LM_32B, "h800", 8, 1, 8192, 8 * 2704, 2704)
+    for role, tokens, printed in (
+        (ENCODER, 8 * 2704.0, figures.DIP_VIT_LAYER),
+        (BACKBONE, 8192.0, figures.DIP_LM_LAYER),
+    ):
         seconds = float(pass_time(layers[role], family_of(Layout(1, 8)), np.array([tokens])).layer[0])
         found.append(Prediction("DIP", f"one {role} layer", printed, seconds))
     return found
 
 
-def hetpar(row: rows.HetParRow) -> tuple[float, float]:
+def hetpar(result: figures.HetParResult) -> tuple[float, float]:
     """Seconds of a step in the homogeneous layout, and in the other one."""
-    devices = max(row.shared.ranks, row.backbone_layout.ranks)
-    patches = round(row.vision * row.context)
+    devices = max(result.shared.ranks, result.backbone_layout.ranks)
+    patches = round(result.vision * result.context)
     module = problems(
-        rows.ENCODERS[row.encoder],
-        rows.LANGUAGE_MODELS[row.backbone],
+        figures.ENCODERS[result.encoder],
+        figures.LANGUAGE_MODELS[result.backbone],
         "h100",
         devices,
-        row.batch,
-        row.context,
+        result.batch,
+        result.context,
         patches,
-        rows.PICTURE,
+        figures.PICTURE,
     )
-    return _homogeneous(module, row.shared), _heterogeneous(module, row)
+    return _homogeneous(module, result.shared), _heterogeneous(module, result)
 
 
 def _homogeneous(module: dict[str, RoleProblem], layout: Layout) -> float:
@@ -182,45 +184,48 @@ def _homogeneous(module: dict[str, RoleProblem], layout: Layout) -> float:
     return float((language.total + picture.total)[0])
 
 
-def _heterogeneous(module: dict[str, RoleProblem], row: rows.HetParRow) -> float:
+def _heterogeneous(module: dict[str, RoleProblem], result: figures.HetParResult) -> float:
     """Colocated: all encoding before and after the backbone's work. Non-colocated: side by side."""
-    language, picture = timed(module[BACKBONE], row.backbone_layout), timed(module[ENCODER], row.encoder_layout)
-    if row.mode == "C":
+    language, picture = timed(module[BACKBONE], result.backbone_layout), timed(module[ENCODER], result.encoder_layout)
+    if result.mode == "C":
         return float((language.total + picture.total)[0])
     chosen = {
         role: Candidate(role, layout, "none", float(time.total[0]), 0.0)
-        for role, layout, time in ((ENCODER, row.encoder_layout, picture), (BACKBONE, row.backbone_layout, language))
+        for role, layout, time in (
+            (ENCODER, result.encoder_layout, picture),
+            (BACKBONE, result.backbone_layout, language),
+        )
     }
     waits = waiting_seconds(module, chosen)
     return max(one.seconds + waits[role] for role, one in chosen.items())
 
 
 def compare_hetpar() -> tuple[list[Prediction], list[Sign]]:
-    """Step times and signs of all rows."""
+    """Step times and signs of all figures."""
     predictions, signs = [], []
-    for row in rows.hetpar_rows():
-        before, after = hetpar(row)
-        name = f"{row.encoder}+{row.backbone}, {row.context // 1024}K, {100 * row.vision:g} % vision"
-        if row.after:
-            predictions.append(Prediction("HetPar", f"{name}, H", row.before, before))
-            predictions.append(Prediction("HetPar", f"{name}, {row.mode}", row.after, after))
-        printed = row.before / row.after - 1 if row.after else row.gain
-        signs.append(Sign(f"{name}, {row.mode} over H", printed, before / after - 1))
+    for result in figures.hetpar_results():
+        before, after = hetpar(result)
+        name = f"{result.encoder}+{result.backbone}, {result.context // 1024}K, {100 * result.vision:g} % vision"
+        if result.after:
+            predictions.append(Prediction("HetPar", f"{name}, H", result.before, before))
+            predictions.append(Prediction("HetPar", f"{name}, {result.mode}", result.after, after))
+        printed = result.before / result.after - 1 if result.after else result.gain
+        signs.append(Sign(f"{name}, {result.mode} over H", printed, before / after - 1))
     return predictions, signs
 
 
 def report() -> str:
-    """All rows, with errors, medians and winners."""
+    """All figures, with errors, medians and winners."""
     alone = held_out()
     predictions = [*optimus(), *dip()]
     hetpar_times, signs = compare_hetpar()
     gains = [
-        (one.row, f"{100 * one.printed:+.1f} %", f"{100 * one.predicted:+.1f} %", "yes" if one.right else "NO")
+        (one.what, f"{100 * one.printed:+.1f} %", f"{100 * one.predicted:+.1f} %", "yes" if one.right else "NO")
         for one in signs
     ]
     return "\n".join(
         [
-            f"Held out, to set the slack: {alone.row}, printed {alone.printed} s, now {alone.predicted:.3f} s\n",
+            f"Held out, to set the slack: {alone.what}, printed {alone.printed} s, now {alone.predicted:.3f} s\n",
             _times(predictions),
             _times(hetpar_times),
             table(("HetPar gain", "printed", "predicted", "winner right"), gains),
@@ -231,10 +236,10 @@ def report() -> str:
 
 def _times(predictions: list[Prediction]) -> str:
     cells = [
-        (one.source, one.row, f"{one.printed:.4g}", f"{one.predicted:.4g}", f"{100 * one.error:+.1f} %")
+        (one.source, one.what, f"{one.printed:.4g}", f"{one.predicted:.4g}", f"{100 * one.error:+.1f} %")
         for one in predictions
     ]
-    return table(("source", "row", "printed s", "predicted s", "error"), cells)
+    return table(("source", "figure", "printed s", "predicted s", "error"), cells)
 
 
 def summary(predictions: list[Prediction], hetpar_times: list[Prediction], signs: list[Sign]) -> list[str]:
@@ -247,7 +252,7 @@ def summary(predictions: list[Prediction], hetpar_times: list[Prediction], signs
     return [
         f"Median error of times: {middle([*predictions, *hetpar_times])}; where dimensions are printed or nearly so "
         f"(Optimus, DIP) {middle(predictions)}, where they are assumed (HetPar) {middle(hetpar_times)}",
-        f"Winner right in {right} of {len(signs)} rows of HetPar ({100 * right / len(signs):.0f} %); "
+        f"Winner right in {right} of {len(signs)} results of HetPar ({100 * right / len(signs):.0f} %); "
         f"in {noticed} its gap is seen too ({100 * noticed / len(signs):.0f} %)",
     ]
 

@@ -13,14 +13,11 @@ from benchmarks.emulation import FORWARD_SHARE, emulated_data
 from benchmarks.launch import machine
 from benchmarks.report import machine_line, table, write_results
 from benchmarks.schedules import EmulatedJob
-from flowtrain_lightning.allocator import Allocation
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation, PlacementChoice, choose_placement
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.placement.choice import Choice
-from flowtrain_lightning.placement.planning import Planner
-from flowtrain_lightning.placement.prediction import Processors
-from flowtrain_lightning.placement.steps import training_steps
-from flowtrain_lightning.profiling import Origin, Profile, RoleProfile
+from flowtrain_lightning.placement.measured import MeasuredCosts, MeasuredPrediction, Processors
+from flowtrain_lightning.placement.profile import Profile, ProfileOrigin, RoleProfile
+from flowtrain_lightning.placement.run_costs import first_steps
 
 OPTIMIZER_SECONDS = 0.08
 """Of each half that a rank holds, where it costs something: on a colocated rank twice as much."""
@@ -71,7 +68,7 @@ def _compare(job: EmulatedJob) -> dict[str, Any]:
     }
 
 
-def _choose(job: EmulatedJob) -> Choice:
+def _choose(job: EmulatedJob) -> PlacementChoice[MeasuredPrediction]:
     """What a run would choose that has measured these costs."""
     cost = job.cost
     roles = {
@@ -86,11 +83,11 @@ def _choose(job: EmulatedJob) -> Choice:
         )
         for role, linear in ((ENCODER, cost.per_patch), (BACKBONE, cost.per_token))
     }
-    profile = Profile(Origin("emulated", "emulated", {}, {}), roles, feature_bytes=0)
-    steps = training_steps(emulated_data(job.data, job.global_batch_size, job.token_budget))
+    profile = Profile(ProfileOrigin("emulated", "emulated", {}, {}), roles, feature_bytes=0)
+    steps = first_steps(emulated_data(job.data, job.global_batch_size, job.token_budget))
     # Ranks sleep, so any number of them share the cores.
     cores = Processors((tuple(range(job.ranks)),), inf)
-    return Planner(steps, job.ranks, cores, job.kept_batches).choose(profile)
+    return choose_placement(MeasuredCosts(profile, steps, job.ranks, cores, job.kept_batches))
 
 
 def _name(allocation: Allocation) -> str:
@@ -100,12 +97,12 @@ def _name(allocation: Allocation) -> str:
 
 
 def split_table(results: dict[str, dict[str, Any]]) -> str:
-    """A row per cost, a column per allocation: predicted and measured milliseconds."""
+    """A line per cost, a column per allocation: predicted and measured milliseconds."""
     names = list(next(iter(results.values()))["measured"])
-    rows = []
+    lines = []
     for cost, found in results.items():
         measured, chosen = found["measured"], found["chosen"]
         best = min(measured, key=lambda name: measured[name])
         cells = [f"{1e3 * found['predicted'][name]:.0f} / {1e3 * measured[name]:.0f}" for name in names]
-        rows.append([cost, *cells, chosen, best, f"{measured[chosen] / measured[best] - 1:.1%}"])
-    return table(["balanced for", *names, "chosen", "fastest", "the chosen one is behind by"], rows)
+        lines.append([cost, *cells, chosen, best, f"{measured[chosen] / measured[best] - 1:.1%}"])
+    return table(["balanced for", *names, "chosen", "fastest", "the chosen one is behind by"], lines)

@@ -1,44 +1,45 @@
-"""Fast training of vision-language models with PyTorch Lightning: importing registers ``strategy="flowtrain"``."""
+"""Fast training of vision-language models with PyTorch Lightning: importing registers ``strategy="flowtrain"``.
+
+Names are imported when they are asked for, so that planning and packing need neither torch nor Lightning.
+"""
+
+from importlib import import_module
+
+from flowtrain_lightning.registration import register_strategy
 
 __version__ = "0.1.0"
 
-try:
-    from lightning.pytorch.strategies import StrategyRegistry
+_MODULES = {
+    "FlowCheckpointIO": "flowtrain_lightning.checkpoint",
+    "FlowDataModule": "flowtrain_lightning.data",
+    "FlowModule": "flowtrain_lightning.module",
+    "FlowTrainStrategy": "flowtrain_lightning.strategy",
+    "ImageProcessor": "flowtrain_lightning.data",
+    "IndexConfig": "flowtrain_lightning.data",
+    "PackedBatch": "flowtrain_lightning.data",
+    "PackedMedia": "flowtrain_lightning.data",
+    "PackingConfig": "flowtrain_lightning.data",
+    "PoolSettings": "flowtrain_lightning.runtime.pool_capacity",
+    "TokenSteps": "flowtrain_lightning.data",
+    "export_checkpoint": "flowtrain_lightning.checkpoint",
+}
+"""Public name -> the module that has it. ``__init__.pyi`` tells type checkers and editors the same."""
 
-    from flowtrain_lightning import models
-    from flowtrain_lightning.checkpoint import FlowCheckpointIO, export_checkpoint
-    from flowtrain_lightning.data import (
-        FlowDataModule,
-        ImageProcessor,
-        IndexConfig,
-        PackedBatch,
-        PackedMedia,
-        PackingConfig,
-        TokenSteps,
-    )
-    from flowtrain_lightning.module import FlowModule
-    from flowtrain_lightning.runtime.pool_capacity import PoolSettings
-    from flowtrain_lightning.strategy import FlowTrainStrategy
+__all__ = [*_MODULES, "models"]
 
-    if FlowTrainStrategy.strategy_name not in StrategyRegistry.available_strategies():
-        StrategyRegistry.register(FlowTrainStrategy.strategy_name, FlowTrainStrategy)
-except ModuleNotFoundError as missing:
-    # Planning for a cluster needs numpy and scipy only: `packing` and `allocator` import on a laptop without torch.
-    if missing.name not in ("torch", "lightning"):
-        raise
 
-__all__ = [
-    "FlowCheckpointIO",
-    "FlowDataModule",
-    "FlowModule",
-    "FlowTrainStrategy",
-    "ImageProcessor",
-    "IndexConfig",
-    "PackedBatch",
-    "PackedMedia",
-    "PackingConfig",
-    "PoolSettings",
-    "TokenSteps",
-    "export_checkpoint",
-    "models",
-]
+def __getattr__(name: str) -> object:
+    if name == "models":
+        return import_module("flowtrain_lightning.models")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value  # asked for once only
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_strategy()

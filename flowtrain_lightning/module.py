@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowtrain_lightning.allocator.roles import ROLES
+from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.checkpoint import plain_file
 from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from flowtrain_lightning.allocator import Allocation, Placement
-from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
+from flowtrain_lightning.allocator import BACKBONE, ROLES, Allocation, Placement
 from flowtrain_lightning.checkpoint import load_checkpoint, load_half, remove_checkpoint, save_checkpoint
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
 from flowtrain_lightning.data import RankShard, StepBatch
@@ -31,15 +30,15 @@ from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import broadcast_half
 from flowtrain_lightning.parallel.halves import half_tensors, without_absent_halves
 from flowtrain_lightning.parallel.job_store import root_store
-from flowtrain_lightning.placement import (
+from flowtrain_lightning.placement.choose_allocation import (
     LaunchContext,
     PlacementDecision,
-    answer_if_wanted,
     choose_allocation,
-    make_request,
-    part_of,
-    remember,
+    remember_allocation,
 )
+from flowtrain_lightning.placement.measuring_process import measure_if_asked
+from flowtrain_lightning.placement.request import make_request
+from flowtrain_lightning.placement.run_costs import rank_shard
 from flowtrain_lightning.pool import NetworkChoice, TierChoice
 from flowtrain_lightning.runtime.health import process_health
 from flowtrain_lightning.runtime.job import Job, collective_timeout
@@ -159,7 +158,7 @@ class FlowTrainStrategy(ParallelStrategy):
     @property
     def rank_shard(self) -> RankShard:
         """Which part of every step this rank's loaders load."""
-        return part_of(self.allocation, self.global_rank)
+        return rank_shard(self.allocation, self.global_rank)
 
     def prepare_step(self, batch: StepBatch) -> StepProgram | None:
         """This rank's work in a step, worked out by the loader's thread."""
@@ -240,7 +239,7 @@ class FlowTrainStrategy(ParallelStrategy):
         super().setup_environment()
         module = self.flow_module
         refuse_unsupported(module.trainer)  # once more, with the callbacks that the module brings
-        answer_if_wanted(module.trainer, module)
+        measure_if_asked(module.trainer, module)
         assert self.cluster_environment is not None
         if not isinstance(self.cluster_environment, LightningEnvironment):  # which reads them, or makes a port up
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
@@ -250,7 +249,7 @@ class FlowTrainStrategy(ParallelStrategy):
         store = self._root_store() if self.num_nodes > 1 else None
         with self._health.starting(self.fault_folder, self.global_rank, self.world_size, store):
             self._decision = self._choose_allocation()
-            remember(module, self._decision.allocation)
+            remember_allocation(module, self._decision.allocation)
             self._job = Job(
                 self.global_rank,
                 self._decision.allocation,

@@ -19,7 +19,7 @@ NAME = PACKAGE.name
 PLANNING = {"packing", "allocator"}
 RANKS = {*PLANNING, "pool", "data", "parallel", "compute"}
 RUNS = {*RANKS, "checkpoint", "module", "runtime"}
-STARTS = {*RUNS, "profiling", "placement", "trainer", "strategy"}
+STARTS = {*RUNS, "placement", "trainer", "strategy"}
 
 ROOMS = {
     "attention": set(),
@@ -32,10 +32,10 @@ ROOMS = {
     "checkpoint": RANKS - {"pool", "compute"},
     "module": RUNS - {"packing", "pool", "runtime"},
     "runtime": RUNS - {"checkpoint"},
-    "profiling": RUNS - {"pool", "checkpoint"},
-    "placement": {*RUNS, "profiling"} - {"pool"},
-    "trainer": {*RUNS, "profiling", "placement"},
+    "placement": RUNS - {"pool"},
+    "trainer": {*RUNS, "placement"},
     "strategy": STARTS,
+    "registration": {"strategy"},
     "metrics": STARTS,
     "callbacks": STARTS,
     "models": {"attention", "data", "compute", "module"},
@@ -45,7 +45,7 @@ ROOMS = {
 
 OUTSIDE = {
     "packing": {"numba", "numpy", "scipy"},
-    "allocator": {"numpy", "scipy"},
+    "allocator": {"numpy", "scipy", "yaml"},
     "pool": {"nixl", "numpy", "torch"},
     "parallel": {"numpy", "torch"},
 }

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.allocator.roles import ROLES
+from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.data import ImageProcessor
 from tests.exactness.layouts import trainer_for
 from tests.tiny import IMAGES, tiny_data, write_records

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import flowtrain_lightning
-from flowtrain_lightning.cli import COMMANDS
+from flowtrain_lightning.cli.command_table import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,22 +1,92 @@
-"""Which ranks play which role, and in which layout: the answer of every allocator."""
+"""Which ranks play which role, and in which layout: the answer of every planner."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import Any, Literal, get_args
 
-from flowtrain_lightning.allocator.layout import Layout
-from flowtrain_lightning.allocator.roles import BACKBONE, ROLES
+ENCODER = "encoder"
+"""The role that turns media into features."""
+
+BACKBONE = "backbone"
+"""The role that reads tokens and features, and computes the loss."""
+
+ROLES = (ENCODER, BACKBONE)
+"""The names of the roles, in the order in which data flow through them."""
+
+Sharding = Literal["replicate", "zero1", "zero2", "zero3", "fsdp"]
+"""What a data-parallel rank keeps of the weights, gradients and optimizer states.
+
+``"replicate"`` keeps all, ``"zero1"`` its share of the states, ``"zero2"`` its share of states and gradients,
+``"zero3"`` (DeepSpeed) and ``"fsdp"`` (FSDP2) its share of everything.
+"""
+
+Recompute = Literal["none", "selective", "full"]
+"""What a backward computes again: nothing, what costs no matrix product, or every layer."""
 
 Placement = Literal["separate", "colocated", "mixed"]
 """``"separate"`` gives every rank one role, ``"colocated"`` gives every rank all of them, ``"mixed"`` gives every rank
 the encoders and some the backbone too."""
 
 
-class AllocationError(ValueError):
+class PlanningError(ValueError):
+    """There is no plan for what was given; the message says why and what would do."""
+
+
+class AllocationError(PlanningError):
     """The ranks cannot be divided among the roles in this way."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism of one role and how its data-parallel ranks hold the weights.
+
+    Attributes:
+        data: copies of the role that work on different samples.
+        tensor: ranks that share every layer.
+        pipeline: ranks that each hold some of the layers.
+        context: ranks that share every sequence.
+        shard: how the data-parallel ranks hold the weights.
+
+    Raises:
+        AllocationError: a degree below 1, or an unknown ``shard``.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    shard: Sharding = "replicate"
+
+    def __post_init__(self) -> None:
+        for name, degree in self.degrees.items():
+            if degree < 1:
+                raise AllocationError(f"The {name} degree of a layout is {degree}; it must be at least 1.")
+        if self.shard not in get_args(Sharding):
+            known = ", ".join(repr(name) for name in get_args(Sharding))
+            raise AllocationError(f"A layout cannot shard by {self.shard!r}; known are {known}.")
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """All degrees by name."""
+        return {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that the layout needs."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def is_whole_copies(self) -> bool:
+        """Every rank holds all weights of the role, and works on samples of its own."""
+        return self == Layout(data=self.data)
+
+    def describe(self) -> str:
+        """The layout in a few words, for the log: degrees of 1 are left out, but for ``data``."""
+        degrees = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1 or name == "data"]
+        return ", ".join([*degrees, self.shard])
 
 
 @dataclass(frozen=True)
@@ -28,14 +98,16 @@ class Allocation:
         layouts: role -> its layout.
         ranks: role -> its global ranks, ascending. Together the roles use the ranks from 0 on without a gap, and
             rank 0 is a backbone rank, since loggers and the progress bar live there.
+        recompute: role -> what its backward computes again, as a plan assumes it; ``"none"`` for absent roles.
 
     Raises:
-        AllocationError: a role is missing, or the ranks break what is said above.
+        AllocationError: a role is missing, or ranks contradict the placement or each other.
     """
 
     placement: Placement
     layouts: Mapping[str, Layout]
     ranks: Mapping[str, tuple[int, ...]]
+    recompute: Mapping[str, Recompute] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         refuse_unknown_placement(self.placement, get_args(Placement))
@@ -48,33 +120,47 @@ class Allocation:
         for role in self.layouts:
             self._refuse_bad_ranks(role)
         self._refuse_bad_sharing()
+        self._refuse_bad_recompute()
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return len(set().union(*self.ranks.values()))
+
+    @property
+    def colocated_encoder_ranks(self) -> tuple[int, ...] | None:
+        """For each backbone rank the encoder rank on the same rank, or -1; None where no rank plays both roles."""
+        encoders = self.ranks[ENCODER]
+        found = tuple(encoders.index(rank) if rank in encoders else -1 for rank in self.ranks[BACKBONE])
+        return found if max(found) >= 0 else None
 
     def rank_within(self, role: str, rank: int) -> int | None:
-        """The position of global ``rank`` among the ranks of ``role``, or None where it has no lane for that role."""
+        """The index of global ``rank`` among the ranks of ``role``, or None where it has no lane for that role."""
         ranks = self.ranks[role]
         return ranks.index(rank) if rank in ranks else None
 
     def describe(self) -> str:
         """The allocation in one line, for the log."""
-        if self.placement == "colocated" and all(_is_plain(layout) for layout in self.layouts.values()):
-            return f"colocated: {' and '.join(self.layouts)} on {_span(self.ranks[BACKBONE])}"
-        roles = [f"{role} on {_span(self.ranks[role])} ({layout.describe()})" for role, layout in self.layouts.items()]
+        if self.placement == "colocated" and all(layout.is_whole_copies for layout in self.layouts.values()):
+            return f"colocated: {' and '.join(self.layouts)} on {_spans(self.ranks[BACKBONE])}"
+        roles = [f"{role} on {_spans(self.ranks[role])} ({layout.describe()})" for role, layout in self.layouts.items()]
         return f"{self.placement}: {'; '.join(roles)}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The same in JSON types."""
+        """The allocation in JSON types."""
         return {
             "placement": self.placement,
             "layouts": {role: asdict(layout) for role, layout in self.layouts.items()},
             "ranks": {role: list(ranks) for role, ranks in self.ranks.items()},
+            "recompute": dict(self.recompute),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Allocation:
-        """The allocation that was saved; without layouts, of roles whose ranks hold whole copies."""
+        """The allocation that `state_dict` gave."""
+        layouts = {role: Layout(**degrees) for role, degrees in state["layouts"].items()}
         ranks = {role: tuple(numbers) for role, numbers in state["ranks"].items()}
-        saved = state.get("layouts") or {role: {"data": len(numbers)} for role, numbers in ranks.items()}
-        return cls(state["placement"], {role: Layout(**degrees) for role, degrees in saved.items()}, ranks)
+        return cls(state["placement"], layouts, ranks, state["recompute"])
 
     def _refuse_bad_ranks(self, role: str) -> None:
         ranks, layout = self.ranks[role], self.layouts[role]
@@ -92,7 +178,7 @@ class Allocation:
             shared = sorted({*self.ranks[role]} & {*self.ranks[other]})
             if self.placement == "separate" and shared:
                 which = "both roles have" if len(self.ranks) == 2 else f"{role!r} and {other!r} both have"
-                raise AllocationError(f"Separate roles share no rank, but {which} {_span(tuple(shared))}.")
+                raise AllocationError(f"Separate roles share no rank, but {which} {_spans(tuple(shared))}.")
             if self.placement == "colocated" and tuple(self.ranks[role]) != tuple(self.ranks[other]):
                 raise AllocationError(
                     f"Colocated roles have the same ranks, but the {role} has {list(self.ranks[role])} and the {other} "
@@ -104,10 +190,18 @@ class Allocation:
             for role in set(self.ranks) - {BACKBONE}:
                 if list(self.ranks[role]) != everyone:
                     raise AllocationError(
-                        f"In a mixed allocation every rank encodes, but the {role} has {_span(self.ranks[role])}."
+                        f"In a mixed allocation every rank encodes, but the {role} has {_spans(self.ranks[role])}."
                     )
         if 0 not in self.ranks[BACKBONE]:
             raise AllocationError("Rank 0 must be a backbone rank, since loggers and the progress bar live there.")
+
+    def _refuse_bad_recompute(self) -> None:
+        for role, recompute in self.recompute.items():
+            if role not in self.layouts:
+                raise AllocationError(f"There is no role {role!r} to recompute; the roles are {_names(self.layouts)}.")
+            if recompute not in get_args(Recompute):
+                known = _names(get_args(Recompute))
+                raise AllocationError(f"The {role} cannot recompute {recompute!r}; choose from {known}.")
 
 
 def refuse_unknown_placement(placement: str, known: tuple[str, ...]) -> None:
@@ -116,21 +210,22 @@ def refuse_unknown_placement(placement: str, known: tuple[str, ...]) -> None:
         raise AllocationError(f"There is no placement {placement!r}; choose from {_names(known)}.")
 
 
-def _is_plain(layout: Layout) -> bool:
-    return layout == Layout(data=layout.data)
+def count_ranks(count: int) -> str:
+    """A number of ranks in words."""
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _names(names: tuple[str, ...]) -> str:
+def number_spans(numbers: tuple[int, ...]) -> str:
+    """Ascending numbers as text: neighbours are joined, as in ``0-5, 8-13``."""
+    known = set(numbers)
+    first = [number for number in numbers if number - 1 not in known]
+    last = [number for number in numbers if number + 1 not in known]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+
+
+def _names(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names) or "none"
 
 
-def _span(ranks: tuple[int, ...]) -> str:
-    """Ranks in words: neighbours are joined, as in ``ranks 0-2, 4-6``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(spans)}"
+def _spans(ranks: tuple[int, ...]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {number_spans(ranks)}"

@@ -10,31 +10,30 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from flowtrain_lightning.allocator.allocation import BACKBONE, Layout, Recompute, Sharding
 from flowtrain_lightning.allocator.description import Layers
 from flowtrain_lightning.allocator.devices import Cluster
-from flowtrain_lightning.allocator.efficiency import FloatArray
-from flowtrain_lightning.allocator.layout import Layout, Sharding
-from flowtrain_lightning.allocator.memory import USABLE, MemoryUse, memory_use
-from flowtrain_lightning.allocator.problem import Family, Recompute, RoleProblem, family_of
-from flowtrain_lightning.allocator.roles import BACKBONE
-from flowtrain_lightning.allocator.step_time import StepTime, step_time
+from flowtrain_lightning.allocator.flops import FloatArray, IntArray
+from flowtrain_lightning.allocator.memory_use import USABLE, MemoryUse, memory_use
+from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, family_of
+from flowtrain_lightning.allocator.role_time import RoleTime, role_time
 
 SPREAD = 1.25
 """Tokens of the largest microbatch over those of the mean one: they are alike in cost, and so differ in tokens."""
 
-ONE_BY_ONE = 1024
-"""Up to so many devices every data degree is tried; above, those that fill whole nodes: fewer than 1 % are lost."""
+EVERY_DEGREE_UP_TO = 1024
+"""Devices up to which every data degree is tried; above, those that fill whole nodes: fewer than 1 % are lost."""
 
 
 @dataclass(frozen=True)
-class Choices:
+class SearchSpace:
     """Which layouts may be used at all, for instance because a runtime knows no others.
 
     Attributes:
         tensor: tensor degrees; those that do not divide a node are left out.
         pipeline: pipeline degrees of the backbone. Encoders have none: they are shallow, and tensor ranks and
             sharding make them small enough.
-        context: context degrees of the backbone; encoders share no picture among ranks.
+        context: context degrees of the backbone; no media item of an encoder is shared among ranks.
         shard: how weights may be held.
         recompute: what backwards may compute again.
     """
@@ -46,13 +45,13 @@ class Choices:
     recompute: Sequence[Recompute] = ("none", "selective", "full")
 
 
-WHOLE_COPIES = Choices(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",))
+WHOLE_COPIES = SearchSpace(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",))
 """Layouts in which every rank of a role holds all of its half."""
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """A family with its times and bytes.
+class Evaluation:
+    """Times and bytes of a family of layouts.
 
     Attributes:
         family: the layouts.
@@ -61,7 +60,7 @@ class Evaluated:
     """
 
     family: Family
-    time: StepTime
+    time: RoleTime
     memory: MemoryUse
 
 
@@ -70,11 +69,11 @@ def usable_bytes(cluster: Cluster) -> float:
     return USABLE * cluster.device.memory
 
 
-def evaluate(problem: RoleProblem, family: Family) -> Evaluated:
+def evaluate(problem: RoleProblem, family: Family) -> Evaluation:
     """Times and bytes of a family."""
-    time, load = step_time(problem, family), problem.load
+    time, load = role_time(problem, family), problem.load
     largest = np.minimum(load.budget, np.maximum(SPREAD * time.tokens, load.lengths.max()))
-    return Evaluated(family, time, memory_use(problem, family, largest, time.microbatches))
+    return Evaluation(family, time, memory_use(problem, family, largest, time.microbatches))
 
 
 @dataclass(frozen=True)
@@ -100,20 +99,20 @@ class Candidate:
         """How many it needs."""
         return self.layout.ranks
 
-    def details(self, problem: RoleProblem) -> Evaluated:
+    def details(self, problem: RoleProblem) -> Evaluation:
         """Its times and bytes by purpose."""
         return evaluate(problem, family_of(self.layout, self.recompute))
 
 
 @dataclass(frozen=True)
-class Table:
-    """Candidates of one role as columns, one row each.
+class CandidateTable:
+    """Candidates of one role as columns, an entry for each.
 
     Attributes:
         role: whose.
         families: what ``family`` numbers.
         family: ``[candidates]`` the family of each.
-        place: ``[candidates]`` its place among the family's data degrees.
+        degree: ``[candidates]`` which of the family's data degrees it has, as an index.
         devices: ``[candidates]`` devices.
         seconds: ``[candidates]`` time of the role's part of a step.
         bytes: ``[candidates]`` memory of a device.
@@ -121,8 +120,8 @@ class Table:
 
     role: str
     families: tuple[Family, ...]
-    family: NDArray[np.int64]
-    place: NDArray[np.int64]
+    family: IntArray
+    degree: IntArray
     devices: FloatArray
     seconds: FloatArray
     bytes: FloatArray
@@ -130,47 +129,57 @@ class Table:
     def __len__(self) -> int:
         return len(self.family)
 
-    def candidate(self, row: int) -> Candidate:
-        """One row."""
-        family = self.families[self.family[row]]
+    def candidate(self, index: int) -> Candidate:
+        """The candidate of one entry."""
+        family = self.families[self.family[index]]
         return Candidate(
             self.role,
-            family.layout(int(self.place[row])),
+            family.layout(int(self.degree[index])),
             family.recompute,
-            float(self.seconds[row]),
-            float(self.bytes[row]),
+            float(self.seconds[index]),
+            float(self.bytes[index]),
         )
 
-    def select(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Table:
-        """Some of the rows."""
-        columns = ("family", "place", "devices", "seconds", "bytes")
-        return Table(self.role, self.families, *(getattr(self, name)[rows] for name in columns))
+    def select(self, chosen: IntArray | NDArray[np.bool_]) -> CandidateTable:
+        """The table of some of the candidates, by index or by a mask."""
+        columns = ("family", "degree", "devices", "seconds", "bytes")
+        return CandidateTable(self.role, self.families, *(getattr(self, name)[chosen] for name in columns))
 
-    def slowed_by(self, seconds: float) -> Table:
-        """The same candidates, each slower by ``seconds``."""
+    def slowed_by(self, seconds: float) -> CandidateTable:
+        """The table with every candidate slower by ``seconds``."""
         return replace(self, seconds=self.seconds + seconds)
 
     @cached_property
-    def undominated(self) -> Table:
-        """Without every row that another one beats: no more devices, and no slower. Rising in devices."""
+    def fastest_by_devices(self) -> CandidateTable:
+        """The Pareto front of devices and time: no candidate is slower than another one with as few devices.
+
+        Rising in devices.
+        """
         order = np.lexsort((self.bytes, self.seconds, self.devices))
         sorted_seconds = self.seconds[order]
         best_before = np.minimum.accumulate(np.concatenate([[np.inf], sorted_seconds[:-1]]))
         return self.select(order[sorted_seconds < best_before * (1 - 1e-12)])
 
+    def fastest_by_memory(self, among: IntArray) -> IntArray:
+        """The Pareto front of memory and time among the candidates of some indices, the fastest first."""
+        order = among[np.lexsort((self.bytes[among], self.seconds[among]))]
+        lightest_before = np.minimum.accumulate(np.concatenate([[np.inf], self.bytes[order][:-1]]))
+        front: IntArray = order[self.bytes[order] < lightest_before]
+        return front
 
-def candidates(problem: RoleProblem, choices: Choices, as_backbone: bool = False) -> Table:
+
+def candidates(problem: RoleProblem, space: SearchSpace, as_backbone: bool = False) -> CandidateTable:
     """All layouts of a role that keep to the rules and fit into a device.
 
     Args:
         problem: the role.
-        choices: which layouts may be used at all.
+        space: which layouts may be used at all.
         as_backbone: see `families_of`.
     """
     limit = usable_bytes(problem.cluster)
     families: list[Family] = []
     columns = []
-    for family in families_of(problem, choices, as_backbone):
+    for family in families_of(problem, space, as_backbone):
         evaluated = evaluate(problem, family)
         time, total = evaluated.time, evaluated.memory.total
         fits = np.flatnonzero(total <= limit)
@@ -182,24 +191,24 @@ def candidates(problem: RoleProblem, choices: Choices, as_backbone: bool = False
         columns.append((number, fits, devices, time.total[fits], total[fits]))
     if not families:
         none = np.empty(0)
-        return Table(problem.role, (), none.astype(np.int64), none.astype(np.int64), none, none, none)
+        return CandidateTable(problem.role, (), none.astype(np.int64), none.astype(np.int64), none, none, none)
     joined = (np.concatenate(parts) for parts in zip(*columns, strict=True))
-    return Table(problem.role, tuple(families), *joined)
+    return CandidateTable(problem.role, tuple(families), *joined)
 
 
-def families_of(problem: RoleProblem, choices: Choices, as_backbone: bool = False) -> Iterator[Family]:
+def families_of(problem: RoleProblem, space: SearchSpace, as_backbone: bool = False) -> Iterator[Family]:
     """The families of a role that divide its heads and layers, keep tensor ranks in a node, and have data to work on.
 
     Args:
         problem: the role.
-        choices: which layouts may be used at all.
+        space: which layouts may be used at all.
         as_backbone: an encoder may have a pipeline, for one layout of everything.
     """
     cluster, half = problem.cluster, problem.half
     backbone = as_backbone or problem.role == BACKBONE
-    pipelines = choices.pipeline if backbone else (1,)
-    contexts = choices.context if problem.role == BACKBONE else (1,)
-    for tensor, pipeline, context in product(choices.tensor, pipelines, contexts):
+    pipelines = space.pipeline if backbone else (1,)
+    contexts = space.context if problem.role == BACKBONE else (1,)
+    for tensor, pipeline, context in product(space.tensor, pipelines, contexts):
         if not _divides(half.layers, tensor, cluster.per_node) or pipeline > half.depth:
             continue
         if tensor * context > cluster.per_node and tensor < cluster.per_node:
@@ -207,7 +216,7 @@ def families_of(problem: RoleProblem, choices: Choices, as_backbone: bool = Fals
         data = data_degrees(problem, tensor * pipeline * context)
         if not len(data):
             continue
-        for shard, recompute in product(choices.shard, choices.recompute):
+        for shard, recompute in product(space.shard, space.recompute):
             if pipeline > 1 and shard not in ("replicate", "zero1"):
                 continue  # Stages would gather or scatter for every microbatch.
             if recompute != "none" and not (half.trains or problem.receives_gradient):
@@ -218,11 +227,11 @@ def families_of(problem: RoleProblem, choices: Choices, as_backbone: bool = Fals
 
 
 def data_degrees(problem: RoleProblem, replica: int) -> FloatArray:
-    """Data degrees for replicas of so many devices: each has at least one sample or media of a step."""
+    """Data degrees for replicas of so many devices: each has at least one sample or media item of a step."""
     devices = problem.cluster.devices
     most = min(devices // replica, max(1, int(problem.load.items)))
     degrees: FloatArray = np.arange(1.0, most + 1)
-    if devices <= ONE_BY_ONE:
+    if devices <= EVERY_DEGREE_UP_TO:
         return degrees
     whole = (degrees * replica) % problem.cluster.per_node == 0
     return np.asarray(degrees[whole | (degrees * replica <= problem.cluster.per_node)])

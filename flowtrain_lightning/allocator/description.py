@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from flowtrain_lightning.allocator.errors import PlanningError
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
-
-
-class DescriptionError(PlanningError):
-    """The module cannot be described from what was given."""
+from flowtrain_lightning.allocator.allocation import BACKBONE, ENCODER, PlanningError
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """A table with a row per token id or position: parameters, but no FLOPs.
+    """A vector for each token id or position: parameters, but no FLOPs.
 
     Attributes:
-        entries: rows of the table.
-        width: numbers in a row.
+        entries: how many vectors.
+        width: numbers in a vector.
         trainable: whether it trains.
     """
 
@@ -35,12 +30,12 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Dense:
-    """A matrix that is applied row by row: a patch embedding, a convolution, a projector, a language-model head.
+    """A matrix that vectors are multiplied by: a patch embedding, a convolution, a projector, a language-model head.
 
     Attributes:
-        inputs: numbers in a row that goes in.
-        outputs: numbers in a row that comes out.
-        rows: rows per token of the half; a projector that merges 2 x 2 patches has 1/4.
+        inputs: numbers in a vector that goes in.
+        outputs: numbers in a vector that comes out.
+        per_token: vectors per token of the half; a projector that merges 2 x 2 patches has 1/4.
         copies: equal matrices side by side, such as the mergers of Qwen3-VL's several feature levels.
         tied: the matrix belongs to an embedding, so that it adds no parameters.
         trainable: whether it trains.
@@ -48,7 +43,7 @@ class Dense:
 
     inputs: int
     outputs: int
-    rows: float = 1.0
+    per_token: float = 1.0
     copies: int = 1
     tied: bool = False
     trainable: bool = True
@@ -189,10 +184,10 @@ class Half:
 
     @property
     def result(self) -> tuple[int, float]:
-        """Numbers in a row of the result, and rows per token."""
+        """Numbers in a vector of the result, and such vectors per token of the half."""
         last = self.parts[-1]
         if isinstance(last, Dense):
-            return last.outputs * last.copies, last.rows
+            return last.outputs * last.copies, last.per_token
         return (last.hidden if isinstance(last, Layers) else last.width), 1.0
 
     def frozen(self, keep_projector: bool = False) -> Half:
@@ -228,7 +223,7 @@ class ModuleDescription:
 
     def __post_init__(self) -> None:
         if not self.encoders:
-            raise DescriptionError(f"{self.name} has no encoder, so there is nothing to divide; train it with DDP.")
+            raise PlanningError(f"{self.name} has no encoder, so there is nothing to divide; train it with DDP.")
         roles = {self.role_of(modality): half for modality, half in self.encoders.items()}
         object.__setattr__(self, "_roles", {**roles, BACKBONE: self.backbone})
 
@@ -252,17 +247,17 @@ class ModuleDescription:
             halves: ``"encoder"`` (all encoders whole), ``"tower"`` (all encoders but their projectors), ``"backbone"``.
 
         Raises:
-            DescriptionError: another name, or nothing trains any more.
+            PlanningError: another name, or nothing trains any more.
         """
         module = self
         for half in halves:
             if half not in ("encoder", "tower", "backbone"):
-                raise DescriptionError(f"There is no half {half!r} to freeze; choose from encoder, tower, backbone.")
+                raise PlanningError(f"There is no half {half!r} to freeze; choose from encoder, tower, backbone.")
             if half == "backbone":
                 module = replace(module, backbone=module.backbone.frozen())
             else:
                 frozen = {name: e.frozen(keep_projector=half == "tower") for name, e in module.encoders.items()}
                 module = replace(module, encoders=frozen)
         if not any(half.trains for half in module.roles.values()):
-            raise DescriptionError("With everything frozen nothing trains; freeze less.")
+            raise PlanningError("With everything frozen nothing trains; freeze less.")
         return module

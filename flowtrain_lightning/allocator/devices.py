@@ -1,4 +1,4 @@
-"""Devices and clusters: peaks, memory and links, each with its source."""
+"""Devices and clusters: peaks, memory and links, each with its source, and how much of the peaks is reached."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from flowtrain_lightning.allocator.errors import PlanningError
+from flowtrain_lightning.allocator.allocation import PlanningError
 
 GIB = 2.0**30
-
-
-class DeviceError(PlanningError):
-    """A device or a cluster cannot be used as it was given."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +31,9 @@ class Device:
         attention: share of the peak that fused attention reaches, forward and backward together.
         overhead: bytes that context, libraries and communication buffers take.
         source: where the numbers are from.
+
+    Raises:
+        PlanningError: a number that is not above 0, or a share above 1.
     """
 
     name: str
@@ -55,10 +54,14 @@ class Device:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not value > 0:
-                raise DeviceError(f"The device {self.name!r} has {field.name} {value}; it must be above 0.")
+                raise PlanningError(f"The device {self.name!r} has {field.name} {value}; it must be above 0.")
         for name in ("dense", "attention"):
             if getattr(self, name) > 1:
-                raise DeviceError(f"The device {self.name!r} has {name} {getattr(self, name)}; a share is at most 1.")
+                raise PlanningError(f"The device {self.name!r} has {name} {getattr(self, name)}; a share is at most 1.")
+
+    def peak_for(self, width: int) -> float:
+        """FLOP/s on paper with numbers of ``width`` bytes."""
+        return self.peak if width <= 2 else self.peak_float32
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Cluster:
         per_node: how many in a node.
 
     Raises:
-        DeviceError: no devices, or they do not fill the nodes.
+        PlanningError: no devices, or they do not fill the nodes.
     """
 
     device: Device
@@ -80,11 +83,44 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.devices < 1:
-            raise DeviceError(f"There are {self.devices} devices; a plan needs at least 1.")
+            raise PlanningError(f"There are {self.devices} devices; a plan needs at least 1.")
         if self.per_node < 1 or (self.devices > self.per_node and self.devices % self.per_node):
-            raise DeviceError(
+            raise PlanningError(
                 f"{self.devices} devices cannot be divided into nodes of {self.per_node}; every node must have as many."
             )
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a device's peaks that one role's computing reaches: assumed, or fitted to a profile.
+
+    Attributes:
+        dense: of the peak FLOP/s, by a large matrix product.
+        attention: of the peak FLOP/s, by fused attention.
+        memory: of the memory bandwidth, by what moves data and hardly computes.
+        exchange: of links and network, by collectives.
+        launch: seconds that starting a layer's kernels takes, forward; twice that backward. Where kernels are shorter
+            than that, starting them is what takes the time.
+        latency: seconds that a collective takes however little it moves.
+        slack: time of a pass over the time of its kernels and collectives: gaps, stragglers, what is not modelled.
+    """
+
+    dense: float
+    attention: float
+    memory: float = 0.8
+    exchange: float = 0.8
+    launch: float = 60e-6
+    latency: float = 15e-6
+    slack: float = 1.1
+
+
+def assumed_efficiency(device: Device) -> Efficiency:
+    """The device's own shares; assumed are 80 % of bandwidths, 15 kernels of 4 µs a layer, 15 µs a collective.
+
+    The slack is what one printed figure shows beyond the sum of its parts: 4.068 s for a step of a 7B language model
+    alone (DIP, arXiv 2504.14145, section 2; ``benchmarks/published.py`` holds that figure out).
+    """
+    return Efficiency(dense=device.dense, attention=device.attention)
 
 
 _MATMUL = "best product: ml-engineering, compute/accelerator, table of maximum achievable matmul FLOPS"
@@ -139,12 +175,12 @@ def named_device(name: str) -> Device:
     """A known device.
 
     Raises:
-        DeviceError: there is none of that name.
+        PlanningError: there is none of that name.
     """
     if name not in DEVICES:
         near = get_close_matches(name, DEVICES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise DeviceError(
+        raise PlanningError(
             f"There is no device {name!r}.{hint} Known are {', '.join(DEVICES)}; others come from a YAML file."
         )
     return DEVICES[name]
@@ -169,7 +205,7 @@ def device_from(values: Mapping[str, Any]) -> Device:
         values: the attributes of a `Device`. With ``like``, the name of a known device, what is left out is its.
 
     Raises:
-        DeviceError: an attribute is missing, unknown or no number.
+        PlanningError: an attribute is missing, unknown or no number.
     """
     known = {field.name: field for field in fields(Device)}
     given = {"source": "given by the user", **values}
@@ -181,7 +217,7 @@ def device_from(values: Mapping[str, Any]) -> Device:
     if unknown or missing:
         wrong = [f"has no {', '.join(unknown)}"] if unknown else []
         wrong += [f"needs {', '.join(missing)} too (or like: a known device)"] if missing else []
-        raise DeviceError(f"A device {' and '.join(wrong)}. Its attributes are {', '.join(known)}.")
+        raise PlanningError(f"A device {' and '.join(wrong)}. Its attributes are {', '.join(known)}.")
     for name, value in given.items():
         if name not in ("name", "source"):
             given[name] = _number(name, value)
@@ -194,4 +230,4 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise DeviceError(f"The device's {name} is {value!r}; it must be a number.") from error
+        raise PlanningError(f"The device's {name} is {value!r}; it must be a number.") from error

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
+from flowtrain_lightning.allocator.allocation import PlanningError
 from flowtrain_lightning.allocator.description import (
     Dense,
-    DescriptionError,
     Embedding,
     Experts,
     Half,
@@ -50,7 +50,7 @@ def vision_encoder(
         feed_forward: inner width of the feed-forward network.
         heads: attention heads.
         patch: pixels along a side of a patch.
-        output: width of a row of features, the backbone's width.
+        output: width of the features, which is the backbone's.
         merge: patches along a side of a square that becomes one row of features.
         frames: pictures that a patch spans in time.
         channels: colours of a picture.
@@ -97,7 +97,7 @@ def audio_encoder(
         feed_forward: inner width of the feed-forward network.
         heads: attention heads.
         bins: mel bins of a frame. Two convolutions of width 3 read them; the second one halves the frames.
-        output: width of a row of features, the backbone's width.
+        output: width of the features, which is the backbone's.
         pool: tokens that become one row of features.
         positions: entries of the table of position embeddings, which never trains.
     """
@@ -156,10 +156,10 @@ def describe_dimensions(specification: Mapping[str, Any]) -> ModuleDescription:
             `vision_encoder`, or of `audio_encoder` for the modality ``audio``. ``output`` may be left out.
 
     Raises:
-        DescriptionError: a dimension is missing, unknown or no whole number above 0.
+        PlanningError: a dimension is missing, unknown or no whole number above 0.
     """
     if not isinstance(specification.get("backbone"), Mapping) or not isinstance(specification.get("encoders"), Mapping):
-        raise DescriptionError("A module's dimensions need 'backbone' and 'encoders', each with dimensions by name.")
+        raise PlanningError("A module's dimensions need 'backbone' and 'encoders', each with dimensions by name.")
     given = specification["backbone"]
     reader = _build(backbone, given, "backbone")
     encoders = {}
@@ -176,21 +176,21 @@ def _build(build: Callable[..., Half], dimensions: Mapping[str, Any], what: str)
     if unknown or missing:
         wrong = [f"it does not know {', '.join(unknown)}"] if unknown else []
         wrong += [f"it lacks {', '.join(missing)}"] if missing else []
-        raise DescriptionError(f"The {what} cannot be built: {'; '.join(wrong)}. It takes {', '.join(known)}.")
+        raise PlanningError(f"The {what} cannot be built: {'; '.join(wrong)}. It takes {', '.join(known)}.")
     for name, value in dimensions.items():
         if name in _NO_NUMBERS or value is None:
             continue
         usual = known[name].default
         least = 1 if usual is known[name].empty or usual else 0
         if type(value) is not int or value < least:
-            raise DescriptionError(f"The {what}'s {name} is {value!r}; it must be a whole number, at least {least}.")
+            raise PlanningError(f"The {what}'s {name} is {value!r}; it must be a whole number, at least {least}.")
     if not dimensions.get("head_size") and dimensions["hidden"] % dimensions["heads"]:
         hint = " or give head_size" if "head_size" in known else ""
-        raise DescriptionError(
+        raise PlanningError(
             f"The {what}'s hidden of {dimensions['hidden']} cannot be divided into {dimensions['heads']} heads; "
             f"change one of them{hint}."
         )
     try:
         return build(**dimensions)
     except (TypeError, ZeroDivisionError) as error:
-        raise DescriptionError(f"The {what} cannot be built from {dict(dimensions)}: {error}.") from error
+        raise PlanningError(f"The {what} cannot be built from {dict(dimensions)}: {error}.") from error

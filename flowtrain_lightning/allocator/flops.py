@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 from flowtrain_lightning.allocator.description import Dense, Half, Layers
 
 IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 FLASH_BACKWARD = 2.5
 """Attention's backward over its forward. Five matrix products against two: a fused kernel computes the scores again
 (FlashAttention-2, arXiv 2307.08691, section 4.1; torch's FlopCounterMode counts the same)."""
 
 MODEL_BACKWARD = 2.0
-"""The same without the repeated product, as MFU counts it (PaLM, arXiv 2204.02311, appendix B)."""
+"""Attention's backward over its forward without the repeated product, as MFU counts it (PaLM, arXiv 2204.02311,
+appendix B)."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +117,12 @@ def model_flops(half: Half, lengths: IntArray, receives_gradient: bool = False) 
 
 def _products(half: Half, lengths: IntArray) -> Iterator[_Product]:
     """Every product of the half in the order of the data; a layer's matrices between attention and attention as one."""
-    rows = float(lengths.sum())
+    tokens = float(lengths.sum())
     for part in half.parts:
         if isinstance(part, Layers):
             yield from _layer_products(part, lengths + half.extra_tokens)
         elif isinstance(part, Dense):
-            flops = 2.0 * part.inputs * part.outputs * part.copies * part.rows * rows
+            flops = 2.0 * part.inputs * part.outputs * part.copies * part.per_token * tokens
             yield _Product(Work(dense=flops), part.trainable, False)
         else:
             yield _Product(Work(), part.trainable, False)

@@ -1,4 +1,4 @@
-"""Time of one forward and backward of a half over one microbatch, by matrices, attention and what only moves data."""
+"""Time of one forward and backward of a half over one microbatch: products, attention, data movement, collectives."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain_lightning.allocator.description import Dense, Layers
-from flowtrain_lightning.allocator.efficiency import FloatArray, peak, product_seconds
-from flowtrain_lightning.allocator.exchange import bandwidth, gather_seconds
-from flowtrain_lightning.allocator.flops import FLASH_BACKWARD
-from flowtrain_lightning.allocator.problem import Family, RoleProblem
+from flowtrain_lightning.allocator.devices import Cluster, Device, Efficiency
+from flowtrain_lightning.allocator.flops import FLASH_BACKWARD, FloatArray
+from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
+
+TILE = 128
+"""Side of the tile of a result that one processor computes at a time (NVIDIA, "Matrix multiplication background user's
+guide", tile and wave quantization)."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class PassTime:
 
     @property
     def total(self) -> FloatArray:
-        """All of it."""
+        """Seconds of computing and collectives."""
         return self.forward + self.backward + self.exchange
 
 
@@ -66,11 +69,11 @@ def _dense_seconds(
     problem: RoleProblem, part: Dense, family: Family, tokens: FloatArray, flows: bool
 ) -> tuple[FloatArray, FloatArray]:
     device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
-    rows = tokens * part.rows / family.context
+    vectors = tokens * part.per_token / family.context
     outputs = part.outputs / family.tensor
-    once = part.copies * product_seconds(rows, outputs, float(part.inputs), device, share, width)
+    once = part.copies * product_seconds(vectors, outputs, float(part.inputs), device, share, width)
     # Reading and writing the result and its gradient; a head's logits become float32 in the loss.
-    moved = part.copies * rows * outputs * 3 * width / (device.memory_bandwidth * share.memory)
+    moved = part.copies * vectors * outputs * 3 * width / (device.memory_bandwidth * share.memory)
     return once + moved, (int(part.trainable) + int(flows)) * once + moved * (part.trainable or flows)
 
 
@@ -82,7 +85,7 @@ def _layer_seconds(
     device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
     products = _products(problem, part, family, tokens)
     sharers = family.tensor * family.context
-    attention = 4.0 * part.query_width * pairs * tokens / sharers / (peak(device, width) * share.attention)
+    attention = 4.0 * part.query_width * pairs * tokens / sharers / (device.peak_for(width) * share.attention)
     moved = tokens * _moved_bytes(part, width) / sharers / (device.memory_bandwidth * share.memory)
     forward = np.maximum(products + attention + moved, share.launch)
     tensor, context = _exchange(problem, part, family, tokens)
@@ -102,21 +105,21 @@ def _layer_seconds(
 def _products(problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray) -> FloatArray:
     """Seconds of a layer's products with weights, forward."""
     device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
-    rows, tensor = tokens / family.context, family.tensor
+    vectors, tensor = tokens / family.context, family.tensor
 
-    def seconds(rows: FloatArray, columns: float, inner: float, groups: int = 1) -> FloatArray:
-        return product_seconds(rows, columns, inner, device, share, width, groups)
+    def seconds(m: FloatArray, n: float, k: float, groups: int = 1) -> FloatArray:
+        return product_seconds(m, n, k, device, share, width, groups)
 
     key_value = max(part.key_value_width / tensor, part.head_size)
-    total = seconds(rows, part.query_width / tensor + 2 * key_value, part.hidden)
-    total = total + seconds(rows, part.hidden, part.query_width / tensor)
+    total = seconds(vectors, part.query_width / tensor + 2 * key_value, part.hidden)
+    total = total + seconds(vectors, part.hidden, part.query_width / tensor)
     ups = 2 if part.gated else 1
     dense_width = part.feed_forward if part.experts is None else part.experts.shared
     if dense_width:
-        total = total + seconds(rows, ups * dense_width / tensor, part.hidden)
-        total = total + seconds(rows, part.hidden, dense_width / tensor)
+        total = total + seconds(vectors, ups * dense_width / tensor, part.hidden)
+        total = total + seconds(vectors, part.hidden, dense_width / tensor)
     if (mixture := part.experts) is not None:
-        each, inner = rows * mixture.chosen / mixture.count, mixture.feed_forward / tensor
+        each, inner = vectors * mixture.chosen / mixture.count, mixture.feed_forward / tensor
         total = total + seconds(each, ups * inner, part.hidden, mixture.count)
         total = total + seconds(each, part.hidden, inner, mixture.count)
     return total
@@ -143,8 +146,75 @@ def _exchange(problem: RoleProblem, part: Layers, family: Family, tokens: FloatA
     """
     cluster, share, width = problem.cluster, problem.efficiency, problem.precision.computing
     hidden = tokens / family.context * part.hidden * width
-    speed = bandwidth(cluster, family.tensor, 1)
+    speed = ring_bandwidth(cluster, family.tensor, 1)
     tensor = 4 * gather_seconds(hidden, family.tensor, speed, share)
     keys = tokens * 2 * part.key_value_width / family.tensor * width
-    context = gather_seconds(keys, family.context, bandwidth(cluster, family.context, family.tensor), share)
+    context = gather_seconds(keys, family.context, ring_bandwidth(cluster, family.context, family.tensor), share)
     return tensor, context
+
+
+def product_seconds(
+    m: FloatArray,
+    n: float,
+    k: FloatArray | float,
+    device: Device,
+    share: Efficiency,
+    width: int,
+    groups: int = 1,
+) -> FloatArray:
+    """Time of the product of ``[m, k]`` and ``[k, n]``: the slower of computing and of moving data.
+
+    Computing is slowed by the last wave of tiles, which leaves half of the processors idle on average, since packed
+    microbatches differ in length; a product of less than a wave takes as long as one.
+
+    Args:
+        m: tokens, of each group.
+        n: numbers in a vector of the result.
+        k: the dimension that is summed over.
+        device: where.
+        share: how much of its peaks is reached.
+        width: bytes of a number.
+        groups: equal products side by side, such as those of experts.
+    """
+    waves = groups * (m / TILE) * (n / TILE) / device.units
+    full = waves / np.maximum(1.0, waves + 0.5)
+    computing = groups * 2.0 * m * n * k / (device.peak_for(width) * share.dense * full)
+    moved = groups * width * (m * k + k * n + m * n)
+    moving: FloatArray = moved / (device.memory_bandwidth * share.memory)
+    slower: FloatArray = np.maximum(computing, moving)
+    return slower
+
+
+def ring_bandwidth(cluster: Cluster, members: FloatArray | float, stride: int) -> FloatArray:
+    """Bytes/s per device of a ring over ``members`` devices, every ``stride``-th one.
+
+    A ring that leaves its node uses the network adapter of every member in the node, up to what the links carry.
+
+    Args:
+        cluster: where.
+        members: devices of a ring.
+        stride: devices from one member to the next.
+    """
+    device = cluster.device
+    count = np.asarray(members, dtype=np.float64)
+    local = np.maximum(1.0, np.minimum(count, cluster.per_node // stride))
+    within = count * stride <= cluster.per_node
+    return np.where(within, device.link, np.minimum(device.link, device.network * local))
+
+
+def gather_seconds(
+    size: FloatArray | float, members: FloatArray | float, speed: FloatArray, share: Efficiency
+) -> FloatArray:
+    """Time of a ring's all-gather or reduce-scatter of ``size`` bytes (Thakur et al. 2005, section 3).
+
+    An all-reduce takes twice that.
+
+    Args:
+        size: bytes of the whole.
+        members: devices of the ring.
+        speed: bytes/s per device on paper.
+        share: how much of it is reached.
+    """
+    count = np.asarray(members, dtype=np.float64)
+    moved = np.asarray(size) * (count - 1) / count / (speed * share.exchange)
+    return np.where(count > 1, moved + share.latency, 0.0)

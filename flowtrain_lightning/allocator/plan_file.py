@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from flowtrain_lightning.allocator import Allocation, AllocationError, Layout
+from flowtrain_lightning.allocator.allocation import Allocation, AllocationError, Layout, Recompute, number_spans
 
-_LAYOUT = ("data", "tensor", "pipeline", "context", "shard")
+_PLAN_KEYS = ("placement", "roles")
+_ROLE_KEYS = ("layout", "ranks", "recompute")
+_LAYOUT_KEYS = ("data", "tensor", "pipeline", "context", "shard")
 
 
-def write_plan(allocation: Allocation, path: Path, heading: str, recompute: Mapping[str, str]) -> None:
-    """Write an allocation.
+def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
+    """Write an allocation so that `read_plan` gives it back.
 
     Args:
         allocation: who does what in which layout.
         path: the file to write.
         heading: comment at the top, such as where the plan is from and what it promises.
-        recompute: role -> what its backward computes again, as the plan assumes it.
 
     Raises:
         AllocationError: the file cannot be written.
     """
-    roles = {}
+    roles: dict[str, dict[str, Any]] = {}
     for role, layout in allocation.layouts.items():
         degrees = {name: degree for name, degree in layout.degrees.items() if degree > 1 or name == "data"}
-        roles[role] = {"layout": {**degrees, "shard": layout.shard}, "ranks": _spans(allocation.ranks[role])}
-        if role in recompute:
-            roles[role]["recompute"] = recompute[role]
+        roles[role] = {"layout": {**degrees, "shard": layout.shard}, "ranks": number_spans(allocation.ranks[role])}
+        if role in allocation.recompute:
+            roles[role]["recompute"] = allocation.recompute[role]
     comment = "".join(f"# {line}\n" for line in heading.splitlines())
     text = yaml.safe_dump({"placement": allocation.placement, "roles": roles}, sort_keys=False, default_flow_style=None)
     try:
@@ -43,7 +44,7 @@ def read_plan(path: Path) -> Allocation:
     """The allocation in a file that `write_plan` wrote, or a person.
 
     Raises:
-        AllocationError: the file cannot be read, or what it says does not fit together.
+        AllocationError: the file cannot be read, has a key that no plan has, or contradicts itself.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -51,37 +52,37 @@ def read_plan(path: Path) -> Allocation:
         raise AllocationError(f"{path} cannot be read as a plan: {error}") from error
     if not isinstance(content, Mapping) or not isinstance(content.get("roles"), Mapping):
         raise AllocationError(f"{path} is no plan; it must have 'placement' and 'roles', as `flowtrain plan` writes.")
-    layouts, ranks = {}, {}
-    for role, values in content["roles"].items():
-        if not isinstance(values, Mapping) or not {"layout", "ranks"} <= set(values):
-            raise AllocationError(f"{path}: the role {role!r} must have 'layout' and 'ranks'.")
-        layouts[str(role)] = _layout(values["layout"], f"{path}: the role {role!r}")
-        ranks[str(role)] = _ranks(values["ranks"], f"{path}: the role {role!r}")
+    layouts: dict[str, Layout] = {}
+    ranks: dict[str, tuple[int, ...]] = {}
+    recompute: dict[str, Recompute] = {}
     try:
-        return Allocation(str(content.get("placement")), layouts, ranks)  # type: ignore[arg-type]
+        _refuse_unknown_keys(content.keys(), _PLAN_KEYS, "a plan")
+        for role, values in content["roles"].items():
+            where = f"the role {role!r}"
+            if not isinstance(values, Mapping) or not {"layout", "ranks"} <= set(values):
+                raise AllocationError(f"{where} must have 'layout' and 'ranks'.")
+            _refuse_unknown_keys(values.keys(), _ROLE_KEYS, where)
+            layouts[str(role)], ranks[str(role)] = _layout(values["layout"], where), _ranks(values["ranks"], where)
+            if "recompute" in values:
+                recompute[str(role)] = values["recompute"]
+        return Allocation(str(content.get("placement")), layouts, ranks, recompute)  # type: ignore[arg-type]
     except AllocationError as error:
         raise AllocationError(f"{path}: {error}") from error
 
 
+def _refuse_unknown_keys(given: Set[Any], known: tuple[str, ...], where: str) -> None:
+    if unknown := sorted(map(str, given - set(known))):
+        raise AllocationError(f"{where} has no {', '.join(map(repr, unknown))}; it has {', '.join(known)}.")
+
+
 def _layout(values: Any, where: str) -> Layout:
-    if not isinstance(values, Mapping) or (unknown := sorted(set(map(str, values)) - set(_LAYOUT))):
-        wrong = f"has a layout with {', '.join(unknown)}" if isinstance(values, Mapping) else "has no layout by name"
-        raise AllocationError(f"{where} {wrong}; a layout has {', '.join(_LAYOUT)}.")
+    if not isinstance(values, Mapping):
+        raise AllocationError(f"{where} has a layout without names; a layout has {', '.join(_LAYOUT_KEYS)}.")
+    _refuse_unknown_keys(values.keys(), _LAYOUT_KEYS, f"the layout of {where}")
     for name, degree in values.items():
         if name != "shard" and type(degree) is not int:
             raise AllocationError(f"{where} has {name} {degree!r}; it must be a whole number.")
-    try:
-        return Layout(**values)
-    except ValueError as error:
-        raise AllocationError(f"{where}: {error}") from error
-
-
-def _spans(ranks: tuple[int, ...]) -> str:
-    """Ranks as text: neighbours are joined, as in ``0-5, 8-13``."""
-    known = set(ranks)
-    starts = [rank for rank in ranks if rank - 1 not in known]
-    ends = [rank for rank in ranks if rank + 1 not in known]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    return Layout(**values)
 
 
 def _ranks(text: Any, where: str) -> tuple[int, ...]:

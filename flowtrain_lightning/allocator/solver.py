@@ -8,27 +8,30 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, hstack
 
-from flowtrain_lightning.allocator.candidates import Candidate, Table
-from flowtrain_lightning.allocator.efficiency import FloatArray
+from flowtrain_lightning.allocator.candidates import Candidate, CandidateTable
+from flowtrain_lightning.allocator.flops import FloatArray
 
 TIE = 0.005
 """Times that differ by less are taken as equal: the models of time know no better."""
 
-_FEW, _STRIDE = 256, 16
+_FEW = 256
+"""Candidates of all roles together that the solver takes as they are."""
+
+_STRIDE = 16
+"""Of more, every so many-th candidate makes the first solution, which narrows the others."""
 
 
 class SolverError(RuntimeError):
     """The solver stopped without an answer."""
 
 
-def match_throughputs(tables: Mapping[str, Table], devices: int) -> dict[str, Candidate] | None:
+def match_throughputs(tables: Mapping[str, CandidateTable], devices: int) -> dict[str, Candidate] | None:
     """One layout for every role, on devices of its own.
 
     After FlowTrain (arXiv 2606.23087): maximise the rate of the slowest role, then waste as little as that allows,
-    first in devices, then in idle time, where half a percent of rate does
-    not count. Every role works on every step, so a role's rate is one over its time of a
-    step, and the job's rate is the least of them, with several encoders too. (FlowTrain adds up the rates of encoders,
-    which holds where a sample needs only one of them.)
+    first in devices, then in idle time, where half a percent of rate does not count. Every role works on every step,
+    so a role's rate is one over its time of a step, and the job's rate is the least of them, with several encoders too.
+    (FlowTrain adds up the rates of encoders, which holds where a sample needs only one of them.)
 
     Args:
         tables: role -> its candidates.
@@ -40,7 +43,7 @@ def match_throughputs(tables: Mapping[str, Table], devices: int) -> dict[str, Ca
     Raises:
         SolverError: the solver failed.
     """
-    roles = {role: table.select(table.devices <= devices).undominated for role, table in tables.items()}
+    roles = {role: table.select(table.devices <= devices).fastest_by_devices for role, table in tables.items()}
     if any(not len(table) for table in roles.values()):
         return None
     least = sum(float(table.devices[0]) for table in roles.values())
@@ -50,7 +53,7 @@ def match_throughputs(tables: Mapping[str, Table], devices: int) -> dict[str, Ca
     return {role: table.candidate(_leanest(table, slowest)) for role, table in roles.items()}
 
 
-def _narrowed(tables: list[Table], devices: int) -> list[Table]:
+def _narrowed(tables: list[CandidateTable], devices: int) -> list[CandidateTable]:
     """The tables without what can be no part of a best choice, as a solution among a few candidates shows.
 
     What is slower than that solution is not needed, nor what then leaves too few devices for the other roles.
@@ -64,7 +67,7 @@ def _narrowed(tables: list[Table], devices: int) -> list[Table]:
     return [table.select(table.devices <= devices - least + table.devices[0]) for table in tables]
 
 
-def _fastest_of_the_slowest(tables: list[Table], devices: int) -> float:
+def _fastest_of_the_slowest(tables: list[CandidateTable], devices: int) -> float:
     """The least seconds of a step that all roles can keep on all devices together.
 
     Variables: whether each candidate is chosen, and the rate G of the slowest role. Maximise G subject to one
@@ -93,11 +96,11 @@ def _fastest_of_the_slowest(tables: list[Table], devices: int) -> float:
     )
     if answer.x is None:
         raise SolverError(f"The solver found no allocation: {answer.message}")
-    rows = [np.flatnonzero(chosen == role)[np.argmax(answer.x[:total][chosen == role])] for role in range(roles)]
-    return scale / float(rates[rows].min())
+    picked = [np.flatnonzero(chosen == role)[np.argmax(answer.x[:total][chosen == role])] for role in range(roles)]
+    return scale / float(rates[picked].min())
 
 
-def _leanest(table: Table, slowest: float) -> int:
+def _leanest(table: CandidateTable, slowest: float) -> int:
     """Of the candidates that keep up, the one with the fewest devices, then the one that idles least."""
     keeps_up: FloatArray = np.where(table.seconds <= slowest * (1 + TIE), table.devices, np.inf)
     return int(np.lexsort((-table.seconds, keeps_up))[0])

@@ -1,4 +1,4 @@
-"""What a step asks of every role: how many tokens and media of which lengths, and how they may be batched."""
+"""What a step asks of every role: how many tokens and media items of which lengths, and how they may be batched."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from flowtrain_lightning.allocator.description import DescriptionError, ModuleDescription
+from flowtrain_lightning.allocator.allocation import BACKBONE, PlanningError
+from flowtrain_lightning.allocator.description import ModuleDescription
 from flowtrain_lightning.allocator.flops import IntArray
-from flowtrain_lightning.allocator.roles import BACKBONE
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class Workload:
 
     Attributes:
         tokens: ``[samples]`` backbone tokens of each drawn sample, media tokens included.
-        media: modality -> ``[media]`` encoder tokens (patches, frames) of each media in the drawn samples.
+        media: modality -> ``[items]`` encoder tokens (patches, frames) of each media item in the drawn samples.
         global_batch_size: samples of a step.
         token_budget: the most tokens of a backbone microbatch.
         encoder_budget: the most encoder tokens of an encoder batch.
 
     Raises:
-        DescriptionError: no samples, or a number below 1.
+        PlanningError: no samples, or a number below 1.
     """
 
     tokens: IntArray
@@ -38,11 +38,11 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "token_budget", "encoder_budget"):
             if getattr(self, name) < 1:
-                raise DescriptionError(f"The {name} is {getattr(self, name)}; it must be at least 1.")
+                raise PlanningError(f"The {name} is {getattr(self, name)}; it must be at least 1.")
         if not len(self.tokens) or self.tokens.min() < 1:
-            raise DescriptionError("The data must have samples, each of at least one token.")
+            raise PlanningError("The data must have samples, each of at least one token.")
         if (longest := int(self.tokens.max())) > self.token_budget:
-            raise DescriptionError(
+            raise PlanningError(
                 f"The longest sample has {longest:,} tokens, but a microbatch takes {self.token_budget:,}; raise the "
                 "token budget or leave such samples out."
             )
@@ -53,8 +53,8 @@ class RoleLoad:
     """One role's part of a step.
 
     Attributes:
-        lengths: ``[items]`` lengths of the drawn samples or media.
-        items: samples or media of a step.
+        lengths: ``[items]`` tokens of each drawn sample or media item.
+        items: samples or media items of a step.
         budget: the most tokens of one forward.
         batches_in_flight: batches whose activations may be kept at the same time, without a pipeline.
     """
@@ -75,10 +75,10 @@ ENCODER_BATCHES_IN_FLIGHT = 4
 
 
 def typical_workload(module: ModuleDescription, **settings: int) -> Workload:
-    """What is assumed where nothing is known of the data: one media a sample, lengths that are log-normal.
+    """What is assumed where nothing is known of the data: one media item a sample, lengths that are log-normal.
 
-    Half of the samples have more than 1,200 tokens, half of the media more than 1,024 tokens of the encoder; one in
-    six is longer than twice that, one in six shorter than half.
+    Half of the samples have more than 1,200 tokens, half of the media items more than 1,024 tokens of the encoder; one
+    in six is longer than twice that, one in six shorter than half.
 
     Args:
         module: its modalities.
@@ -99,19 +99,19 @@ def role_loads(module: ModuleDescription, workload: Workload) -> dict[str, RoleL
     """Role -> its part of a step.
 
     Raises:
-        DescriptionError: the data say nothing about a modality that the module encodes.
+        PlanningError: the data say nothing about a modality that the module encodes.
     """
     size = workload.global_batch_size
     loads = {}
     for modality, half in module.encoders.items():
         if modality not in workload.media:
             known = ", ".join(workload.media) or "none"
-            raise DescriptionError(
+            raise PlanningError(
                 f"The module encodes {modality} media, but the data give no lengths of such; they give: {known}."
             )
         lengths = workload.media[modality]
         if not len(lengths) or lengths.min() < 1:
-            raise DescriptionError(f"The data must have {modality} media of at least one token, or nothing is encoded.")
+            raise PlanningError(f"The data must have {modality} media of at least one token, or nothing is encoded.")
         items = size * len(lengths) / len(workload.tokens)
         in_flight = ENCODER_BATCHES_IN_FLIGHT if half.trains else 1
         budget = max(workload.encoder_budget, int(lengths.max()))

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.data import StepBatch, StepLoader
 from flowtrain_lightning.data.step_packing import CostChange
 from flowtrain_lightning.packing import CostModel

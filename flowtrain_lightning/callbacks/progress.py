@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from flowtrain_lightning.allocator.roles import BACKBONE
+from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.runtime.timeline import STALL
 

@@ -11,18 +11,24 @@ import lightning as L
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from flowtrain_lightning.allocator import AllocationError
+from flowtrain_lightning.allocator import (
+    BACKBONE,
+    ENCODER,
+    Allocation,
+    AllocationError,
+    PlacementChoice,
+    choose_placement,
+)
 from flowtrain_lightning.allocator.plan_file import write_plan
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.placement import TELLABLE, Choice, Plan
-from flowtrain_lightning.profiling import Profile
+from flowtrain_lightning.placement.measured import MeasuredCosts, MeasuredPrediction
+from flowtrain_lightning.placement.profile import Profile
 from flowtrain_lightning.runtime.rank_metrics import joined_timings
 from flowtrain_lightning.runtime.runner import RoleRunner
 from flowtrain_lightning.strategy import FlowTrainStrategy
 
-FILE = "better_allocation.yaml"
+BETTER_ALLOCATION_FILE = "better_allocation.yaml"
 
 
 class FlowReplan(L.Callback):
@@ -30,7 +36,7 @@ class FlowReplan(L.Callback):
 
     How long microbatches and encoder batches take is compared with the profile by which the allocation was planned.
     Where a half has drifted from it by more than ``threshold`` in the median of ``steps`` steps, the run's first steps
-    are played again with the times as they are now. If another allocation wins, a warning shows it, and
+    are simulated again with the times as they are now. If another allocation wins, a warning shows it, and
     ``better_allocation.yaml`` beside the log holds it. The run itself stays as it is: roles change with a new start.
 
     Without a planned allocation (one was given, or is that of a checkpoint) there is nothing to compare with.
@@ -51,13 +57,14 @@ class FlowReplan(L.Callback):
         self.threshold = threshold
         self.steps = steps
         self._runner: RoleRunner | None = None
-        self._plan: Plan | None = None
+        self._costs: MeasuredCosts | None = None
+        self._allocation: Allocation | None = None
         self._folder = ""
         self._ratios: dict[str, list[float]] = {}
         self._seen = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Has the times told.
+        """Has the times collected.
 
         Raises:
             ValueError: the ranks compute on GPUs.
@@ -74,8 +81,8 @@ class FlowReplan(L.Callback):
             )
         self._runner.collects_timings = True  # on all ranks, though rank 0 alone compares
         self._folder = str(trainer.log_dir or trainer.default_root_dir)
-        self._plan = strategy.placement_decision.plan
-        if self._plan is None:
+        self._costs, self._allocation = strategy.placement_decision.costs, strategy.placement_decision.allocation
+        if self._costs is None:
             rank_zero_info(
                 f"flowtrain: FlowReplan has no plan to compare with: the allocation is what it is because "
                 f"{strategy.placement_decision.reason}."
@@ -85,10 +92,10 @@ class FlowReplan(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
         """Takes in the step's times, and looks at them every ``steps`` steps."""
-        if self._runner is None or self._plan is None:
+        if self._runner is None or self._costs is None:
             return
         for role, timings in joined_timings(note["timings"] for note in self._runner.report.notes).items():
-            planned = sum(_seconds(self._plan.profile.roles[role].cost, *sizes) for *sizes, _ in timings)
+            planned = sum(_seconds(self._costs.profile.roles[role].cost, *sizes) for *sizes, _ in timings)
             if planned > 0:
                 self._ratios[role].append(sum(seconds for *_, seconds in timings) / planned)
         self._seen += 1
@@ -96,25 +103,25 @@ class FlowReplan(L.Callback):
             drift = {role: float(np.median(ratios)) for role, ratios in self._ratios.items() if ratios}
             self._ratios = {role: [] for role in self._ratios}
             if any(abs(ratio - 1) > self.threshold for ratio in drift.values()):
-                self._play_again(self._plan, drift)
+                self._plan_again(self._costs, drift)
 
-    def _play_again(self, plan: Plan, drift: Mapping[str, float]) -> None:
-        choice = plan.planner.choose(_drifted(plan.profile, drift))
-        now = next(each for each in choice.predictions if each.allocation == plan.choice.chosen.allocation)
-        if now.seconds <= choice.chosen.seconds * (1 + TELLABLE):
+    def _plan_again(self, costs: MeasuredCosts, drift: Mapping[str, float]) -> None:
+        choice = choose_placement(replace(costs, profile=_drifted(costs.profile, drift)))
+        now = next(each for each in choice.predictions if each.allocation == self._allocation)
+        if now.seconds <= choice.chosen.seconds * (1 + choice.margin):
             return
-        self._plan = None  # once is enough
-        told = " and ".join(f"the {role} takes {ratio:.2f} times" for role, ratio in sorted(drift.items()))
+        self._costs = None  # once is enough
+        drifted = " and ".join(f"the {role} takes {ratio:.2f} times" for role, ratio in sorted(drift.items()))
         rank_zero_warn(
-            f"The allocation no longer fits: {told} as long as it was planned with. With these times {choice.why}.\n"
-            f"{choice.table()}\n  {self._advice(choice)}"
+            f"The allocation no longer fits: {drifted} as long as it was planned with. With these times "
+            f"{choice.reason}.\n{choice.table()}\n  {self._advice(choice)}"
         )
 
-    def _advice(self, choice: Choice) -> str:
-        path = Path(self._folder) / FILE
+    def _advice(self, choice: PlacementChoice[MeasuredPrediction]) -> str:
+        path = Path(self._folder) / BETTER_ALLOCATION_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_plan(choice.chosen.allocation, path, f"By measured times, {choice.why}.", {})
+            write_plan(choice.chosen.allocation, path, f"By measured times, {choice.reason}.")
         except (AllocationError, OSError) as error:
             return (
                 f"To switch, start again from a checkpoint with another allocation. It is not kept as a file: {error}"

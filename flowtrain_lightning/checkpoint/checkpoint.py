@@ -15,8 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from flowtrain_lightning.allocator import Allocation
-from flowtrain_lightning.allocator.roles import ROLES
+from flowtrain_lightning.allocator import ROLES, Allocation
 from flowtrain_lightning.checkpoint.files import (
     make_temporary,
     refuse_unseen,

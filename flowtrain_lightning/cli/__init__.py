@@ -1,5 +1,5 @@
-"""The command ``flowtrain``: ``command.py`` knows its subcommands; those with much to do have files of their own."""
+"""The command ``flowtrain``: ``command.py`` runs it, ``command_table.py`` lists what it can do."""
 
-from flowtrain_lightning.cli.command import COMMANDS, main
+from flowtrain_lightning.cli.command import main
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["main"]

@@ -1,4 +1,4 @@
-"""Reads the lengths of samples from a Parquet file, for the commands that plan and pack them."""
+"""Reads the lengths of samples and of their media items from a Parquet file, for commands that plan and pack them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flowtrain_lightning.cli.configuration import UsageError
-from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.cli.command_table import UsageError
+from flowtrain_lightning.packing import IntArray, SampleSizes
 
 if TYPE_CHECKING:
     import pyarrow
@@ -41,3 +41,60 @@ def read_lengths(path: Path) -> tuple[IntArray, pyarrow.Table]:
     if not pyarrow.types.is_integer(column.type) or column.null_count:
         raise UsageError(f"The column 'tokens' of {path} must hold whole numbers, none missing.")
     return column.to_numpy(zero_copy_only=False).astype(np.int64), table
+
+
+def read_sizes(path: Path) -> SampleSizes:
+    """Sizes of samples with one modality; without a column of media no sample has any.
+
+    Media items are in the column of lists whose name ends in ``_tokens``; one of numbers (``text_tokens``) is not read.
+    The file says nothing of target tokens and rows of features: all tokens, and a row for every patch, stand for them.
+
+    Raises:
+        UsageError: two columns list media items, or a column cannot be used.
+    """
+    tokens, table = read_lengths(path)
+    counted = [name for name in table.column_names if name.endswith("_tokens")]
+    listed = [name for name in counted if _is_list(table[name].type)]
+    if len(listed) > 1:
+        raise UsageError(
+            f"{path} lists media in the columns {' and '.join(map(repr, listed))}, but a profile has one encoder; "
+            "leave only the column of its media."
+        )
+    name = next(iter(listed or counted), None)
+    if name is None:
+        nothing = np.empty(0, dtype=np.int64)
+        return SampleSizes(tokens, tokens, np.zeros(len(tokens) + 1, dtype=np.int64), nothing, nothing)
+    import pyarrow.compute
+
+    patches = media_lengths(table[name], path, name)
+    counts = pyarrow.compute.fill_null(pyarrow.compute.list_value_length(table[name].combine_chunks()), 0)
+    start = np.concatenate([[0], np.cumsum(counts.to_numpy(zero_copy_only=False))]).astype(np.int64)
+    return SampleSizes(tokens, tokens, start, patches, patches)
+
+
+def media_lengths(column: pyarrow.ChunkedArray, path: Path, name: str) -> IntArray:
+    """``[items]`` lengths of all media items that a column lists, sample by sample.
+
+    Raises:
+        UsageError: the column does not hold lists of whole numbers, or one is missing or negative.
+    """
+    import pyarrow.compute
+
+    whole = column.combine_chunks()
+    if not _is_list(whole.type) or not pyarrow.types.is_integer(whole.type.value_type):
+        raise UsageError(f"The column {name!r} of {path} must hold lists of whole numbers, but holds {whole.type}.")
+    values = whole.flatten()
+    lengths: IntArray = values.cast(pyarrow.int64(), safe=False).fill_null(-1).to_numpy(zero_copy_only=False)
+    if (wrong := np.flatnonzero(lengths < 0)).size:
+        sample = pyarrow.compute.list_parent_indices(whole)[wrong[0]]
+        raise UsageError(
+            f"The column {name!r} of {path} must list whole numbers of at least 0, none missing, but "
+            f"sample {sample} has {values[wrong[0]]}."
+        )
+    return lengths
+
+
+def _is_list(kind: pyarrow.DataType) -> bool:
+    import pyarrow
+
+    return bool(pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind))

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowtrain_lightning.allocator import Comparison, PlanningError
+from flowtrain_lightning.allocator import BACKBONE, PlanningError
 from flowtrain_lightning.allocator.candidates import usable_bytes
-from flowtrain_lightning.allocator.roles import BACKBONE
-from flowtrain_lightning.allocator.timeline import timeline
+from flowtrain_lightning.cli.plan_report import PlanReport, step_phases
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,18 +33,17 @@ COLOURS = {
 }
 
 
-def draw_plan(comparison: Comparison, path: Path) -> None:
+def draw_plan(report: PlanReport, path: Path) -> None:
     """Write a PNG: placements, the step in time, and the memory of the recommended plan."""
     figure = _figure(11, 6.5)
     upper, middle, lower = figure.subplots(3, 1)
-    plan, problems = comparison.best, comparison.problems
-    known = {name: one for name, one in comparison.plans.items() if one is not None}
-    bars = upper.barh(list(known), [one.samples_per_second for one in known.values()], color="#8b8b85")
-    bars[list(known).index(plan.name)].set_color("#1baa6f")
-    upper.bar_label(bars, [f"{100 * one.mfu:.1f} % MFU" for one in known.values()], padding=3)
+    plan, problems, plans = report.choice.chosen, report.problems, report.choice.predictions
+    bars = upper.barh([one.name for one in plans], [one.samples_per_second for one in plans], color="#8b8b85")
+    bars[plans.index(plan)].set_color("#1baa6f")
+    upper.bar_label(bars, [f"{100 * one.mfu:.1f} % MFU" for one in plans], padding=3)
     upper.set_xlabel("samples/s")
-    upper.set_title(comparison.verdict(), loc="left", fontsize=10)
-    phases = timeline(plan, problems)
+    upper.set_title(report.verdict(), loc="left", fontsize=10)
+    phases = step_phases(plan, problems)
     for role, spans in phases.items():
         for span in spans:
             middle.barh(role, span.seconds, left=span.start, color=COLOURS[span.purpose], label=span.purpose)
@@ -66,28 +64,28 @@ def draw_plan(comparison: Comparison, path: Path) -> None:
     _save(figure, path)
 
 
-def draw_sweep(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+def draw_sweep(found: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Write a PNG: samples per second and MFU of the best plan for every number of devices that fits."""
     figure = _figure(8, 4.5)
-    fitting = [row for row in rows if row["placement"] is not None]
+    fitting = [each for each in found if each["placement"] is not None]
     if not fitting:
         raise PlanningError("The module fits on none of these numbers of devices, so there is nothing to draw.")
-    devices = [row["devices"] for row in fitting]
+    devices = [each["devices"] for each in fitting]
     left = figure.add_subplot()
-    left.plot(devices, [row["samples_per_second"] for row in fitting], "o-", color="#2a78d6")
+    left.plot(devices, [each["samples_per_second"] for each in fitting], "o-", color="#2a78d6")
     left.set(xscale="log", yscale="log", xlabel="devices", ylabel="samples/s")
     left.set_xticks(devices, [str(count) for count in devices])
     left.set_yticks(
-        [row["samples_per_second"] for row in fitting], [f"{row['samples_per_second']:,.4g}" for row in fitting]
+        [each["samples_per_second"] for each in fitting], [f"{each['samples_per_second']:,.4g}" for each in fitting]
     )
     left.minorticks_off()
     right = left.twinx()
-    right.plot(devices, [100 * row["mfu"] for row in fitting], "s--", color="#e8a33d")
+    right.plot(devices, [100 * each["mfu"] for each in fitting], "s--", color="#e8a33d")
     right.set_ylabel("MFU, %")
-    right.set_ylim(0, 115 * max(row["mfu"] for row in fitting))  # room for the names above the points
-    for row in fitting:
-        place = (row["devices"], 100 * row["mfu"])
-        right.annotate(row["placement"], place, textcoords="offset points", xytext=(0, 7), ha="center", fontsize=8)
+    right.set_ylim(0, 115 * max(each["mfu"] for each in fitting))  # space for the names above the points
+    for each in fitting:
+        point = (each["devices"], 100 * each["mfu"])
+        right.annotate(each["placement"], point, textcoords="offset points", xytext=(0, 7), ha="center", fontsize=8)
     left.set_title(f"{title} (line: samples/s, dashes: MFU)", loc="left", fontsize=10)
     _save(figure, path)
 

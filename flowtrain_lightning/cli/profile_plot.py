@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain_lightning.allocator.roles import ROLES
+from flowtrain_lightning.allocator import ROLES
+from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.cost_model import predict
-from flowtrain_lightning.packing.step_plan import IntArray
-from flowtrain_lightning.profiling import DataProfile, Profile, ProfileError, RoleProfile
+from flowtrain_lightning.placement.data_profile import DataProfile
+from flowtrain_lightning.placement.profile import Profile, ProfileError, RoleProfile
 
 _COLOUR, _OTHER = "#2a78d6", "#e8a33d"
 
@@ -36,9 +37,9 @@ def draw_profile(profile: Profile, data: DataProfile, path: Path) -> None:
     sizes = data.sizes
     lengths = {
         "tokens of a sample": sizes.tokens,
-        "media of a sample": np.diff(sizes.media_start),
-        "patches of a media": sizes.media_patches,
-        "rows of a media": sizes.media_rows,
+        "media items of a sample": np.diff(sizes.media_start),
+        "patches of a media item": sizes.media_patches,
+        "rows of features of a media item": sizes.media_rows,
     }
     for axes, (name, values) in zip(panels[:, 1:].ravel(), lengths.items(), strict=True):
         _draw_lengths(axes, name, values)
@@ -63,6 +64,6 @@ def _draw_lengths(axes: Any, name: str, values: IntArray) -> None:
     width = max(1, -(-int(np.ptp(values)) // 40)) if len(values) else 1  # whole numbers, so no bar ends between two
     edges = np.arange(values.min(), values.max() + 2 * width, width) - 0.5 if len(values) else 1
     axes.hist(values, bins=edges, color=_COLOUR)
-    axes.set_ylabel("samples" if name.endswith("of a sample") else "media")
+    axes.set_ylabel("samples" if name.endswith("of a sample") else "media items")
     mean = f", {values.mean():,.1f} at the mean" if len(values) else ""
     axes.set_title(f"{name}{mean}", loc="left", fontsize=10)

@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flowtrain_lightning.allocator.roles import ROLES
+from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.compute.compute import Compute, UserMethods
 from flowtrain_lightning.compute.features import as_features
 from flowtrain_lightning.compute.step_metrics import StepReport

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator.roles import ROLES
+from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.parallel.random_streams import enter_stream, own_streams
 
 Halves = Mapping[str, tuple[str, ...]]

@@ -1,22 +1,8 @@
-"""Before roles are assigned: which allocation a run takes, and why."""
+"""Placement: which allocation a run takes, and why.
 
-from flowtrain_lightning.placement.choice import TELLABLE, Choice
-from flowtrain_lightning.placement.choose_allocation import LaunchContext, choose_allocation, remember
-from flowtrain_lightning.placement.decision import PlacementDecision, Plan
-from flowtrain_lightning.placement.measuring import answer_if_wanted
-from flowtrain_lightning.placement.request import Request, make_request
-from flowtrain_lightning.placement.steps import part_of
-
-__all__ = [
-    "TELLABLE",
-    "Choice",
-    "LaunchContext",
-    "PlacementDecision",
-    "Plan",
-    "Request",
-    "answer_if_wanted",
-    "choose_allocation",
-    "make_request",
-    "part_of",
-    "remember",
-]
+`request` is what the user says; `choose_allocation` finds the answer where that leaves it open, before roles are
+assigned: by what binds the run, by a plan, or by a rule of thumb. A plan needs a `profile` of the module, which
+`measuring_process` gets for a run and `module_profile` makes; `measured` predicts steps by it, for the planner of
+`flowtrain_lightning.allocator`, and `simulation` shows where their time goes. Planning, simulating and reading a
+profile need neither torch nor Lightning; importing this package does not import them.
+"""

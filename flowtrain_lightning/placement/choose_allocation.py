@@ -1,4 +1,4 @@
-"""Who does what in a run that does not say so: rank 0 finds out, and every rank learns it before it has a role."""
+"""Which allocation a run takes, and why: rank 0 chooses, and every rank learns it before it has a role."""
 
 from __future__ import annotations
 
@@ -7,27 +7,108 @@ import json
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from flowtrain_lightning.allocator import Allocation, AllocationError, default_allocation
+from flowtrain_lightning.allocator import (
+    ROLES,
+    Allocation,
+    AllocationError,
+    PlacementChoice,
+    choose_placement,
+    default_allocation,
+)
+from flowtrain_lightning.allocator.plan_file import write_plan
 from flowtrain_lightning.checkpoint import read_allocation
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.module import FlowModule
-from flowtrain_lightning.placement.decision import PlacementDecision, Plan
-from flowtrain_lightning.placement.measuring import measured_profile
-from flowtrain_lightning.placement.planning import Planner, processors_of
-from flowtrain_lightning.placement.request import OFF, Request, refuse_other_ranks, refuse_what_cannot_run
-from flowtrain_lightning.placement.steps import training_steps
-from flowtrain_lightning.profiling import Profile
-from flowtrain_lightning.trainer.launcher import RankLauncher
+from flowtrain_lightning.placement.measured import SIMULATED_STEPS, MeasuredCosts, MeasuredPrediction
+from flowtrain_lightning.placement.measuring_process import measured_profile
+from flowtrain_lightning.placement.profile import Profile
+from flowtrain_lightning.placement.request import OFF, PlacementRequest, refuse_other_ranks, refuse_what_cannot_run
+from flowtrain_lightning.placement.run_costs import first_steps, processors_of
+
+ALLOCATION_FILE = "allocation.yaml"
+
+_KEY = "allocation"
 
 _counts = itertools.count()
-_lived_on: WeakKeyDictionary[FlowModule, Allocation] = WeakKeyDictionary()
+_trained_on: WeakKeyDictionary[FlowModule, Allocation] = WeakKeyDictionary()
 """Modules of this process that have been built on the ranks of an allocation."""
+
+
+@dataclass(frozen=True)
+class PlacementDecision:
+    """Which allocation a run takes.
+
+    Attributes:
+        allocation: which ranks play which role.
+        reason: why it is this one, as the end of a sentence.
+        costs: what it was planned by, where it was planned, and only on rank 0.
+        choice: what was predicted by ``costs``.
+    """
+
+    allocation: Allocation
+    reason: str
+    costs: MeasuredCosts | None = None
+    choice: PlacementChoice[MeasuredPrediction] | None = None
+
+    @property
+    def text(self) -> str:
+        """Allocation, reason and predictions, in one block."""
+        lines = [self.allocation.describe(), f"  because {self.reason}."]
+        if self.choice is not None and self.costs is not None:
+            lines += [
+                self.choice.table(),
+                f"  Predicted from the first {SIMULATED_STEPS} steps of the data and costs measured on "
+                f"{self.costs.profile.origin.device}.",
+            ]
+        return "\n".join(lines)
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """What loggers keep; in JSON types."""
+        kept: dict[str, Any] = {"allocation": self.allocation.describe(), "allocation_reason": self.reason}
+        if self.choice is not None:
+            chosen = self.choice.chosen
+            kept["predicted_step_seconds"] = chosen.seconds
+            kept["predicted_samples_per_second"] = chosen.samples_per_second
+            kept |= {f"predicted_{role}_idle": chosen.idle[role] for role in ROLES}
+        return kept
+
+    def record(self, trainer: L.Trainer, folder: str) -> None:
+        """Tell the loggers, and write ``allocation.yaml`` where the log goes. Rank 0 calls it."""
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                # It shows the hyperparameters of its first call alone, which are those of the module.
+                logger.log_hyperparams(self.hyperparameters(), metrics={})
+                logger.experiment.add_text("allocation", f"```\n{self.text}\n```")
+            else:
+                logger.log_hyperparams(self.hyperparameters())
+        if "://" in folder:
+            return
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_plan(self.allocation, Path(folder) / ALLOCATION_FILE, self.text)
+        except (AllocationError, OSError) as error:
+            rank_zero_warn(f"The allocation is not kept as a file: {error}")
+
+
+class ResumedCheckpoint(Protocol):
+    """Knows which checkpoint a run goes on from, if it does.
+
+    Attributes:
+        weights_only: what ``fit`` or its like was told about reading it.
+    """
+
+    weights_only: bool | None
+
+    def checkpoint(self, trainer: L.Trainer) -> str | None:
+        """The path of the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +124,25 @@ class LaunchContext:
         nodes: on which they run, as many on each.
         ranks_per_device: processes that share one device.
         kept_batches: encoder batches whose activations each encoder rank keeps.
-        launcher: knows which checkpoint the run goes on from, if it does.
+        resumed: knows which checkpoint the run goes on from.
     """
 
     trainer: L.Trainer
     module: FlowModule
-    request: Request
+    request: PlacementRequest
     rank: int
     ranks: int
     nodes: int
     ranks_per_device: int
     kept_batches: int
-    launcher: RankLauncher
+    resumed: ResumedCheckpoint
 
 
-def choose_allocation(starting: LaunchContext, store: Store, timeout: timedelta) -> PlacementDecision:
+def choose_allocation(launch: LaunchContext, store: Store, timeout: timedelta) -> PlacementDecision:
     """The allocation of a run whose request leaves it open. Every rank calls it, equally often.
 
     Args:
-        starting: the run.
+        launch: the run.
         store: through which rank 0 tells the others.
         timeout: after which a rank gives up to wait for rank 0.
 
@@ -69,39 +150,38 @@ def choose_allocation(starting: LaunchContext, store: Store, timeout: timedelta)
         TimeoutError: rank 0 has not told in time.
         RuntimeError: rank 0 has ended.
     """
-    own = PrefixStore(f"flowtrain/settle/{next(_counts)}", store)
-    if starting.rank == 0:
-        found = _find_out(starting)
-        own.set("settled", json.dumps(found.allocation.state_dict()))
-    else:
-        found = PlacementDecision(_learn(own, timeout), "rank 0 says so")
-    return found
+    own = PrefixStore(f"flowtrain/placement/{next(_counts)}", store)
+    if launch.rank == 0:
+        decision = _decide(launch)
+        own.set(_KEY, json.dumps(decision.allocation.state_dict()))
+        return decision
+    return PlacementDecision(_learn(own, timeout), "rank 0 says so")
 
 
-def remember(module: FlowModule, allocation: Allocation) -> None:
+def remember_allocation(module: FlowModule, allocation: Allocation) -> None:
     """The module is about to be built on these ranks: later runs of this process that leave it open stay there."""
-    _lived_on[module] = allocation
+    _trained_on[module] = allocation
 
 
-def _find_out(starting: LaunchContext) -> PlacementDecision:
+def _decide(launch: LaunchContext) -> PlacementDecision:
     """What rank 0 decides: whatever binds the run comes first, then a plan, then the rule of thumb."""
-    before = _lived_on.get(starting.module)
-    if before is not None and _count(before) == starting.ranks:
-        return PlacementDecision(before, "this module has lived on it before, in this process")
-    profile = starting.request.profile
-    checkpoint = starting.launcher.checkpoint(starting.trainer)
+    before = _trained_on.get(launch.module)
+    if before is not None and before.size == launch.ranks:
+        return PlacementDecision(before, "this module was built on it before, in this process")
+    profile = launch.request.profile
+    checkpoint = launch.resumed.checkpoint(launch.trainer)
     if checkpoint is not None and not isinstance(profile, Profile):
-        resumed = _as_saved(checkpoint, starting.ranks, starting.launcher.weights_only)
-        if resumed is not None:
-            return resumed
-    rule = default_allocation(starting.ranks, devices_per_node=starting.ranks // starting.nodes)
-    data = starting.trainer.datamodule  # type: ignore[attr-defined]
+        saved = _as_saved(checkpoint, launch.ranks, launch.resumed.weights_only)
+        if saved is not None:
+            return saved
+    rule = default_allocation(launch.ranks, devices_per_node=launch.ranks // launch.nodes)
+    data = launch.trainer.datamodule  # type: ignore[attr-defined]
     if profile == OFF:
         return PlacementDecision(rule, "it is the rule of thumb, as profile='off' leaves planning out")
     if not isinstance(data, FlowDataModule) or "train" not in data.files:
         return PlacementDecision(rule, "it is the rule of thumb, as there are no training data to plan by")
     try:
-        return _planned(starting, data)
+        return _planned(launch, data)
     except Exception as error:  # whatever it is: a run that can train must not end because of its plan
         rank_zero_warn(
             f"The allocation could not be planned: {error}. The rule of thumb decides instead. Give an allocation with "
@@ -120,36 +200,32 @@ def _as_saved(checkpoint: str, ranks: int, weights_only: bool | None) -> Placeme
         refuse_other_ranks(saved, ranks, source)
         refuse_what_cannot_run(saved, source)
     except AllocationError as error:
-        rank_zero_info(f"flowtrain: {error} It is settled anew now.")
+        rank_zero_info(f"flowtrain: {error} It is chosen anew now.")
         return None
     except (OSError, ValueError) as error:
-        rank_zero_info(f"flowtrain: {source} cannot be read, so it is settled anew: {error}")
+        rank_zero_info(f"flowtrain: {source} cannot be read, so it is chosen anew: {error}")
         return None
     return PlacementDecision(saved, f"{checkpoint}, from which the run goes on, was saved on it")
 
 
-def _planned(starting: LaunchContext, data: FlowDataModule) -> PlacementDecision:
-    trainer, profile = starting.trainer, starting.request.profile
+def _planned(launch: LaunchContext, data: FlowDataModule) -> PlacementDecision:
+    trainer, profile = launch.trainer, launch.request.profile
     if not isinstance(profile, Profile):
-        profile = measured_profile(trainer, starting.module, data)
-    processors = processors_of(trainer.strategy.root_device, starting.ranks, starting.ranks_per_device, starting.nodes)
-    planner = Planner(training_steps(data), starting.ranks, processors, starting.kept_batches, starting.nodes)
-    choice = planner.choose(profile)
-    return PlacementDecision(choice.chosen.allocation, choice.why, Plan(planner, profile, choice))
+        profile = measured_profile(trainer, launch.module, data)
+    processors = processors_of(trainer.strategy.root_device, launch.ranks, launch.ranks_per_device, launch.nodes)
+    costs = MeasuredCosts(profile, first_steps(data), launch.ranks, processors, launch.kept_batches, launch.nodes)
+    choice = choose_placement(costs)
+    return PlacementDecision(choice.chosen.allocation, choice.reason, costs, choice)
 
 
 def _learn(store: Store, timeout: timedelta) -> Allocation:
     try:
-        store.wait(["settled"], timeout)
+        store.wait([_KEY], timeout)
     except DistStoreError as error:
         raise TimeoutError(
-            f"Rank 0 had not settled the allocation after {timeout.total_seconds():.0f} s. Raise "
+            f"Rank 0 had not chosen the allocation after {timeout.total_seconds():.0f} s. Raise "
             "FlowTrainStrategy(timeout=...), or give an allocation."
         ) from error
     except DistNetworkError as error:
-        raise RuntimeError("Rank 0 ended before it had settled the allocation. See its output.") from error
-    return Allocation.from_state(json.loads(store.get("settled")))
-
-
-def _count(allocation: Allocation) -> int:
-    return len(set().union(*allocation.ranks.values()))
+        raise RuntimeError("Rank 0 ended before it had chosen the allocation. See its output.") from error
+    return Allocation.from_state(json.loads(store.get(_KEY)))

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, Placement, default_allocation
+from flowtrain_lightning.allocator import ROLES, Allocation, AllocationError, Layout, Placement, default_allocation
+from flowtrain_lightning.allocator.allocation import count_ranks
 from flowtrain_lightning.allocator.plan_file import read_plan
-from flowtrain_lightning.allocator.roles import ROLES
-from flowtrain_lightning.profiling import Profile, read_profile
+from flowtrain_lightning.placement.profile import Profile, read_profile
 
 AUTO = "auto"
 OFF = "off"
 
 
 @dataclass(frozen=True)
-class Request:
+class PlacementRequest:
     """What a user says about the allocation; None leaves it open.
 
     Attributes:
@@ -56,7 +56,7 @@ def make_request(
     placement: Placement | None,
     encoder_ranks: int | None,
     profile: str | Path,
-) -> Request:
+) -> PlacementRequest:
     """Read what was given, and refuse what contradicts itself.
 
     Raises:
@@ -79,39 +79,38 @@ def make_request(
         )
     costs = str(profile) if file is None else read_profile(Path(file))
     if allocation is None or isinstance(allocation, Allocation):
-        return Request(allocation, "The given allocation", placement, encoder_ranks, costs)
-    return Request(read_plan(Path(allocation)), str(allocation), placement, encoder_ranks, costs)
+        return PlacementRequest(allocation, "The given allocation", placement, encoder_ranks, costs)
+    return PlacementRequest(read_plan(Path(allocation)), str(allocation), placement, encoder_ranks, costs)
 
 
 def refuse_other_ranks(allocation: Allocation, ranks: int, source: str) -> None:
     """Raise an AllocationError unless the allocation is for so many ranks."""
-    planned = len(set().union(*allocation.ranks.values()))
-    if planned != ranks:
+    if allocation.size != ranks:
         raise AllocationError(
-            f"{source} is for {_ranks(planned)}, but the Trainer starts {_ranks(ranks)}. Set Trainer(devices={planned})"
-            f", on several nodes as many on each, or take a plan for {ranks}."
+            f"{source} is for {count_ranks(allocation.size)}, but the Trainer starts {count_ranks(ranks)}. Set "
+            f"Trainer(devices={allocation.size}), on several nodes as many on each, or take a plan for {ranks}."
         )
 
 
 def refuse_what_cannot_run(allocation: Allocation, source: str) -> None:
-    """Raise an AllocationError for roles, layouts and placements that are planned today and not yet run."""
+    """Raise an AllocationError for an allocation that can be planned today and not yet trained on."""
+    if (reason := why_it_cannot_run(allocation)) is not None:
+        raise AllocationError(f"{source} {reason}")
+
+
+def why_it_cannot_run(allocation: Allocation) -> str | None:
+    """What training does not offer today of an allocation, as the end of a sentence about it; None where it runs."""
     if set(allocation.layouts) != set(ROLES):
-        raise AllocationError(
-            f"{source} has the roles {', '.join(allocation.layouts)}, but one encoder and the backbone are what runs "
-            f"today; name them {' and '.join(ROLES)}."
+        return (
+            f"has the roles {', '.join(allocation.layouts)}, but one encoder and the backbone are what runs today; "
+            f"name them {' and '.join(ROLES)}."
         )
     for role, layout in allocation.layouts.items():
-        if layout != Layout(data=layout.data):
-            raise AllocationError(
-                f"{source} gives the {role} the layout {layout.describe()}, but today every rank holds a whole copy of "
-                f"its half: {Layout(data=layout.ranks).describe()}. `flowtrain plan --whole-copies` plans within that."
+        if not layout.is_whole_copies:
+            return (
+                f"gives the {role} the layout {layout.describe()}, but today every rank holds a whole copy of its "
+                f"half: {Layout(data=layout.ranks).describe()}. `flowtrain plan --whole-copies` plans within that."
             )
     if allocation.placement == "mixed":
-        raise AllocationError(
-            f"{source} is mixed, but today every rank has both roles or each has one; take a separate or a colocated "
-            "plan."
-        )
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+        return "is mixed, but today every rank has both roles or each has one; take a separate or a colocated plan."
+    return None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.allocator.roles import BACKBONE
+from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.features import FeatureSpec, as_features
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.pool import Key

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator.roles import ENCODER
+from flowtrain_lightning.allocator import ENCODER
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 
 _STEPS = 10

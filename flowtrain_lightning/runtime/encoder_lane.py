@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.allocator.roles import ENCODER
+from flowtrain_lightning.allocator import ENCODER
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.program import EncoderBatchWork

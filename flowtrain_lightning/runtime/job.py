@@ -15,8 +15,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from flowtrain_lightning.allocator import Allocation
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation
 from flowtrain_lightning.parallel.groups import connect_groups
 from flowtrain_lightning.parallel.job_store import node_names
 from flowtrain_lightning.pool import (

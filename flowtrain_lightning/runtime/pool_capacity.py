@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from flowtrain_lightning.allocator.roles import ENCODER
+from flowtrain_lightning.allocator import ENCODER
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import PackedMedia

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.pool import PoolCounters
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD

@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import StepBatch

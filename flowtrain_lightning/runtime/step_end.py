@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flowtrain_lightning.allocator.roles import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from flowtrain_lightning.allocator.devices import DEVICES, Cluster
-from flowtrain_lightning.allocator.models import named_model
-from flowtrain_lightning.allocator.problem import role_problems
-from flowtrain_lightning.allocator.workload import typical_workload
+from flowtrain_lightning.allocator import DEVICES, Cluster, named_model, role_problems, typical_workload
 
 
 def problems(model="qwen2.5-vl-7b", devices=8, device="h100", frozen=(), precision="bf16-mixed", **settings):

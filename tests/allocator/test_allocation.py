@@ -1,20 +1,48 @@
-"""What an allocation promises, and what it refuses."""
+"""Layouts and allocations: what they promise, and what they refuse."""
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
 
-from flowtrain_lightning.allocator import Allocation, AllocationError, Layout
+from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, default_allocation
 
 
-def allocate(encoder=(2,), backbone=(0, 1), placement="separate", layouts=None):
+def test_a_layout_needs_the_product_of_its_degrees():
+    assert Layout(data=2, tensor=3, pipeline=4, context=5).ranks == 120
+
+
+def test_a_layout_says_what_is_special_about_it():
+    assert Layout().describe() == "data 1, replicate"
+    assert Layout(data=2, tensor=4).describe() == "data 2, tensor 4, replicate"
+
+
+def test_whole_copies_differ_in_their_data_degree_only():
+    assert Layout(data=3).is_whole_copies
+    assert not Layout(data=3, shard="zero1").is_whole_copies
+    assert not Layout(data=3, context=2).is_whole_copies
+
+
+@pytest.mark.parametrize("name", ["data", "tensor", "pipeline", "context"])
+def test_a_degree_below_one_is_refused_by_name(name):
+    with pytest.raises(AllocationError, match=f"The {name} degree of a layout is 0; it must be at least 1"):
+        Layout(**{name: 0})
+
+
+def test_an_unknown_sharding_is_refused_with_what_is_known():
+    known = "'replicate', 'zero1', 'zero2', 'zero3', 'fsdp'"
+    with pytest.raises(AllocationError, match=f"A layout cannot shard by 'halves'; known are {known}"):
+        Layout(shard="halves")
+
+
+def allocate(encoder=(2,), backbone=(0, 1), placement="separate", layouts=None, recompute=None):
     layouts = layouts or {"encoder": Layout(data=len(encoder)), "backbone": Layout(data=len(backbone))}
-    return Allocation(placement, layouts, {"encoder": encoder, "backbone": backbone})
+    return Allocation(placement, layouts, {"encoder": encoder, "backbone": backbone}, recompute or {})
 
 
-def test_it_knows_the_place_of_each_rank_within_a_role():
+def test_it_knows_the_index_of_each_rank_within_a_role():
     allocation = allocate(encoder=(1, 3), backbone=(0, 2, 4))
     assert [allocation.rank_within("encoder", rank) for rank in range(5)] == [None, 0, None, 1, None]
     assert [allocation.rank_within("backbone", rank) for rank in range(5)] == [0, None, 1, None, 2]
@@ -27,8 +55,19 @@ def test_it_describes_itself_in_one_line():
     assert allocate((0,), (0,), "colocated").describe() == "colocated: encoder and backbone on rank 0"
 
 
-def test_it_survives_a_trip_to_another_process():
-    assert pickle.loads(pickle.dumps(allocate())) == allocate()
+def test_it_knows_which_encoder_rank_is_on_a_backbone_rank():
+    assert default_allocation(3, "colocated").colocated_encoder_ranks == (0, 1, 2)
+    assert default_allocation(3, "separate").colocated_encoder_ranks is None
+    layouts = {"encoder": Layout(3), "backbone": Layout(2)}
+    mixed = Allocation("mixed", layouts, {"encoder": (0, 1, 2), "backbone": (0, 2)})
+    assert mixed.colocated_encoder_ranks == (0, 2)
+    assert mixed.size == 3
+
+
+@pytest.mark.parametrize("allocation", [allocate(), allocate(recompute={"backbone": "full"})])
+def test_it_survives_a_trip_to_another_process_and_to_json(allocation):
+    assert pickle.loads(pickle.dumps(allocation)) == allocation
+    assert Allocation.from_state(json.loads(json.dumps(allocation.state_dict()))) == allocation
 
 
 @pytest.mark.parametrize(
@@ -46,6 +85,11 @@ def test_it_survives_a_trip_to_another_process():
             r"needs 3 ranks, but the role has 2: \[0, 1\]",
         ),
         ({"layouts": {"encoder": Layout()}}, "needs layouts for 'encoder', 'backbone', but has 'encoder'"),
+        ({"recompute": {"audio": "full"}}, "no role 'audio' to recompute; the roles are 'encoder', 'backbone'"),
+        (
+            {"recompute": {"encoder": "some"}},
+            "encoder cannot recompute 'some'; choose from 'none', 'selective', 'full'",
+        ),
     ],
 )
 def test_ranks_that_contradict_each_other_are_refused(arguments, words):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowtrain_lightning.allocator.devices import DEVICES, Cluster, DeviceError, device_from, maker_device, named_device
+from flowtrain_lightning.allocator import DEVICES, Cluster, PlanningError, device_from, named_device
+from flowtrain_lightning.allocator.devices import assumed_efficiency, maker_device
 
 
 def test_every_known_device_says_where_its_numbers_are_from():
@@ -27,7 +28,7 @@ def test_a_device_of_ones_own_may_start_from_a_known_one():
         ("AMD Instinct MI300X", "mi300x"),
     ],
 )
-def test_a_maker_s_name_speaks_of_a_known_device(name, known):
+def test_a_makers_name_speaks_of_a_known_device(name, known):
     assert maker_device(name) is DEVICES[known]
 
 
@@ -51,12 +52,12 @@ def test_a_device_with_other_peaks_is_not_taken_for_a_known_one(name):
     ],
 )
 def test_a_device_that_cannot_be_is_refused(values, words):
-    with pytest.raises(DeviceError, match=words):
+    with pytest.raises(PlanningError, match=words):
         device_from(values)
 
 
-def test_an_unknown_device_is_met_with_those_that_are_known():
-    with pytest.raises(DeviceError, match=r"no device 'h1000'\. Did you mean 'h100'\? Known are a100, h100"):
+def test_an_unknown_device_is_answered_with_those_that_are_known():
+    with pytest.raises(PlanningError, match=r"no device 'h1000'\. Did you mean 'h100'\? Known are a100, h100"):
         named_device("h1000")
 
 
@@ -69,8 +70,17 @@ def test_an_unknown_device_is_met_with_those_that_are_known():
     ],
 )
 def test_devices_fill_their_nodes(devices, per_node, words):
-    with pytest.raises(DeviceError, match=words):
+    with pytest.raises(PlanningError, match=words):
         Cluster(DEVICES["h100"], devices, per_node)
+
+
+def test_each_precision_has_its_peak():
+    device = DEVICES["h100"]
+    assert (device.peak_for(2), device.peak_for(4)) == (989e12, 494e12)
+
+
+def test_a_device_brings_its_own_shares_of_its_peaks():
+    assert assumed_efficiency(DEVICES["a100"]).dense == DEVICES["a100"].dense
 
 
 def test_fewer_devices_than_a_node_has_are_a_part_of_one():

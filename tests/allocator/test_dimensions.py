@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flowtrain_lightning.allocator.description import DescriptionError, Layers, ModuleDescription
-from flowtrain_lightning.allocator.dimensions import backbone, describe_dimensions
+from flowtrain_lightning.allocator import ModuleDescription, PlanningError, describe_dimensions
+from flowtrain_lightning.allocator.description import Layers
+from flowtrain_lightning.allocator.dimensions import backbone
 
 IMAGE = {"layers": 12, "hidden": 768, "feed_forward": 3072, "heads": 12, "patch": 16, "merge": 2}
 AUDIO = {"layers": 6, "hidden": 512, "feed_forward": 2048, "heads": 8, "bins": 80}
@@ -90,15 +91,15 @@ def test_parts_are_frozen_by_name(frozen, trains):
     ],
 )
 def test_dimensions_that_do_not_describe_a_module_are_refused(specification, words):
-    with pytest.raises(DescriptionError, match=words):
+    with pytest.raises(PlanningError, match=words):
         describe_dimensions(specification)
 
 
 def test_a_module_that_trains_nothing_is_refused():
-    with pytest.raises(DescriptionError, match="nothing trains; freeze less"):
+    with pytest.raises(PlanningError, match="nothing trains; freeze less"):
         describe().with_frozen("encoder", "backbone")
 
 
 def test_a_module_needs_an_encoder():
-    with pytest.raises(DescriptionError, match="mine has no encoder"):
+    with pytest.raises(PlanningError, match="mine has no encoder"):
         ModuleDescription("mine", {}, describe().backbone)

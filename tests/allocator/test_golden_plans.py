@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowtrain_lightning.allocator import WHOLE_COPIES
-from flowtrain_lightning.allocator.comparison import NoPlanError, compare
+from flowtrain_lightning.allocator import WHOLE_COPIES, ModelledCosts, NoPlanError, choose_placement
 from tests.allocator.problems import problems
 
 SAMPLES = {8: 256, 64: 512, 512: 4096}
@@ -45,7 +44,8 @@ GOLDEN = {
 def planned(model, devices):
     """The recommended plan in words, or the end of the sentence that refuses."""
     try:
-        best = compare(problems(model, devices=devices, global_batch_size=SAMPLES[devices])).best
+        costs = ModelledCosts(problems(model, devices=devices, global_batch_size=SAMPLES[devices]))
+        best = choose_placement(costs).chosen
     except NoPlanError as refusal:
         return str(refusal).split("; ")[1].rstrip(".")
     layouts = [f"{role} {one.layout.describe()}, {one.recompute}" for role, one in best.chosen.items()]
@@ -57,8 +57,8 @@ def test_a_public_model_gets_the_plan_that_was_reviewed(model, devices):
     assert planned(model, devices) == GOLDEN[model, devices]
 
 
-def test_where_whole_copies_of_both_halves_do_not_fit_separation_is_what_works():
-    comparison = compare(problems("qwen2.5-vl-3b", devices=8, token_budget=4096), WHOLE_COPIES)
-    assert comparison.best.name == "separate"
-    assert comparison.verdict() == "Recommended: separate. All roles on the same devices would not fit."
-    assert {role: one.devices for role, one in comparison.best.chosen.items()} == {"encoder": 2, "backbone": 6}
+def test_where_whole_copies_of_both_halves_do_not_fit_separation_works():
+    choice = choose_placement(ModelledCosts(problems("qwen2.5-vl-3b", devices=8, token_budget=4096), WHOLE_COPIES))
+    assert [plan.kind for plan in choice.predictions] == ["separate"]
+    assert choice.reason == "separate is the fastest that is possible, and to have all roles on the same ranks is not"
+    assert {role: one.devices for role, one in choice.chosen.chosen.items()} == {"encoder": 2, "backbone": 6}

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowtrain_lightning.allocator.devices import DEVICES, Cluster
+from flowtrain_lightning.allocator import DEVICES, PRECISIONS, Cluster, RoleProblem
+from flowtrain_lightning.allocator.devices import assumed_efficiency
 from flowtrain_lightning.allocator.dimensions import backbone
-from flowtrain_lightning.allocator.efficiency import assumed_efficiency
-from flowtrain_lightning.allocator.memory import memory_use
-from flowtrain_lightning.allocator.precision import PRECISIONS
-from flowtrain_lightning.allocator.problem import Family, RoleProblem
+from flowtrain_lightning.allocator.memory_use import memory_use
+from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.allocator.workload import RoleLoad
 
 pytest.importorskip("torch")
@@ -48,7 +47,7 @@ def test_a_training_process_peaks_within_a_tenth_of_the_prediction(
     use = memory_use(problem, Family(np.ones(1)), np.array([float(tokens)]), np.ones(1))
     arguments = (hidden, inner, heads, key_value_heads, size, layers, vocabulary, tokens)
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("training.py"), *map(str, arguments)],
+        [sys.executable, Path(__file__).with_name("train_decoder.py"), *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

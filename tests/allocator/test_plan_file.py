@@ -13,7 +13,8 @@ RANKS = {"encoder": (5, 9, 10), "backbone": (0, 1, 2, 3, 4, 6, 7, 8)}
 
 def test_a_plan_is_written_for_people_and_read_back(tmp_path):
     path = tmp_path / "plan.yaml"
-    write_plan(Allocation("separate", LAYOUTS, RANKS), path, "two lines\nof comment", {"encoder": "full"})
+    allocation = Allocation("separate", LAYOUTS, RANKS, {"encoder": "full"})
+    write_plan(allocation, path, "two lines\nof comment")
     assert path.read_text() == (
         "# two lines\n"
         "# of comment\n"
@@ -27,7 +28,7 @@ def test_a_plan_is_written_for_people_and_read_back(tmp_path):
         "    layout: {data: 2, tensor: 2, pipeline: 2, shard: zero1}\n"
         "    ranks: 0-4, 6-8\n"
     )
-    assert read_plan(path) == Allocation("separate", LAYOUTS, RANKS)
+    assert read_plan(path) == allocation
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_a_plan_is_written_for_people_and_read_back(tmp_path):
     ],
 )
 def test_every_placement_survives_its_file(tmp_path, allocation):
-    write_plan(allocation, tmp_path / "plan.yaml", "", {})
+    write_plan(allocation, tmp_path / "plan.yaml", "")
     assert read_plan(tmp_path / "plan.yaml") == allocation
 
 
@@ -65,7 +66,23 @@ BACKBONE = "backbone: {layout: {data: 1}, ranks: 0}"
         ),
         (
             f"placement: separate\nroles: {{encoder: {{layout: {{dat: 2}}, ranks: 1}}, {BACKBONE}}}",
-            "has a layout with dat; a layout has data, tensor, pipeline, context, shard",
+            "layout of the role 'encoder' has no 'dat'; it has data, tensor, pipeline, context, shard",
+        ),
+        (
+            f"placement: separate\nroles: {{encoder: {{layout: 2, ranks: 1}}, {BACKBONE}}}",
+            "role 'encoder' has a layout without names; a layout has data, tensor",
+        ),
+        (
+            f"placement: separate\nroles: {{encoder: {{layout: {{data: 1}}, ranks: 1, lanes: 2}}, {BACKBONE}}}",
+            "role 'encoder' has no 'lanes'; it has layout, ranks, recompute",
+        ),
+        (
+            f"placement: separate\nnodes: 2\nroles: {{{ENCODER}, {BACKBONE}}}",
+            "a plan has no 'nodes'; it has placement, roles",
+        ),
+        (
+            f"placement: separate\nroles: {{encoder: {{layout: {{data: 1}}, ranks: 1, recompute: all}}, {BACKBONE}}}",
+            "encoder cannot recompute 'all'; choose from 'none', 'selective', 'full'",
         ),
         (
             f"placement: separate\nroles: {{encoder: {{layout: {{data: two}}, ranks: 1}}, {BACKBONE}}}",

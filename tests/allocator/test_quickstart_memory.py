@@ -10,9 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowtrain_lightning.allocator import WHOLE_COPIES, Cluster, Workload, compare, named_device, role_problems
-from flowtrain_lightning.allocator.dimensions import describe_dimensions
-from flowtrain_lightning.allocator.plan import joint_bytes
+from flowtrain_lightning.allocator import (
+    WHOLE_COPIES,
+    Cluster,
+    ModelledCosts,
+    Workload,
+    describe_dimensions,
+    named_device,
+    role_problems,
+)
+from flowtrain_lightning.allocator.placements import joint_bytes
 
 torch = pytest.importorskip("torch")
 
@@ -44,7 +51,7 @@ def predicted(placement):
         np.full(100, 47), {"image": np.full(100, 55)}, global_batch_size=16, token_budget=256, encoder_budget=330
     )
     problems = role_problems(MODULE, workload, Cluster(named_device("cpu"), 2, 2), "32-true")
-    plan = compare(problems, WHOLE_COPIES).plans[placement]
+    plan = next(plan for plan in ModelledCosts(problems, WHOLE_COPIES).predictions() if plan.kind == placement)
     of_roles = {role: sum(chosen.details(problems[role]).memory.at(0).values()) for role, chosen in plan.chosen.items()}
     if placement == "separate":
         return of_roles
@@ -53,11 +60,11 @@ def predicted(placement):
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-@pytest.mark.skipif(torch.version.cuda is not None, reason="libraries for GPUs take room that the model does not know")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the model does not know the libraries for GPUs")
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
 def test_the_quickstarts_ranks_peak_within_a_tenth_of_the_prediction(placement, tmp_path):
     subprocess.run(
-        [sys.executable, Path(__file__).with_name("quickstart_peak.py"), placement, tmp_path],
+        [sys.executable, Path(__file__).with_name("train_quickstart.py"), placement, tmp_path],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.DEVNULL,
         timeout=150,

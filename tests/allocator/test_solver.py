@@ -10,19 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain_lightning.allocator.candidates import Choices, Table, candidates
-from flowtrain_lightning.allocator.problem import Family
+from flowtrain_lightning.allocator import SearchSpace
+from flowtrain_lightning.allocator.candidates import CandidateTable, candidates
+from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.allocator.solver import TIE, match_throughputs
 from tests.allocator.problems import problems
 
 
-def table_of(role, rows):
+def table_of(role, entries):
     """A table whose candidates have the given (devices, seconds)."""
-    devices, seconds = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
-    numbers = np.arange(len(rows))
+    devices, seconds = (np.array(column, dtype=float) for column in zip(*entries, strict=True))
+    numbers = np.arange(len(entries))
     families = (Family(devices),)
-    zero = np.zeros(len(rows))
-    return Table(role, families, np.zeros(len(rows), dtype=np.int64), numbers, devices, seconds, zero)
+    zero = np.zeros(len(entries))
+    return CandidateTable(role, families, np.zeros(len(entries), dtype=np.int64), numbers, devices, seconds, zero)
 
 
 def brute_force(tables, devices):
@@ -49,13 +50,13 @@ def check(tables, devices):
     assert max(one.seconds for one in found.values()) <= fastest * (1 + TIE) * (1 + 1e-9)
 
 
-ROWS = st.lists(st.tuples(st.integers(1, 64), st.floats(0.01, 100)), min_size=1, max_size=20)
+ENTRIES = st.lists(st.tuples(st.integers(1, 64), st.floats(0.01, 100)), min_size=1, max_size=20)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(ROWS, min_size=2, max_size=3), st.integers(1, 64))
-def test_any_choice_equals_brute_force(rows, devices):
-    check({f"role {number}": table_of(f"role {number}", one) for number, one in enumerate(rows)}, devices)
+@given(st.lists(ENTRIES, min_size=2, max_size=3), st.integers(1, 64))
+def test_any_choice_equals_brute_force(entries, devices):
+    check({f"role {number}": table_of(f"role {number}", one) for number, one in enumerate(entries)}, devices)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 5, 8, 16, 24, 40, 64])
@@ -64,7 +65,7 @@ def test_a_real_choice_equals_brute_force(model, devices):
     per_role = problems(model, devices=devices, device="h200")
     if devices > 8 and devices % 8:
         pytest.skip("nodes are whole")
-    tables = {role: candidates(problem, Choices()).undominated for role, problem in per_role.items()}
+    tables = {role: candidates(problem, SearchSpace()).fastest_by_devices for role, problem in per_role.items()}
     check(tables, devices)
 
 
@@ -98,7 +99,7 @@ def test_nothing_fits_on_too_few_devices():
 @pytest.mark.parametrize(("devices", "limit"), [(1024, 1.0), pytest.param(16384, 10.0, marks=pytest.mark.full)])
 def test_large_clusters_are_solved_quickly(devices, limit):
     per_role = problems("qwen2.5-vl-72b", devices=devices, global_batch_size=4 * devices)
-    tables = {role: candidates(problem, Choices()) for role, problem in per_role.items()}
+    tables = {role: candidates(problem, SearchSpace()) for role, problem in per_role.items()}
     start = time.process_time()
     assert match_throughputs(tables, devices) is not None
     assert time.process_time() - start < limit

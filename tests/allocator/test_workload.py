@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flowtrain_lightning.allocator.description import DescriptionError
-from flowtrain_lightning.allocator.models import named_model
-from flowtrain_lightning.allocator.workload import Workload, role_loads, typical_workload
+from flowtrain_lightning.allocator import PlanningError, Workload, named_model, typical_workload
+from flowtrain_lightning.allocator.workload import role_loads
 
 MODULE = named_model("qwen2.5-vl-7b")
 
 
-def test_a_steps_media_are_as_many_as_the_drawn_samples_have():
+def test_a_steps_media_items_are_as_many_as_the_drawn_samples_have():
     workload = Workload(np.array([100, 200]), {"image": np.array([64, 64, 256])}, global_batch_size=10)
     loads = role_loads(MODULE, workload)
     assert (loads["encoder"].items, loads["backbone"].items) == (15, 10)
@@ -20,7 +19,7 @@ def test_a_steps_media_are_as_many_as_the_drawn_samples_have():
     assert loads["backbone"].tokens == pytest.approx(10 * 150)
 
 
-def test_an_encoder_batch_takes_the_longest_media_whatever_the_budget():
+def test_an_encoder_batch_takes_the_longest_media_item_whatever_the_budget():
     workload = Workload(np.array([100]), {"image": np.array([5000])}, encoder_budget=1000)
     assert role_loads(MODULE, workload)["encoder"].budget == 5000
 
@@ -50,5 +49,5 @@ def test_data_that_cannot_be_planned_for_are_refused(tokens, media, settings, wo
     def load():
         role_loads(MODULE, Workload(np.array(tokens, dtype=np.int64), arrays, **settings))
 
-    with pytest.raises(DescriptionError, match=words):
+    with pytest.raises(PlanningError, match=words):
         load()

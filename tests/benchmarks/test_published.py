@@ -24,10 +24,10 @@ def test_four_of_five_winners_are_right():
 
 def test_what_is_held_out_is_not_reported():
     assert abs(held_out().error) < 0.01
-    assert held_out().row not in {one.row for one in [*optimus(), *dip()]}
+    assert held_out().what not in {one.what for one in [*optimus(), *dip()]}
 
 
-def test_the_report_shows_every_row_with_its_error():
+def test_the_report_shows_every_figure_with_its_error():
     text = report()
     assert text.count(" over H ") == 51
     assert text.count("| HetPar |") == 2 * 43

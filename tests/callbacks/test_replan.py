@@ -7,38 +7,38 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flowtrain_lightning.allocator import choose_placement, default_allocation
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.callbacks import FlowReplan
-from flowtrain_lightning.placement import PlacementDecision, Plan
-from flowtrain_lightning.placement.choice import split
-from flowtrain_lightning.placement.planning import Planner
-from flowtrain_lightning.placement.prediction import Processors
-from flowtrain_lightning.placement.steps import training_steps
+from flowtrain_lightning.placement.choose_allocation import PlacementDecision
+from flowtrain_lightning.placement.measured import MeasuredCosts, Processors
+from flowtrain_lightning.placement.run_costs import first_steps
 from tests.placement.profiles import make_profile
 from tests.tiny import tiny_data, write_records
 
 STEPS = 4
 APART = Processors(((0, 1),), 2.0)
+ASKED = PlacementDecision(default_allocation(2), "it was asked for")
 
 
 @pytest.fixture(scope="module")
-def planner(tmp_path_factory):
+def decision(tmp_path_factory):
+    """Planned where the encoder takes a second for 100 patches and the backbone one for 100 tokens."""
     folder = tmp_path_factory.mktemp("records")
     write_records(folder, 40)
-    return Planner(training_steps(tiny_data(folder)), 2, APART, 4)
+    profile = make_profile(0.01, 0.01, optimizer=100.0)  # optimizers are dear, so separate ranks win
+    costs = MeasuredCosts(profile, first_steps(tiny_data(folder)), 2, APART, 4)
+    choice = choose_placement(costs)
+    assert choice.chosen.name == "separate 1 + 1"
+    return PlacementDecision(choice.chosen.allocation, choice.reason, costs, choice)
 
 
 class Run:
     """A run on two CPU ranks, of which nothing is there but what the callback asks for."""
 
-    def __init__(self, folder, plan, callback, device="cpu"):
+    def __init__(self, folder, decision, callback, device="cpu"):
         self.runner = SimpleNamespace(collects_timings=False, report=SimpleNamespace(notes=()))
-        reason = "it was asked for" if plan is None else plan.choice.why
-        strategy = SimpleNamespace(
-            runner=self.runner,
-            root_device=torch.device(device),
-            placement_decision=PlacementDecision(None, reason, plan),
-        )
+        strategy = SimpleNamespace(runner=self.runner, root_device=torch.device(device), placement_decision=decision)
         self.trainer = SimpleNamespace(strategy=strategy, log_dir=str(folder), default_root_dir=str(folder))
         self.callback = callback
         callback.on_train_start(self.trainer, None)
@@ -53,12 +53,8 @@ class Run:
 
 
 @pytest.fixture
-def run(planner, tmp_path):
-    """Planned where the encoder takes a second for 100 patches and the backbone one for 100 tokens."""
-    profile = make_profile(0.01, 0.01, optimizer=100.0)  # optimizers are dear, so separate ranks win
-    choice = planner.choose(profile)
-    assert split(choice.chosen) == "separate 1 + 1"
-    return Run(tmp_path, Plan(planner, profile, choice), FlowReplan(steps=STEPS))
+def run(decision, tmp_path):
+    return Run(tmp_path, decision, FlowReplan(steps=STEPS))
 
 
 def test_times_as_planned_say_nothing(run, recwarn):
@@ -99,14 +95,14 @@ def test_with_another_trainer_the_callback_begins_anew(run, recwarn):
 
 
 def test_without_a_plan_there_is_nothing_to_compare_with(tmp_path, recwarn):
-    run = Run(tmp_path, None, FlowReplan(steps=1))
+    run = Run(tmp_path, ASKED, FlowReplan(steps=1))
     run.step(1000.0, 1.0, steps=3)
     assert not recwarn.list
 
 
 def test_times_of_a_gpu_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a GPU computes after the rank has gone on"):
-        Run(tmp_path, None, FlowReplan(), device="cuda")
+        Run(tmp_path, ASKED, FlowReplan(), device="cuda")
 
 
 def test_plain_lightning_has_no_plan():

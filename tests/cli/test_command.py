@@ -11,10 +11,12 @@ from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 
-from flowtrain_lightning.cli import COMMANDS, command, main
+from flowtrain_lightning.cli import doctor_command, main
+from flowtrain_lightning.cli.command_table import COMMANDS
 
 TOKENIZER = Path(__file__).parents[2] / "recipes/quickstart/tokenizer.json"
 
@@ -75,6 +77,35 @@ def test_the_command_says_its_version(flowtrain, capsys):
     assert capsys.readouterr().out == f"flowtrain-lightning {version('flowtrain-lightning')}\n"
 
 
+HEAVY = """
+import sys
+from flowtrain_lightning.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "lightning"})
+sys.exit(f"imported {heavy}" if heavy else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("plan", "--help"),
+        ("pack", "--help"),
+        ("simulate", "--help"),
+        ("plan", "--model", "smolvlm-2.2b", "--devices", "2", "--json"),
+        ("pack", "lengths.parquet", "--token-budget", "64", "--ranks", "1", "--global-batch-size", "2", "--out", "p"),
+    ],
+    ids=" ".join,
+)
+def test_planning_and_packing_import_neither_torch_nor_lightning(arguments, tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"tokens": [20, 30]}), tmp_path / "lengths.parquet")
+    subprocess.run([sys.executable, "-c", HEAVY, *arguments], cwd=tmp_path, timeout=120, check=True)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself(name, flowtrain, capsys):
     with pytest.raises(SystemExit) as end:
@@ -118,7 +149,7 @@ def test_what_interrupts_a_command_shows_no_traceback(error, code, flowtrain, tm
     def interrupted():
         raise error
 
-    monkeypatch.setattr(command, "examine", interrupted)
+    monkeypatch.setattr(doctor_command, "examine", interrupted)
     with (
         open(tmp_path / "printed", "w") as terminal,
         redirect_stdout(terminal),
@@ -129,7 +160,7 @@ def test_what_interrupts_a_command_shows_no_traceback(error, code, flowtrain, tm
 
 
 def test_letters_that_a_terminal_does_not_know_become_question_marks(flowtrain, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "examine", lambda: ["1, 2 … devices"])
+    monkeypatch.setattr(doctor_command, "examine", lambda: ["1, 2 … devices"])
     with open(tmp_path / "printed", "w", encoding="ascii") as terminal, redirect_stdout(terminal):
         flowtrain("doctor")
     assert (tmp_path / "printed").read_text() == "1, 2 ? devices\n"

@@ -8,9 +8,9 @@ import pytest
 from flowtrain_lightning.data import DataError, PackingConfig, RankShard
 from flowtrain_lightning.data.step_packing import StepPacking
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, SampleSizes
-from flowtrain_lightning.profiling import write_profile
+from flowtrain_lightning.placement.profile import write_profile
 from tests.data.support import data_module, write_set
-from tests.profiling.test_profile import PROFILE
+from tests.placement.test_profile import PROFILE
 
 COST, ENCODER_COST = CostModel(1.0, 0.5, 0.25), CostModel(0.1, 0.0, 0.0)
 UNSET = frozenset({"cost", "encoder_cost"})

@@ -12,8 +12,8 @@ import torch
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.data.collate import LoadedImage, pack_images
-from flowtrain_lightning.profiling import profile_module
-from flowtrain_lightning.profiling.origin import copy_on_meta
+from flowtrain_lightning.placement.meta_device import copy_on_meta
+from flowtrain_lightning.placement.module_profile import profile_module
 from tests.models.tiny import FAMILIES
 from tests.tiny import tiny_data, write_records
 

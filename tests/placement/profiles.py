@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import Observation
-from flowtrain_lightning.profiling import Origin, Profile, Reduction, RoleProfile
+from flowtrain_lightning.placement.profile import Profile, ProfileOrigin, ReductionCost, RoleProfile
 
-ORIGIN = Origin("a.Module 12ab", "a processor", {"torch": "2"}, {"precision": "32-true"})
+ORIGIN = ProfileOrigin("a.Module 12ab", "a processor", {"torch": "2"}, {"precision": "32-true"})
 
 
 def make_profile(
@@ -21,4 +21,4 @@ def make_profile(
         ),
         "backbone": RoleProfile(CostModel(backbone, 0.0, 0.0), True, 1, 4, optimizer, 0.25, measured),
     }
-    return Profile(ORIGIN, roles, 8, Reduction(2, 0.0, reduction / 4))
+    return Profile(ORIGIN, roles, 8, ReductionCost(2, 0.0, reduction / 4))

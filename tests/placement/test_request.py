@@ -8,8 +8,8 @@ from jsonargparse import ArgumentParser
 from flowtrain_lightning import FlowTrainStrategy
 from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, default_allocation
 from flowtrain_lightning.allocator.plan_file import write_plan
-from flowtrain_lightning.placement import make_request
-from flowtrain_lightning.profiling import ProfileError, write_profile
+from flowtrain_lightning.placement.profile import ProfileError, write_profile
+from flowtrain_lightning.placement.request import make_request, why_it_cannot_run
 from tests.placement.profiles import make_profile
 
 PLAN = default_allocation(3, encoder_ranks=1)
@@ -45,13 +45,13 @@ def test_on_several_nodes_each_has_encoder_ranks():
 
 
 def test_an_allocation_is_taken_as_an_object_or_from_a_file(tmp_path):
-    write_plan(PLAN, tmp_path / "plan.yaml", "by hand", {})
+    write_plan(PLAN, tmp_path / "plan.yaml", "by hand")
     for given in (PLAN, tmp_path / "plan.yaml", str(tmp_path / "plan.yaml")):
         assert make_request(given, None, None, "auto").answer(3) == PLAN
 
 
 def test_the_command_line_takes_an_allocation_and_a_profile_by_path(tmp_path):
-    write_plan(PLAN, tmp_path / "plan.yaml", "by hand", {})
+    write_plan(PLAN, tmp_path / "plan.yaml", "by hand")
     write_profile(make_profile(1, 1), tmp_path / "profile.json")
     parser = ArgumentParser()
     parser.add_class_arguments(FlowTrainStrategy, "strategy")
@@ -70,7 +70,7 @@ def test_a_profile_is_read_at_once(tmp_path):
 
 
 def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
-    write_plan(PLAN, tmp_path / "plan.yaml", "by hand", {})
+    write_plan(PLAN, tmp_path / "plan.yaml", "by hand")
     request = make_request(tmp_path / "plan.yaml", None, None, "auto")
     with pytest.raises(AllocationError, match=r"plan.yaml is for 3 ranks, .* starts 2 ranks. .*devices=3"):
         request.answer(2)
@@ -95,6 +95,11 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
 def test_a_plan_that_cannot_run_yet_is_refused(allocation, words):
     with pytest.raises(AllocationError, match=words):
         make_request(allocation, None, None, "auto").answer(len(set().union(*allocation.ranks.values())))
+
+
+def test_a_plan_that_runs_has_no_reason_against_it():
+    assert why_it_cannot_run(PLAN) is None
+    assert why_it_cannot_run(default_allocation(2, "colocated")) is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs on two processes that settle their allocation by themselves."""
+"""Runs on two processes that choose their allocation by themselves."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_log_says_in_one_block_what_was_chosen_and_why(runs):
     assert re.search(r"^  Predicted from the first 6 steps of the data and costs measured on ", block.group(), re.M)
 
 
-def test_the_allocation_is_written_beside_the_log_with_its_reason_and_can_be_passed_back(runs):
+def test_the_allocation_is_written_beside_the_log_and_can_be_passed_back(runs):
     folder, notes, printed = runs
     for name in ("planned", "kept"):
         assert read_plan(folder / name / "allocation.yaml").state_dict() == notes[0][name]["allocation"]
@@ -125,4 +125,4 @@ def test_measured_times_that_are_far_from_the_plan_lead_to_a_better_one(runs):
 def test_a_module_stays_where_it_was_built(runs):
     _, notes, printed = runs
     assert notes[0]["again"]["allocation"] == notes[0]["other"]["allocation"]
-    assert "because this module has lived on it before, in this process." in printed
+    assert "because this module was built on it before, in this process." in printed

@@ -1,8 +1,8 @@
-"""Played steps, and where their time goes."""
+"""Simulated steps, and where their time goes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -10,68 +10,87 @@ import pytest
 from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, default_allocation
 from flowtrain_lightning.data.step_packing import StepPacking
 from flowtrain_lightning.packing import SampleSizes
-from flowtrain_lightning.placement.prediction import Processors, predict
-from flowtrain_lightning.placement.simulation import simulate
-from flowtrain_lightning.placement.steps import part_of
+from flowtrain_lightning.placement.measured import Processors, predict_steps
+from flowtrain_lightning.placement.run_costs import rank_shard
+from flowtrain_lightning.placement.simulation import plan_on, simulate
 from tests.placement.profiles import make_profile
 
+PROFILE = make_profile(1.0, 1.0)
 SEPARATE, COLOCATED = default_allocation(2, "separate", 1), default_allocation(2, "colocated")
 
 
-def planned(allocation, steps=4, samples=8, media=True, seed=0):
-    """Steps of samples with up to two pictures each."""
+def draw_sizes(draw, samples=8, media=True):
+    """Samples with up to two media items each."""
+    counts = draw.integers(0, 3, samples) if media else np.zeros(samples, dtype=np.int64)
+    patches = draw.integers(5, 40, counts.sum())
+    tokens, start = draw.integers(10, 60, samples), np.concatenate([[0], np.cumsum(counts)])
+    return SampleSizes(tokens, tokens, start, patches, patches)
+
+
+def planned(allocation, profile, steps=4, samples=8, media=True, seed=0):
+    """The plans of some steps."""
     draw = np.random.default_rng(seed)
-    part, found = part_of(allocation, 0), []
-    for _ in range(steps):
-        counts = draw.integers(0, 3, samples) if media else np.zeros(samples, dtype=np.int64)
-        patches = draw.integers(5, 40, counts.sum())
-        tokens, start = draw.integers(10, 60, samples), np.concatenate([[0], np.cumsum(counts)])
-        sizes = SampleSizes(tokens, tokens, start, patches, patches)
-        found.append(StepPacking(100).plan(sizes, np.arange(samples), part))
-    return found
+    sizes = [draw_sizes(draw, samples, media) for _ in range(steps)]
+    return [plan_on(allocation, each, np.arange(samples), profile, token_budget=100) for each in sizes]
+
+
+@pytest.mark.parametrize("allocation", [SEPARATE, COLOCATED], ids=["separate", "colocated"])
+def test_a_step_is_planned_as_the_data_module_plans_it_on_these_ranks(allocation):
+    profile, sizes = make_profile(0.01, 0.02), draw_sizes(np.random.default_rng(1), samples=20)
+    ours = plan_on(allocation, sizes, np.arange(20), profile, token_budget=100)
+    config = StepPacking(100, profile.cost, profile.encoder_cost)
+    theirs = config.plan(sizes, np.arange(20), rank_shard(allocation, 0))
+    for batches, others in ((ours.microbatches, theirs.microbatches), (ours.encoder_batches, theirs.encoder_batches)):
+        assert [[b.tolist() for b in rank] for rank in batches] == [[b.tolist() for b in rank] for rank in others]
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["all_trains", "encoder_frozen"])
 @pytest.mark.parametrize("allocation", [SEPARATE, COLOCATED], ids=["separate", "colocated"])
-def test_steps_take_what_is_predicted_of_them_and_all_time_is_accounted_for(allocation, trains):
+def test_steps_take_what_is_predicted_and_all_time_is_accounted_for(allocation, trains):
     profile = make_profile(0.01, 0.01, trains, optimizer=0.05, reduction=0.03)
-    plans = planned(allocation)
+    plans = planned(allocation, profile)
     found = simulate(plans, allocation, profile, 4)
     everyone = Processors((tuple(range(2)),), float("inf"))
     assert len(found.seconds) == len(plans)
     # A prediction also begins and ends with the same step, but the other way round.
-    assert found.step_seconds == pytest.approx(predict(plans, allocation, profile, everyone, 4).seconds, rel=0.1)
+    assert found.step_seconds == pytest.approx(predict_steps(plans, allocation, profile, everyone, 4).seconds, rel=0.1)
     for rank_roles in [("encoder", "backbone")] if allocation is COLOCATED else [("encoder",), ("backbone",)]:
         worked = sum(found.shares[role][name] for role in rank_roles for name in found.shares[role] if name != "idle")
         assert worked + found.shares[rank_roles[0]]["idle"] == pytest.approx(1.0, abs=0.02)
 
 
 def test_the_end_of_a_step_is_told_apart():
-    found = simulate(planned(COLOCATED), COLOCATED, make_profile(0.01, 0.01, optimizer=0.05, reduction=0.03), 4)
+    profile = make_profile(0.01, 0.01, optimizer=0.05, reduction=0.03)
+    found = simulate(planned(COLOCATED, profile), COLOCATED, profile, 4)
     for role in ("encoder", "backbone"):
         assert found.shares[role]["optimizer"] == pytest.approx(0.05 / found.step_seconds, rel=0.01)
         assert found.shares[role]["reduction"] == pytest.approx(0.03 / found.step_seconds, rel=0.01)
 
 
 def test_forward_and_backward_are_as_the_profile_has_them():
-    found = simulate(planned(SEPARATE), SEPARATE, make_profile(0.01, 0.01), 4)
+    trained, frozen = make_profile(0.01, 0.01), make_profile(0.01, 0.01, trains=False)
+    found = simulate(planned(SEPARATE, trained), SEPARATE, trained, 4)
     assert found.shares["backbone"]["backward"] == pytest.approx(3 * found.shares["backbone"]["forward"])
-    frozen = simulate(planned(SEPARATE), SEPARATE, make_profile(0.01, 0.01, trains=False), 4)
+    frozen = simulate(planned(SEPARATE, frozen), SEPARATE, frozen, 4)
     assert frozen.shares["encoder"]["backward"] == 0
 
 
 def test_steps_without_media_leave_encoder_ranks_idle():
-    found = simulate(planned(SEPARATE, media=False), SEPARATE, make_profile(0.01, 0.01), 4)
+    profile = make_profile(0.01, 0.01)
+    found = simulate(planned(SEPARATE, profile, media=False), SEPARATE, profile, 4)
     assert found.shares["encoder"]["idle"] == 1
     assert found.shares["backbone"]["idle"] == pytest.approx(0)
 
 
-def test_timelines_name_the_lanes_of_every_rank():
-    labels = [one["label"] for one in simulate(planned(SEPARATE), SEPARATE, make_profile(1.0, 1.0), 4).timelines]
-    assert labels == ["backbone 0", "encoder 0"]
-    both = simulate(planned(COLOCATED), COLOCATED, make_profile(1.0, 1.0), 4).timelines
-    assert [one["label"] for one in both] == ["encoder 0 and backbone 0", "encoder 1 and backbone 1"]
-    assert {span.lane for span in both[0]["spans"]} == {"encoder", "backbone"}
+def test_a_rank_does_one_thing_at_a_time_for_the_roles_it_has():
+    profile = make_profile(1.0, 1.0)
+    separate = simulate(planned(SEPARATE, profile), SEPARATE, profile, 4).activities
+    assert {(one.rank, one.role) for one in separate} == {(0, "backbone"), (1, "encoder")}
+    colocated = simulate(planned(COLOCATED, profile), COLOCATED, profile, 4).activities
+    assert {(one.rank, one.role) for one in colocated} == set(product((0, 1), ("encoder", "backbone")))
+    for rank in (0, 1):
+        times = sorted((one.start, one.end) for one in colocated if one.rank == rank)
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(times))
 
 
 @pytest.mark.parametrize(
@@ -91,4 +110,4 @@ def test_timelines_name_the_lanes_of_every_rank():
 )
 def test_what_no_profile_tells_is_refused(layouts, ranks, words):
     with pytest.raises(AllocationError, match=words):
-        simulate(planned(SEPARATE), Allocation("separate", layouts, ranks), replace(make_profile(1.0, 1.0)), 4)
+        simulate(planned(SEPARATE, PROFILE), Allocation("separate", layouts, ranks), PROFILE, 4)

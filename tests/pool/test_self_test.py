@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from flowtrain_lightning.cli.doctor import examine_pool
+from flowtrain_lightning.cli.doctor_command import examine_pool
 from flowtrain_lightning.pool.self_test import self_test
 
 
@@ -33,7 +33,7 @@ def test_the_doctor_says_why_the_self_test_failed(monkeypatch):
     def fails(**_):
         raise OSError("no memory of that kind")
 
-    monkeypatch.setattr("flowtrain_lightning.cli.doctor.self_test", fails)
+    monkeypatch.setattr("flowtrain_lightning.cli.doctor_command.self_test", fails)
     *_, last = examine_pool()
     assert not last.found
     assert "no memory of that kind" in str(last)

@@ -1,0 +1,17 @@
+"""Types of the names that ``__init__.py`` imports when they are asked for."""
+
+from flowtrain_lightning import models as models
+from flowtrain_lightning.checkpoint import FlowCheckpointIO as FlowCheckpointIO
+from flowtrain_lightning.checkpoint import export_checkpoint as export_checkpoint
+from flowtrain_lightning.data import FlowDataModule as FlowDataModule
+from flowtrain_lightning.data import ImageProcessor as ImageProcessor
+from flowtrain_lightning.data import IndexConfig as IndexConfig
+from flowtrain_lightning.data import PackedBatch as PackedBatch
+from flowtrain_lightning.data import PackedMedia as PackedMedia
+from flowtrain_lightning.data import PackingConfig as PackingConfig
+from flowtrain_lightning.data import TokenSteps as TokenSteps
+from flowtrain_lightning.module import FlowModule as FlowModule
+from flowtrain_lightning.runtime.pool_capacity import PoolSettings as PoolSettings
+from flowtrain_lightning.strategy import FlowTrainStrategy as FlowTrainStrategy
+
+__version__: str

@@ -1,0 +1,183 @@
+"""Bytes on the fullest device of a role: weights, gradients, states, activations, logits, features, overhead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from flowtrain_lightning.allocator.allocation import BACKBONE, Recompute
+from flowtrain_lightning.allocator.description import Half, Layers
+from flowtrain_lightning.allocator.flops import FloatArray
+from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
+
+LOGIT_BYTES = 12
+"""Bytes per logit at the peak of the loss's backward: log-probabilities and their gradient in float32, and the logits
+and their gradient in bf16 (in float32: the logits, which their gradient replaces)."""
+
+USABLE = 0.94
+"""Share of the memory that may be planned for; the rest is lost between blocks of torch's caching allocator."""
+
+GATHERED_LAYERS = 2
+"""Layers whose gathered weights exist at the same time under full sharding: the present and the next one."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on one device, by purpose; arrays over the data degrees of a family.
+
+    Attributes:
+        weights: parameters, their copies for computing, gathered layers.
+        gradients: gradients of what trains.
+        states: moments and master weights of the optimizer.
+        activations: what forwards keep for backwards, and what one layer works with.
+        logits: what the loss needs.
+        features: entries of the pool, with their gradients.
+        overhead: context, libraries, communication buffers.
+    """
+
+    weights: FloatArray
+    gradients: FloatArray
+    states: FloatArray
+    activations: FloatArray
+    logits: FloatArray
+    features: FloatArray
+    overhead: FloatArray
+
+    @property
+    def total(self) -> FloatArray:
+        """Bytes for all purposes."""
+        found: FloatArray = np.sum([getattr(self, field.name) for field in fields(self)], axis=0)
+        return found
+
+    def beside(self, other: MemoryUse) -> MemoryUse:
+        """Two roles on the same device: everything adds up but the overhead."""
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return MemoryUse(**{**sums, "overhead": np.maximum(self.overhead, other.overhead)})
+
+    def at(self, number: int) -> dict[str, float]:
+        """Bytes by purpose for the ``number``-th data degree."""
+        return {f.name: float(np.broadcast_to(getattr(self, f.name), self.total.shape)[number]) for f in fields(self)}
+
+
+def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microbatches: FloatArray) -> MemoryUse:
+    """Bytes on the fullest device of a role.
+
+    Args:
+        problem: the role.
+        family: how it is laid out.
+        tokens: ``[layouts]`` tokens of the largest microbatch.
+        microbatches: ``[layouts]`` microbatches of a replica and step.
+    """
+    half, precision = problem.half, problem.precision
+    here = _parameters_of_a_stage(half, family)
+    training = here * half.trainable_parameters / max(1, half.parameters)
+    weights = here * (precision.weights + precision.copies) * family.kept_share("weights")
+    gradients = training * precision.gradients * family.kept_share("gradients")
+    if family.sharded:
+        layer = max((part.layer_parameters for part in half.layers), default=0) / family.tensor
+        weights = weights + GATHERED_LAYERS * layer * precision.computing
+        gradients = gradients + layer * precision.gradients * half.trains
+    activations, logits, features = _batch_bytes(problem, family, tokens, microbatches)
+    return MemoryUse(
+        weights,
+        gradients,
+        training * precision.states * family.kept_share("states"),
+        activations,
+        logits,
+        features,
+        np.full(tokens.shape, problem.cluster.device.overhead),
+    )
+
+
+def _batch_bytes(
+    problem: RoleProblem, family: Family, tokens: FloatArray, microbatches: FloatArray
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Activations, logits and features on the fuller of a pipeline's first and last stage.
+
+    The first stage holds the most microbatches, the last one holds one and the logits.
+    """
+    most = family.pipeline if family.pipeline > 1 else problem.load.batches_in_flight
+    in_flight = np.minimum(microbatches, most)
+    kept = _kept_activations(problem, family) * tokens / family.pipeline
+    working = _working_bytes(problem, family) * tokens
+    logits = _logit_bytes(problem, family) * tokens
+    features = in_flight * tokens * _feature_bytes(problem, family)
+    if family.pipeline == 1:
+        return in_flight * kept + working, logits, features
+    at_first = (in_flight - 1) * kept >= logits
+    return np.where(at_first, in_flight, 1.0) * kept + working, np.where(at_first, 0.0, logits), features
+
+
+def activation_bytes(part: Layers, width: int, recompute: Recompute, keeps: bool = True) -> float:
+    """Bytes per token that one layer keeps for its backward (after Korthikanti et al., arXiv 2205.05198, section 4.1).
+
+    Without recomputing it keeps the inputs of both norms and of every product, queries, keys, values and attention's
+    result and logarithms, and what activations need. Attention's scores are not kept, since its kernel is fused.
+
+    Args:
+        part: the layers.
+        width: bytes of a number.
+        recompute: what is computed again; ``"selective"`` does without norms' and activations' results.
+        keeps: the weights train, so that products keep their inputs.
+    """
+    inner = part.active_feed_forward
+    attention = 2 * part.query_width + 2 * part.key_value_width
+    logarithms = 4 * part.heads
+    if recompute == "full":
+        return float(width * part.hidden)
+    if recompute == "selective":
+        return float(width * (2 * part.hidden + attention + (2 if part.gated else 1) * inner) + logarithms)
+    activation = (3 if part.gated else 1) * inner
+    inputs = 2 * part.hidden + inner if keeps else 0
+    if keeps and part.experts is not None:
+        inputs += 2 * part.experts.chosen * part.hidden
+    return float(width * (2 * part.hidden + attention + activation + inputs) + logarithms)
+
+
+def _parameters_of_a_stage(half: Half, family: Family) -> float:
+    """Parameters on a device of the fullest stage."""
+    if family.pipeline == 1:
+        return half.parameters / family.tensor
+    layers = sum(part.parameters for part in half.layers)
+    most = -(-half.depth // family.pipeline) / max(1, half.depth)
+    ends = max((part.parameters for part in half.parts if not isinstance(part, Layers)), default=0)
+    return (layers * most + ends) / family.tensor
+
+
+def _kept_activations(problem: RoleProblem, family: Family) -> float:
+    """Bytes per token of a microbatch that all layers together keep."""
+    flows, total = problem.receives_gradient, 0.0
+    for part in problem.half.parts:
+        flows = flows or part.trainable
+        if isinstance(part, Layers) and flows and not part.unused:
+            each = activation_bytes(part, problem.precision.computing, family.recompute, part.trainable)
+            total += part.count * each
+    return total / (family.tensor * family.context)
+
+
+def _working_bytes(problem: RoleProblem, family: Family) -> float:
+    """Bytes per token that the largest layer works with: what it would keep, and under recomputing keeps for a while.
+
+    A forward without a backward needs about half of that.
+    """
+    width = problem.precision.computing
+    largest = max((activation_bytes(part, width, "none") for part in problem.half.layers), default=0.0)
+    flows = problem.receives_gradient or any(part.trainable for part in problem.half.layers)
+    return largest * (1.0 if flows else 0.5) / (family.tensor * family.context)
+
+
+def _logit_bytes(problem: RoleProblem, family: Family) -> float:
+    """Bytes of logits per token of a microbatch; encoders have none."""
+    if problem.role != BACKBONE:
+        return 0.0
+    vocabulary, _ = problem.half.result
+    return LOGIT_BYTES * vocabulary / (family.tensor * family.context)
+
+
+def _feature_bytes(problem: RoleProblem, family: Family) -> float:
+    """Bytes in the pool per encoder token: a feature, and its gradient where the encoder trains."""
+    if problem.role == BACKBONE:
+        return 0.0
+    width, per_token = problem.half.result
+    return width * per_token * problem.precision.computing * (1 + problem.half.trains) / family.tensor

@@ -1,0 +1,108 @@
+"""Costs from a model of the devices: what plans of every kind take, and what fits at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from flowtrain_lightning.allocator.allocation import BACKBONE
+from flowtrain_lightning.allocator.candidates import SearchSpace, candidates, usable_bytes
+from flowtrain_lightning.allocator.devices import Cluster
+from flowtrain_lightning.allocator.placements import (
+    ModelledPlan,
+    Problems,
+    Tables,
+    colocated_plan,
+    mixed_plan,
+    separate_plan,
+    uniform_plan,
+)
+from flowtrain_lightning.allocator.planner import NoPlanError
+
+_MOST_DEVICES = 2**16
+
+
+@dataclass(frozen=True)
+class ModelledCosts:
+    """Predicts the best plan of every kind by the models of time and memory.
+
+    Attributes:
+        problems: role -> what is planned for, see `role_problems`.
+        space: which layouts may be used at all.
+    """
+
+    margin: ClassVar[float] = 0.03
+
+    problems: Problems
+    space: SearchSpace = field(default_factory=SearchSpace)
+
+    def predictions(self) -> tuple[ModelledPlan, ...]:
+        """The best plan of every kind that fits, the simplest first.
+
+        Raises:
+            NoPlanError: no layout fits; says how many devices would do.
+        """
+        tables = self._tables()
+        kinds: tuple[Callable[[], ModelledPlan | None], ...] = (
+            lambda: uniform_plan(self.problems, self.space),
+            lambda: colocated_plan(self.problems, tables),
+            lambda: separate_plan(self.problems, tables),
+            lambda: mixed_plan(self.problems, tables),
+        )
+        found = tuple(plan for make in kinds if (plan := make()) is not None)
+        if not found:
+            raise NoPlanError(self._refusal())
+        return found
+
+    def smallest_cluster(self) -> int | None:
+        """The fewest devices on which something fits: whole nodes, or part of one; None up to 65,536."""
+        cluster = self._cluster
+        count = cluster.devices
+        while count <= _MOST_DEVICES and not self._fits_on(count):
+            count = _next_size(cluster, count, 2 * count)
+        if count > _MOST_DEVICES:
+            return None
+        low, high = cluster.devices, count
+        while (middle := _next_size(cluster, low, (low + high) // 2)) not in (low, high):
+            low, high = (low, middle) if self._fits_on(middle) else (middle, high)
+        return high
+
+    @property
+    def _cluster(self) -> Cluster:
+        return self.problems[BACKBONE].cluster
+
+    def _tables(self) -> Tables:
+        return {role: candidates(problem, self.space) for role, problem in self.problems.items()}
+
+    def _refusal(self) -> str:
+        cluster = self._cluster
+        devices = "1 device" if cluster.devices == 1 else f"{cluster.devices} devices"
+        refusal = (
+            f"The module fits in no layout on {devices} {cluster.device.name} of "
+            f"{usable_bytes(cluster) / 1e9:.0f} GB that can be planned for"
+        )
+        smallest = self.smallest_cluster()
+        if smallest is None:
+            return (
+                f"{refusal}, nor on any larger number up to {_MOST_DEVICES}; lower the token budget or freeze a half."
+            )
+        return f"{refusal}; the smallest number that would do is {smallest}."
+
+    def _fits_on(self, devices: int) -> bool:
+        cluster = replace(self._cluster, devices=devices)
+        larger = replace(self, problems={role: replace(one, cluster=cluster) for role, one in self.problems.items()})
+        tables = larger._tables()
+        if all(len(table) for table in tables.values()):
+            apart = sum(float(table.devices.min()) for table in tables.values())
+            if apart <= devices or colocated_plan(larger.problems, tables) or mixed_plan(larger.problems, tables):
+                return True
+        return uniform_plan(larger.problems, self.space) is not None
+
+
+def _next_size(cluster: Cluster, least: int, count: int) -> int:
+    """``count``, or what is a little less, so that nodes are whole; but above ``least``."""
+    if count <= cluster.per_node:
+        return count
+    step = cluster.per_node
+    return max(count // step * step, (least // step + 1) * step)

@@ -1,0 +1,236 @@
+"""The best plan of every kind by modelled costs: uniform, colocated, separate and mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from flowtrain_lightning.allocator.allocation import BACKBONE, Allocation, Layout
+from flowtrain_lightning.allocator.candidates import Candidate, CandidateTable, SearchSpace, candidates, usable_bytes
+from flowtrain_lightning.allocator.flops import IntArray
+from flowtrain_lightning.allocator.planner import PlanKind, Prediction
+from flowtrain_lightning.allocator.rank_assignment import assign_ranks, largest_tensor_degree
+from flowtrain_lightning.allocator.role_problem import RoleProblem
+from flowtrain_lightning.allocator.solver import match_throughputs
+
+Problems = Mapping[str, RoleProblem]
+"""Role -> what is known of it."""
+
+Tables = Mapping[str, CandidateTable]
+"""Role -> its candidates."""
+
+_ROUNDS = 4
+"""Rounds in which separate roles' waiting and their layouts are matched to each other."""
+
+
+@dataclass(frozen=True)
+class ModelledPlan(Prediction):
+    """A layout for every role, and what a step of it takes by the models of time and memory.
+
+    Attributes:
+        chosen: role -> its layout, encoders first.
+        devices: devices in use.
+        waiting: of ``seconds``, those until the first features are there and after the last gradients.
+        mfu: FLOPs that a step must spend over what the whole cluster could meanwhile.
+        peak_bytes: memory of the fullest device.
+    """
+
+    chosen: Mapping[str, Candidate]
+    devices: int
+    waiting: float
+    mfu: float
+    peak_bytes: float
+
+    def cells(self) -> dict[str, str]:
+        """Devices, utilization and memory."""
+        return {
+            "devices": str(self.devices),
+            "MFU": f"{100 * self.mfu:.1f} %",
+            "peak GB": f"{self.peak_bytes / 1e9:.1f}",
+        }
+
+    def allocation(self, per_node: int) -> Allocation:
+        """The plan's layouts put onto nodes of ``per_node`` devices.
+
+        Raises:
+            AllocationError: the backbone is smaller than a group of tensor ranks, so that it cannot have rank 0.
+        """
+        layouts = {role: candidate.layout for role, candidate in self.chosen.items()}
+        recompute = {role: candidate.recompute for role, candidate in self.chosen.items()}
+        everyone = tuple(range(self.devices))
+        if self.kind == "separate":
+            return Allocation("separate", layouts, assign_ranks(layouts, per_node), recompute)
+        if self.kind == "mixed":
+            alone = {BACKBONE: layouts[BACKBONE], "others": Layout(data=self.devices - layouts[BACKBONE].ranks)}
+            backbone = assign_ranks(alone, per_node, largest_tensor_degree(layouts))[BACKBONE]
+            ranks = {role: backbone if role == BACKBONE else everyone for role in layouts}
+            return Allocation("mixed", layouts, ranks, recompute)
+        return Allocation("colocated", layouts, dict.fromkeys(layouts, everyone), recompute)
+
+
+def joint_bytes(problems: Problems, of_roles: Mapping[str, float]) -> float:
+    """Bytes of several roles on one device: the overhead is there once."""
+    overhead = problems[BACKBONE].cluster.device.overhead
+    return overhead + sum(each - overhead for each in of_roles.values())
+
+
+def colocated_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
+    """The best plan with all roles on the same devices, each in its own layout, one after the other."""
+    groups = {role: _grouped([(count,) for count in table.devices]) for role, table in tables.items()}
+    return _best_together("colocated", problems, tables, groups)
+
+
+def uniform_plan(problems: Problems, space: SearchSpace) -> ModelledPlan | None:
+    """The best plan with one layout: degrees and sharding are equal, and a pipeline runs through all halves."""
+    tables = {role: candidates(problem, space, as_backbone=True) for role, problem in problems.items()}
+    groups = {}
+    for role, table in tables.items():
+        families = [table.families[number] for number in table.family]
+        shapes = [(one.tensor, one.pipeline, one.context, one.shard) for one in families]
+        groups[role] = _grouped([(*shape, count) for shape, count in zip(shapes, table.devices, strict=True)])
+    return _best_together("uniform", problems, tables, groups)
+
+
+def separate_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
+    """The best plan with roles on devices of their own, or None where nothing fits.
+
+    Throughputs are matched with the time that each role waits for the others added to its own. How long that is
+    depends on the answer, so it is taken from the answer before, for a few rounds.
+    """
+    waits = dict.fromkeys(tables, 0.0)
+    best: ModelledPlan | None = None
+    for _ in range(_ROUNDS):
+        waiting = {role: table.slowed_by(waits[role]) for role, table in tables.items()}
+        slowed = match_throughputs(waiting, problems[BACKBONE].cluster.devices)
+        if slowed is None:
+            return best
+        chosen = {role: replace(one, seconds=one.seconds - waits[role]) for role, one in slowed.items()}
+        waits = waiting_seconds(problems, chosen)
+        seconds = max(one.seconds + waits[role] for role, one in chosen.items())
+        if best is None or seconds < best.seconds:
+            slowest = max(one.seconds for one in chosen.values())
+            best = _plan("separate", problems, chosen, seconds=seconds, waiting=seconds - slowest)
+    return best
+
+
+def waiting_seconds(problems: Problems, chosen: Mapping[str, Candidate]) -> dict[str, float]:
+    """Role -> seconds of a step in which it cannot but wait for others.
+
+    With encoders that train, the backbone begins when the first encoder batch is there, and after its last microbatch
+    an encoder still has one backward to do; an encoder waits for the gradients of the backbone's last microbatch.
+    Frozen encoders work ahead into later steps, so that nobody waits.
+
+    This is a closed form of the simulation in `flowtrain_lightning.packing` for a step of equal batches, of which an
+    encoder keeps two or more: as long where the backbone has the most to do, and an upper bound elsewhere, since an
+    encoder that waits may have backwards left to do.
+    """
+    training = {role: one for role, one in chosen.items() if role != BACKBONE and problems[role].half.trains}
+    last = _batch_seconds(problems[BACKBONE], chosen[BACKBONE])
+    first = max((_batch_seconds(problems[role], one) for role, one in training.items()), default=0.0)
+    return {role: first if role == BACKBONE else last * (role in training) for role in chosen}
+
+
+def mixed_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
+    """The best plan with the backbone on some devices and encoders on all, or None where sharing gains nothing.
+
+    Were all N devices free for the encoders, they would take s seconds. B of them are busy with the backbone for t
+    seconds, so that with work dealt to fit all are done after s + t · B / N.
+    """
+    cluster, backbone = problems[BACKBONE].cluster, tables[BACKBONE]
+    encoders = {role: table for role, table in tables.items() if role != BACKBONE}
+    everywhere = [
+        table.fastest_by_memory(np.flatnonzero(table.devices == cluster.devices)) for table in encoders.values()
+    ]
+    seconds, best = np.inf, None
+    for picked in product(*everywhere):
+        named = _picked(encoders, picked)
+        found = _backbone_beside(problems, backbone, named)
+        if found is not None and found[0] < seconds:
+            seconds, best = found[0], {**named, BACKBONE: found[1]}
+    return None if best is None else _plan("mixed", problems, best, seconds=seconds)
+
+
+def _plan(
+    kind: PlanKind, problems: Problems, chosen: Mapping[str, Candidate], *, seconds: float, waiting: float = 0.0
+) -> ModelledPlan:
+    cluster, separate = problems[BACKBONE].cluster, kind == "separate"
+    flops = sum(problem.model_flops for problem in problems.values())
+    devices = [candidate.devices for candidate in chosen.values()]
+    of_roles = {role: candidate.bytes for role, candidate in chosen.items()}
+    return ModelledPlan(
+        kind=kind,
+        name=kind,
+        seconds=seconds,
+        samples_per_second=problems[BACKBONE].load.items / seconds,
+        idle={role: max(0.0, 1 - one.seconds / seconds) if separate else 0.0 for role, one in chosen.items()},
+        chosen=chosen,
+        devices=sum(devices) if separate else max(devices),
+        waiting=waiting,
+        mfu=flops / seconds / (cluster.devices * cluster.device.peak),
+        peak_bytes=max(of_roles.values()) if separate else joint_bytes(problems, of_roles),
+    )
+
+
+def _grouped(keys: Iterable[Hashable]) -> dict[Hashable, IntArray]:
+    """Key -> the indices at which it stands."""
+    found: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        found.setdefault(key, []).append(index)
+    return {key: np.array(indices) for key, indices in found.items()}
+
+
+def _best_together(
+    kind: PlanKind, problems: Problems, tables: Tables, groups: Mapping[str, Mapping[Hashable, IntArray]]
+) -> ModelledPlan | None:
+    """The fastest choice of one candidate a role, all of one group, that fits; groups in the order of their bounds."""
+    limit = usable_bytes(problems[BACKBONE].cluster)
+    shared = set.intersection(*(set(of_role) for of_role in groups.values()))
+    bound = {
+        key: sum(float(table.seconds[groups[role][key]].min()) for role, table in tables.items()) for key in shared
+    }
+    seconds, best = np.inf, None
+    for key in sorted(shared, key=lambda key: (bound[key], str(key))):
+        if bound[key] >= seconds:
+            break
+        fronts = [table.fastest_by_memory(groups[role][key]) for role, table in tables.items()]
+        for picked in product(*fronts):
+            chosen = {
+                role: table.candidate(int(one)) for (role, table), one in zip(tables.items(), picked, strict=True)
+            }
+            total = sum(candidate.seconds for candidate in chosen.values())
+            fits = joint_bytes(problems, {role: one.bytes for role, one in chosen.items()}) <= limit
+            if fits and total < seconds:
+                seconds, best = total, chosen
+    return None if best is None else _plan(kind, problems, best, seconds=seconds)
+
+
+def _picked(tables: Tables, indices: Iterable[int]) -> dict[str, Candidate]:
+    return {role: table.candidate(int(index)) for (role, table), index in zip(tables.items(), indices, strict=True)}
+
+
+def _batch_seconds(problem: RoleProblem, candidate: Candidate) -> float:
+    """Seconds of one microbatch or encoder batch, forward and backward."""
+    time = candidate.details(problem).time
+    return float(((time.forward + time.backward + time.exchange) / time.microbatches)[0])
+
+
+def _backbone_beside(
+    problems: Problems, backbone: CandidateTable, encoders: Mapping[str, Candidate]
+) -> tuple[float, Candidate] | None:
+    """The backbone's layout that goes best with encoders on all devices, and the seconds of a step."""
+    cluster = problems[BACKBONE].cluster
+    encoding = sum(one.seconds for one in encoders.values())
+    beside = joint_bytes(problems, {role: one.bytes for role, one in encoders.items()}) - cluster.device.overhead
+    possible = (backbone.devices < cluster.devices) & (backbone.bytes + beside <= usable_bytes(cluster))
+    for one in encoders.values():
+        # A group of tensor ranks has the backbone on all of its devices or on none.
+        possible &= backbone.devices % one.layout.tensor == 0
+    seconds = encoding + backbone.seconds * backbone.devices / cluster.devices
+    seconds = np.where(possible & (seconds > backbone.seconds), seconds, np.inf)
+    if not len(seconds) or not np.isfinite(seconds.min()):
+        return None
+    best = int(seconds.argmin())
+    return float(seconds[best]), backbone.candidate(best)

@@ -1,0 +1,174 @@
+"""The planner: which of the predicted allocations to take, and why, whatever the costs are predicted from.
+
+A source of costs predicts what steps take: `flowtrain_lightning.allocator.modelled.ModelledCosts` by a model of the
+devices, `flowtrain_lightning.placement.measured.MeasuredCosts` by a profile and the run's own steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar, get_args
+
+from flowtrain_lightning.allocator.allocation import PlanningError
+
+PlanKind = Literal["uniform", "colocated", "separate", "mixed"]
+"""How roles share devices, the simplest way first.
+
+``"uniform"``: one layout for all roles on all devices. ``"colocated"``: all roles on all devices, each in its own
+layout. ``"separate"``: every device has one role. ``"mixed"``: some devices encode only, the backbone's encode too.
+"""
+
+PLAN_KINDS: tuple[PlanKind, ...] = get_args(PlanKind)
+
+_SHOWN = 4
+"""Predictions in a table, the best ones."""
+
+
+class NoPlanError(PlanningError):
+    """No allocation is possible; the message says why, and what would do."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What steps are predicted to take on one allocation.
+
+    Attributes:
+        kind: how roles share devices.
+        name: the allocation in two or three words.
+        seconds: of a step.
+        samples_per_second: over all devices.
+        idle: role -> share of a step in which its devices compute nothing, from 0 to 1.
+    """
+
+    kind: PlanKind
+    name: str
+    seconds: float
+    samples_per_second: float
+    idle: Mapping[str, float]
+
+    @property
+    def separates(self) -> bool:
+        """Whether some devices have one role only."""
+        return self.kind in ("separate", "mixed")
+
+    def cells(self) -> dict[str, str]:
+        """What a table shows beside the time of a step: heading -> text."""
+        return {f"{role} idle": f"{100 * share:.0f} %" for role, share in self.idle.items()}
+
+
+P = TypeVar("P", bound=Prediction)
+P_co = TypeVar("P_co", bound=Prediction, covariant=True)
+
+
+class CostSource(Protocol[P_co]):
+    """Predicts what steps take on the allocations that are possible."""
+
+    @property
+    def margin(self) -> float:
+        """The share by which a plan must be faster to be preferred to a simpler one: less cannot be told apart."""
+
+    def predictions(self) -> Sequence[P_co]:
+        """Predictions, at least one.
+
+        Raises:
+            NoPlanError: no allocation is possible.
+        """
+
+
+@dataclass(frozen=True)
+class PlacementChoice(Generic[P]):
+    """Predictions and the one that was chosen.
+
+    Attributes:
+        predictions: of every allocation that was looked at.
+        chosen: of the predictions within ``margin`` of the fastest the simplest, and of equally simple ones the
+            fastest.
+        margin: see `CostSource`.
+    """
+
+    predictions: tuple[P, ...]
+    chosen: P
+    margin: float
+
+    @property
+    def reason(self) -> str:
+        """Why it was chosen, as part of a sentence: separate roles are compared with roles that share all devices."""
+        name, fastest = self.chosen.name, min(self.predictions, key=lambda each: each.seconds)
+        rival = self._fastest(not self.chosen.separates)
+        reasons = []
+        if rival is None:
+            other = "all roles on the same ranks" if self.chosen.separates else "roles on ranks of their own"
+            reasons.append(f"{name} is the fastest that is possible, and to have {other} is not")
+        elif rival.seconds >= self.chosen.seconds:
+            idle = "" if self.chosen.separates else _idle(rival)
+            reasons.append(f"{name} is predicted to be {_faster(self.chosen, rival)} than {rival.name}{idle}")
+        if fastest is not self.chosen:
+            reasons.append(
+                f"{fastest.name} is predicted to be just {_faster(fastest, self.chosen)} than {name}, and below "
+                f"{100 * self.margin:.0f} % the simpler placement is taken"
+            )
+        return "; ".join(reasons)
+
+    @property
+    def gain_of_separation(self) -> float | None:
+        """Samples per second of the fastest that separates roles, over the fastest that does not, minus 1."""
+        apart, together = self._fastest(True), self._fastest(False)
+        return None if apart is None or together is None else together.seconds / apart.seconds - 1
+
+    def table(self) -> str:
+        """The best predictions, a line each; the chosen one is marked."""
+        best = sorted(self.predictions, key=lambda each: each.seconds)[:_SHOWN]
+        shown = [each for each in self.predictions if each is self.chosen or any(each is one for one in best)]
+        return text_table(
+            ("", "s/step", "samples/s", *self.chosen.cells()),
+            [
+                (
+                    f"{'>' if each is self.chosen else ' '} {each.name}",
+                    f"{each.seconds:.4g}",
+                    f"{each.samples_per_second:.4g}",
+                    *each.cells().values(),
+                )
+                for each in shown
+            ],
+        )
+
+    def _fastest(self, separates: bool) -> P | None:
+        found = (each for each in self.predictions if each.separates == separates)
+        return min(found, key=lambda each: each.seconds, default=None)
+
+
+def choose_placement(costs: CostSource[P]) -> PlacementChoice[P]:
+    """The fastest of the possible allocations, or a simpler one that is as fast as can be told.
+
+    Raises:
+        NoPlanError: no allocation is possible.
+    """
+    predictions = tuple(costs.predictions())
+    fastest = min(each.seconds for each in predictions)
+    near = [each for each in predictions if each.seconds <= fastest * (1 + costs.margin)]
+    chosen = min(near, key=lambda each: (PLAN_KINDS.index(each.kind), each.seconds))
+    return PlacementChoice(predictions, chosen, costs.margin)
+
+
+def _faster(one: Prediction, other: Prediction) -> str:
+    return f"{100 * (other.seconds / one.seconds - 1):.1f} % faster"
+
+
+def _idle(rival: Prediction) -> str:
+    """How idle ranks would be, as the end of a sentence; nothing where they would not be."""
+    if not any(rival.idle.values()):
+        return ""
+    (role, share), *others = rival.idle.items()
+    rest = "".join(f" and {role} ranks for {100 * share:.0f} %" for role, share in others)
+    return f", where {role} ranks would be idle for {100 * share:.0f} % of a step{rest}"
+
+
+def text_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, the first flush left."""
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    aligned = []
+    for cells in (head, *lines):
+        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        aligned.append("  ".join([cells[0].ljust(widths[0]), *rest]))
+    return "\n".join(aligned)

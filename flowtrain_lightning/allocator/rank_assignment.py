@@ -1,0 +1,175 @@
+"""Which rank has which role: by rule of thumb, or by a plan's layouts, node by node."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from flowtrain_lightning.allocator.allocation import (
+    BACKBONE,
+    ENCODER,
+    ROLES,
+    Allocation,
+    AllocationError,
+    Layout,
+    Placement,
+    refuse_unknown_placement,
+)
+
+BY_RULE = ("separate", "colocated")
+"""Placements that a rule can make; a mixed one needs a plan."""
+
+BACKBONE_SHARE = 4
+"""One rank in so many encodes: in common vision-language models the backbone does most of the work."""
+
+
+def default_allocation(
+    devices: int,
+    placement: Placement | None = None,
+    encoder_ranks: int | None = None,
+    devices_per_node: int | None = None,
+) -> Allocation:
+    """Allocate replicated data-parallel roles by rule.
+
+    One device has both roles. On several, a quarter of the ranks, but at least one, encodes. The last ranks of each
+    node encode, so that features stay within the node; where encoder ranks do not divide evenly the last nodes have
+    one more. Rank 0 is always a backbone rank.
+
+    Args:
+        devices: ranks in all.
+        placement: ``"colocated"`` gives both roles to every rank, ``"separate"`` one to each; None follows the rule.
+        encoder_ranks: how many ranks encode; None follows the rule.
+        devices_per_node: ranks of each node; None means that all are on one node.
+
+    Raises:
+        AllocationError: the settings contradict each other, or leave a role without ranks.
+    """
+    per_node = devices if devices_per_node is None else devices_per_node
+    _refuse_bad_settings(devices, placement, encoder_ranks, per_node)
+    if placement == "colocated" or (devices == 1 and placement is None and encoder_ranks is None):
+        everyone = tuple(range(devices))
+        return _replicated("colocated", encoder=everyone, backbone=everyone)
+    encoders = max(1, devices // BACKBONE_SHARE) if encoder_ranks is None else encoder_ranks
+    if encoders >= devices:
+        raise AllocationError(
+            f"{encoders} encoder ranks leave no backbone rank on {_devices(devices)}; use at most {devices - 1}."
+            if devices > 1
+            else 'Separate roles need at least 2 devices, but there is 1; use placement="colocated".'
+        )
+    encoder = _last_of_each_node(encoders, devices // per_node, per_node)
+    backbone = tuple(rank for rank in range(devices) if rank not in encoder)
+    return _replicated("separate", encoder=encoder, backbone=backbone)
+
+
+def _last_of_each_node(encoders: int, nodes: int, per_node: int) -> tuple[int, ...]:
+    """The encoder ranks, ascending. Fewer encoders than ranks in all, so node 0 always keeps its first rank."""
+    each, more = divmod(encoders, nodes)
+    found: list[int] = []
+    for node in range(nodes):
+        count = each + (node >= nodes - more)
+        end = (node + 1) * per_node
+        found += range(end - count, end)
+    return tuple(found)
+
+
+def _replicated(placement: Placement, *, encoder: tuple[int, ...], backbone: tuple[int, ...]) -> Allocation:
+    ranks = {ENCODER: encoder, BACKBONE: backbone}
+    return Allocation(placement, {role: Layout(data=len(ranks[role])) for role in ROLES}, ranks)
+
+
+def _refuse_bad_settings(
+    devices: int, placement: Placement | None, encoder_ranks: int | None, devices_per_node: int
+) -> None:
+    if devices < 1:
+        raise AllocationError(f"There are {devices} devices; training needs at least 1.")
+    if devices_per_node < 1 or devices % devices_per_node:
+        raise AllocationError(
+            f"{_devices(devices)} cannot be divided into nodes of {devices_per_node}; every node must have as many."
+        )
+    if placement is not None:
+        refuse_unknown_placement(placement, BY_RULE)
+    if encoder_ranks is not None and encoder_ranks < 1:
+        raise AllocationError(f"encoder_ranks is {encoder_ranks}; at least 1 rank must encode.")
+    if encoder_ranks is not None and placement == "colocated":
+        raise AllocationError(
+            'With placement="colocated" every rank encodes; leave encoder_ranks out, or use placement="separate".'
+        )
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def assign_ranks(layouts: Mapping[str, Layout], per_node: int, block: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Role -> its ranks, ascending, for roles on devices of their own.
+
+    Backbone ranks come first on every node and encoder ranks last, so that features stay near. Both are spread over
+    the nodes as evenly as groups of tensor ranks allow, which are never on two nodes: tensor degrees divide each other
+    and the node, so that these groups, the largest first, fill blocks of the largest degree without a gap; blocks then
+    are dealt to the nodes in turns.
+
+    Args:
+        layouts: role -> its layout.
+        per_node: devices of a node.
+        block: devices of a block; None is the largest tensor degree.
+
+    Raises:
+        AllocationError: the backbone has fewer devices than a block, so that it cannot have rank 0.
+    """
+    size = block or largest_tensor_degree(layouts)
+    count, total = layouts[BACKBONE].ranks, sum(layout.ranks for layout in layouts.values())
+    if count < size < total:
+        raise AllocationError(
+            f"The backbone has {_devices(count)}, but tensor ranks come in groups of {size}; give it at least {size}, "
+            "since it has rank 0."
+        )
+    blocks = _filled_blocks(layouts, size)
+    partial = blocks.pop() if sum(blocks[-1].values()) < size else None
+    nodes = -(-total // per_node)
+    capacities = [per_node // size] * nodes
+    capacities[-1] = len(blocks) - sum(capacities[:-1])
+    contents = _dealt(sorted(blocks, key=lambda each: -each.get(BACKBONE, 0)), capacities)
+    if partial is not None:
+        contents[-1].append(partial)
+    ranks: dict[str, list[int]] = {role: [] for role in layouts}
+    order = [BACKBONE, *(role for role in layouts if role != BACKBONE)]
+    rank = 0
+    for node in contents:
+        for role in order:
+            count = sum(each.get(role, 0) for each in node)
+            ranks[role] += range(rank, rank + count)
+            rank += count
+    return {role: tuple(found) for role, found in ranks.items()}
+
+
+def largest_tensor_degree(layouts: Mapping[str, Layout]) -> int:
+    """The most ranks that share a layer in any role."""
+    return max(layout.tensor for layout in layouts.values())
+
+
+def _filled_blocks(layouts: Mapping[str, Layout], size: int) -> list[dict[str, int]]:
+    """How many devices of each role are in every block; only the last one may be less than full."""
+    falling = sorted(layouts, key=lambda role: (-layouts[role].tensor, role != BACKBONE))
+    blocks: list[dict[str, int]] = [defaultdict(int)]
+    for role in falling:
+        left = layouts[role].ranks
+        while left:
+            if (free := size - sum(blocks[-1].values())) == 0:
+                blocks.append(defaultdict(int))
+                free = size
+            added = min(left, free)
+            blocks[-1][role] += added
+            left -= added
+    return blocks
+
+
+def _dealt(blocks: list[dict[str, int]], capacities: list[int]) -> list[list[dict[str, int]]]:
+    """The blocks of each node: dealt in turns, as many to each as it holds."""
+    contents: list[list[dict[str, int]]] = [[] for _ in capacities]
+    node = 0
+    for block in blocks:
+        while len(contents[node]) >= capacities[node]:
+            node = (node + 1) % len(capacities)
+        contents[node].append(block)
+        node = (node + 1) % len(capacities)
+    return contents

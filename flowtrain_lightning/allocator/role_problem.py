@@ -1,0 +1,208 @@
+"""What planning knows of one role before it chooses a layout, and the families of layouts that it chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from flowtrain_lightning.allocator.allocation import Layout, PlanningError, Recompute, Sharding
+from flowtrain_lightning.allocator.description import Half, ModuleDescription
+from flowtrain_lightning.allocator.devices import Cluster, Efficiency, assumed_efficiency
+from flowtrain_lightning.allocator.flops import FloatArray, attended_pairs, forward_work, model_flops
+from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_loads
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per number, with AdamW as the optimizer.
+
+    Attributes:
+        weights: of a weight that is kept.
+        copies: of a weight's copy in the computing type, such as autocast makes; 0 where weights are computed with.
+        gradients: of a gradient.
+        states: of the optimizer: two moments, and a master weight where there is one.
+        computing: of an activation, and of a weight that is sent.
+    """
+
+    weights: int
+    copies: int
+    gradients: int
+    states: int
+    computing: int
+
+
+PRECISIONS: Mapping[str, Precision] = {
+    "32-true": Precision(weights=4, copies=0, gradients=4, states=8, computing=4),
+    "bf16-mixed": Precision(weights=4, copies=2, gradients=4, states=8, computing=2),
+    "bf16-true": Precision(weights=2, copies=0, gradients=2, states=4, computing=2),
+    "bf16-master": Precision(weights=2, copies=0, gradients=4, states=12, computing=2),
+}
+"""Lightning's name -> bytes. ``bf16-master`` is Megatron-LM's: bf16 weights, float32 gradients, masters and moments."""
+
+DIVIDED: Mapping[Sharding, tuple[str, ...]] = {
+    "replicate": (),
+    "zero1": ("states",),
+    "zero2": ("states", "gradients"),
+    "zero3": ("states", "gradients", "weights"),
+    "fsdp": ("states", "gradients", "weights"),
+}
+"""What the ranks that hold the same weights divide among them (ZeRO, arXiv 1910.02054, section 5)."""
+
+_ITEMS_OF_A_RANK = 16
+"""So many of a rank's costliest items are looked at for the bound of `RoleProblem.unevenness`."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Layouts that differ in their data degree only. All times and bytes are arrays over ``data``.
+
+    Attributes:
+        data: ``[layouts]`` data degrees.
+        tensor: ranks that share every layer.
+        pipeline: ranks that each hold some of the layers.
+        context: ranks that share every sequence.
+        shard: how the data-parallel ranks hold the weights.
+        recompute: what the backward computes again.
+    """
+
+    data: FloatArray
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    shard: Sharding = "replicate"
+    recompute: Recompute = "none"
+
+    @property
+    def replica(self) -> int:
+        """Devices of one copy of the role."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def holders(self) -> FloatArray:
+        """``[layouts]`` ranks that hold the same weights, whole or shared: those of data and of context."""
+        return self.data * self.context
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered for every forward and backward."""
+        return "weights" in DIVIDED[self.shard]
+
+    def kept_share(self, what: str) -> FloatArray:
+        """``[layouts]`` share that a rank keeps of ``"weights"``, ``"gradients"`` or ``"states"``."""
+        return 1 / self.holders if what in DIVIDED[self.shard] else np.ones_like(self.data)
+
+    def layout(self, number: int) -> Layout:
+        """The layout with the ``number``-th data degree."""
+        return Layout(int(self.data[number]), self.tensor, self.pipeline, self.context, self.shard)
+
+
+def family_of(layout: Layout, recompute: Recompute = "none") -> Family:
+    """A single layout as a family."""
+    data = np.array([float(layout.data)])
+    return Family(data, layout.tensor, layout.pipeline, layout.context, layout.shard, recompute)
+
+
+@dataclass(frozen=True)
+class RoleProblem:
+    """One role: what it computes in a step, and on what.
+
+    Attributes:
+        role: its name.
+        half: what it computes.
+        load: its part of a step.
+        receives_gradient: something before it trains, so that gradients must leave it.
+        cluster: where it may run.
+        precision: bytes per number.
+        efficiency: shares of the device's peaks that it reaches.
+    """
+
+    role: str
+    half: Half
+    load: RoleLoad
+    receives_gradient: bool
+    cluster: Cluster
+    precision: Precision
+    efficiency: Efficiency
+
+    @cached_property
+    def model_flops(self) -> float:
+        """FLOPs of a step, as MFU counts them."""
+        drawn = model_flops(self.half, self.load.lengths, self.receives_gradient)
+        return drawn * self.load.items / len(self.load.lengths)
+
+    @cached_property
+    def pairs_per_token(self) -> tuple[float, ...]:
+        """For every part with layers the attended pairs of a mean token."""
+        lengths = self.load.lengths + self.half.extra_tokens
+        return tuple(attended_pairs(lengths, part.causal, part.window) / lengths.sum() for part in self.half.layers)
+
+    @cached_property
+    def _costliest_first(self) -> FloatArray:
+        """``[items of a step]`` work of each sample or media item relative to the mean one, falling."""
+        lengths = np.sort(self.load.lengths)[::-1]
+        distinct, inverse = np.unique(lengths, return_inverse=True)
+        if len(distinct) > 256:
+            picked = np.linspace(0, len(distinct) - 1, 256).round().astype(np.int64)
+            few = [forward_work(self.half, distinct[one : one + 1]).total for one in picked]
+            costs = np.interp(distinct, distinct[picked], few)
+        else:
+            costs = np.array([forward_work(self.half, distinct[one : one + 1]).total for one in range(len(distinct))])
+        costs = costs[inverse]
+        count = max(1, round(self.load.items))
+        drawn = costs[np.arange(count) * len(costs) // count]
+        relative: FloatArray = drawn / drawn.mean()
+        return relative
+
+    def unevenness(self, data: FloatArray) -> FloatArray:
+        """Work of the busiest data-parallel rank over the mean one, at best: samples and media items cannot be cut.
+
+        With the items sorted by falling work, k + 1 of the first k · ranks + 1 share a rank (the pigeonhole bound).
+        """
+        costs = self._costliest_first
+        mean = len(costs) / data
+        busiest = np.ones_like(data)
+        for k in range(_ITEMS_OF_A_RANK):
+            item = (k * data).astype(np.int64)
+            least = np.where(item < len(costs), costs[np.minimum(item, len(costs) - 1)], 0.0)
+            busiest = np.maximum(busiest, (k + 1) * least / mean)
+        return busiest
+
+
+def role_problems(
+    module: ModuleDescription,
+    workload: Workload,
+    cluster: Cluster,
+    precision: str = "bf16-mixed",
+    efficiencies: Mapping[str, Efficiency] | None = None,
+) -> dict[str, RoleProblem]:
+    """Role -> what is known of it, for all roles of a module.
+
+    Args:
+        module: what trains.
+        workload: what a step asks.
+        cluster: where.
+        precision: a key of `PRECISIONS`.
+        efficiencies: role -> shares that were measured; those of other roles are assumed.
+
+    Raises:
+        PlanningError: an unknown precision, or data without lengths for one of the module's modalities.
+    """
+    if precision not in PRECISIONS:
+        raise PlanningError(f"There is no precision {precision!r}; choose from {', '.join(PRECISIONS)}.")
+    loads, measured = role_loads(module, workload), efficiencies or {}
+    assumed = assumed_efficiency(cluster.device)
+    return {
+        role: RoleProblem(
+            role=role,
+            half=half,
+            load=loads[role],
+            receives_gradient=module.receives_gradient(role),
+            cluster=cluster,
+            precision=PRECISIONS[precision],
+            efficiency=measured.get(role, assumed),
+        )
+        for role, half in module.roles.items()
+    }

@@ -1,0 +1,166 @@
+"""Time of one role's part of a step in a layout, and what it consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from flowtrain_lightning.allocator.flops import FloatArray
+from flowtrain_lightning.allocator.pass_time import PassTime, gather_seconds, pass_time, ring_bandwidth
+from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
+
+
+@dataclass(frozen=True)
+class RoleTime:
+    """Seconds of a role's step, as arrays over the data degrees of a family; all but the last two add up.
+
+    Attributes:
+        forward: computing forward, on the busiest stage.
+        backward: computing backward, with what is computed again.
+        exchange: collectives of tensor and context ranks, and activations between stages.
+        bubble: stages that wait for the first and the last microbatch.
+        sharding: weights gathered and gradients scattered per microbatch, as far as computing does not hide it.
+        reduction: gradients summed over the data-parallel ranks at the end.
+        optimizer: the update of the weights.
+        microbatches: microbatches of a replica.
+        tokens: tokens of a microbatch.
+    """
+
+    forward: FloatArray
+    backward: FloatArray
+    exchange: FloatArray
+    bubble: FloatArray
+    sharding: FloatArray
+    reduction: FloatArray
+    optimizer: FloatArray
+    microbatches: FloatArray
+    tokens: FloatArray
+
+    @property
+    def total(self) -> FloatArray:
+        """Seconds in all."""
+        found: FloatArray = np.sum([getattr(self, name) for name in _PARTS], axis=0)
+        return found
+
+    @property
+    def at_the_end(self) -> FloatArray:
+        """Seconds that do not shrink with the work: what follows the last microbatch."""
+        return self.reduction + self.optimizer
+
+    def at(self, number: int) -> dict[str, float]:
+        """Seconds by purpose for the ``number``-th data degree."""
+        return {name: float(getattr(self, name)[number]) for name in _PARTS}
+
+
+_PARTS = tuple(field.name for field in fields(RoleTime))[:-2]
+
+
+def role_time(problem: RoleProblem, family: Family, interleave: int = 1) -> RoleTime:
+    """Time of a role's part of a step.
+
+    The pipeline is 1F1B: a step takes ``microbatches + (stages - 1) / interleave`` times the slowest stage (Narayanan
+    et al., arXiv 2104.04473, section 2.2).
+
+    Args:
+        problem: the role.
+        family: how it is laid out.
+        interleave: chunks of layers that every stage holds.
+    """
+    microbatches, tokens = batches(problem, family)
+    once = pass_time(problem, family, tokens)
+    stage, between = _stage_seconds(problem, family, once, tokens, interleave)
+    scale = stage / np.maximum(once.total, 1e-30)
+    sharding, reduction = _sharing(problem, family, once, microbatches)
+    return RoleTime(
+        forward=microbatches * once.forward * scale,
+        backward=microbatches * once.backward * scale,
+        exchange=microbatches * (once.exchange * scale + between),
+        bubble=(family.pipeline - 1) / interleave * (stage + between),
+        sharding=sharding,
+        reduction=reduction,
+        optimizer=_optimizer_seconds(problem, family),
+        microbatches=microbatches,
+        tokens=tokens,
+    )
+
+
+def batches(problem: RoleProblem, family: Family) -> tuple[FloatArray, FloatArray]:
+    """Microbatches of the busiest replica, and the tokens of each: within the budget, and enough to fill the stages."""
+    load = problem.load
+    mine = load.tokens / family.data * problem.unevenness(family.data)
+    fewest = np.minimum(family.pipeline, np.maximum(1.0, np.floor(load.items / family.data)))
+    microbatches = np.maximum(np.ceil(mine / load.budget - 1e-9), fewest)
+    return microbatches, mine / microbatches
+
+
+def _stage_seconds(
+    problem: RoleProblem, family: Family, once: PassTime, tokens: FloatArray, interleave: int
+) -> tuple[FloatArray, FloatArray]:
+    """One microbatch on the slowest stage, and sending its activations and gradients on."""
+    stages = family.pipeline
+    if stages == 1:
+        return once.total, np.zeros_like(tokens)
+    slowest = once.layer * _layers_of_a_stage(once, stages, interleave)
+    width = problem.precision.computing * max(part.hidden for part in problem.half.layers)
+    size = 2 * interleave * tokens * width / (family.tensor * family.context)
+    speed = ring_bandwidth(problem.cluster, 2.0, max(1, family.tensor * family.context))
+    if family.replica > problem.cluster.per_node:
+        speed = np.asarray(problem.cluster.device.network)
+    share = problem.efficiency
+    return slowest, size / (speed * share.exchange) + 2 * interleave * share.latency
+
+
+def _layers_of_a_stage(once: PassTime, stages: int, interleave: int) -> FloatArray:
+    """Time of the slowest stage in layers, for the best cut between layers.
+
+    All stages but the last one have as many layers; the last one has what is left, and the head.
+    """
+    layers, ends = (once.total - once.ends) / once.layer, once.ends / once.layer
+    if interleave > 1:
+        each = interleave * np.ceil(layers / (stages * interleave) - 1e-9)
+        return np.asarray(np.maximum(each, layers - (stages - 1) * each + ends))
+    enough = np.ceil((layers + ends) / stages - 1e-9)
+    return np.asarray(np.minimum(enough, layers - (stages - 1) * (enough - 1) + ends))
+
+
+def _sharing(
+    problem: RoleProblem, family: Family, once: PassTime, microbatches: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Exposed time of copying, gathering and scattering per step, and the reduction at its end."""
+    half, precision, share = problem.half, problem.precision, problem.efficiency
+    here = half.parameters / (family.tensor * family.pipeline)
+    trained = half.trainable_parameters / (family.tensor * family.pipeline)
+    speed = ring_bandwidth(problem.cluster, family.holders, family.tensor)
+
+    def gather(size: float) -> FloatArray:
+        return gather_seconds(size, family.holders, speed, share) if size else np.zeros_like(family.data)
+
+    # Autocast makes its copies of the weights anew for every microbatch.
+    copied = here * (precision.weights + precision.copies) * (precision.copies > 0) * family.kept_share("weights")
+    copies = microbatches * copied / (problem.cluster.device.memory_bandwidth * share.memory)
+    gradients = gather(trained * precision.gradients)
+    if family.sharded:
+        weights = gather(here * precision.computing)
+        back = weights * (half.trains or problem.receives_gradient) + gradients
+        exposed = _exposed(weights, once.forward, half.depth) + _exposed(back, once.backward, half.depth)
+        return copies + microbatches * exposed, np.zeros_like(family.data)
+    if family.shard == "zero2":
+        exposed = _exposed(gradients, once.backward, half.depth)
+        return copies + microbatches * exposed, gather(trained * precision.weights)
+    if family.shard == "zero1":
+        return copies, gradients + gather(trained * precision.weights)
+    return copies, 2 * gradients
+
+
+def _exposed(exchange: FloatArray, computing: FloatArray, depth: int) -> FloatArray:
+    """What computing does not hide of an exchange that goes on beside it: at least that of the first or last layer."""
+    return np.asarray(np.maximum(exchange - computing, exchange / max(1, depth)))
+
+
+def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
+    """States and weights read and written, gradients read."""
+    precision, device = problem.precision, problem.cluster.device
+    trained = problem.half.trainable_parameters / (family.tensor * family.pipeline)
+    moved = trained * (2 * (precision.weights + precision.states) + precision.gradients)
+    return moved * family.kept_share("states") / (device.memory_bandwidth * problem.efficiency.memory)

@@ -1,0 +1,271 @@
+"""The command ``flowtrain doctor``: what this machine offers, by looking and by trying it out."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from flowtrain_lightning.cli.command_table import command_parser
+from flowtrain_lightning.pool import (
+    MAX_OWNERS,
+    MAX_SEGMENT_BYTES,
+    ORDERED_STORES,
+    WAIT_LIMITS,
+    CudaRuntime,
+    DeviceRuntime,
+    Mesh,
+    PoolError,
+    address_layout,
+    available_memory,
+    open_device_tier,
+    self_test,
+)
+
+MISTAKES = ()
+
+_TIER = "device tier"
+
+REQUIRED = ("flowtrain-lightning", "torch", "lightning", "torchmetrics", "numpy", "scipy")
+
+OPTIONAL = {
+    "jsonargparse": "flowtrain fit, validate, test and predict; extra: cli",
+    "tokenizers": "byte-level tokenizers for FlowDataModule; extra: data",
+    "pillow": "reading pictures; extra: data",
+    "matplotlib": "pictures of losses and timelines; extra: plot",
+    "wandb": "WandbLogger; extra: wandb",
+    "tensorboard": "TensorBoardLogger",
+    "nixl": "the pool between hosts by RDMA, where it is asked for; extra: nixl",
+}
+"""Packages that need not be there, and what each is for."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked for.
+        found: whether it is there.
+        meaning: its version or size where it is there, and what follows from that.
+    """
+
+    name: str
+    found: bool
+    meaning: str
+
+    def __str__(self) -> str:
+        return f"{self.name:<20} {'ok' if self.found else 'absent':<8} {self.meaning}"
+
+
+def run() -> None:
+    """Print what this machine offers, one line each."""
+    parser = command_parser("doctor")
+    parser.add_argument("--pool", action="store_true", help="look at the pool instead, and pass entries through it")
+    options = parser.parse_args(sys.argv[2:])
+    for finding in examine_pool() if options.pool else examine():
+        print(finding)
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything, in the order in which it is printed."""
+    yield from _versions()
+    yield from _devices()
+    yield from _kernel_services()
+    yield from _attention_kernels()
+
+
+def examine_pool() -> Iterator[Finding]:
+    """Look at the pool: addresses, limits, ways between ranks, and a self-test between two processes."""
+    yield Finding("address", True, f"64 bits: {address_layout()}")
+    yield Finding("owners", True, f"up to {MAX_OWNERS:,} ranks")
+    yield Finding("segment", True, f"up to {MAX_SEGMENT_BYTES / 2**30:,.0f} GiB per rank, as far as addresses reach")
+    yield Finding("memory", True, f"{available_memory() / 2**30:.1f} GiB for the segments of all ranks of this host")
+    yield Finding("shared_memory", _works(_probe_memfd), "between ranks of one host: readers map the owner's segment")
+    yield Finding("network", True, "between hosts: TCP, both ends prove that they know the job's secret")
+    yield Finding("inboxes", ORDERED_STORES, "records without system calls; elsewhere they go through sockets")
+    try:
+        found = self_test()
+    except (PoolError, OSError) as error:
+        yield Finding("self-test", False, str(error))
+        return
+    counters = found.counters
+    yield Finding("put", True, f"{found.put_bytes_per_second / 1e9:.1f} GB/s, entries of 16 MiB")
+    yield Finding("round trip", True, f"{found.round_trip_seconds * 1e6:.0f} us from put to release, both ranks asleep")
+    yield Finding("occupancy", counters.current.now == 0, f"at most {counters.current.peak:,} bytes; none is left")
+    waits = ", ".join(
+        f"{count} below {limit * 1e6:,.0f} us"
+        for limit, count in zip(WAIT_LIMITS, counters.wait_histogram, strict=False)
+        if count
+    )
+    yield Finding("waits", True, f"{counters.waits}: {waits}")
+    yield _examine_network()
+
+
+def examine_device_tier(make_runtime: Callable[[int], DeviceRuntime], seconds: float = 60.0) -> Finding:
+    """Whether two processes can read each other's device memory, tried out as at the start of a run.
+
+    Args:
+        make_runtime: the device of process 0 or 1; called in that process, which is spawned.
+        seconds: after which it has failed.
+    """
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not work in forks
+    receiver, sender = spawn.Pipe(duplex=False)
+    reasons: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="flowtrain-") as folder:
+        arguments = (Path(folder) / "store", make_runtime, seconds, sender)
+        ranks = [spawn.Process(target=_open_tier, args=(rank, *arguments), daemon=True) for rank in range(2)]
+        try:
+            for rank in ranks:
+                rank.start()
+            sender.close()
+            while len(reasons) < len(ranks) and receiver.poll(seconds):
+                reasons.append(receiver.recv())
+        except EOFError:  # they have ended
+            reasons.append("a process that opens it ended at once")
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+    failed = [reason for reason in (*reasons, "it took too long")[: len(ranks)] if reason]
+    if failed:
+        return Finding(_TIER, False, f"{failed[0]}: features and gradients go through host memory")
+    return Finding(_TIER, True, "features and gradients pass between processes in GPU memory, by CUDA IPC")
+
+
+def _open_tier(
+    rank: int, store: Path, make_runtime: Callable[[int], DeviceRuntime], seconds: float, sender: Connection
+) -> None:
+    """What each process does: says why it cannot, or an empty text."""
+    try:
+        mesh = Mesh.connect(FileStore(str(store), 2), rank, 2, ("process 0", "process 1"), seconds)
+        tier = open_device_tier(mesh, make_runtime(rank), 1 << 20)
+        sender.send("; ".join(tier.refusals))
+        tier.close()
+        mesh.close()
+    except (RuntimeError, OSError) as error:
+        sender.send(str(error))
+
+
+def _cuda_of(rank: int) -> CudaRuntime:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return CudaRuntime(device)
+
+
+def _examine_network() -> Finding:
+    try:
+        found = self_test(apart=True)
+    except (PoolError, OSError) as error:
+        return Finding("between hosts", False, str(error))
+    speed, round_trip = found.passed_bytes_per_second / 1e9, found.round_trip_seconds * 1e6
+    figures = f"{speed:.1f} GB/s in entries of 16 MiB, {round_trip:.0f} us from put to release"
+    return Finding("between hosts", True, f"{figures}, over this machine's own network; a real one is slower")
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("python", True, platform.python_version())
+    for package in REQUIRED:
+        installed = _version(package)
+        yield Finding(package, installed is not None, installed or "required; install flowtrain-lightning again")
+    for package, purpose in OPTIONAL.items():
+        installed = _version(package)
+        yield Finding(package, installed is not None, f"{installed} ({purpose})" if installed else purpose)
+
+
+def _devices() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("processor", True, f"{cores} cores, {_processor()}, {_memory_bytes() / 2**30:.0f} GiB memory")
+    limit = os.environ.get("OMP_NUM_THREADS", "not set")
+    yield Finding("threads", True, f"{torch.get_num_threads()} per process (OMP_NUM_THREADS: {limit})")
+    if torch.cuda.is_available():
+        names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
+        yield Finding("CUDA", True, f"{torch.cuda.device_count()} GPUs, {names}")
+        yield examine_device_tier(_cuda_of)
+    else:
+        yield Finding("CUDA", False, "training runs on the CPU")
+        yield Finding(_TIER, False, "no GPU: features and gradients go through host memory, as with pool_tier='host'")
+    yield Finding("gloo", dist.is_gloo_available(), "process groups on the CPU; no run of several ranks without it")
+    yield Finding("NCCL", dist.is_nccl_available(), "process groups on GPUs")
+
+
+def _kernel_services() -> Iterator[Finding]:
+    for name, probe, purpose in (
+        ("memfd", _probe_memfd, "the pool's memory: without a name, so nothing is left behind"),
+        ("pidfd", _probe_pidfd, "the death of a rank is noticed at once"),
+        ("abstract sockets", _probe_abstract_socket, "ranks of one host find each other without a file"),
+        ("descriptor passing", _probe_descriptor_passing, "ranks of one host map each other's memory"),
+    ):
+        yield Finding(name, _works(probe), purpose)
+
+
+def _attention_kernels() -> Iterator[Finding]:
+    flash = _version("flash-attn")
+    cuda = torch.cuda.is_available()
+    yield Finding("flash-attn", flash is not None and cuda, "packed attention on GPUs in half precision, first choice")
+    yield Finding("varlen_attn", cuda, "packed attention on GPUs in half precision, where flash-attn is absent")
+    yield Finding("SDPA", True, "packed attention sequence by sequence, everywhere else")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _works(probe: Callable[[], None]) -> bool:
+    """Whether the kernel offers what ``probe`` uses: Python leaves out what the system has not, containers forbid."""
+    try:
+        probe()
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _probe_memfd() -> None:
+    os.close(os.memfd_create("flowtrain-doctor", os.MFD_ALLOW_SEALING))
+
+
+def _probe_pidfd() -> None:
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def _probe_abstract_socket() -> None:
+    with closing(socket.socket(socket.AF_UNIX)) as server:
+        server.bind(f"\0flowtrain-doctor-{os.getpid()}")
+
+
+def _probe_descriptor_passing() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX)
+    with closing(one), closing(other):
+        socket.send_fds(one, [b"x"], [one.fileno()])
+        _, descriptors, _, _ = socket.recv_fds(other, 1, 1)
+        for descriptor in descriptors:
+            os.close(descriptor)

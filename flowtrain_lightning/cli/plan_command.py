@@ -1,0 +1,163 @@
+"""The command ``flowtrain plan``: how to split a module over devices, and what a step will take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from flowtrain_lightning.allocator import (
+    DEVICES,
+    PRECISIONS,
+    WHOLE_COPIES,
+    Cluster,
+    Device,
+    ModelledCosts,
+    ModuleDescription,
+    NoPlanError,
+    PlanningError,
+    SearchSpace,
+    Workload,
+    choose_placement,
+    role_problems,
+)
+from flowtrain_lightning.allocator.plan_file import write_plan
+from flowtrain_lightning.allocator.planner import text_table
+from flowtrain_lightning.allocator.public_models import CONFIGS
+from flowtrain_lightning.cli.command_table import command_parser
+from flowtrain_lightning.cli.plan_input import read_device, read_module, read_workload
+from flowtrain_lightning.cli.plan_report import PlanReport, why_plan_cannot_run
+from flowtrain_lightning.placement.calibration import measured_efficiencies
+from flowtrain_lightning.placement.profile import ProfileError, read_profile
+
+MISTAKES = (PlanningError, ProfileError)
+
+
+def run() -> None:
+    """Compare placements and print the recommended plan.
+
+    Raises:
+        PlanningError: an option or a file cannot be used, or the module fits in no layout.
+        UsageError: the file of lengths cannot be used.
+        ProfileError: the profile cannot be read, or is of something else.
+    """
+    options = _parser().parse_args(sys.argv[2:])
+    module = read_module(options.model).with_frozen(*options.freeze)
+    device = read_device(options.device)
+    per_node = _devices_per_node(options, device)
+    names = ("global_batch_size", "token_budget", "encoder_budget")
+    workload = read_workload(options.data, module, {name: getattr(options, name) for name in names})
+    if options.sweep:
+        if options.out is not None:
+            raise PlanningError("--out writes one plan, but --sweep makes many; leave out one of them.")
+        _sweep(options, module, device, per_node, workload)
+        return
+    costs = _costs(options, module, Cluster(device, options.devices, per_node), workload)
+    data = "typical lengths, assumed" if options.data is None else str(options.data)
+    report = PlanReport(choose_placement(costs), costs.problems, module, data)
+    if options.out is not None:
+        _write(report, per_node, options.out)
+    if options.plot is not None:
+        from flowtrain_lightning.cli.plan_plot import draw_plan
+
+        draw_plan(report, options.plot)
+    print(json.dumps(report.values()) if options.json else report.text())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("plan")
+    add = parser.add_argument
+    add("--model", required=True, help=f"a config.json, dimensions in YAML, or one of {', '.join(CONFIGS)}")
+    add("--devices", type=int, required=True, help="how many in all")
+    add("--device", default="h100", help=f"{', '.join(DEVICES)}, or a YAML file (default: %(default)s)")
+    add("--nodes", type=int, help="in how many nodes (default: as many devices a node as usual)")
+    add("--data", type=Path, metavar="LENGTHS.parquet", help="columns tokens, image_tokens … (default: typical ones)")
+    add("--freeze", action="append", default=[], help="encoder, tower (all but projectors) or backbone; repeatable")
+    add("--profile", type=Path, metavar="PROFILE.json", help="how fast this module was measured to be on the device")
+    add("--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
+    add("--token-budget", type=int, default=8192, help="the most tokens of a microbatch (default: %(default)s)")
+    add("--encoder-budget", type=int, default=16384, help="of an encoder batch (default: %(default)s)")
+    add("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default: %(default)s")
+    add("--whole-copies", action="store_true", help="only layouts in which a rank holds all of its half")
+    add("--sweep", action="store_true", help="the best plan for 1, 2, 4 … devices")
+    add("--json", action="store_true", help="print the figures as JSON")
+    add("--out", type=Path, metavar="PLAN.yaml", help="write the recommended plan")
+    add("--plot", type=Path, metavar="PLOT.png", help="draw step and memory, or the sweep")
+    return parser
+
+
+def _devices_per_node(options: argparse.Namespace, device: Device) -> int:
+    if options.devices < 1:
+        raise PlanningError(f"There are {options.devices} devices; a plan needs at least 1.")
+    if options.nodes is None:
+        if options.devices > device.per_node and options.devices % device.per_node:
+            raise PlanningError(
+                f"{options.devices} devices cannot be divided into nodes of {device.per_node}, as is usual for "
+                f"{device.name}; say with --nodes how many nodes there are."
+            )
+        return device.per_node
+    if options.nodes < 1 or options.devices % options.nodes:
+        raise PlanningError(f"{options.devices} devices cannot be divided into {options.nodes} equal nodes.")
+    return int(options.devices // options.nodes)
+
+
+def _costs(
+    options: argparse.Namespace, module: ModuleDescription, cluster: Cluster, workload: Workload
+) -> ModelledCosts:
+    efficiencies = None
+    if options.profile is not None:
+        efficiencies = measured_efficiencies(read_profile(options.profile), module, cluster.device, options.precision)
+    problems = role_problems(module, workload, cluster, options.precision, efficiencies)
+    return ModelledCosts(problems, WHOLE_COPIES if options.whole_copies else SearchSpace())
+
+
+def _write(report: PlanReport, per_node: int, path: Path) -> None:
+    plan, device = report.choice.chosen, report.problems["backbone"].cluster
+    heading = [
+        f"{report.module.name} on {device.devices} {device.device.name}, {per_node} a node: {plan.name}.",
+        f"Predicted: {plan.seconds:.3f} s a step, {plan.samples_per_second:.1f} samples/s, {100 * plan.mfu:.1f} % MFU.",
+    ]
+    if (reason := why_plan_cannot_run(plan, per_node)) is not None:
+        heading.append(f"Training does not run it yet: it {reason}")
+    write_plan(plan.allocation(per_node), path, "\n".join(heading))
+
+
+def _sweep(
+    options: argparse.Namespace, module: ModuleDescription, device: Device, per_node: int, workload: Workload
+) -> None:
+    counts = sorted({2**power for power in range(options.devices.bit_length())} | {options.devices})
+    counts = [count for count in counts if count <= per_node or count % per_node == 0]
+    found: list[dict[str, Any]] = []
+    for count in counts:
+        try:
+            best = choose_placement(_costs(options, module, Cluster(device, count, per_node), workload)).chosen
+        except NoPlanError:
+            found.append({"devices": count, "placement": None})
+            continue
+        figures = {"step_seconds": best.seconds, "samples_per_second": best.samples_per_second, "mfu": best.mfu}
+        runs = why_plan_cannot_run(best, per_node) is None
+        found.append({"devices": count, "placement": best.name, **figures, "runs_today": runs})
+    if options.plot is not None:
+        from flowtrain_lightning.cli.plan_plot import draw_sweep
+
+        draw_sweep(found, f"{module.name} on {device.name}", options.plot)
+    print(json.dumps(found) if options.json else _sweep_text(found))
+
+
+def _sweep_text(found: list[dict[str, Any]]) -> str:
+    lines = [
+        (str(each["devices"]), "does not fit", "", "", "", "")
+        if each["placement"] is None
+        else (
+            str(each["devices"]),
+            each["placement"],
+            f"{each['step_seconds']:.4g}",
+            f"{each['samples_per_second']:.4g}",
+            f"{100 * each['mfu']:.1f} %",
+            "yes" if each["runs_today"] else "not yet",
+        )
+        for each in found
+    ]
+    return text_table(("devices", "placement", "s/step", "samples/s", "MFU", "training runs it"), lines)

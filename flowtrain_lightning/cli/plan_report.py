@@ -1,0 +1,238 @@
+"""How ``flowtrain plan`` prints: a table of plans, memory bars, the step in time, and all of it as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flowtrain_lightning.allocator import BACKBONE, AllocationError, ModuleDescription, PlacementChoice
+from flowtrain_lightning.allocator.candidates import usable_bytes
+from flowtrain_lightning.allocator.placements import ModelledPlan, Problems, joint_bytes
+from flowtrain_lightning.allocator.planner import PLAN_KINDS
+from flowtrain_lightning.placement.request import why_it_cannot_run
+
+WIDTH = 60
+
+PURPOSES = {
+    "weights": "W",
+    "gradients": "G",
+    "states": "S",
+    "activations": "A",
+    "logits": "L",
+    "features": "F",
+    "overhead": "O",
+    "forward": "f",
+    "backward": "b",
+    "exchange": "x",
+    "bubble": "p",
+    "sharding": "s",
+    "reduction": "r",
+    "optimizer": "o",
+    "waiting": "w",
+    "idle": ".",
+}
+"""Purpose of bytes or seconds -> its letter in a bar."""
+
+LEGEND = {
+    "exchange": "exchange among tensor and context ranks",
+    "bubble": "pipeline bubble",
+    "sharding": "gathering and casting weights",
+    "reduction": "reduction of gradients",
+    "waiting": "waiting for the first features",
+}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a role's step.
+
+    Attributes:
+        purpose: a field of `RoleTime`, ``"waiting"`` or ``"idle"``.
+        start: seconds from the step's beginning.
+        seconds: how long.
+    """
+
+    purpose: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What was planned, and for what.
+
+    Attributes:
+        choice: the plans.
+        problems: role -> what was planned for.
+        module: that is planned for.
+        data: where lengths are from, in words.
+    """
+
+    choice: PlacementChoice[ModelledPlan]
+    problems: Problems
+    module: ModuleDescription
+    data: str
+
+    def text(self) -> str:
+        """Everything, for a terminal."""
+        parts = [self._heading(), self.choice.table(), self.verdict(), self._layouts(), self._memory(), self._time()]
+        return "\n\n".join(parts)
+
+    def values(self) -> dict[str, Any]:
+        """Everything, for JSON. Bytes, seconds and shares are plain numbers."""
+        cluster, plans = self.problems[BACKBONE].cluster, {plan.kind: plan for plan in self.choice.predictions}
+        return {
+            "model": self.module.name,
+            "parameters": {role: half.parameters for role, half in self.module.roles.items()},
+            "device": cluster.device.name,
+            "devices": cluster.devices,
+            "devices_per_node": cluster.per_node,
+            "data": self.data,
+            "recommended": self.choice.chosen.kind,
+            "reason": self.choice.reason,
+            "why_it_cannot_run": why_plan_cannot_run(self.choice.chosen, cluster.per_node),
+            "gain_of_separation": self.choice.gain_of_separation,
+            "plans": {kind: self._plan_values(plans[kind]) if kind in plans else None for kind in PLAN_KINDS},
+        }
+
+    def verdict(self) -> str:
+        """The recommendation with its reason, what is not possible, and whether training runs it today."""
+        plan, possible = self.choice.chosen, {each.kind for each in self.choice.predictions}
+        lines = [f"Recommended: {plan.name}, because {self.choice.reason}."]
+        if impossible := [kind for kind in PLAN_KINDS if kind not in possible]:
+            lines.append(f"Not possible: {', '.join(impossible)}.")
+        reason = why_plan_cannot_run(plan, self.problems[BACKBONE].cluster.per_node)
+        if reason is not None:
+            lines.append(f"Training does not run this plan yet: it {reason}")
+        return "\n".join(lines)
+
+    def _plan_values(self, plan: ModelledPlan) -> dict[str, Any]:
+        roles = {}
+        for role, candidate in plan.chosen.items():
+            details = candidate.details(self.problems[role])
+            roles[role] = {
+                "layout": {**candidate.layout.degrees, "shard": candidate.layout.shard},
+                "recompute": candidate.recompute,
+                "seconds": details.time.at(0),
+                "microbatches": int(details.time.microbatches[0]),
+                "bytes": details.memory.at(0),
+            }
+        return {
+            "devices": plan.devices,
+            "step_seconds": plan.seconds,
+            "waiting_seconds": plan.waiting,
+            "samples_per_second": plan.samples_per_second,
+            "mfu": plan.mfu,
+            "peak_bytes": plan.peak_bytes,
+            "roles": roles,
+        }
+
+    def _heading(self) -> str:
+        problem = self.problems[BACKBONE]
+        cluster, load = problem.cluster, problem.load
+        sizes = ", ".join(f"{role} {_billions(half.parameters)}" for role, half in self.module.roles.items())
+        tokens = ", ".join(f"{one.load.tokens:,.0f} of the {role}" for role, one in self.problems.items())
+        return (
+            f"{self.module.name} ({sizes}) on {cluster.devices} {cluster.device.name}, {cluster.per_node} a node\n"
+            f"a step: {load.items:,.0f} samples with tokens {tokens}; data: {self.data}"
+        )
+
+    def _layouts(self) -> str:
+        plan = self.choice.chosen
+        lines = [
+            f"  {role:<{_longest(plan)}}  {candidate.layout.describe()}; {candidate.devices} devices; "
+            f"recompute {candidate.recompute}"
+            for role, candidate in plan.chosen.items()
+        ]
+        if any(candidate.recompute != "none" for candidate in plan.chosen.values()):
+            lines.append("  (recomputing is up to your module: training does not switch it on)")
+        return "\n".join([f"Layouts ({plan.name})", *lines])
+
+    def _memory(self) -> str:
+        plan, limit = self.choice.chosen, usable_bytes(self.problems[BACKBONE].cluster)
+        lines = [f"Memory of a device, GB (a bar is the {limit / 1e9:.1f} that can be planned for)"]
+        total: dict[str, float] = {}
+        for role, candidate in plan.chosen.items():
+            use = candidate.details(self.problems[role]).memory.at(0)
+            total[role] = sum(use.values())
+            lines.append(_line(plan, role, bar(use, limit), use, 1e9))
+        if plan.kind != "separate":
+            lines.append(f"  {'together':<{_longest(plan)}}  {joint_bytes(self.problems, total) / 1e9:.1f}")
+        return "\n".join(lines)
+
+    def _time(self) -> str:
+        plan = self.choice.chosen
+        lines = [f"Step, s (a bar is {plan.seconds:.3f} s)"]
+        used = set()
+        for role, phases in step_phases(plan, self.problems).items():
+            before = {"idle": phases[0].start} if phases[0].start else {}
+            shown = {phase.purpose: phase.seconds for phase in phases}
+            used |= set(shown)
+            lines.append(_line(plan, role, bar({**before, **shown}, plan.seconds), shown, 1.0))
+        legend = [f"{PURPOSES[name]} {meaning}" for name, meaning in LEGEND.items() if name in used]
+        return "\n".join([*lines, *([f"  {'; '.join(legend)}"] if legend else [])])
+
+
+def why_plan_cannot_run(plan: ModelledPlan, per_node: int) -> str | None:
+    """What of a plan training does not offer today, as the end of a sentence about it; None where it runs."""
+    try:
+        return why_it_cannot_run(plan.allocation(per_node))
+    except AllocationError as error:
+        return f"cannot be put onto ranks. {error}"
+
+
+def step_phases(plan: ModelledPlan, problems: Problems) -> dict[str, list[Phase]]:
+    """Role -> its phases in a step, as if each kind of work were done in one piece.
+
+    Roles on devices of their own run side by side; the backbone begins when the first features are there. Roles on the
+    same devices follow one another. In a mixed plan encoders are shown on the devices that do nothing else, and the
+    time before the backbone's work is when its devices encode.
+    """
+    found, clock = {}, 0.0
+    for role, candidate in plan.chosen.items():
+        parts = list(candidate.details(problems[role]).time.at(0).items())
+        idle = max(0.0, plan.seconds - candidate.seconds)
+        if plan.kind == "separate":
+            first = min(plan.waiting, idle) if role == BACKBONE else 0.0
+            found[role] = _phases([("waiting", first), *parts, ("idle", idle - first)], 0.0)
+        elif plan.kind == "mixed" and role == BACKBONE:
+            found[role] = _phases(parts, idle)
+        else:
+            share = candidate.seconds
+            if plan.kind == "mixed":
+                share *= plan.seconds / sum(one.seconds for name, one in plan.chosen.items() if name != BACKBONE)
+            found[role] = _phases([(name, part * share / candidate.seconds) for name, part in parts], clock)
+            clock += share
+    return found
+
+
+def _phases(parts: list[tuple[str, float]], start: float) -> list[Phase]:
+    phases = []
+    for purpose, seconds in parts:
+        if seconds > 0:
+            phases.append(Phase(purpose, start, seconds))
+        start += seconds
+    return phases
+
+
+def bar(parts: Mapping[str, float], whole: float) -> str:
+    """Parts of a whole as letters, `WIDTH` of them for all."""
+    letters, end = "", 0.0
+    for purpose, amount in parts.items():
+        end += amount
+        letters += PURPOSES[purpose] * max(0, round(WIDTH * end / whole) - len(letters))
+    return letters.ljust(WIDTH)
+
+
+def _billions(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e8 else f"{parameters / 1e6:.1f}M"
+
+
+def _line(plan: ModelledPlan, role: str, text: str, parts: Mapping[str, float], unit: float) -> str:
+    shown = "  ".join(f"{name} {amount / unit:.3g}" for name, amount in parts.items() if amount / unit >= 5e-4)
+    return f"  {role:<{_longest(plan)}}  |{text}|  {shown}"
+
+
+def _longest(plan: ModelledPlan) -> int:
+    return max(len("together"), *map(len, plan.chosen))

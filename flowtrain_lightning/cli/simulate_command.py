@@ -1,0 +1,159 @@
+"""The command ``flowtrain simulate``: steps of a plan, simulated with measured costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowtrain_lightning.allocator import Allocation, PlanningError
+from flowtrain_lightning.allocator.plan_file import read_plan
+from flowtrain_lightning.allocator.planner import text_table
+from flowtrain_lightning.cli.command_table import command_parser
+from flowtrain_lightning.cli.lengths import read_sizes
+from flowtrain_lightning.packing import IntArray, PackingError
+from flowtrain_lightning.placement.profile import Profile, ProfileError, read_profile
+from flowtrain_lightning.placement.simulation import (
+    PURPOSES,
+    Activity,
+    Simulation,
+    plan_on,
+    refuse_what_no_profile_tells,
+    simulate,
+)
+
+MISTAKES = (PlanningError, PackingError, ProfileError)
+
+_DRAWN = 8
+"""Ranks of each role in the picture; the first ones."""
+
+
+def run() -> None:
+    """Simulate steps and print what they take.
+
+    Raises:
+        PlanningError: an option cannot be used.
+        AllocationError: the plan cannot be read, or no profile says what it takes.
+        ProfileError: the profile cannot be read.
+        PackingError: samples do not fit into microbatches, or there are none.
+        UsageError: the file of lengths cannot be used.
+    """
+    options = _parser().parse_args(sys.argv[2:])
+    for name, least in (("steps", 1), ("global_batch_size", 1), ("encoder_activations", 1), ("seed", 0)):
+        if (value := getattr(options, name)) < least:
+            raise PlanningError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+    allocation, profile = read_plan(options.plan), read_profile(options.profile)
+    refuse_what_no_profile_tells(allocation)
+    sizes = read_sizes(options.data)
+    if not len(sizes):
+        raise PlanningError(f"{options.data} has no samples to make steps of.")
+    given = options.token_budget
+    budget = int(profile.origin.settings["token_budget"]) if given is None else given
+    samples = _samples(len(sizes), options.global_batch_size, options.steps, options.seed)
+    plans = [plan_on(allocation, sizes.select(chosen), chosen, profile, budget) for chosen in samples]
+    found = simulate(plans, allocation, profile, options.encoder_activations)
+    if options.plot is not None:
+        _draw(found, options.plot)
+    print(json.dumps(_values(found)) if options.json else _text(found, profile, options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("simulate")
+    add = parser.add_argument
+    add("--plan", type=Path, required=True, metavar="PLAN.yaml", help="which ranks do what, as `flowtrain plan` writes")
+    add("--data", type=Path, required=True, metavar="LENGTHS.parquet", help="columns tokens and image_tokens (a list)")
+    add("--profile", type=Path, required=True, metavar="PROFILE.json", help="what the halves take on one device")
+    add("--steps", type=int, default=10, help="how many (default: %(default)s)")
+    add("--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
+    add("--token-budget", type=int, help="the most tokens of a microbatch (default: that of the profile)")
+    add("--encoder-activations", type=int, default=4, help="encoder batches that a rank keeps (default: %(default)s)")
+    add("--seed", type=int, default=0, help="decides which samples make a step (default: %(default)s)")
+    add("--json", action="store_true", help="print the figures as JSON")
+    add("--plot", type=Path, metavar="TIMELINE.png", help="draw what the lanes do in one step")
+    return parser
+
+
+def _samples(available: int, count: int, steps: int, seed: int) -> Iterator[IntArray]:
+    """The samples of every step: all of them in an order that is drawn, and again in another one."""
+    draw = np.random.default_rng(seed)
+    epochs = -(-steps * count // available)
+    order = np.concatenate([draw.permutation(available) for _ in range(epochs)])
+    for step in range(steps):
+        yield order[step * count : (step + 1) * count]
+
+
+def _text(found: Simulation, profile: Profile, options: argparse.Namespace) -> str:
+    seconds = found.step_seconds
+    least, most = min(found.seconds), max(found.seconds)
+    lines_of_roles = []
+    for role, shares in found.shares.items():
+        spent = [f"{100 * shares[purpose]:.1f} %" for purpose in PURPOSES]
+        lines_of_roles.append((role, str(len(found.allocation.ranks[role])), *spent))
+    lines = [
+        found.allocation.describe(),
+        f"{len(found.seconds)} steps of {options.data} by the costs of {options.profile} ({profile.origin.device})",
+        "",
+        f"a step: {seconds:.4g} s ({least:.4g} to {most:.4g}), {found.samples / seconds:,.4g} samples/s, "
+        f"{found.tokens / seconds:,.0f} tokens/s",
+        "",
+        text_table(("where time goes", "ranks", *PURPOSES), lines_of_roles),
+    ]
+    if profile.reduction is None and any(len(ranks) > 1 for ranks in found.allocation.ranks.values()):
+        lines += ["", "The profile does not say how long gradients take to be summed; here they take no time."]
+    return "\n".join(lines)
+
+
+def _values(found: Simulation) -> dict[str, Any]:
+    seconds = found.step_seconds
+    return {
+        "allocation": found.allocation.state_dict(),
+        "step_seconds": seconds,
+        "seconds": found.seconds,
+        "samples_per_second": found.samples / seconds,
+        "tokens_per_second": found.tokens / seconds,
+        "shares": found.shares,
+    }
+
+
+def _draw(found: Simulation, path: Path) -> None:
+    from flowtrain_lightning.callbacks.timeline import draw_step  # which imports Lightning
+
+    ranks = {rank for of_role in found.allocation.ranks.values() for rank in of_role[:_DRAWN]}
+    try:
+        draw_step(_timelines(found, ranks), path)
+    except ImportError as error:
+        raise PlanningError(
+            "--plot needs matplotlib; install it with `pip install flowtrain-lightning[plot]`."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise PlanningError(f"{path} cannot be written: {error}") from error
+
+
+def _timelines(found: Simulation, ranks: set[int]) -> list[dict[str, Any]]:
+    """What the ranks do, in the form in which real runs record it."""
+    from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, Span
+
+    def span(one: Activity) -> Span:
+        kind = COMMUNICATION if one.name == "reduction" else COMPUTE
+        return Span(one.role, kind, one.name, "train", one.step, one.number, one.start, one.end)
+
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for one in found.activities:
+        if one.rank in ranks and one.name != "optimizer":  # no more than in a picture of a real run
+            spans[one.rank].append(span(one))
+    return [
+        {"rank": rank, "label": " and ".join(_lanes_of(rank, found.allocation)), "spans": of_rank}
+        for rank, of_rank in sorted(spans.items())
+    ]
+
+
+def _lanes_of(rank: int, allocation: Allocation) -> Iterator[str]:
+    for role in allocation.layouts:
+        if (lane := allocation.rank_within(role, rank)) is not None:
+            yield f"{role} {lane}"

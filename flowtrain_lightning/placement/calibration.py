@@ -1,0 +1,95 @@
+"""Models of time fitted to a profile: the shares of a device's peaks that each half was measured to reach."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from flowtrain_lightning.allocator import (
+    BACKBONE,
+    ENCODER,
+    PRECISIONS,
+    Cluster,
+    Device,
+    Efficiency,
+    ModuleDescription,
+    RoleProblem,
+)
+from flowtrain_lightning.allocator.description import Half
+from flowtrain_lightning.allocator.devices import assumed_efficiency, maker_device
+from flowtrain_lightning.allocator.pass_time import pass_time
+from flowtrain_lightning.allocator.role_problem import Family
+from flowtrain_lightning.allocator.workload import RoleLoad
+from flowtrain_lightning.placement.profile import Profile, ProfileError
+
+_LIKE = 0.1
+"""Relative difference in parameters up to which a description may be of the profiled module."""
+
+
+def measured_efficiencies(
+    profile: Profile, module: ModuleDescription, device: Device, precision: str
+) -> dict[str, Efficiency]:
+    """Role -> the device's shares, all lowered or raised alike, so that predicted passes take as long as measured ones.
+
+    What was measured covers everything that takes time, so there is no slack. Collectives were not measured. Where the
+    profile was made on another known device, its shares are lowered or raised by what was found there.
+
+    Args:
+        profile: of this module. If its device is not known by its maker's name, it is taken for ``device``.
+        module: its description.
+        device: for which is planned.
+        precision: for which is planned.
+
+    Raises:
+        ProfileError: the profile is of another module, of another precision, or with other halves frozen.
+    """
+    if (measured := profile.origin.settings["precision"]) != precision:
+        raise ProfileError(f"The profile is of {measured}, but the plan is for {precision}; choose one for both.")
+    for role, half in module.roles.items():
+        _refuse_another(profile, role, half, module.name)
+    return {
+        role: _efficiency(profile, role, half, device, precision)
+        for role, half in module.roles.items()
+        if profile.roles[role].measured
+    }
+
+
+def _refuse_another(profile: Profile, role: str, half: Half, name: str) -> None:
+    if role not in profile.roles:
+        raise ProfileError(f"A profile has one encoder and a backbone, but {name} has {role} as well.")
+    profiled = profile.roles[role]
+    if abs(half.parameters / profiled.parameters - 1) > _LIKE:
+        raise ProfileError(
+            f"The profile is of a module whose {role} has {profiled.parameters / 1e6:,.2f}M parameters, but that of "
+            f"{name} has {half.parameters / 1e6:,.2f}M; profile this module, or leave the profile out."
+        )
+    if half.trains != profiled.trains:
+        there, here = ("trains", "is frozen") if profiled.trains else ("is frozen", "trains")
+        raise ProfileError(f"The {role} {there} in the profile, but {here} in the plan; freeze the same in both.")
+
+
+def _efficiency(profile: Profile, role: str, half: Half, device: Device, precision: str) -> Efficiency:
+    measured = profile.roles[role].measured
+    receives_gradient = role == BACKBONE and profile.roles[ENCODER].trains
+    profiled = maker_device(profile.origin.device) or device
+    there = replace(assumed_efficiency(profiled), slack=1.0)
+    cluster, numbers = Cluster(profiled, 1, 1), PRECISIONS[precision]
+    most = max(item.tokens for item in measured)
+    ratios = []
+    for item in measured:
+        if item.tokens < most / 2:  # plans are for full microbatches
+            continue
+        load = RoleLoad(np.array([max(1, round(item.squares / item.tokens))]), 1.0, int(most), 1)
+        problem = RoleProblem(role, half, load, receives_gradient, cluster, numbers, there)
+        ratios.append(item.seconds / float(pass_time(problem, Family(np.ones(1)), np.array([item.tokens])).total[0]))
+    slower = float(np.median(ratios))
+    assumed = assumed_efficiency(device)
+    return replace(
+        assumed,
+        slack=1.0,
+        dense=assumed.dense / slower,
+        attention=assumed.attention / slower,
+        memory=assumed.memory / slower,
+        launch=assumed.launch * slower,
+    )

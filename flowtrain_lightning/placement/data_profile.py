@@ -1,0 +1,134 @@
+"""What a data set asks of a module: lengths of as many samples as it takes to know how to split the devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowtrain_lightning.allocator import Workload
+from flowtrain_lightning.allocator.flops import FloatArray
+from flowtrain_lightning.data import FlowDataModule
+from flowtrain_lightning.data.collate import IMAGE
+from flowtrain_lightning.packing import CostModel, IntArray, SampleSizes
+from flowtrain_lightning.placement.profile import Profile
+
+_TRIALS = math.ceil(math.log(0.05) / math.log(1 - 0.05))
+"""59: were the choice to differ in 5 % of all draws, so many draws would miss that in 5 % of all tests."""
+_FIRST = 256
+"""Samples of the first test; fewer would say little about how lengths are distributed."""
+_MOST = 100_000
+"""Samples among which is drawn: what sizes are read of."""
+
+
+Decide = Callable[[IntArray], Hashable]
+"""What is decided by samples: the indices of those drawn -> the decision."""
+
+
+@dataclass(frozen=True)
+class DataProfile:
+    """Samples drawn from the training data, and what they say.
+
+    Attributes:
+        sizes: of the drawn samples.
+        available: samples of the data.
+        stable: other draws of so many samples led to the same split. Where the data are too few for that test, all of
+            them are here.
+        devices: that were to be split.
+        encoder_devices: of these, how many the drawn samples want for the encoder.
+        encoder_share: of the encoder in all work, from 0 to 1.
+        workload: what the samples are to the planner.
+    """
+
+    sizes: SampleSizes
+    available: int
+    stable: bool
+    devices: int
+    encoder_devices: int
+    encoder_share: float
+    workload: Workload
+
+
+def profile_data(data: FlowDataModule, profile: Profile, devices: int = 8) -> DataProfile:
+    """Draw training samples until the split of devices between encoder and backbone no longer depends on the draw.
+
+    After Entrain (arXiv 2605.27918): the work of encoder and backbone varies much between samples, but a few hundred
+    tell their ratio.
+
+    Args:
+        data: its training data are used.
+        profile: says what each sample costs.
+        devices: that are to be split; the more, the more samples it takes.
+
+    Raises:
+        DataError: there are no training data, or they cannot be read.
+    """
+    source = data.train_dataloader().steps.samples.source
+    draw = np.random.default_rng(data.seed)
+    pool = draw.permutation(len(source))[:_MOST]
+    sizes = source.sizes(pool)
+    encoder, backbone = sample_costs(sizes, profile, data.token_budget)
+
+    def split(drawn: IntArray) -> int:
+        return encoder_devices(float(encoder[drawn].sum()), float(backbone[drawn].sum()), devices)
+
+    count, stable = stable_count(len(pool), split, draw)
+    drawn = np.arange(count)
+    share = float(encoder[drawn].sum() / (encoder[drawn].sum() + backbone[drawn].sum()))
+    chosen = sizes.select(drawn)
+    workload = _workload(chosen, data)
+    return DataProfile(chosen, len(source), stable, devices, split(drawn), share, workload)
+
+
+def sample_costs(sizes: SampleSizes, profile: Profile, token_budget: int) -> tuple[FloatArray, FloatArray]:
+    """``[samples]`` seconds of the encoder and of the backbone for each sample.
+
+    What a forward itself costs is shared by all samples of a full microbatch, whose media are one encoder batch.
+    """
+    nothing = CostModel(0.0, 0.0, 0.0)
+    encoder, backbone = profile.encoder_cost or nothing, profile.cost
+    forwards = sizes.tokens / token_budget
+    of_media = np.bincount(sizes.media_sample, encoder.of_each(sizes.media_patches), minlength=len(sizes))
+    return of_media + encoder.constant * forwards, backbone.of_each(sizes.tokens) + backbone.constant * forwards
+
+
+def encoder_devices(encoder: float, backbone: float, devices: int) -> int:
+    """How many devices the encoder gets so that the slower half is as fast as can be; at least one, if it has work."""
+    if encoder == 0 or devices < 2:
+        return 0
+    counts = np.arange(1, devices)
+    return int(counts[np.argmin(np.maximum(encoder / counts, backbone / (devices - counts)))])
+
+
+def stable_count(available: int, choose: Decide, draw: np.random.Generator) -> tuple[int, bool]:
+    """How many samples make a choice stable: so many that 59 draws of as many all lead to the same one.
+
+    Args:
+        available: samples that can be drawn.
+        choose: the choice.
+        draw: decides about samples.
+
+    Returns:
+        The number, and whether it makes the choice stable: False where all samples are too few for the test.
+    """
+    count = _FIRST
+    while 2 * count <= available:
+        choices = {choose(draw.choice(available, count, replace=False)) for _ in range(_TRIALS)}
+        if len(choices) == 1:
+            return count, True
+        count *= 2
+    return available, False
+
+
+def _workload(sizes: SampleSizes, data: FlowDataModule) -> Workload:
+    """The lengths, with batches as the packer makes them: an encoder batch is what one microbatch reads."""
+    patches_per_token = sizes.media_patches.sum() / sizes.tokens.sum()
+    return Workload(
+        sizes.tokens,
+        {IMAGE: sizes.media_patches},
+        global_batch_size=data.global_batch_size,
+        token_budget=data.token_budget,
+        encoder_budget=max(1, round(data.token_budget * patches_per_token)),
+    )

@@ -1,0 +1,128 @@
+"""FLOPs of a live module's halves, counted without computing: weights and pixels are on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.flop_counter import FlopCounterMode
+
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.compute.features import as_features
+from flowtrain_lightning.compute.step_metrics import MetricAccumulator
+from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing.cost_model import Observation, fit_cost
+from flowtrain_lightning.parallel.halves import half_parameters, half_trains
+from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.placement.meta_device import MetaTensorMode, copy_on_meta
+from flowtrain_lightning.placement.probes import Probe
+from flowtrain_lightning.placement.profile import FlopModel, ProfileError
+
+_COUNTED = 6
+"""Probes that are looked at. Three would do for three coefficients if nothing but lengths mattered."""
+
+Passes = dict[str, tuple[float, float]]
+"""Role -> FLOPs of forward and of backward."""
+
+
+def count_flops(module: FlowModule, probes: Sequence[Probe]) -> dict[str, FlopModel]:
+    """Role -> FLOPs of its half by the lengths of what it computes; a role without work in any probe is absent.
+
+    Everything is counted that the module's own methods ask torch to multiply, with what is frozen left out as torch
+    leaves it out. Attention counts the pairs that its mask leaves (half of them where it is causal), and twice that in
+    the backward; see `flowtrain_lightning.allocator.flops.model_flops`.
+
+    Args:
+        module: built or not. It is left as it is.
+        probes: microbatches and encoder batches, of which a few that differ most are looked at.
+
+    Raises:
+        ProfileError: the module reads numbers that are not there without computing.
+    """
+    copy, probes = copy_on_meta(module), _few(probes)
+    try:
+        with own_streams():
+            counted = [_count(copy, probe) for probe in probes]
+    except Exception as error:  # of the user's methods, or of torch on their behalf
+        reason = next(iter(str(error).splitlines()), "")
+        raise ProfileError(
+            f"The FLOPs of {type(module).__name__} cannot be counted, since its methods do not run without weights "
+            f"and pixels ({type(error).__name__}: {reason})."
+        ) from error
+    return {role: _fitted(role, probes, counted) for role in ROLES if any(role in passes for passes in counted)}
+
+
+def _few(probes: Sequence[Probe]) -> list[Probe]:
+    """Some of those with media, if any has media: from the shortest samples to the longest."""
+
+    def mean_length(probe: Probe) -> float:
+        item = Observation.of(probe.lengths(BACKBONE), 0.0)
+        return item.squares / item.tokens
+
+    ordered = sorted([probe for probe in probes if probe.media is not None] or probes, key=mean_length)
+    picked = np.linspace(0, len(ordered) - 1, min(_COUNTED, len(ordered))).round().astype(int)
+    return [ordered[number] for number in picked]
+
+
+class _Counter:
+    """Runs parts of a pass on the meta device, and says how many FLOPs each has."""
+
+    def __init__(self) -> None:
+        self._mode = MetaTensorMode()
+
+    def run(self, part: Callable[[], Any]) -> tuple[Any, float]:
+        """What the part returns, and its FLOPs."""
+        before = self._mode.attention_flops
+        with self._mode, FlopCounterMode(display=False) as counter:
+            result = part()
+        return result, counter.get_total_flops() + self._mode.attention_flops - before
+
+    def backward(self, outputs: tuple[Tensor, ...]) -> float:
+        """FLOPs of the backward of all outputs that want one."""
+        wanted = [out for out in outputs if out.requires_grad]
+        if not wanted:
+            return 0.0
+        # Given tensors, `backward` is a function that a mode sees, and does not see what is computed again inside.
+        edges = [get_gradient_edge(out) for out in wanted]
+        gradients = [torch.empty_like(out) for out in wanted]
+        return self.run(lambda: torch.autograd.backward(edges, gradients))[1]
+
+
+def _count(module: FlowModule, probe: Probe) -> Passes:
+    """The halves share no graph, as if they lived on two ranks."""
+    counter, found = _Counter(), {}
+    packed, media, trains = probe.packed, probe.media, half_trains(module, ENCODER)
+    features = {}
+    if media is not None:
+        dtypes = (weight.dtype for weight in half_parameters(module, ENCODER) if weight.is_floating_point())
+        pixels = media.with_patches(media.patches.to("meta", next(dtypes, torch.float32)))
+        with torch.set_grad_enabled(trains):
+            output, encoding = counter.run(lambda: module.encode(pixels))
+        outputs = output if isinstance(output, tuple) else (output,)
+        leaves = tuple(out.detach().requires_grad_(trains and out.is_floating_point()) for out in outputs)
+        features = as_features(media.modality, leaves)
+        found[ENCODER] = encoding, counter.backward(outputs)
+    with module.logging_into(MetricAccumulator()):
+        (loss, _), forward = counter.run(lambda: module.backbone_step(packed, features, "train"))
+    found[BACKBONE] = forward, counter.backward((loss,))
+    return found
+
+
+def _fitted(role: str, probes: Sequence[Probe], counted: Sequence[Passes]) -> FlopModel:
+    pairs = [
+        (probe.lengths(role), passes[role]) for probe, passes in zip(probes, counted, strict=True) if role in passes
+    ]
+    forward, backward = (
+        [Observation.of(lengths, passes[direction]) for lengths, passes in pairs] for direction in range(2)
+    )
+    return FlopModel(_cost(forward), _cost(backward))
+
+
+def _cost(observations: Sequence[Observation]) -> CostModel:
+    worked = [item for item in observations if item.seconds]
+    return fit_cost(worked) if worked else CostModel(0.0, 0.0, 0.0)

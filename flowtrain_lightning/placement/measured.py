@@ -1,0 +1,237 @@
+"""Costs from a profile: the run's own first steps, packed for every split of the ranks and simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+
+from flowtrain_lightning.allocator import (
+    BACKBONE,
+    ENCODER,
+    ROLES,
+    Allocation,
+    NoPlanError,
+    Prediction,
+    default_allocation,
+)
+from flowtrain_lightning.packing import IntArray, PackingError, StepPlan
+from flowtrain_lightning.packing.simulator import recomputed_batches, simulate_steps
+from flowtrain_lightning.packing.step_work import Lanes, StepWork, step_work
+from flowtrain_lightning.placement.profile import Profile
+
+SIMULATED_STEPS = 6
+"""So many steps tell how uneven ranks are, and how far an encoder that does not train works ahead."""
+
+STEPS_AHEAD = 8
+"""Later steps that a frozen encoder may have begun: the runtime's own limit, which needs torch to be read."""
+
+_TRIED_AT_ONCE = 12
+"""Numbers of encoder ranks that one round of the search looks at."""
+
+PlanSteps = Callable[[Allocation, int], Sequence[StepPlan]]
+"""The plans of the run's first steps on an allocation, at most so many; a PackingError where they cannot be dealt."""
+
+
+@dataclass(frozen=True)
+class Processors:
+    """Which ranks share what they compute on.
+
+    Attributes:
+        sharing: ranks that share something, such as the ranks of one device or all ranks of one CPU.
+        capacity: how many of these ranks it serves at full speed.
+    """
+
+    sharing: tuple[tuple[int, ...], ...]
+    capacity: float
+
+
+@dataclass(frozen=True)
+class MeasuredPrediction(Prediction):
+    """What steps take on an allocation, by a profile.
+
+    Attributes:
+        allocation: which ranks do what.
+    """
+
+    allocation: Allocation
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Predicts what steps take by simulating the run's first ones with the costs of a profile.
+
+    Moving features, loading and Lightning's own work take no time here; no placement has less of them.
+
+    Attributes:
+        profile: what the halves cost on one device.
+        plan_steps: gives the steps.
+        ranks: of the run, at least 2.
+        processors: which of the ranks share what they compute on.
+        kept_batches: encoder batches whose activations each encoder rank keeps.
+        nodes: on which the ranks run, as many on each.
+    """
+
+    margin: ClassVar[float] = 0.01
+
+    profile: Profile
+    plan_steps: PlanSteps
+    ranks: int
+    processors: Processors
+    kept_batches: int
+    nodes: int = 1
+
+    def predictions(self) -> tuple[MeasuredPrediction, ...]:
+        """Colocated roles, and separate ones with encoder ranks spread evenly over the nodes.
+
+        On a few ranks these are all allocations of whole copies. On more, some numbers of encoder ranks are tried, then
+        more of them about the best one, and so on: a thousand ranks take some forty predictions.
+
+        Raises:
+            NoPlanError: the steps cannot be dealt to so many ranks.
+        """
+        together = None
+        if self.profile.whole:  # else both halves did not fit on a device together
+            together = self.predict(default_allocation(self.ranks, "colocated"))
+        found = (*([together] if together is not None else []), *search_splits(self.ranks - 1, self._separate))
+        if not found:
+            raise NoPlanError(f"the steps cannot be dealt to {self.ranks} ranks in any way")
+        return found
+
+    def predict(self, allocation: Allocation) -> MeasuredPrediction | None:
+        """What steps take on an allocation, or None where the steps cannot be dealt to it."""
+        try:
+            plans = self.plan_steps(allocation, SIMULATED_STEPS)
+        except PackingError:
+            return None  # microbatches=... cannot be shared out evenly among these backbone ranks
+        return predict_steps(plans, allocation, self.profile, self.processors, self.kept_batches)
+
+    def _separate(self, encoder_ranks: int) -> MeasuredPrediction | None:
+        return self.predict(default_allocation(self.ranks, "separate", encoder_ranks, self.ranks // self.nodes))
+
+
+def search_splits(most: int, predict: Callable[[int], MeasuredPrediction | None]) -> list[MeasuredPrediction]:
+    """Predictions for numbers of encoder ranks from 1 to ``most``, the closer together the closer to the best."""
+    found: dict[int, MeasuredPrediction] = {}
+    low, high = 1, most
+    while True:
+        tried = sorted({round(float(number)) for number in np.geomspace(low, high, _TRIED_AT_ONCE)})
+        if high - low < _TRIED_AT_ONCE:
+            tried = list(range(low, high + 1))
+        for first, following in pairwise([*tried, high + 1]):
+            for number in range(first, following):  # where the steps cannot be dealt to it, the next one stands for it
+                if number not in found and (prediction := predict(number)) is not None:
+                    found[number] = prediction
+                if number in found:
+                    break
+        if not found or len(tried) > high - low:
+            return [found[number] for number in sorted(found)]
+        best = min(found, key=lambda number: found[number].seconds)
+        low = max((number for number in tried if number < best), default=low)
+        high = min((number for number in tried if number > best), default=high)
+
+
+def predict_steps(
+    plans: Sequence[StepPlan], allocation: Allocation, profile: Profile, processors: Processors, kept_batches: int
+) -> MeasuredPrediction:
+    """What consecutive steps take on the allocation that they were planned for.
+
+    Args:
+        plans: the steps.
+        allocation: whole copies, separate or colocated.
+        profile: what everything costs.
+        processors: which of the ranks share what they compute on.
+        kept_batches: encoder batches whose activations each encoder rank keeps.
+    """
+    works, lanes = measured_work(plans, allocation, profile, kept_batches)
+    # Round once more to the first step, for what a step takes from one backbone's end to the next.
+    backbone_ends = simulate_steps([*works, works[0]], lanes).backbone_ends
+    simulated = (backbone_ends[-1] - backbone_ends[0]) / len(works)
+    busy = _busy_seconds(works, allocation)
+    crowded = max(sum(sum(busy[rank].values()) for rank in ranks) / processors.capacity for ranks in processors.sharing)
+    seconds = max(simulated, crowded)
+    samples = float(np.mean([len(plan.samples) for plan in plans]))
+    colocated = allocation.placement == "colocated"
+    return MeasuredPrediction(
+        kind="colocated" if colocated else "separate",
+        name=short_name(allocation),
+        seconds=seconds,
+        samples_per_second=samples / seconds,
+        idle=_idle_shares(busy, allocation, seconds),
+        allocation=allocation,
+    )
+
+
+def short_name(allocation: Allocation) -> str:
+    """An allocation in two or three words, as in ``separate 1 + 3``: encoder and backbone ranks."""
+    encoders, backbones = (len(allocation.ranks[role]) for role in ROLES)
+    return f"colocated x{backbones}" if allocation.placement == "colocated" else f"separate {encoders} + {backbones}"
+
+
+def measured_work(
+    plans: Sequence[StepPlan], allocation: Allocation, profile: Profile, kept_batches: int
+) -> tuple[list[StepWork], Lanes]:
+    """What the lanes compute in every step, and by which rules.
+
+    The end of a step is one more microbatch of every backbone lane, and a part of the backward of every encoder lane's
+    last batch.
+    """
+    ends = {role: sum(end_seconds(profile, role, len(allocation.ranks[role]))) for role in ROLES}
+    lanes = Lanes(
+        allocation.ranks[BACKBONE],
+        allocation.ranks[ENCODER],
+        sync_every="step",
+        kept_batches=kept_batches,
+        steps_ahead=0 if profile.roles[ENCODER].trains else STEPS_AHEAD,
+    )
+    return [_step_work(plan, profile, kept_batches, ends) for plan in plans], lanes
+
+
+def end_seconds(profile: Profile, role: str, ranks: int) -> tuple[float, float]:
+    """What a rank does for a role at the end of a step: seconds of the gradient reduction, and of the optimizer."""
+    half = profile.roles[role]
+    reduction = 0.0 if profile.reduction is None else profile.reduction.seconds(half.gradient_bytes, ranks)
+    return reduction, half.optimizer_seconds
+
+
+def _step_work(plan: StepPlan, profile: Profile, kept_batches: int, ends: dict[str, float]) -> StepWork:
+    encoder = profile.roles[ENCODER]
+
+    def encoder_batch(patches: IntArray) -> tuple[float, float]:
+        seconds = encoder.cost.of_set(patches)
+        forward = seconds * encoder.forward_share if encoder.trains else seconds
+        return forward, seconds - forward
+
+    recomputed = recomputed_batches(plan, kept_batches) if encoder.trains else None
+    work = step_work(plan, profile.cost.of_set, encoder_batch, recomputed)
+    encoding = [
+        [*batches[:-1], *(replace(last, backward=last.backward + ends[ENCODER]) for last in batches[-1:])]
+        for batches in work.encoder_batches
+    ]
+    return StepWork([[*of_rank, ends[BACKBONE]] for of_rank in work.microbatches], encoding)
+
+
+def _busy_seconds(works: Sequence[StepWork], allocation: Allocation) -> dict[int, dict[str, float]]:
+    """Rank -> role -> seconds that it computes for that role in a step, on average."""
+    busy: dict[int, dict[str, float]] = {rank: {} for rank in range(allocation.size)}
+    for role in ROLES:
+        for lane, rank in enumerate(allocation.ranks[role]):
+            busy[rank][role] = float(np.mean([_lane_seconds(work, role, lane) for work in works]))
+    return busy
+
+
+def _lane_seconds(work: StepWork, role: str, lane: int) -> float:
+    if role == BACKBONE:
+        return sum(work.microbatches[lane])
+    return sum(batch.forward * (2 if batch.recomputed else 1) + batch.backward for batch in work.encoder_batches[lane])
+
+
+def _idle_shares(busy: dict[int, dict[str, float]], allocation: Allocation, seconds: float) -> dict[str, float]:
+    """Role -> idle share of its ranks; a rank with two roles is idle where it computes for neither."""
+    return {
+        role: max(0.0, 1 - float(np.mean([sum(busy[rank].values()) for rank in allocation.ranks[role]])) / seconds)
+        for role in ROLES
+    }

@@ -1,0 +1,228 @@
+"""A profile: how long each half of a module takes on one device, as numbers and as a JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing.cost_model import Observation, predict
+
+_FORMAT = "flowtrain profile 1"
+
+
+class ProfileError(ValueError):
+    """A profile cannot be made, read or written; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class ProfileOrigin:
+    """What was measured, where and with what: profiles of one origin may stand for each other.
+
+    Attributes:
+        module: the module's class and a fingerprint of its parameters' names, shapes, types and trainable flags.
+        device: what it ran on.
+        versions: package -> version.
+        settings: what else decides how long a half takes: precision, threads, token budget.
+    """
+
+    module: str
+    device: str
+    versions: Mapping[str, str]
+    settings: Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
+class FlopModel:
+    """FLOPs of one half by the lengths of what it computes, as cost models whose unit is a FLOP.
+
+    Attributes:
+        forward: of a forward.
+        backward: of a backward, without what is computed again; all zero where no gradient is wanted.
+    """
+
+    forward: CostModel
+    backward: CostModel
+
+    def of(self, item: Observation) -> float:
+        """FLOPs of what was measured, forward and backward."""
+        return predict(self.forward, item) + predict(self.backward, item)
+
+
+@dataclass(frozen=True)
+class RoleProfile:
+    """One half of the module on one device.
+
+    Attributes:
+        cost: seconds of forward and backward of one microbatch (by tokens) or one encoder batch (by patches); forward
+            alone where no gradient is wanted. All zero where nothing was measured, as where no sample has media.
+        trains: whether the half has parameters that train.
+        parameters: numbers in all its weights.
+        gradient_bytes: what a reduction over data-parallel ranks moves; 0 where the half is frozen.
+        optimizer_seconds: of one optimizer step over the half's parameters.
+        forward_share: the part of ``cost`` that is the forward, from 0 to 1.
+        measured: what ``cost`` was fitted to.
+        flops: what there was to compute; None where that could not be counted.
+    """
+
+    cost: CostModel
+    trains: bool
+    parameters: int
+    gradient_bytes: int
+    optimizer_seconds: float
+    forward_share: float
+    measured: tuple[Observation, ...]
+    flops: FlopModel | None = None
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """FLOP/s over everything that was measured; None where nothing was, or FLOPs could not be counted."""
+        if self.flops is None or not self.measured:
+            return None
+        return sum(map(self.flops.of, self.measured)) / sum(item.seconds for item in self.measured)
+
+    @property
+    def error(self) -> float:
+        """The median relative error of ``cost`` on what was measured; 0 where nothing was."""
+        errors = [abs(predict(self.cost, item) / item.seconds - 1) for item in self.measured]
+        return float(np.median(errors)) if errors else 0.0
+
+
+@dataclass(frozen=True)
+class ReductionCost:
+    """How long data-parallel ranks take to sum their gradients: ``constant + seconds_per_byte * bytes``.
+
+    Attributes:
+        ranks: ranks among which it was measured.
+        constant: seconds, however little is summed.
+        seconds_per_byte: seconds for each byte of gradients.
+
+    Raises:
+        ValueError: fewer than 2 ranks, which sum nothing.
+    """
+
+    ranks: int
+    constant: float
+    seconds_per_byte: float
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2:
+            raise ValueError(f"a reduction is measured among at least 2 ranks, and not among {self.ranks}")
+
+    def seconds(self, size: int, ranks: int | None = None) -> float:
+        """Seconds in which ranks sum ``size`` bytes of gradients each, if the measured ranks did it as a ring does.
+
+        Args:
+            size: bytes; 0 takes no time.
+            ranks: how many sum; None is as many as were measured.
+        """
+        ranks = self.ranks if ranks is None else ranks
+        if ranks < 2 or not size:
+            return 0.0
+        hops = (ranks - 1) / (self.ranks - 1)
+        moved = hops * self.ranks / ranks
+        return self.constant * hops + self.seconds_per_byte * moved * size
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How long the two halves of a module take on one device.
+
+    Attributes:
+        origin: what was measured, where and with what.
+        roles: role -> its half.
+        feature_bytes: of one row of features; 0 where no sample has media.
+        reduction: of gradients; None where it was not measured.
+        whole: both halves fitted on the device together. Where they did not, each was measured with one and with two of
+            its layers, and what a layer adds was counted for all of them.
+    """
+
+    origin: ProfileOrigin
+    roles: Mapping[str, RoleProfile]
+    feature_bytes: int
+    reduction: ReductionCost | None = None
+    whole: bool = True
+
+    @property
+    def cost(self) -> CostModel:
+        """Seconds of a microbatch on the backbone: ``FlowDataModule(cost=...)``."""
+        return self.roles[BACKBONE].cost
+
+    @property
+    def encoder_cost(self) -> CostModel | None:
+        """Seconds of an encoder batch: ``FlowDataModule(encoder_cost=...)``; None where no sample has media."""
+        return self.roles[ENCODER].cost if self.roles[ENCODER].measured else None
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write a profile as JSON.
+
+    Raises:
+        ProfileError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps({"format": _FORMAT, **asdict(profile)}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be written: {error}") from error
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in a file that `write_profile` wrote.
+
+    Raises:
+        ProfileError: the file cannot be read, is no profile, or is one that was changed into nonsense.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"{path} cannot be read as a profile: {error}") from error
+    found = content.get("format") if isinstance(content, Mapping) else None
+    if found != _FORMAT:
+        what = f"its format is {found!r}" if found else "it has no format"
+        raise ProfileError(
+            f"{path} is no profile that this version reads ({what}); write one with `flowtrain profile`."
+        )
+    try:
+        return _profile(content)
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ProfileError(f"{path} is a damaged profile: {reason}. Write it anew with `flowtrain profile`.") from error
+
+
+def _profile(content: Mapping[str, Any]) -> Profile:
+    origin, reduction = content["origin"], content["reduction"]
+    return Profile(
+        origin=ProfileOrigin(
+            str(origin["module"]), str(origin["device"]), dict(origin["versions"]), dict(origin["settings"])
+        ),
+        roles={role: _role(content["roles"][role]) for role in ROLES},
+        feature_bytes=int(content["feature_bytes"]),
+        reduction=None
+        if reduction is None
+        else ReductionCost(int(reduction["ranks"]), float(reduction["constant"]), float(reduction["seconds_per_byte"])),
+        whole=bool(content["whole"]),
+    )
+
+
+def _role(values: Mapping[str, Any]) -> RoleProfile:
+    return RoleProfile(
+        cost=CostModel(**values["cost"]),
+        trains=bool(values["trains"]),
+        parameters=int(values["parameters"]),
+        gradient_bytes=int(values["gradient_bytes"]),
+        optimizer_seconds=float(values["optimizer_seconds"]),
+        forward_share=float(values["forward_share"]),
+        measured=tuple(
+            Observation(float(item["tokens"]), float(item["squares"]), float(item["seconds"]))
+            for item in values["measured"]
+        ),
+        flops=None
+        if (flops := values["flops"]) is None
+        else FlopModel(CostModel(**flops["forward"]), CostModel(**flops["backward"])),
+    )

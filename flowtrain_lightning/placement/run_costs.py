@@ -1,0 +1,53 @@
+"""The costs of a run: its training data's first steps, on its ranks, by a profile."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
+from flowtrain_lightning.data import FlowDataModule, RankShard, StepDataset
+from flowtrain_lightning.packing import StepPlan
+from flowtrain_lightning.placement.measured import PlanSteps, Processors
+
+
+def rank_shard(allocation: Allocation, rank: int) -> RankShard:
+    """Which part of every step a rank loads."""
+    return RankShard(
+        backbone_rank=allocation.rank_within(BACKBONE, rank),
+        backbone_ranks=len(allocation.ranks[BACKBONE]),
+        encoder_rank=allocation.rank_within(ENCODER, rank),
+        encoder_ranks=len(allocation.ranks[ENCODER]),
+        colocated_encoder_ranks=allocation.colocated_encoder_ranks,
+    )
+
+
+def first_steps(data: FlowDataModule) -> PlanSteps:
+    """Plans the steps that a data module would begin to train on, for any allocation; its own state stays as it is.
+
+    Raises:
+        DataError: the data cannot be used.
+    """
+    alone = copy.copy(data)
+    alone.trainer = None
+    if type(data).prepare_data is not FlowDataModule.prepare_data:
+        alone.prepare_data()  # of a subclass: it may make the files
+    return partial(_plan_steps, alone.train_dataloader().steps)
+
+
+def processors_of(device: torch.device, ranks: int, ranks_per_device: int, nodes: int = 1) -> Processors:
+    """What the ranks compute on: all those of a node share its CPU, or those of a device share that."""
+    on_cpu = device.type == "cpu"
+    together = ranks // nodes if on_cpu else ranks_per_device
+    capacity = len(os.sched_getaffinity(0)) / torch.get_num_threads() if on_cpu else 1.0
+    return Processors(tuple(tuple(range(first, first + together)) for first in range(0, ranks, together)), capacity)
+
+
+def _plan_steps(steps: StepDataset, allocation: Allocation, count: int) -> Sequence[StepPlan]:
+    dealt = replace(steps, shard=rank_shard(allocation, 0))
+    return [dealt.plan(0, step) for step in range(min(count, len(dealt)))]

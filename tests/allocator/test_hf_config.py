@@ -1,0 +1,99 @@
+"""Modules described by Hugging Face configs, held against live models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.allocator import PlanningError, describe_config
+from flowtrain_lightning.allocator.flops import MODEL_BACKWARD, backward_work, forward_work
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.allocator.live_models import CONFIGS, build, count, count_backward  # noqa: E402
+
+TOKENS = np.array([150])
+
+
+def near(value):
+    return pytest.approx(value, rel=0.01)
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def live(request):
+    torch.manual_seed(0)
+    return build(request.param)
+
+
+@pytest.fixture
+def described(live):
+    return describe_config(live.config)
+
+
+@pytest.fixture
+def encoder(described):
+    (half,) = described.encoders.values()
+    return half
+
+
+def test_parameters_are_those_of_the_live_model(live, described, encoder):
+    counted = sum(parameter.numel() for parameter in live.model.parameters())
+    assert encoder.parameters + described.backbone.parameters == near(counted)
+
+
+def test_an_encoders_forward_is_what_torch_counts(live, encoder):
+    counted, work = count(live.encode), forward_work(encoder, live.lengths)
+    assert (work.dense, work.attention) == (near(counted.dense), near(counted.attention))
+
+
+def test_an_encoders_backward_is_what_torch_counts(live, encoder):
+    counted = count_backward(live.encode)
+    work = backward_work(encoder, live.lengths, attention_factor=MODEL_BACKWARD)
+    assert (work.dense, work.attention) == (near(counted.dense), near(counted.attention))
+
+
+def test_a_backbones_passes_are_what_torch_counts_with_causal_attention_halved(live, described):
+    embeddings = torch.nn.Parameter(torch.randn(1, int(TOKENS[0]), 64))
+    forward, backward = count(lambda: live.read(embeddings)), count_backward(lambda: live.read(embeddings))
+    ours = forward_work(described.backbone, TOKENS)
+    back = backward_work(described.backbone, TOKENS, attention_factor=MODEL_BACKWARD)
+    assert (ours.dense, ours.attention) == (near(forward.dense), near(forward.attention / 2))
+    assert (back.dense, back.attention) == (near(backward.dense), near(backward.attention / 2))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "resnet"}, "model_type 'resnet' cannot be read; known are qwen2_vl, qwen2_5_vl, qwen3_vl"),
+        ({}, "model_type 'None' cannot be read"),
+        ({"model_type": "llava", "text_config": {"model_type": "mistral"}}, "'mistral' has no field"),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "'llava' has no field 'vision_config'"),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama", "num_hidden_layers": "32"}},
+            "num_hidden_layers is '32'; it must be a number above 0",
+        ),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama", "hidden_size": -1}},
+            "hidden_size is -1; it must be a number above 0",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused_with_what_is_missing(config, words):
+    with pytest.raises(PlanningError, match=words):
+        describe_config(config)
+
+
+def test_older_files_with_the_backbones_fields_at_the_top_are_read():
+    text = {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    }
+    vision = {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "patch_size": 14}
+    module = describe_config({"model_type": "qwen2_vl", **text, "vision_config": vision})
+    assert module.backbone.parameters == pytest.approx(7.62e9, rel=0.01)
+    assert module.encoders["image"].parameters == pytest.approx(0.675e9, rel=0.01)

@@ -1,0 +1,146 @@
+"""Memory: what a layer keeps, as torch keeps it; and what makes memory grow or shrink."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain_lightning.allocator.description import Layers
+from flowtrain_lightning.allocator.memory_use import activation_bytes, memory_use
+from flowtrain_lightning.allocator.role_problem import Family
+from tests.allocator.problems import problems
+
+torch = pytest.importorskip("torch")
+from torch.nn import functional  # noqa: E402
+
+TOKENS, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, SIZE = 512, 256, 640, 4, 2, 64
+
+
+class Layer(torch.nn.Module):
+    """A layer whose operations keep no more than they must."""
+
+    def __init__(self, gated):
+        super().__init__()
+        linear = torch.nn.Linear
+        self.gated = gated
+        self.qkv = linear(HIDDEN, (HEADS + 2 * KEY_VALUE_HEADS) * SIZE, False)
+        self.leave, self.down = linear(HEADS * SIZE, HIDDEN, False), linear(INNER, HIDDEN, False)
+        self.up = linear(HIDDEN, (1 + gated) * INNER, False)
+
+    def forward(self, x):
+        normed = functional.layer_norm(x, (HIDDEN,))
+        q, k, v = self.qkv(normed).split([HEADS * SIZE, KEY_VALUE_HEADS * SIZE, KEY_VALUE_HEADS * SIZE], -1)
+        q, k, v = (one.unflatten(-1, (-1, SIZE)).transpose(1, 2) for one in (q, k, v))
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.leave(seen.transpose(1, 2).flatten(2))
+        inner = self.up(functional.layer_norm(x, (HIDDEN,)))
+        if self.gated:
+            gate, up = inner.chunk(2, -1)
+            return x + self.down(functional.silu(gate) * up)
+        return x + self.down(functional.gelu(inner))
+
+
+def kept_bytes(layer, x):
+    """Bytes of what autograd keeps, without parameters."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = layer(x)
+    assert output.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_layer_keeps_what_torch_keeps(gated):
+    x = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
+    part = Layers(1, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, SIZE, gated=gated, causal=True)
+    assert TOKENS * activation_bytes(part, 4, "none") == pytest.approx(kept_bytes(Layer(gated), x), rel=0.03)
+
+
+def test_a_frozen_layer_that_passes_gradients_on_keeps_no_inputs_of_products():
+    x = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
+    part = Layers(1, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, SIZE, causal=True)
+    layer = Layer(False).requires_grad_(False)
+    expected = activation_bytes(part, 4, "none", keeps=False)
+    assert TOKENS * expected == pytest.approx(kept_bytes(layer, x), rel=0.03)
+
+
+def total(problem, tokens=4096.0, microbatches=8.0, **degrees):
+    family = Family(np.array([degrees.pop("data", 4.0)]), **degrees)
+    return float(memory_use(problem, family, np.array([tokens]), np.array([microbatches])).total[0])
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return problems()["backbone"]
+
+
+SHARDS = ("replicate", "zero1", "zero2", "fsdp")
+
+
+@given(
+    tensor=st.sampled_from([1, 2, 4]),
+    pipeline=st.sampled_from([1, 2, 4, 7]),
+    context=st.sampled_from([1, 2]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    tokens=st.floats(100, 30000),
+)
+def test_memory_falls_with_every_degree_and_grows_with_tokens(backbone, tensor, pipeline, context, recompute, tokens):
+    shape = {"tensor": tensor, "pipeline": pipeline, "context": context, "recompute": recompute}
+    here = total(backbone, tokens, **shape)
+    assert total(backbone, tokens, **{**shape, "tensor": 2 * tensor}) < here
+    assert total(backbone, tokens, **{**shape, "context": 2 * context}) < here
+    assert total(backbone, tokens * 1.1, **shape) > here
+    assert total(backbone, tokens, **{**shape, "pipeline": 4 * pipeline}) < here
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "bf16-master"])
+def test_the_more_is_sharded_the_less_is_kept(precision):
+    problem = problems(precision=precision)["backbone"]
+    sizes = [total(problem, data=8.0, shard=shard) for shard in SHARDS]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_what_is_computed_again_is_not_kept(backbone):
+    sizes = [total(backbone, recompute=recompute) for recompute in ("none", "selective", "full")]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_replicated_backbone_takes_eighteen_bytes_a_parameter_in_bf16_mixed(backbone):
+    use = memory_use(backbone, Family(np.array([8.0])), np.array([1.0]), np.array([1.0]))
+    assert (use.weights + use.gradients + use.states)[0] == pytest.approx(18 * backbone.half.parameters)
+
+
+def test_a_frozen_half_keeps_neither_gradients_nor_states_nor_activations():
+    encoder = problems(frozen=("encoder",))["encoder"]
+    use = memory_use(encoder, Family(np.array([1.0])), np.array([1e4]), np.array([4.0])).at(0)
+    training = memory_use(problems()["encoder"], Family(np.array([1.0])), np.array([1e4]), np.array([4.0])).at(0)
+    assert use["gradients"] == use["states"] == 0
+    assert use["activations"] < training["activations"] / 50
+
+
+def test_logits_are_a_large_part_of_a_small_model():
+    problem = problems("qwen2-vl-2b")["backbone"]
+    use = memory_use(problem, Family(np.array([1.0])), np.array([8192.0]), np.array([1.0])).at(0)
+    assert use["logits"] == 12 * 8192 * 151936
+    assert use["logits"] > use["weights"]
+
+
+def test_roles_on_one_device_share_its_overhead(backbone):
+    family, one = Family(np.array([2.0])), np.array([1.0])
+    alone = memory_use(backbone, family, one, one)
+    device = backbone.cluster.device
+    smaller = replace(backbone, cluster=replace(backbone.cluster, device=replace(device, overhead=1.0)))
+    assert alone.overhead[0] == device.overhead
+    assert alone.total[0] - memory_use(smaller, family, one, one).total[0] == pytest.approx(device.overhead - 1)

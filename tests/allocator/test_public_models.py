@@ -1,0 +1,44 @@
+"""Public models by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowtrain_lightning.allocator import PlanningError, named_model
+from flowtrain_lightning.allocator.public_models import CONFIGS
+
+BILLIONS = {
+    "qwen2-vl-2b": 2.21,
+    "qwen2-vl-7b": 8.29,
+    "qwen2-vl-72b": 73.4,
+    "qwen2.5-vl-3b": 3.75,
+    "qwen2.5-vl-7b": 8.29,
+    "qwen2.5-vl-32b": 33.5,
+    "qwen2.5-vl-72b": 73.4,
+    "qwen3-vl-4b": 4.44,
+    "qwen3-vl-8b": 8.77,
+    "qwen3-vl-32b": 33.4,
+    "qwen3-vl-30b-a3b": 31.1,
+    "llava-1.5-7b": 7.06,
+    "llava-1.5-13b": 13.35,
+    "internvl3-8b": 7.94,
+    "internvl3-78b": 78.4,
+    "smolvlm-2.2b": 2.25,
+    "gemma-3-4b": 4.3,
+    "gemma-3-12b": 12.2,
+    "gemma-3-27b": 27.4,
+    "qwen2-audio-7b": 8.4,
+}
+"""Parameters as the models' pages give them."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_named_model_has_the_parameters_that_its_page_gives(name):
+    module = named_model(name)
+    total = sum(half.parameters for half in module.roles.values())
+    assert total / 1e9 == pytest.approx(BILLIONS[name], rel=0.015)
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest():
+    with pytest.raises(PlanningError, match=r"no model 'qwen2.5-vl-7'. Did you mean 'qwen2.5-vl-7b'\? Known are"):
+        named_model("qwen2.5-vl-7")

@@ -1,0 +1,85 @@
+"""Time of a role's part of a step: what makes it longer or shorter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.allocator.role_problem import Family
+from flowtrain_lightning.allocator.role_time import role_time
+from tests.allocator.problems import problems
+
+PROBLEMS = problems(devices=64)
+
+
+def timed(role="backbone", problem=None, **degrees):
+    family = Family(np.array([float(degrees.pop("data", 8))]), **degrees)
+    return role_time(problem or PROBLEMS[role], family)
+
+
+def test_the_parts_add_up():
+    time = timed(data=4, tensor=2, pipeline=2, shard="zero1")
+    assert sum(time.at(0).values()) == pytest.approx(float(time.total[0]))
+    assert all(seconds >= 0 for seconds in time.at(0).values())
+
+
+def test_a_family_is_timed_as_its_members_are():
+    data = np.array([1.0, 3.0, 8.0, 30.0])
+    together = role_time(PROBLEMS["backbone"], Family(data, 2, shard="fsdp")).total
+    assert together == pytest.approx([timed(data=one, tensor=2, shard="fsdp").total[0] for one in data])
+
+
+def test_twice_the_data_ranks_take_about_half_the_time():
+    assert timed(data=8).forward[0] == pytest.approx(timed(data=4).forward[0] / 2, rel=0.05)
+
+
+def test_computing_takes_at_least_what_the_peak_allows():
+    for role, problem in PROBLEMS.items():
+        time, peak = timed(role, data=8), problem.cluster.device.peak
+        assert float((time.forward + time.backward)[0]) > problem.model_flops / 8 / peak
+        assert float(time.total[0]) < 5 * problem.model_flops / 8 / peak
+
+
+def test_a_backward_is_two_forwards_and_recomputing_adds_one():
+    plain, again = timed(data=8), timed(data=8, recompute="full")
+    assert plain.backward[0] / plain.forward[0] == pytest.approx(2, rel=0.06)
+    assert (again.backward - plain.backward)[0] == pytest.approx(plain.forward[0], rel=0.1)
+
+
+def test_a_frozen_encoder_has_no_backward_and_nothing_to_reduce():
+    time = timed(problem=problems(frozen=("encoder",))["encoder"], data=2).at(0)
+    assert time["backward"] == time["reduction"] == time["optimizer"] == 0
+
+
+def test_a_frozen_backbone_still_passes_gradients_to_the_encoder():
+    passing = timed(problem=problems(frozen=("backbone",))["backbone"], data=8)
+    assert 0.5 < passing.backward[0] / timed(data=8).backward[0] < 0.62  # attention has no weights to skip
+
+
+def test_a_pipeline_waits_for_its_first_and_last_microbatch():
+    time = timed(data=2, pipeline=4)
+    busy = (time.forward + time.backward + time.exchange)[0]
+    assert time.bubble[0] / busy == pytest.approx(3 / time.microbatches[0], rel=0.05)
+    assert timed(data=2).bubble[0] == 0
+
+
+def test_slow_links_slow_what_passes_over_them():
+    problem = PROBLEMS["backbone"]
+    device = replace(problem.cluster.device, link=problem.cluster.device.link / 4)
+    slow = replace(problem, cluster=replace(problem.cluster, device=device))
+    assert timed(tensor=4, problem=slow).exchange[0] > 2 * timed(tensor=4).exchange[0]
+    assert timed(tensor=1, problem=slow).exchange[0] == timed(tensor=1).exchange[0] == 0
+
+
+def test_measured_shares_of_the_peaks_replace_assumed_ones():
+    problem = PROBLEMS["backbone"]
+    halved = replace(problem, efficiency=replace(problem.efficiency, dense=problem.efficiency.dense / 2))
+    assert timed(problem=halved).forward[0] > 1.6 * timed().forward[0]
+
+
+def test_samples_are_dealt_whole():
+    problem = problems(global_batch_size=4)["backbone"]
+    alone, shared = timed(problem=problem, data=4), timed(problem=problem, data=3)
+    assert shared.tokens[0] * shared.microbatches[0] >= alone.tokens[0] * alone.microbatches[0] * 0.99

@@ -1,0 +1,195 @@
+"""The command ``flowtrain plan``."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.allocator.plan_file import read_plan
+from flowtrain_lightning.allocator.public_models import CONFIGS
+from flowtrain_lightning.cli import main
+
+MODEL = ("--model", "smolvlm-2.2b", "--device", "h200")
+
+DIMENSIONS = """
+encoders:
+  image: {layers: 12, hidden: 768, feed_forward: 3072, heads: 12, patch: 16, merge: 2}
+  audio: {layers: 6, hidden: 512, feed_forward: 2048, heads: 8, bins: 80}
+backbone: {layers: 16, hidden: 1024, feed_forward: 4096, heads: 16, key_value_heads: 4, vocabulary: 32000}
+"""
+
+DEVICE = """
+like: a100
+memory: 40e9
+per_node: 4
+"""
+
+
+@pytest.fixture
+def plan(monkeypatch, tmp_path, capsys):
+    """Plans in this process, in a folder of its own; answers with what was printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["flowtrain", "plan", *arguments])
+        main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_it_prints_placements_layouts_memory_and_the_step(plan):
+    printed = plan(*MODEL, "--devices", "8")
+    for words in ("smolvlm-2.2b (encoder 0.43B, backbone 1.81B) on 8 h200, 8 a node", "typical lengths, assumed"):
+        assert words in printed
+    assert printed.splitlines()[3].split() == ["s/step", "samples/s", "devices", "MFU", "peak", "GB"]
+    assert sum(line.startswith("> ") for line in printed.splitlines()) == 1
+    assert printed.count("Recommended: ") == 1
+    for words in ("Layouts (", "Memory of a device, GB", "Step, s", "forward", "weights", "overhead"):
+        assert words in printed
+
+
+def test_json_has_every_figure(plan):
+    values = json.loads(plan(*MODEL, "--devices", "8", "--json"))
+    assert list(values["plans"]) == ["uniform", "colocated", "separate", "mixed"]
+    best = values["plans"][values["recommended"]]
+    assert 0 < best["mfu"] < 1
+    assert best["samples_per_second"] == pytest.approx(256 / best["step_seconds"])
+    assert set(best["roles"]) == {"encoder", "backbone"}
+    assert best["roles"]["backbone"]["seconds"]["forward"] > 0
+
+
+def test_the_plan_that_is_written_can_be_read_back(plan, tmp_path):
+    plan(*MODEL, "--devices", "8", "--out", "plan.yaml")
+    allocation = read_plan(tmp_path / "plan.yaml")
+    assert max(allocation.ranks["backbone"]) < 8
+    assert (tmp_path / "plan.yaml").read_text().startswith("# smolvlm-2.2b on 8 h200, 8 a node")
+
+
+def test_a_plan_that_training_does_not_run_yet_says_so_wherever_it_is_told(plan, tmp_path):
+    arguments = (*MODEL, "--devices", "8")
+    said = "Training does not run this plan yet: it gives the encoder the layout"
+    assert said in plan(*arguments)
+    assert json.loads(plan(*arguments, "--json"))["why_it_cannot_run"].startswith("gives the encoder the layout")
+    plan(*arguments, "--out", "plan.yaml")
+    assert "# Training does not run it yet: it gives the encoder" in (tmp_path / "plan.yaml").read_text()
+    assert "not yet" in plan(*arguments, "--sweep")
+
+
+def test_a_plan_that_training_runs_says_nothing_against_it(plan, tmp_path):
+    arguments = (*MODEL, "--devices", "8", "--token-budget", "4096", "--whole-copies")
+    values = json.loads(plan(*arguments, "--json", "--out", "plan.yaml"))
+    assert values["why_it_cannot_run"] is None
+    assert "Training does not run" not in plan(*arguments)
+    assert read_plan(tmp_path / "plan.yaml").recompute.keys() == {"encoder", "backbone"}
+
+
+def test_pictures_are_drawn(plan, tmp_path):
+    pytest.importorskip("matplotlib")
+    plan(*MODEL, "--devices", "4", "--plot", "plan.png")
+    plan(*MODEL, "--devices", "4", "--sweep", "--plot", "sweep.png")
+    for name in ("plan.png", "sweep.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_has_every_power_of_two_and_the_end(plan):
+    found = json.loads(plan(*MODEL, "--devices", "24", "--sweep", "--json"))
+    assert [each["devices"] for each in found] == [1, 2, 4, 8, 16, 24]
+    rates = [each["samples_per_second"] for each in found if each["placement"]]
+    assert rates == sorted(rates)
+
+
+def test_a_sweep_says_where_nothing_fits(plan):
+    assert "does not fit" in plan("--model", "qwen2.5-vl-7b", "--devices", "8", "--sweep")
+
+
+def test_a_config_file_dimensions_and_a_device_of_ones_own_are_read(plan, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen2-vl-2b"]))
+    (tmp_path / "small.yaml").write_text(DIMENSIONS)
+    (tmp_path / "mine.yaml").write_text(DEVICE)
+    assert "config (encoder 0.66B, backbone 1.54B)" in plan("--model", "config.json", "--devices", "8")
+    printed = plan("--model", "small.yaml", "--device", "mine.yaml", "--devices", "8", "--nodes", "2")
+    assert "on 8 mine, 4 a node" in printed
+    assert "encoder_audio" in printed
+    assert "encoder_image" in printed
+
+
+def test_lengths_come_from_a_file(plan, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    tokens = np.array([100, 300, 200])
+    media = pyarrow.array([[64], [], [256, 128]])
+    parquet.write_table(pyarrow.table({"tokens": tokens, "image_tokens": media}), tmp_path / "lengths.parquet")
+    arguments = (*MODEL, "--devices", "4", "--global-batch-size", "30", "--data", "lengths.parquet")
+    assert "30 samples with tokens 4,480 of the encoder, 6,000 of the backbone; data: lengths.parquet" in plan(
+        *arguments
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"lengths": [3]}, "has no column 'tokens' (its columns: lengths)"),
+        ({"tokens": [3, None]}, "The column 'tokens' of lengths.parquet must hold whole numbers, none missing"),
+        ({"tokens": [3]}, "has no column 'image_tokens' or 'media_tokens' (its columns: tokens)"),
+        ({"tokens": [3], "image_tokens": [5]}, "'image_tokens' of lengths.parquet must hold lists of whole numbers"),
+        ({"tokens": [3], "media_tokens": [[0.5]]}, "must hold lists of whole numbers, but holds list<"),
+        ({"tokens": [3], "image_tokens": [[4, None]]}, "at least 0, none missing, but sample 0 has None"),
+        ({"tokens": [9000], "media_tokens": [[64]]}, "longest sample has 9,000 tokens, but a microbatch takes 8,192"),
+    ],
+)
+def test_lengths_that_cannot_be_used_end_with_a_sentence(plan, tmp_path, columns, words):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), tmp_path / "lengths.parquet")
+    with pytest.raises(SystemExit) as end:
+        plan(*MODEL, "--devices", "4", "--data", "lengths.parquet")
+    assert words in str(end.value.code)
+
+
+def test_what_is_frozen_is_not_trained(plan):
+    def seconds(*more):
+        return json.loads(plan(*MODEL, "--devices", "8", "--json", *more))["plans"]["colocated"]["step_seconds"]
+
+    assert seconds("--freeze", "encoder") < seconds("--freeze", "tower") < seconds()
+
+
+def test_whole_copies_keep_to_what_replicates(plan):
+    values = json.loads(plan(*MODEL, "--devices", "8", "--token-budget", "4096", "--json", "--whole-copies"))
+    for one in values["plans"].values():
+        for role in one["roles"].values() if one else ():
+            assert role["layout"]["shard"] == "replicate"
+            assert role["layout"]["tensor"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "gpt-2", "--devices", "8"), "flowtrain plan: There is no model 'gpt-2'."),
+        (("--model", "nowhere.json", "--devices", "8"), "nowhere.json cannot be read"),
+        ((*MODEL, "--devices", "0"), "There are 0 devices; a plan needs at least 1."),
+        (
+            (*MODEL, "--devices", "12"),
+            "12 devices cannot be divided into nodes of 8, as is usual for",
+        ),
+        ((*MODEL, "--devices", "12", "--sweep"), "12 devices cannot be divided into nodes of 8"),
+        ((*MODEL, "--devices", "8", "--sweep", "--out", "plan.yaml"), "--out writes one plan, but --sweep makes many"),
+        ((*MODEL, "--devices", "8", "--nodes", "3"), "8 devices cannot be divided into 3 equal nodes"),
+        (("--model", "smolvlm-2.2b", "--devices", "8", "--device", "h300"), "There is no device 'h300'. Did you mean"),
+        ((*MODEL, "--devices", "8", "--freeze", "tail"), "There is no half 'tail' to freeze; choose from encoder"),
+        ((*MODEL, "--devices", "8", "--freeze", "encoder", "--freeze", "backbone"), "nothing trains; freeze less"),
+        ((*MODEL, "--devices", "8", "--token-budget", "0"), "token_budget is 0"),
+        ((*MODEL, "--devices", "8", "--data", "nowhere.parquet"), "there is no file nowhere.parquet"),
+        ((*MODEL, "--devices", "8", "--out", "no/where.yaml"), "no/where.yaml cannot be written"),
+        (("--model", "qwen2.5-vl-72b", "--devices", "8"), "the smallest number that would do is 24"),
+    ],
+)
+def test_a_mistake_ends_with_a_sentence(plan, arguments, words):
+    with pytest.raises(SystemExit) as end:
+        plan(*arguments)
+    assert words in str(end.value.code)

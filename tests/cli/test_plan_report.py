@@ -1,0 +1,49 @@
+"""How a plan is told: its step in time, and whether training runs it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from flowtrain_lightning.allocator import ModelledCosts
+from flowtrain_lightning.cli.plan_report import bar, step_phases, why_plan_cannot_run
+from tests.allocator.problems import problems
+
+PROBLEMS = problems("gemma-3-4b", devices=16)
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return {plan.kind: plan for plan in ModelledCosts(PROBLEMS).predictions()}
+
+
+@pytest.mark.parametrize("kind", ["uniform", "colocated", "separate", "mixed"])
+def test_phases_follow_one_another_until_the_step_ends(plans, kind):
+    plan = plans[kind]
+    phases = step_phases(plan, PROBLEMS)
+    assert list(phases) == ["encoder", "backbone"]
+    for of_role in phases.values():
+        for one, other in pairwise(of_role):
+            assert other.start == pytest.approx(one.start + one.seconds)
+    ends = [of_role[-1].start + of_role[-1].seconds for of_role in phases.values()]
+    assert max(ends) == pytest.approx(plan.seconds)
+
+
+def test_roles_on_the_same_devices_take_turns(plans):
+    phases = step_phases(plans["colocated"], PROBLEMS)
+    assert phases["backbone"][0].start == pytest.approx(plans["colocated"].chosen["encoder"].seconds)
+
+
+def test_a_backbone_on_devices_of_its_own_first_waits_for_features(plans):
+    phases = step_phases(plans["separate"], PROBLEMS)
+    assert phases["backbone"][0].purpose == "waiting"
+    assert phases["encoder"][0].purpose == "forward"
+
+
+def test_a_bar_has_a_letter_for_every_sixtieth_of_the_whole():
+    assert bar({"forward": 10.0, "backward": 20.0}, 60.0) == "f" * 10 + "b" * 20 + " " * 30
+
+
+def test_a_plan_that_training_does_not_run_says_why(plans):
+    assert why_plan_cannot_run(plans["mixed"], 8).startswith("gives the encoder the layout")

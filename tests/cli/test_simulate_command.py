@@ -1,0 +1,136 @@
+"""The command ``flowtrain simulate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from flowtrain_lightning.allocator import Allocation, Layout, default_allocation
+from flowtrain_lightning.allocator.plan_file import write_plan
+from flowtrain_lightning.cli import main
+from flowtrain_lightning.placement.profile import write_profile
+from tests.placement.profiles import make_profile
+
+FILES = ("--plan", "plan.yaml", "--data", "lengths.parquet", "--profile", "profile.json")
+
+
+@pytest.fixture
+def simulate(monkeypatch, tmp_path, capsys):
+    """Simulates in this process, in a folder with all three files; answers with what was printed."""
+    monkeypatch.chdir(tmp_path)
+    profile = make_profile(0.01, 0.01, optimizer=0.05)
+    origin = replace(profile.origin, settings={"precision": "32-true", "token_budget": 100})
+    write_profile(replace(profile, origin=origin, reduction=None), Path("profile.json"))
+    write_plan(default_allocation(4, "separate", 2), Path("plan.yaml"), "by hand")
+    lengths = {"tokens": [20, 30, 40, 50] * 5, "image_tokens": [[8, 12], [], None, [30]] * 5}
+    pyarrow.parquet.write_table(pyarrow.table(lengths), "lengths.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"tokens": [20, 30]}), "text.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"tokens": pyarrow.array([], pyarrow.int64())}), "empty.parquet")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["flowtrain", "simulate", *FILES, *arguments])
+        main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_it_says_how_long_steps_take_and_where_time_goes(simulate, tmp_path):
+    printed = simulate("--global-batch-size", "8", "--steps", "3", "--plot", "timeline.png")
+    assert "separate: encoder on ranks 2-3" in printed
+    assert "3 steps of lengths.parquet by the costs of profile.json (a processor)" in printed
+    assert "samples/s, " in printed
+    assert [line.split()[0] for line in printed.splitlines()[-4:-2]] == ["encoder", "backbone"]
+    assert "does not say how long gradients take to be summed" in printed
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_every_figure_and_the_same_seed_gives_the_same(simulate):
+    first, again, other = (
+        json.loads(simulate("--global-batch-size", "8", "--json", "--seed", seed)) for seed in ("1", "1", "2")
+    )
+    assert first == again
+    assert first["seconds"] != other["seconds"]
+    assert len(first["seconds"]) == 10
+    assert first["samples_per_second"] == pytest.approx(8 / first["step_seconds"])
+    assert set(first["shares"]["encoder"]) == {"forward", "backward", "reduction", "optimizer", "idle"}
+
+
+def test_data_without_media_and_with_few_samples_will_do(simulate):
+    values = json.loads(simulate("--data", "text.parquet", "--global-batch-size", "8", "--json"))
+    assert values["shares"]["encoder"]["idle"] == 1
+
+
+def test_a_column_of_numbers_beside_that_of_the_media_changes_nothing(simulate):
+    lengths = pyarrow.parquet.read_table("lengths.parquet").to_pydict()
+    lengths = {"text_tokens": [12, 30, 40, 20] * 5} | lengths
+    pyarrow.parquet.write_table(pyarrow.table(lengths), "more.parquet")
+    expected, found = (
+        simulate("--data", data, "--global-batch-size", "8", "--json") for data in ("lengths.parquet", "more.parquet")
+    )
+    assert found == expected
+
+
+def test_media_of_two_modalities_are_refused(simulate):
+    lengths = {"tokens": [20, 30], "audio_tokens": [[5], []], "image_tokens": [[8, 12], [4]]}
+    pyarrow.parquet.write_table(pyarrow.table(lengths), "two.parquet")
+    with pytest.raises(SystemExit) as end:
+        simulate("--data", "two.parquet", "--global-batch-size", "8")
+    assert str(end.value.code) == (
+        "flowtrain simulate: two.parquet lists media in the columns 'audio_tokens' and 'image_tokens', but a profile "
+        "has one encoder; leave only the column of its media."
+    )
+
+
+def test_media_counted_by_one_number_a_sample_are_refused(simulate):
+    pyarrow.parquet.write_table(pyarrow.table({"tokens": [20, 30], "image_tokens": [8, 4]}), "numbers.parquet")
+    with pytest.raises(SystemExit, match=r"'image_tokens' of numbers\.parquet must hold lists of whole numbers"):
+        simulate("--data", "numbers.parquet")
+
+
+@pytest.mark.parametrize("missing_or_negative", [None, -4])
+def test_a_media_item_without_a_length_or_with_a_negative_one_is_told(simulate, missing_or_negative):
+    lengths = {"tokens": [20, 30, 40], "image_tokens": [[8, 12], None, [30, missing_or_negative]]}
+    pyarrow.parquet.write_table(pyarrow.table(lengths), "wrong.parquet")
+    with pytest.raises(SystemExit) as end:
+        simulate("--data", "wrong.parquet", "--global-batch-size", "8")
+    assert str(end.value.code) == (
+        "flowtrain simulate: The column 'image_tokens' of wrong.parquet must list whole numbers of at least 0, none "
+        f"missing, but sample 2 has {missing_or_negative}."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--encoder-activations", "0"], "--encoder-activations is 0; it must be at least 1"),
+        (["--seed", "-1"], "--seed is -1; it must be at least 0"),
+        (["--plan", "nowhere.yaml"], "nowhere.yaml cannot be read as a plan"),
+        (["--profile", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--data", "nowhere.parquet"], "nowhere.parquet"),
+        (["--data", "empty.parquet"], "empty.parquet has no samples"),
+        (["--token-budget", "45"], "more than the token budget of 45"),
+        (["--token-budget", "0"], "token_budget is 0; it must be at least 1"),
+        (["--plot", "timeline.nothing"], "timeline.nothing cannot be written"),
+    ],
+)
+def test_a_mistake_ends_with_a_sentence(arguments, words, simulate):
+    with pytest.raises(SystemExit) as end:
+        simulate(*arguments)
+    assert str(end.value.code).startswith("flowtrain simulate: ")
+    assert words in str(end.value.code)
+
+
+def test_a_plan_with_two_encoders_is_refused_since_a_profile_has_one(simulate):
+    layouts = dict.fromkeys(("encoder_image", "encoder_audio", "backbone"), Layout())
+    ranks = {"encoder_image": (1,), "encoder_audio": (2,), "backbone": (0,)}
+    write_plan(Allocation("separate", layouts, ranks), Path("two.yaml"), "by hand")
+    with pytest.raises(SystemExit, match="A profile has the roles encoder and backbone, but the plan has"):
+        simulate("--plan", "two.yaml")

@@ -1,0 +1,94 @@
+"""Planning with a profile predicts the times that were measured."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.allocator import Cluster, Workload, describe_dimensions, named_device, role_problems
+from flowtrain_lightning.allocator.pass_time import pass_time
+from flowtrain_lightning.allocator.role_problem import Family
+from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing.cost_model import Observation
+from flowtrain_lightning.placement.calibration import measured_efficiencies
+from flowtrain_lightning.placement.profile import Profile, ProfileError, ProfileOrigin, RoleProfile
+
+VISION = {"layers": 2, "hidden": 64, "feed_forward": 128, "heads": 4, "patch": 8, "merge": 2}
+READER = {"layers": 2, "hidden": 64, "feed_forward": 128, "heads": 4, "vocabulary": 512}
+MODULE = describe_dimensions({"name": "small", "encoders": {"image": VISION}, "backbone": READER})
+CPU = named_device("cpu")
+LENGTH, COUNT = 64, 8
+
+
+def observed(seconds):
+    """A full microbatch of equal sequences, and an eighth of it that took far longer than its share."""
+    tokens = float(LENGTH * COUNT)
+    return (Observation(tokens, LENGTH * tokens, seconds), Observation(LENGTH, LENGTH**2, seconds))
+
+
+def profile_of(trains=True, encoder_parameters=MODULE.encoders["image"].parameters, precision="32-true"):
+    def role(parameters, trains, seconds):
+        return RoleProfile(CostModel(1.0, 0.0, 0.0), trains, parameters, 0, 0.0, 0.4, observed(seconds))
+
+    roles = {
+        "encoder": role(encoder_parameters, trains, 0.02),
+        "backbone": role(MODULE.backbone.parameters, True, 0.05),
+    }
+    return Profile(ProfileOrigin("small", "a processor", {}, {"precision": precision}), roles, 256)
+
+
+def predicted(module, efficiencies):
+    """Role -> seconds that planning takes a full microbatch to be computed in."""
+    workload = Workload(np.array([LENGTH]), {"image": np.array([LENGTH])}, 8, LENGTH * COUNT, LENGTH * COUNT)
+    problems = role_problems(module, workload, Cluster(CPU, 2, 2), "32-true", efficiencies)
+    tokens = np.array([float(LENGTH * COUNT)])
+    return {role: float(pass_time(one, Family(np.ones(1)), tokens).total[0]) for role, one in problems.items()}
+
+
+def test_planning_predicts_what_was_measured():
+    found = predicted(MODULE, measured_efficiencies(profile_of(), MODULE, CPU, "32-true"))
+    assert found == pytest.approx({"encoder": 0.02, "backbone": 0.05})
+
+
+def test_a_frozen_encoder_is_predicted_as_measured_too():
+    frozen = MODULE.with_frozen("encoder")
+    found = predicted(frozen, measured_efficiencies(profile_of(trains=False), frozen, CPU, "32-true"))
+    assert found == pytest.approx({"encoder": 0.02, "backbone": 0.05})
+
+
+def test_a_profile_of_a_known_device_serves_for_another_one():
+    profile = profile_of(precision="bf16-mixed")
+    profile = replace(profile, origin=replace(profile.origin, device="NVIDIA H100 80GB HBM3"))
+    there, here = named_device("h100"), named_device("b200")
+    measured = measured_efficiencies(profile, MODULE, there, "bf16-mixed")
+    translated = measured_efficiencies(profile, MODULE, here, "bf16-mixed")
+    for role, shares in translated.items():
+        assert shares.dense / measured[role].dense == pytest.approx(here.dense / there.dense)
+        assert shares.launch == pytest.approx(measured[role].launch)
+
+
+def test_a_half_that_was_not_measured_is_left_to_assumptions():
+    profile = profile_of()
+    unmeasured = replace(profile.roles["encoder"], measured=())
+    profile = replace(profile, roles={**profile.roles, "encoder": unmeasured})
+    assert set(measured_efficiencies(profile, MODULE, CPU, "32-true")) == {"backbone"}
+
+
+@pytest.mark.parametrize(
+    ("profile", "said"),
+    [
+        (profile_of(encoder_parameters=10_000_000), r"encoder has 10.00M parameters, but that of small has 0.\d\dM"),
+        (profile_of(precision="bf16-mixed"), "is of bf16-mixed, but the plan is for 32-true"),
+        (profile_of(trains=False), "The encoder is frozen in the profile, but trains in the plan"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(profile, said):
+    with pytest.raises(ProfileError, match=said):
+        measured_efficiencies(profile, MODULE, CPU, "32-true")
+
+
+def test_a_module_with_two_encoders_has_no_profile():
+    audio = {"layers": 2, "hidden": 64, "feed_forward": 128, "heads": 4, "bins": 8}
+    two = describe_dimensions({"name": "two", "encoders": {"image": VISION, "audio": audio}, "backbone": READER})
+    with pytest.raises(ProfileError, match="two has encoder_image as well"):
+        measured_efficiencies(profile_of(), two, CPU, "32-true")

@@ -1,0 +1,79 @@
+"""How many samples it takes to know a data set, and what is kept of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.packing import CostModel, SampleSizes
+from flowtrain_lightning.placement.data_profile import encoder_devices, profile_data, sample_costs, stable_count
+from tests.placement.test_profile import ENCODER, PROFILE
+from tests.tiny import tiny_data, write_records
+
+
+@pytest.fixture
+def draw():
+    return np.random.default_rng(0)
+
+
+def test_an_even_load_needs_the_fewest_samples(draw):
+    assert stable_count(10_000, lambda drawn: "the same", draw) == (256, True)
+
+
+def test_the_more_samples_differ_the_more_of_them_make_a_choice_stable(draw):
+    values = np.random.default_rng(1).normal(10, 1, 100_000)
+    wild = np.random.default_rng(1).normal(10, 40, 100_000)
+    few, stable = stable_count(100_000, lambda drawn: round(values[drawn].mean() / 3), draw)
+    many, also_stable = stable_count(100_000, lambda drawn: round(wild[drawn].mean() / 3), draw)
+    assert stable
+    assert also_stable
+    assert few < many < 50_000
+
+
+def test_where_all_samples_are_too_few_to_tell_all_are_taken(draw):
+    assert stable_count(400, lambda drawn: "the same", draw) == (400, False)
+    assert stable_count(1000, lambda drawn: int(drawn[0]), draw) == (1000, False)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "backbone", "devices", "expected"),
+    [(1, 1, 2, 1), (1, 3, 8, 2), (3, 1, 8, 6), (1, 100, 8, 1), (100, 1, 8, 7), (0, 1, 8, 0), (1, 1, 1, 0)],
+)
+def test_devices_are_split_so_that_the_slower_half_is_as_fast_as_can_be(encoder, backbone, devices, expected):
+    assert encoder_devices(encoder, backbone, devices) == expected
+
+
+def test_a_sample_costs_its_tokens_its_media_items_and_its_part_of_a_microbatch():
+    sizes = SampleSizes(*(np.array(values) for values in ([10, 20], [1, 1], [0, 0, 2], [1, 1], [4, 8])))
+    encoder, backbone = sample_costs(sizes, PROFILE, token_budget=40)
+    assert encoder.tolist() == [0.0, 4 + 8]  # a second a patch
+    assert backbone.tolist() == [20 + 50 + 0.25, 40 + 200 + 0.5]  # 2 s a token, 0.5 s a pair, 1 s a microbatch
+
+
+def test_a_data_profile_is_a_workload_of_drawn_samples(tmp_path):
+    write_records(tmp_path, 80)
+    data = tiny_data(tmp_path)
+    found = profile_data(data, PROFILE, devices=4)
+    assert found.available == 80
+    assert len(found.sizes) == 80
+    assert found.workload.token_budget == 160
+    assert found.workload.global_batch_size == 8
+    assert found.workload.tokens.tolist() == found.sizes.tokens.tolist()
+    assert found.workload.media["image"].tolist() == found.sizes.media_patches.tolist()
+    assert 0 < found.encoder_share < 1
+
+
+def test_the_same_samples_are_drawn_for_the_same_seed(tmp_path):
+    write_records(tmp_path, 80)  # drawn are all, in an order that the seed decides
+    first, again, other = (
+        profile_data(tiny_data(tmp_path, seed=seed), PROFILE).sizes.tokens.tolist() for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_without_media_the_encoder_gets_no_device(tmp_path):
+    write_records(tmp_path, 40, images=False)
+    free = replace(ENCODER, cost=CostModel(0.0, 0.0, 0.0), measured=())
+    found = profile_data(tiny_data(tmp_path), replace(PROFILE, roles={**PROFILE.roles, "encoder": free}))
+    assert found.encoder_devices == 0
+    assert found.encoder_share == 0

@@ -1,0 +1,39 @@
+"""How long two ranks take to sum gradients is measured, and nothing stays of them."""
+
+import multiprocessing
+import time
+
+import pytest
+import torch.distributed as dist
+
+from flowtrain_lightning.placement.gradient_reduction import measure_reduction
+from flowtrain_lightning.placement.profile import ProfileError
+
+DEADLINE = 150.0
+"""Seconds in which a busy machine, too, starts two interpreters that import torch."""
+
+
+def test_summing_more_takes_longer_and_leaves_no_process():
+    reduction = measure_reduction(DEADLINE)
+    assert reduction.ranks == 2
+    assert 0 < reduction.seconds(1 << 20) < reduction.seconds(1 << 28)
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_that_is_in_a_process_group_can_measure_too(tmp_path):
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        assert measure_reduction(DEADLINE).ranks == 2
+    finally:
+        if alone:
+            dist.destroy_process_group()
+
+
+def test_ranks_that_take_too_long_are_ended_with_a_sentence():
+    start = time.monotonic()
+    with pytest.raises(ProfileError, match=r"did not sum gradients: they failed, or took more than 0\.01 s"):
+        measure_reduction(deadline=0.01)
+    assert time.monotonic() - start < 10
+    assert not multiprocessing.active_children()
