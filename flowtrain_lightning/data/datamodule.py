@@ -207,12 +207,13 @@ class FlowDataModule(L.LightningDataModule):
         names = self.files if stage is None else _STAGES[stage]
         return [name for name in names if name in self.files]
 
-    def _planned_by(self) -> dict[str, Any]:
-        """What the steps follow from, beside the files, by the names of the arguments."""
+    def _planned_by(self) -> dict[str, str]:
+        """What the steps follow from, beside the files: how it reads, by the names of the arguments."""
         names = ("token_budget", "global_batch_size", "seed", "shuffle", "weights", "images", "template")
         index = replace(self.index, cache_dir=None)  # which every node may have elsewhere
         settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing")}
-        return settings | {"index": index, "tokenizer": self.tokenizer.fingerprint}
+        settings |= {"index": index, "tokenizer": self.tokenizer.fingerprint}
+        return {name: repr(value) for name, value in settings.items()}
 
     def _open(self, stage: str) -> JoinedSources:
         """The samples of all files of a stage; measures those files that no cache knows."""
@@ -288,11 +289,11 @@ class FlowDataModule(L.LightningDataModule):
         return shard or RankShard.plain(self.trainer.global_rank, self.trainer.world_size)
 
 
-def _refuse_unlike_ranks(rank: int, own: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+def _refuse_unlike_ranks(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> None:
     """Raises a DataError where a rank's settings are not those of rank 0, with which it would plan other steps."""
     unlike = [name for name in own if own[name] != first[name]]
     if unlike:
-        here, there = (", ".join(f"{name}={of[name]!r}" for name in unlike) for of in (own, first))
+        here, there = (", ".join(f"{name}={of[name]}" for name in unlike) for of in (own, first))
         raise DataError(
             f"Rank {rank} has FlowDataModule({here}), but rank 0 has {there}. All ranks plan the same steps from the "
             "same settings: give the same values, and the same number to seed_everything, on every rank."
