@@ -20,6 +20,7 @@ _MODULES = {
     "PackedMedia": "flowtrain_lightning.data",
     "PackingConfig": "flowtrain_lightning.data",
     "PoolSettings": "flowtrain_lightning.runtime.pool_capacity",
+    "RoleLayout": "flowtrain_lightning.allocator",
     "TokenSteps": "flowtrain_lightning.data",
     "export_checkpoint": "flowtrain_lightning.checkpoint",
 }

@@ -1,6 +1,7 @@
 """Types of the names that ``__init__.py`` imports when they are asked for."""
 
 from flowtrain_lightning import models as models
+from flowtrain_lightning.allocator import RoleLayout as RoleLayout
 from flowtrain_lightning.checkpoint import FlowCheckpointIO as FlowCheckpointIO
 from flowtrain_lightning.checkpoint import export_checkpoint as export_checkpoint
 from flowtrain_lightning.data import FlowDataModule as FlowDataModule

@@ -19,6 +19,7 @@ from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, StepBatch
+from flowtrain_lightning.parallel import clip_to_norm, clip_to_value
 from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
 
 # What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.
@@ -196,12 +197,11 @@ class FlowModule(L.LightningModule):
         if limit is None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if algorithm == "value":
-            if parameters:  # a step without pictures leaves encoder ranks without gradients, which PyTorch refuses
-                nn.utils.clip_grad_value_(parameters, limit)
+            clip_to_value(gradients, limit)
         else:
-            norm = self._step_runner().gradient_norm(parameters)
-            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+            clip_to_norm(gradients, limit, self._step_runner().gradient_norm(parameters))
 
     # ---- logging ------------------------------------------------------------------------------------------------
 

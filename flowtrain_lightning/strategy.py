@@ -22,14 +22,15 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from flowtrain_lightning.allocator import BACKBONE, ROLES, Allocation, Placement
+from flowtrain_lightning.allocator import BACKBONE, ROLES, Allocation, Placement, RoleLayout
 from flowtrain_lightning.checkpoint import load_checkpoint, load_half, remove_checkpoint, save_checkpoint
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.module import FlowModule
-from flowtrain_lightning.parallel import broadcast_half
+from flowtrain_lightning.parallel import HalfEngine, broadcast_half
 from flowtrain_lightning.parallel.halves import half_tensors, without_absent_halves
 from flowtrain_lightning.parallel.job_store import root_store
+from flowtrain_lightning.parallel.layouts import make_engine
 from flowtrain_lightning.placement.choose_allocation import (
     LaunchContext,
     PlacementDecision,
@@ -51,8 +52,10 @@ from flowtrain_lightning.trainer.layout_invariance import not_layout_invariant
 from flowtrain_lightning.trainer.preemption import PreemptionCheckpoint
 from flowtrain_lightning.trainer.refusals import (
     refuse_foreign_module,
+    refuse_frozen_backbone,
     refuse_optimizers,
     refuse_other_systems,
+    refuse_sharded_before,
     refuse_storage_options,
     refuse_unlike_nodes,
     refuse_unmet_nodes,
@@ -75,6 +78,9 @@ class FlowTrainStrategy(ParallelStrategy):
         profile: ``"auto"`` measures what the halves cost; ``"off"`` does not, and a quarter of the ranks encodes; a
             file that `flowtrain profile` wrote takes the place of measuring. A run that goes on from a checkpoint keeps
             the allocation on which it was saved, unless a file is given here.
+        roles: role -> its layout, where ``encoder_ranks`` or ``placement`` says who does what:
+            ``{"backbone": RoleLayout(shard="fsdp")}`` shards the backbone's weights over its ranks. Others hold whole
+            copies.
         ranks_per_device: processes that share one device.
         encoder_activations: encoder batches per rank whose activations a trainable encoder keeps for its backward.
             Beyond that it waits, or where waiting would block computes a forward again; with 0, each runs twice. More
@@ -93,6 +99,7 @@ class FlowTrainStrategy(ParallelStrategy):
         placement: Placement | None = None,
         allocation: Allocation | str | Path | None = None,
         profile: str | Path = "auto",
+        roles: dict[str, RoleLayout] | None = None,
         ranks_per_device: int = 1,
         encoder_activations: int = 4,
         pool: PoolSettings | None = None,
@@ -116,12 +123,13 @@ class FlowTrainStrategy(ParallelStrategy):
         self.pool = pool
         self.hang_timeout = hang_timeout
         self.timeout = timedelta(seconds=timeout)
-        self._request = make_request(allocation, placement, encoder_ranks, profile)
+        self._request = make_request(allocation, placement, encoder_ranks, profile, roles)
         self._health = process_health()
         self._rank_launcher: RankLauncher | None = None
         self._decision: PlacementDecision | None = None
         self._job: Job | None = None
         self._runner: RoleRunner | None = None
+        self._sharded: tuple[FlowModule, dict[str, HalfEngine]] | None = None  # as it stays after a run
         self._named_optimizers: Sequence[NamedOptimizer] = ()
 
     # ---- who does what ------------------------------------------------------------------------------------------
@@ -296,9 +304,9 @@ class FlowTrainStrategy(ParallelStrategy):
             module.drop_absent_roles()
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        for role in self.job.roles:
-            broadcast_half(half_tensors(module, role))
-        self._runner = RoleRunner(module, trainer, self.job, self.encoder_activations, self.pool)
+        self._runner = RoleRunner(
+            module, trainer, self.job, self._make_engines(trainer), self.encoder_activations, self.pool
+        )
         module.attach_runner(self._runner)
         for sentence in not_layout_invariant(module):
             rank_zero_info(f"flowtrain: {sentence}")
@@ -308,6 +316,32 @@ class FlowTrainStrategy(ParallelStrategy):
         others = [each for each in trainer.callbacks if not isinstance(each, PreemptionCheckpoint)]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, PreemptionCheckpoint(self._runner, self.job)]  # type: ignore[attr-defined]
         self.setup_precision_plugin()
+
+    def _make_engines(self, trainer: L.Trainer) -> dict[str, HalfEngine]:
+        """Role -> its layout, put onto the half. Halves that an earlier stage of this strategy has sharded stay so."""
+        module, allocation = self.flow_module, self.allocation
+        if self._sharded is None or self._sharded[0] is not module:
+            refuse_sharded_before(module)
+            refuse_frozen_backbone(allocation.layouts, module)
+            for role in self.job.roles:
+                broadcast_half(half_tensors(module, role))
+            engines = {
+                role: make_engine(
+                    module,
+                    role,
+                    allocation.layouts[role],
+                    allocation.recompute.get(role, "none"),
+                    self.job.groups,
+                    device_type=self.root_device.type,
+                    precision=str(trainer.precision),
+                    shares_ranks=allocation.placement == "colocated",
+                )
+                for role in self.job.roles
+            }
+            if not any(engine.in_lockstep for engine in engines.values()):
+                return engines
+            self._sharded = module, engines
+        return self._sharded[1]
 
     def _record_allocation(self, trainer: L.Trainer) -> None:
         folder = str(trainer.log_dir or trainer.default_root_dir)  # every rank asks for it

@@ -11,9 +11,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import flowtrain_lightning as flow
+from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
+from flowtrain_lightning.parallel import ReplicatedHalf
+from flowtrain_lightning.parallel.halves import half_parameters
 from tests.exactness.layouts import trainer_for
 from tests.tiny import TinyVLM, tiny_data, write_records
 
@@ -77,10 +80,15 @@ def test_an_encoder_with_other_rows_than_planned_is_told_both_numbers(folder, tm
         trainer.fit(DropsRow(), datamodule=tiny_data(folder))
 
 
+def compute_of(module: TinyVLM, root: Path) -> Compute:
+    engines = {role: ReplicatedHalf(half_parameters(module, role)) for role in ROLES}
+    return Compute(module, trainer_for("auto", default_root_dir=root), torch.device("cpu"), engines)
+
+
 def test_an_encoder_whose_features_need_more_room_than_was_reserved_is_told_of_both(folder, tmp_path):
     module = TinyVLM(levels=2)
     module.configure_model()
-    compute = Compute(module, trainer_for("auto", default_root_dir=tmp_path), torch.device("cpu"))
+    compute = compute_of(module, tmp_path)
     compute.spec = FeatureSpec(((16,),), (torch.float32,))
     words = r"returned features of \[16\] torch.float32 and \[16\] torch.float32, but of \[16\] torch.float32 when"
     with pytest.raises(ValueError, match=words):
@@ -125,8 +133,7 @@ def on_a_backbone_rank(module: TinyVLM, folder: Path, root: Path) -> tuple[Compu
     """Runs the methods of a module that has no encoder there, and the first step of the data."""
     module.set_local_roles(("backbone",))
     module.configure_model()
-    compute = Compute(module, trainer_for("auto", default_root_dir=root), torch.device("cpu"))
-    return compute, first_step(folder)
+    return compute_of(module, root), first_step(folder)
 
 
 def test_weights_of_a_half_on_other_ranks_are_told_as_such(folder, tmp_path):

@@ -17,6 +17,7 @@ from flowtrain_lightning.allocator.allocation import (
     Layout,
     Placement,
     PlanningError,
+    RoleLayout,
     Sharding,
 )
 from flowtrain_lightning.allocator.candidates import WHOLE_COPIES, SearchSpace
@@ -51,6 +52,7 @@ __all__ = [
     "PlacementChoice",
     "PlanningError",
     "Prediction",
+    "RoleLayout",
     "RoleProblem",
     "SearchSpace",
     "Sharding",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal, get_args
 
@@ -49,9 +49,11 @@ class Layout:
         pipeline: ranks that each hold some of the layers.
         context: ranks that share every sequence.
         shard: how the data-parallel ranks hold the weights.
+        replicas: groups into which the data-parallel ranks are divided, neighbours together. Weights are sharded
+            within a group, and every group holds all of them (HSDP); 1 shards over all.
 
     Raises:
-        AllocationError: a degree below 1, or an unknown ``shard``.
+        AllocationError: a degree below 1, an unknown ``shard``, or groups of unequal size.
     """
 
     data: int = 1
@@ -59,6 +61,7 @@ class Layout:
     pipeline: int = 1
     context: int = 1
     shard: Sharding = "replicate"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         for name, degree in self.degrees.items():
@@ -67,6 +70,11 @@ class Layout:
         if self.shard not in get_args(Sharding):
             known = ", ".join(repr(name) for name in get_args(Sharding))
             raise AllocationError(f"A layout cannot shard by {self.shard!r}; known are {known}.")
+        if self.replicas < 1 or self.data % self.replicas or (self.replicas > 1 and self.shard == "replicate"):
+            raise AllocationError(
+                f"A layout of data {self.data}, {self.shard}, cannot have replicas {self.replicas}: it is how many "
+                "groups of data-parallel ranks share weights, so it must divide data, and needs a way to shard."
+            )
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -79,6 +87,11 @@ class Layout:
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
+    def shares_weights(self) -> bool:
+        """A rank needs others to compute a layer, so that they must work in one order."""
+        return self.shard in ("fsdp", "zero3") or max(self.tensor, self.pipeline, self.context) > 1
+
+    @property
     def is_whole_copies(self) -> bool:
         """Every rank holds all weights of the role, and works on samples of its own."""
         return self == Layout(data=self.data)
@@ -86,7 +99,23 @@ class Layout:
     def describe(self) -> str:
         """The layout in a few words, for the log: degrees of 1 are left out, but for ``data``."""
         degrees = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1 or name == "data"]
-        return ", ".join([*degrees, self.shard])
+        replicas = [f"{self.replicas} replicas"] if self.replicas > 1 else []
+        return ", ".join([*degrees, self.shard, *replicas])
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    """What a user says of a role's layout where the number of its ranks follows from the run.
+
+    Attributes:
+        shard: how the ranks hold the weights, see `Layout`.
+        replicas: groups of ranks that each hold all weights, see `Layout`.
+        recompute: what a backward computes again.
+    """
+
+    shard: Sharding = "replicate"
+    replicas: int = 1
+    recompute: Recompute = "none"
 
 
 @dataclass(frozen=True)
@@ -133,6 +162,21 @@ class Allocation:
         encoders = self.ranks[ENCODER]
         found = tuple(encoders.index(rank) if rank in encoders else -1 for rank in self.ranks[BACKBONE])
         return found if max(found) >= 0 else None
+
+    def with_roles(self, roles: Mapping[str, RoleLayout]) -> Allocation:
+        """These ranks, with what a user says of some roles.
+
+        Raises:
+            AllocationError: there is no such role, or its ranks cannot be divided so.
+        """
+        if unknown := sorted(set(roles) - set(self.layouts)):
+            raise AllocationError(f"There is no role {unknown[0]!r}; the roles are {_names(self.layouts)}.")
+        layouts = {
+            role: replace(self.layouts[role], shard=wanted.shard, replicas=wanted.replicas)
+            for role, wanted in roles.items()
+        }
+        recompute = {role: wanted.recompute for role, wanted in roles.items() if wanted.recompute != "none"}
+        return replace(self, layouts={**self.layouts, **layouts}, recompute={**self.recompute, **recompute})
 
     def rank_within(self, role: str, rank: int) -> int | None:
         """The index of global ``rank`` among the ranks of ``role``, or None where it has no lane for that role."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import lightning as L
@@ -16,6 +16,7 @@ from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
+from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.random_streams import enter_stream
 
 
@@ -45,15 +46,28 @@ class Compute:
         metrics: one accumulator for each stage, since a name may be logged with other options in validation than in
             training.
         spec: what a row of features was found to be, for which bytes are reserved; None where nobody reserves any.
+
+    Args:
+        module: the user's.
+        trainer: its precision plugin converts what the encoder gets.
+        device: on which this rank computes.
+        engines: role -> what the role's layout does around each forward and backward, for the roles of this rank.
     """
 
-    def __init__(self, module: UserMethods, trainer: L.Trainer, device: torch.device) -> None:
+    def __init__(
+        self, module: UserMethods, trainer: L.Trainer, device: torch.device, engines: Mapping[str, HalfEngine]
+    ) -> None:
         self.device = device
+        self._engines = engines
         self.metrics: defaultdict[str, MetricAccumulator] = defaultdict(MetricAccumulator)
         self.spec: FeatureSpec | None = None
         self._module = module
         self._name = type(module).__name__
         self._convert_input = trainer.precision_plugin.convert_input
+
+    def in_lockstep(self, role: str) -> bool:
+        """Whether the ranks of a role that this one has must run its forwards together."""
+        return self._engines[role].in_lockstep
 
     def encode(self, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
         """Features of one encoder batch, always as a tuple: ``[sum(media.rows), ...]`` each.
@@ -72,7 +86,7 @@ class Compute:
         media = media.with_patches(self._convert_input(media.patches))
         enter_stream(ENCODER, *step, number)
         with self._module.logging_refused("encode"), self._explains_absent_weights(ENCODER):
-            output = self._module.encode(media)
+            output = self._engines[ENCODER].call(self._module.encode, media)
         features = output if isinstance(output, tuple) else (output,)
         rows = sum(media.rows)
         for feature in features:
@@ -106,10 +120,10 @@ class Compute:
         enter_stream(BACKBONE, *step, number)
         if stage == "predict":
             with self._module.logging_refused("predictions"), self._explains_absent_weights(BACKBONE):
-                return self._module.backbone_step(batch, features, stage)
-        metrics = self.metrics[stage]
+                return self._engines[BACKBONE].call(self._module.backbone_step, batch, features, stage)
+        metrics = self.metrics[stage] if batch.samples else MetricAccumulator()  # padding counts for nothing
         with self._module.logging_into(metrics), self._explains_absent_weights(BACKBONE):
-            output = self._module.backbone_step(batch, features, stage)
+            output = self._engines[BACKBONE].call(self._module.backbone_step, batch, features, stage)
             match output:
                 case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
                     if loss.is_meta:
@@ -122,17 +136,38 @@ class Compute:
         metrics.close_microbatch(loss, tokens)
         return loss
 
-    def backward(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
+    def backward(
+        self,
+        roles: Sequence[str],
+        outputs: tuple[Tensor, ...],
+        gradients: tuple[Tensor | None, ...],
+        *,
+        last: bool,
+    ) -> None:
         """Backward of the outputs that have a gradient.
 
         It runs outside autocast, as PyTorch advises: each operation runs in the precision of its forward.
+
+        Args:
+            roles: whose halves the backward goes through.
+            outputs: with their graph.
+            gradients: of each; None where it took no part in the loss.
+            last: it is the step's last backward through these halves on this rank.
         """
+        if any(self._engines[role].in_lockstep for role in roles):  # other ranks run this backward, too
+            gradients = tuple(
+                torch.zeros_like(output) if gradient is None else gradient
+                for output, gradient in zip(outputs, gradients, strict=True)
+            )
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)
             if output.requires_grad and gradient is not None
         ]
-        with torch.autocast(self.device.type, enabled=False):
+        with ExitStack() as around:
+            for role in roles:
+                around.enter_context(self._engines[role].backward(last=last))
+            around.enter_context(torch.autocast(self.device.type, enabled=False))
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
     def _refuse_wider_rows(self, features: tuple[Tensor, ...], expected: FeatureSpec) -> None:

@@ -17,7 +17,7 @@ from flowtrain_lightning.compute.compute import Compute, UserMethods
 from flowtrain_lightning.compute.features import as_features
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import Features, StepBatch
-from flowtrain_lightning.parallel import reduce_gradients
+from flowtrain_lightning.parallel import ReplicatedHalf, squared_norm
 from flowtrain_lightning.parallel.groups import gather_over
 from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
 from flowtrain_lightning.parallel.random_streams import own_streams
@@ -44,7 +44,8 @@ class WholeModuleRunner:
         refuse_groups_of_roles(trainer)
         self.trainer = trainer
         self._module = module
-        self._compute = Compute(module, trainer, trainer.strategy.root_device)
+        self._engines = {role: ReplicatedHalf(half_parameters(module, role)) for role in ROLES}
+        self._compute = Compute(module, trainer, trainer.strategy.root_device, self._engines)
         self._no_sync = ExitStack()
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
@@ -53,14 +54,17 @@ class WholeModuleRunner:
         self._silence_ddp()
         self._compute.metrics["train"].clear()
         self._module.zero_grad(set_to_none=True)
+        for engine in self._engines.values():
+            engine.begin_step()
+        final = max((n for n, packed in enumerate(batch.microbatches) if packed is not None), default=-1)
         with own_streams():
             for number in range(len(batch.microbatches)):
                 loss = self._microbatch(batch, number, "train")
                 if loss is not None and loss.requires_grad:
-                    self._compute.backward((loss,), (torch.ones_like(loss),))
+                    self._compute.backward(ROLES, (loss,), (torch.ones_like(loss),), last=number == final)
         report = self._agree("train")
-        for role in ROLES:
-            reduce_gradients(half_parameters(self._module, role), 1 / max(report.tokens, 1))
+        for engine in self._engines.values():
+            engine.finish_gradients(1 / max(report.tokens, 1))
         return self._module.log_report("train", report)
 
     def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
@@ -79,7 +83,7 @@ class WholeModuleRunner:
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """The 2-norm of all gradients."""
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return squared_norm([p.grad for p in parameters if p.grad is not None]).sqrt()
 
     def agree_on_logged(self, name: str, value: Any) -> Any:
         """The value itself: under plain Lightning every rank has results of its own."""

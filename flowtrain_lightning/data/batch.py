@@ -31,6 +31,9 @@ class RankShard:
         colocated_encoder_ranks: for each backbone rank the encoder rank on the same rank, or -1; None where no rank
             plays both roles.
         local: every rank encodes just the media that it reads, one encoder batch per microbatch (plain Lightning).
+        pads_microbatches: backbone ranks share weights, so each runs a microbatch at every position: where it has none,
+            one that counts for nothing.
+        pads_encoder_batches: encoder ranks share weights, so each runs an encoder batch where any of them has one.
     """
 
     backbone_rank: int | None
@@ -39,6 +42,8 @@ class RankShard:
     encoder_ranks: int
     colocated_encoder_ranks: tuple[int, ...] | None = None
     local: bool = False
+    pads_microbatches: bool = False
+    pads_encoder_batches: bool = False
 
     @classmethod
     def plain(cls, rank: int, ranks: int) -> RankShard:
@@ -119,7 +124,7 @@ class PackedBatch:
         max_seqlen: tokens of the longest sequence.
         media_positions: modality -> ``[rows]`` int64: the index in ``tokens`` of every row of features, in the order in
             which ``merge`` gets them. A modality that does not occur is absent.
-        samples: data set index of every sequence (padding not counted).
+        samples: data set index of every sequence (padding not counted); ``()`` where all is padding.
     """
 
     tokens: Tensor
@@ -158,6 +163,8 @@ class StepBatch:
         shard: what of it this rank holds.
         microbatches: this rank's microbatches in order; None where one is empty. ``()`` without a backbone lane.
         encoder_batches: this rank's encoder batches in order; None where one is empty. ``()`` without an encoder lane.
+        padding_media: what this rank encodes, for nothing, where only others have an encoder batch: the smallest media
+            item of the step. None where there is no need.
         epoch: the epoch of the step.
         step: the step's number within its epoch.
         following: ``following(n)`` is the n-th next batch (from 1) of the same loader on this rank, or None past
@@ -166,7 +173,17 @@ class StepBatch:
             ``prepare``, or None.
     """
 
-    __slots__ = ("encoder_batches", "epoch", "following", "microbatches", "plan", "program", "shard", "step")
+    __slots__ = (
+        "encoder_batches",
+        "epoch",
+        "following",
+        "microbatches",
+        "padding_media",
+        "plan",
+        "program",
+        "shard",
+        "step",
+    )
 
     def __init__(
         self,
@@ -176,6 +193,7 @@ class StepBatch:
         encoder_batches: tuple[PackedMedia | None, ...],
         epoch: int,
         step: int,
+        padding_media: PackedMedia | None = None,
         following: Callable[[int], StepBatch | None] = lambda _: None,
         program: Any = None,
     ) -> None:
@@ -185,6 +203,7 @@ class StepBatch:
         self.encoder_batches = encoder_batches
         self.epoch = epoch
         self.step = step
+        self.padding_media = padding_media
         self.following = following
         self.program = program
 

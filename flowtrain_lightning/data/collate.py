@@ -17,6 +17,7 @@ IMAGE = "image"
 """The modality of images."""
 
 _PADDING_TOKEN = 0
+_PADDING_LENGTH = 8
 
 
 class LoadedImage(NamedTuple):
@@ -64,6 +65,20 @@ def pack_sequences(
         max_seqlen=max(lengths),
         media_positions={IMAGE: torch.from_numpy(positions)} if len(positions) else {},
         samples=tuple(samples),
+    )
+
+
+def padding_microbatch() -> PackedBatch:
+    """A microbatch without samples and labels, for a rank that must run one and has none: a few tokens 0."""
+    tokens = torch.full((_PADDING_LENGTH,), _PADDING_TOKEN, dtype=torch.int64)
+    return PackedBatch(
+        tokens=tokens,
+        labels=torch.full_like(tokens, IGNORED_LABEL),
+        position_ids=torch.arange(_PADDING_LENGTH),
+        cu_seqlens=_boundaries([_PADDING_LENGTH]),
+        max_seqlen=_PADDING_LENGTH,
+        media_positions={},
+        samples=(),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from flowtrain_lightning.data.batch import PackedBatch, PackedMedia, RankShard, StepBatch
-from flowtrain_lightning.data.collate import LoadedImage, pack_images, pack_sequences
+from flowtrain_lightning.data.collate import LoadedImage, pack_images, pack_sequences, padding_microbatch
 from flowtrain_lightning.data.conversation import ChatTemplate, TokenSequence
 from flowtrain_lightning.data.formats import DataError, Record
 from flowtrain_lightning.data.image_processor import ImageError, ImageProcessor
@@ -164,6 +164,7 @@ class StepDataset(Dataset[SharedMemoryBatch]):
         record_of = cache(self.samples.source.record)  # each is read once, for its tokens and for its images
         microbatches: tuple[PackedBatch | None, ...] = ()
         encoder_batches: tuple[PackedMedia | None, ...] = ()
+        padding_media: PackedMedia | None = None
         if shard.backbone_rank is not None:
             microbatches = tuple(
                 self._microbatch(plan, members, record_of) for members in plan.microbatches[shard.backbone_rank]
@@ -172,11 +173,14 @@ class StepDataset(Dataset[SharedMemoryBatch]):
             encoder_batches = tuple(
                 self._encoder_batch(plan, items, epoch, record_of) for items in plan.encoder_batches[shard.encoder_rank]
             )
-        return StepBatch(plan, shard, microbatches, encoder_batches, epoch, step)
+            if shard.pads_encoder_batches and len(plan.sizes.media_patches):
+                smallest = int(plan.sizes.media_patches.argmin())
+                padding_media = self._encoder_batch(plan, np.array([smallest]), epoch, record_of)
+        return StepBatch(plan, shard, microbatches, encoder_batches, epoch, step, padding_media)
 
     def _microbatch(self, plan: StepPlan, members: IntArray, record_of: Callable[[int], Record]) -> PackedBatch | None:
         if len(members) == 0:
-            return None
+            return padding_microbatch() if self.shard.pads_microbatches else None
         sizes = plan.sizes.select(members)
         samples = plan.samples[members].tolist()
         rows = np.split(sizes.media_rows, sizes.media_start[1:-1])

@@ -28,18 +28,18 @@ class PackingConfig:
             takes a checkpoint's, else balances by patches.
         profile: a ``profile.json`` of ``flowtrain profile``, which brings both cost models.
         sync_every: when backbone ranks wait for each other: ``"step"``, once a step, as replicas do that sum their
-            gradients; ``"microbatch"``, at every microbatch, as with FSDP, tensor and pipeline parallelism.
+            gradients; ``"microbatch"``, at every microbatch, as those do that share weights. None follows the layout.
         pad_to_budget: fill every microbatch up to the token budget, for static shapes.
     """
 
     cost: CostModel | None = None
     encoder_cost: CostModel | None = None
     profile: str | Path | None = None
-    sync_every: SyncEvery = "step"
+    sync_every: SyncEvery | None = None
     pad_to_budget: bool = False
 
     def __post_init__(self) -> None:
-        if self.sync_every not in SYNC_EVERY:
+        if self.sync_every not in (None, *SYNC_EVERY):
             raise ValueError(f"sync_every is {self.sync_every!r}; give one of {', '.join(map(repr, SYNC_EVERY))}.")
         for name, given in (("cost", self.cost), ("encoder_cost", self.encoder_cost)):
             if given is not None and self.profile is not None:
@@ -71,13 +71,13 @@ class StepPacking:
         token_budget: the most tokens of a microbatch.
         cost: what a packed set of sequences costs the backbone.
         encoder_cost: what a set of media items costs the encoder; None balances by patches.
-        sync_every: when backbone ranks wait for each other.
+        sync_every: when backbone ranks wait for each other; None follows the layout of the ranks.
     """
 
     token_budget: int
     cost: CostModel = DEFAULT_COST
     encoder_cost: CostModel | None = None
-    sync_every: SyncEvery = "step"
+    sync_every: SyncEvery | None = None
 
     def plan(
         self, sizes: SampleSizes, samples: IntArray, shard: RankShard, microbatches: Microbatches | None = None
@@ -100,7 +100,7 @@ class StepPacking:
             colocated_encoder_ranks=shard.colocated_encoder_ranks,
             cost=self.cost,
             encoder_cost=self.encoder_cost,
-            sync_every=self.sync_every,
+            sync_every=self._sync_every(shard),
             microbatches=microbatches,
         )
 
@@ -114,9 +114,12 @@ class StepPacking:
             group_size=settings.balance_group,
             ranks=shard.backbone_ranks,
             budget=settings.token_budget,
-            sync_every=self.sync_every,
+            sync_every=self._sync_every(shard),
         )
         return as_microbatches(bin_of, settings.microbatches // shard.backbone_ranks, shard.backbone_ranks)
+
+    def _sync_every(self, shard: RankShard) -> SyncEvery:
+        return self.sync_every or ("microbatch" if shard.pads_microbatches else "step")
 
     def state_dict(self) -> dict[str, Any]:
         """All settings in JSON types, for a checkpoint."""

@@ -48,7 +48,8 @@ class SharedMemoryBatch:
         """Pack a batch; its ``following`` and ``program`` stay behind, as they belong to the rank's process."""
         file = io.BytesIO()
         pickler = _Pickler(file)
-        pickler.dump((batch.plan, batch.shard, batch.microbatches, batch.encoder_batches, batch.epoch, batch.step))
+        parts = (batch.plan, batch.shard, batch.microbatches, batch.encoder_batches)
+        pickler.dump((*parts, batch.epoch, batch.step, batch.padding_media))
         layout, end = [], 0
         for tensor in pickler.tensors:
             layout.append((end, tensor.dtype, tuple(tensor.shape)))

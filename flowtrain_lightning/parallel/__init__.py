@@ -1,5 +1,15 @@
-"""Parallel: puts a layout onto a half."""
+"""Parallel: process groups, and what puts a layout onto a half of a module."""
 
-from flowtrain_lightning.parallel.replicate import broadcast_half, reduce_gradients
+from flowtrain_lightning.parallel.engine import HalfEngine
+from flowtrain_lightning.parallel.gradients import clip_to_norm, clip_to_value, local_part, squared_norm
+from flowtrain_lightning.parallel.replicate import ReplicatedHalf, broadcast_half
 
-__all__ = ["broadcast_half", "reduce_gradients"]
+__all__ = [
+    "HalfEngine",
+    "ReplicatedHalf",
+    "broadcast_half",
+    "clip_to_norm",
+    "clip_to_value",
+    "local_part",
+    "squared_norm",
+]

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -150,6 +150,19 @@ class Groups:
     role_ranks: int
     role_cpu: dist.ProcessGroup | None
     _stores: Iterator[Store]
+    _of_roles: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+
+    def of_role(self, role: str) -> dist.ProcessGroup | None:
+        """A group for the collectives of one role alone, of the ranks of the default group.
+
+        Where ranks have both roles, each role sums gradients when it is done: in one group for both, ranks would have
+        to be done in one order. Every rank asks for the same roles in the same order.
+        """
+        if self.role_ranks == 1:
+            return None
+        if role not in self._of_roles:
+            self._of_roles[role] = dist.new_group()
+        return self._of_roles[role]
 
     def new_store(self) -> Store:
         """An empty key-value store, the same on all ranks if they ask equally often."""

@@ -3,87 +3,179 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flowtrain_lightning.parallel.gradients import local_part, squared_norm
+
 _BUCKET_BYTES = 32 << 20
 
 
-def broadcast_half(tensors: Iterable[Tensor]) -> None:
-    """Gives every rank of the default group the values of its rank 0 (parameters and buffers of one half)."""
-    if _alone():
+class ReplicatedHalf:
+    """A half of which every rank has a copy; see `HalfEngine`.
+
+    Gradients are summed in buckets, which may leave while the step's last backward still runs: each as soon as the
+    gradients of all its parameters are final, and the buckets before it have left, so that all ranks sum in one order
+    whatever each of them used.
+
+    Args:
+        parameters: of the half; those of a tensor-parallel half are shards.
+        group: the ranks whose gradients are summed; None is the default group.
+        early: buckets leave during the last backward. In the group then must be nothing else meanwhile: ranks come to
+            their last backwards at different times.
+    """
+
+    in_lockstep = False
+
+    def __init__(
+        self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None = None, *, early: bool = False
+    ) -> None:
+        self.parameters = parameters
+        self._group = group
+        self._early = early
+        self._alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+        self._buckets: list[_Bucket] = []
+        self._left = 0  # buckets that are on their way
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter wants a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    def begin_step(self) -> None:
+        """Sorts the parameters that want a gradient into buckets, last ones first, as a backward comes to them."""
+        self._buckets, self._left = [], 0
+        if not self._alone:
+            wanted = [parameter for parameter in reversed(self.parameters) if parameter.requires_grad]
+            self._buckets = [_Bucket(members) for members in _divided(wanted)]
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs one forward."""
+        return function(*args)
+
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Inside, one backward runs; during the last one, what is final is summed."""
+        if not (last and self._early) or self._alone:
+            yield
+            return
+        handles = []
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                hook = self._noting(bucket)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def finish_gradients(self, scale: float) -> None:
+        """Sums the other gradients, waits for all sums, and scales them."""
+        if self._alone:
+            for parameter in self.parameters:
+                if parameter.requires_grad and parameter.grad is not None:
+                    local_part(parameter.grad).mul_(scale)
+            return
+        for bucket in self._buckets[self._left :]:
+            bucket.send(self._group)
+        for bucket in self._buckets:
+            bucket.receive(scale)
+        self._buckets, self._left = [], 0
+
+    def squared_norm(self, gradients: list[Tensor]) -> Tensor:
+        """The squared 2-norm of these gradients, which are equal on all ranks that hold copies."""
+        return squared_norm(gradients)
+
+    def _noting(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            bucket.missing -= 1
+            while self._left < len(self._buckets) and self._buckets[self._left].missing == 0:
+                self._buckets[self._left].send(self._group)
+                self._left += 1
+
+        return note
+
+
+class _Bucket:
+    """Gradients that are summed together, and behind them one flag per parameter: "somebody has a gradient".
+
+    Attributes:
+        parameters: of one dtype on one device.
+        missing: gradients that the step's last backward has not made final yet.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.missing = len(parameters)
+        self._flat: Tensor | None = None
+        self._work: Any = None
+
+    def send(self, group: dist.ProcessGroup | None) -> None:
+        """Begins to sum."""
+        values = [local_part(parameter.data) for parameter in self.parameters]
+        total = sum(value.numel() for value in values)
+        flat = values[0].new_zeros(total + len(values))
+        start = 0
+        for number, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
+            if parameter.grad is not None:
+                flat[start : start + value.numel()].copy_(local_part(parameter.grad).reshape(-1))
+                flat[total + number] = 1
+            start += value.numel()
+        self._flat, self._work = flat, dist.all_reduce(flat, group=group, async_op=True)
+
+    def receive(self, scale: float) -> None:
+        """Waits for the sums and puts them into the gradients, times ``scale``."""
+        assert self._flat is not None, "it was sent"
+        self._work.wait()
+        values = [local_part(parameter.data) for parameter in self.parameters]
+        used = self._flat[-len(values) :].tolist()
+        self._flat.mul_(scale)
+        start = 0
+        for parameter, value, flag in zip(self.parameters, values, used, strict=True):
+            if flag > 0:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                local_part(parameter.grad).copy_(self._flat[start : start + value.numel()].view_as(value))
+            start += value.numel()
+        self._flat = self._work = None
+
+
+def broadcast_half(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Gives every rank of a group the values of its first rank (parameters and buffers of one half).
+
+    Args:
+        tensors: of the half, in one order on all ranks.
+        group: None is the default group.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     for tensor in tensors:
-        values = tensor.detach()
+        values = local_part(tensor.detach())
         in_one_piece = values.contiguous()  # as gloo reads and writes them
-        dist.broadcast(in_one_piece, src=0)
+        dist.broadcast(in_one_piece, group_src=0, group=group)
         if in_one_piece is not values:
             values.copy_(in_one_piece)
 
 
-def reduce_gradients(parameters: Iterable[nn.Parameter], scale: float) -> None:
-    """Sums the gradients over the ranks of the default group and multiplies them by ``scale``, in place.
-
-    A parameter that got no gradient on any rank keeps ``grad = None``; one that got a gradient on some ranks only
-    counts as zero on the others. Every rank passes the same parameters in the same order.
-
-    Args:
-        parameters: the parameters of one half; frozen ones are passed over.
-        scale: usually one over the step's number of target tokens on all ranks.
-    """
+def _divided(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one kind together, in lists of about `_BUCKET_BYTES`."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        if parameter.requires_grad:
-            by_kind[parameter.device, parameter.dtype].append(parameter)
-    for group in by_kind.values():
-        for bucket in _buckets(group):
-            if _alone():
-                for parameter in bucket:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(scale)
-            else:
-                _reduce_bucket(bucket, scale)
-
-
-def _reduce_bucket(bucket: list[nn.Parameter], scale: float) -> None:
-    # One collective carries the gradients and, behind them, one flag per parameter: "somebody has a gradient".
-    total = sum(parameter.numel() for parameter in bucket)
-    flat = bucket[0].new_zeros(total + len(bucket))
-    start = 0
-    for number, parameter in enumerate(bucket):
-        if parameter.grad is not None:
-            flat[start : start + parameter.numel()].copy_(parameter.grad.reshape(-1))
-            flat[total + number] = 1
-        start += parameter.numel()
-    dist.all_reduce(flat)
-    used = flat[total:].tolist()
-    flat.mul_(scale)
-    start = 0
-    for parameter, flag in zip(bucket, used, strict=True):
-        if flag > 0:
-            gradient = flat[start : start + parameter.numel()].view_as(parameter)
-            if parameter.grad is None:
-                parameter.grad = gradient.clone()
-            else:
-                parameter.grad.copy_(gradient)
-        start += parameter.numel()
-
-
-def _buckets(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        bucket.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-        if size >= _BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
-
-
-def _alone() -> bool:
-    return not dist.is_initialized() or dist.get_world_size() == 1
+        by_kind[parameter.device, parameter.dtype].append(parameter)
+    for of_kind in by_kind.values():
+        members: list[nn.Parameter] = []
+        size = 0
+        for parameter in of_kind:
+            members.append(parameter)
+            size += parameter.numel() * parameter.element_size()
+            if size >= _BUCKET_BYTES:
+                yield members
+                members, size = [], 0
+        if members:
+            yield members

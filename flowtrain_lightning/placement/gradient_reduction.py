@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flowtrain_lightning.packing.cost_model import Observation, fit_cost
-from flowtrain_lightning.parallel import reduce_gradients
+from flowtrain_lightning.parallel import ReplicatedHalf
 from flowtrain_lightning.placement.profile import ProfileError, ReductionCost
 from flowtrain_lightning.runtime.process_end import die_with_parent
 
@@ -88,11 +88,13 @@ def _rank(rank: int, folder: Path, deadline: float) -> None:
 def _measure(size: int) -> float:
     weight = nn.Parameter(torch.zeros(size // 4))
     weight.grad = torch.ones_like(weight)
+    half = ReplicatedHalf([weight])
     times = []
     for _ in range(_WARM_UPS + _ROUNDS):
         dist.barrier()
         start = time.perf_counter()
-        reduce_gradients([weight], 1 / _RANKS)
+        half.begin_step()
+        half.finish_gradients(1 / _RANKS)
         times.append(time.perf_counter() - start)
     return float(np.median(times[_WARM_UPS:]))
 

@@ -26,7 +26,6 @@ from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import FlowDataModule, StepBatch
 from flowtrain_lightning.data.batch import IGNORED_LABEL
 from flowtrain_lightning.module import FlowModule
-from flowtrain_lightning.parallel import reduce_gradients
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.placement.probes import Probe
@@ -221,8 +220,8 @@ class HalfRunner(WholeModuleRunner):
             if counts:
                 self.times[role][probe].append(seconds)
         targets = int((self._probes[probe].packed.labels != IGNORED_LABEL).sum())
-        for role in ROLES:
-            reduce_gradients(half_parameters(self._module, role), 1 / max(targets, 1))
+        for engine in self._engines.values():
+            engine.finish_gradients(1 / max(targets, 1))
 
     def _run_halves(self, probe: Probe) -> dict[str, tuple[float, float]]:
         """Role -> seconds of forward and of backward. The halves share no graph, as if they lived on two ranks."""
@@ -238,17 +237,17 @@ class HalfRunner(WholeModuleRunner):
         leaves = tuple(out.detach().requires_grad_(trains and out.is_floating_point()) for out in outputs)
         features = as_features(media.modality, leaves) if media is not None else {}
         loss, forward = self._timed(lambda: compute.microbatch(packed, features, stage="train", step=step, number=0))
-        backward = self._backward((loss,), (torch.ones_like(loss),))
+        backward = self._backward(BACKBONE, (loss,), (torch.ones_like(loss),))
         found[BACKBONE] = forward, backward
         if media is not None:
-            found[ENCODER] = encoding, self._backward(outputs, tuple(leaf.grad for leaf in leaves))
+            found[ENCODER] = encoding, self._backward(ENCODER, outputs, tuple(leaf.grad for leaf in leaves))
         return found
 
-    def _backward(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> float:
+    def _backward(self, role: str, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> float:
         pairs = zip(outputs, gradients, strict=True)
         if not any(out.requires_grad and gradient is not None for out, gradient in pairs):
             return 0.0
-        return self._timed(lambda: self._compute.backward(outputs, gradients))[1]
+        return self._timed(lambda: self._compute.backward((role,), outputs, gradients, last=True))[1]
 
     def _timed(self, run: Callable[[], Result]) -> tuple[Result, float]:
         start = now(self._device)

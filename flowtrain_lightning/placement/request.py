@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from flowtrain_lightning.allocator import ROLES, Allocation, AllocationError, Layout, Placement, default_allocation
+from flowtrain_lightning.allocator import (
+    ROLES,
+    Allocation,
+    AllocationError,
+    Layout,
+    Placement,
+    RoleLayout,
+    default_allocation,
+)
 from flowtrain_lightning.allocator.allocation import count_ranks
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.placement.profile import Profile, read_profile
@@ -24,6 +33,7 @@ class PlacementRequest:
         placement: of the rule.
         encoder_ranks: of the rule.
         profile: ``"auto"`` measures the module, ``"off"`` does not; or what was measured before.
+        roles: role -> what of its layout is asked for, beside the rule.
     """
 
     allocation: Allocation | None
@@ -31,6 +41,7 @@ class PlacementRequest:
     placement: Placement | None
     encoder_ranks: int | None
     profile: Profile | str
+    roles: Mapping[str, RoleLayout] = field(default_factory=dict)
 
     def answer(self, ranks: int, nodes: int = 1) -> Allocation | None:
         """The allocation that follows from the request alone, or None where there is something to find out.
@@ -47,7 +58,9 @@ class PlacementRequest:
             refuse_what_cannot_run(self.allocation, self.source)
             return self.allocation
         if ranks == 1 or self.placement is not None or self.encoder_ranks is not None:
-            return default_allocation(ranks, self.placement, self.encoder_ranks, ranks // nodes)
+            found = default_allocation(ranks, self.placement, self.encoder_ranks, ranks // nodes).with_roles(self.roles)
+            refuse_what_cannot_run(found, "What was asked for")
+            return found
         return None
 
 
@@ -56,6 +69,7 @@ def make_request(
     placement: Placement | None,
     encoder_ranks: int | None,
     profile: str | Path,
+    roles: Mapping[str, RoleLayout] | None = None,
 ) -> PlacementRequest:
     """Read what was given, and refuse what contradicts itself.
 
@@ -65,7 +79,7 @@ def make_request(
     """
     file = None if str(profile) in (AUTO, OFF) else str(profile)
     if allocation is not None:
-        others = {"placement": placement, "encoder_ranks": encoder_ranks, "profile": file}
+        others = {"placement": placement, "encoder_ranks": encoder_ranks, "profile": file, "roles": roles}
         for name, value in others.items():
             if value is not None:
                 raise AllocationError(
@@ -77,10 +91,15 @@ def make_request(
             f"profile={file!r} is there to plan the allocation by, but placement={placement!r} and "
             f"encoder_ranks={encoder_ranks!r} leave nothing to plan; leave the profile out, or these two."
         )
+    if roles and placement is None and encoder_ranks is None and allocation is None:
+        raise AllocationError(
+            f"roles has a layout for the {' and the '.join(roles)}, but who encodes is left open, and what is measured "
+            "to find out are whole copies. Give encoder_ranks or placement too, or an allocation that says everything."
+        )
     costs = str(profile) if file is None else read_profile(Path(file))
     if allocation is None or isinstance(allocation, Allocation):
-        return PlacementRequest(allocation, "The given allocation", placement, encoder_ranks, costs)
-    return PlacementRequest(read_plan(Path(allocation)), str(allocation), placement, encoder_ranks, costs)
+        return PlacementRequest(allocation, "The given allocation", placement, encoder_ranks, costs, roles or {})
+    return PlacementRequest(read_plan(Path(allocation)), str(allocation), placement, encoder_ranks, costs, {})
 
 
 def refuse_other_ranks(allocation: Allocation, ranks: int, source: str) -> None:
@@ -106,10 +125,16 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
             f"name them {' and '.join(ROLES)}."
         )
     for role, layout in allocation.layouts.items():
-        if not layout.is_whole_copies:
+        if layout.shard not in ("replicate", "fsdp") or layout.ranks != layout.data:
             return (
-                f"gives the {role} the layout {layout.describe()}, but today every rank holds a whole copy of its "
-                f"half: {Layout(data=layout.ranks).describe()}. `flowtrain plan --whole-copies` plans within that."
+                f"gives the {role} the layout {layout.describe()}, but today the ranks of a role hold whole copies of "
+                f"its half ({Layout(data=layout.ranks).describe()}), or shards of it by FSDP2 "
+                f"({Layout(data=layout.ranks, shard='fsdp').describe()})."
+            )
+        if allocation.recompute.get(role) == "selective":
+            return (
+                f"recomputes some operations of the {role} ('selective'), but today a backward recomputes whole blocks "
+                "('full') or nothing ('none')."
             )
     if allocation.placement == "mixed":
         return "is mixed, but today every rank has both roles or each has one; take a separate or a colocated plan."

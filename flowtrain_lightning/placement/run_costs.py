@@ -18,12 +18,15 @@ from flowtrain_lightning.placement.measured import PlanSteps, Processors
 
 def rank_shard(allocation: Allocation, rank: int) -> RankShard:
     """Which part of every step a rank loads."""
+    shares = {role: layout.shares_weights for role, layout in allocation.layouts.items()}
     return RankShard(
         backbone_rank=allocation.rank_within(BACKBONE, rank),
         backbone_ranks=len(allocation.ranks[BACKBONE]),
         encoder_rank=allocation.rank_within(ENCODER, rank),
         encoder_ranks=len(allocation.ranks[ENCODER]),
         colocated_encoder_ranks=allocation.colocated_encoder_ranks,
+        pads_microbatches=shares[BACKBONE],
+        pads_encoder_batches=shares[ENCODER],
     )
 
 

@@ -14,7 +14,7 @@ from flowtrain_lightning.compute.features import FeatureSpec, as_features
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.program import MicrobatchWork
-from flowtrain_lightning.runtime.schedule import LaneContext, Schedule, Step
+from flowtrain_lightning.runtime.schedule import LaneContext, Progress, Schedule, Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE
 
 
@@ -56,7 +56,7 @@ class BackboneLane:
                 leaves = self._compute(step, number, packed, features, outputs)
                 if step.trains:
                     yield from self._return_gradients(step, features.work, leaves)
-                yield None
+            yield Progress.UNIT
 
     def _fetch(self, step: Step, features: MicrobatchFeatures) -> bool:
         arrived = self._context.pool.arrived(features.missing)
@@ -82,10 +82,15 @@ class BackboneLane:
             step=step.name,
             number=number * len(step.plan.microbatches) + rank,
         )
+        step.executed[BACKBONE].append(f"microbatch {number}")
+        is_padding = not packed.samples
         if step.stage == "predict":
-            outputs.append(result)
+            outputs += [] if is_padding else [result]
         elif step.stage == "train" and result.requires_grad:
-            context.compute.backward((result,), (torch.ones_like(result),))
+            last = number == step.program.last_microbatch
+            context.compute.backward(
+                (BACKBONE,), (result,), (torch.full_like(result, 0.0 if is_padding else 1.0),), last=last
+            )
         context.timeline.stop(start, BACKBONE, COMPUTE, "microbatch", step.stage, step.index, number)
         return leaves
 

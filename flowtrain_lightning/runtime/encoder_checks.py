@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from flowtrain_lightning.allocator import ENCODER
+from flowtrain_lightning.parallel import local_part
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 
 _STEPS = 10
@@ -77,7 +78,7 @@ class UnusedFeatures:
         if self._done:
             return
         self._steps += 1
-        if any(bool(p.grad.any()) for p in parameters if p.grad is not None):
+        if any(bool(local_part(p.grad).any()) for p in parameters if p.grad is not None):
             self._done = True
         elif self._steps == _STEPS:
             self._done = True

@@ -13,8 +13,8 @@ from torch import Tensor
 from flowtrain_lightning.allocator import ENCODER
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.pool import Key
-from flowtrain_lightning.runtime.program import EncoderBatchWork
-from flowtrain_lightning.runtime.schedule import LaneContext, Schedule, Step
+from flowtrain_lightning.runtime.program import PADDING, EncoderBatchWork
+from flowtrain_lightning.runtime.schedule import LaneContext, Progress, Schedule, Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE
 
 STEPS_AHEAD = 8
@@ -54,8 +54,9 @@ class EncoderLane:
             if number >= done:
                 while not pool.has_room([Key(step.features, step.index, entry) for entry in batch.entries]):
                     yield _ROOM
+                step.executed[ENCODER].append(f"forward {number}")
                 yield from self._publish(step, batch, self._forward(step, batch, keep=False))
-                yield None
+                yield Progress.UNIT
 
     def work_ahead(self, later: Callable[[int], Step | None], spec: FeatureSpec, steps_left: int) -> bool:
         """Encodes one batch of a later step, if there is one and room for it; for encoders that do not train.
@@ -88,18 +89,20 @@ class EncoderLane:
         waiting: deque[AwaitingBackward] = deque()
         for kind, number in step.program.encoder_order:
             batch = step.program.encoder_batches[number]
+            step.executed[ENCODER].append(f"{kind} {number}")
             if kind == "forward":
                 keys = [Key(step.features, step.index, entry) for entry in batch.entries]
                 yield from self._collect_until(partial(pool.has_room, keys), waiting, step, _ROOM)
                 features = self._forward(step, batch, keep=not batch.recomputes)
                 waiting.append(AwaitingBackward(step, batch, features))
                 for reason in self._publish(step, batch, features):
-                    yield None if self._collect(waiting, step) else reason
+                    yield Progress.PART if self._collect(waiting, step) else reason
             else:
                 reason = f"gradients of encoder batch {number}"
                 yield from self._collect_until(waiting[0].is_complete, waiting, step, reason)
-                self._backward(step, waiting.popleft())
-            yield None
+                last = (kind, number) == step.program.encoder_order[-1]
+                self._backward(step, waiting.popleft(), last=last)
+            yield Progress.UNIT
 
     def _collect_until(
         self, ready: Callable[[], bool], waiting: deque[AwaitingBackward], step: Step, reason: str
@@ -109,11 +112,12 @@ class EncoderLane:
             collected = self._collect(waiting, step)
             if ready():
                 return
-            yield None if collected else reason
+            yield Progress.PART if collected else reason
 
     def _forward(self, step: Step, batch: EncoderBatchWork, *, keep: bool) -> tuple[Tensor, ...]:
         context, rank = self._context, step.batch.shard.encoder_rank
-        media = step.batch.encoder_batches[batch.number]
+        is_padding = batch.number == PADDING
+        media = step.batch.padding_media if is_padding else step.batch.encoder_batches[batch.number]
         assert rank is not None
         assert media is not None
         context.enter(f"forward of encoder batch {batch.number}", step)
@@ -127,6 +131,8 @@ class EncoderLane:
     def _publish(
         self, step: Step, batch: EncoderBatchWork, features: tuple[Tensor, ...], ahead: bool = False
     ) -> Schedule:
+        if batch.number == PADDING:
+            return
         start = self._context.timeline.start()
         parts = zip(*(torch.split(feature.detach(), batch.rows) for feature in features), strict=True)
         for entry, reader, part in zip(batch.entries, batch.readers, parts, strict=True):
@@ -147,14 +153,14 @@ class EncoderLane:
             self._context.timeline.stop(start, ENCODER, COMMUNICATION, "gradients", step.stage, step.index)
         return bool(arrived)
 
-    def _backward(self, step: Step, waiting: AwaitingBackward) -> None:
+    def _backward(self, step: Step, waiting: AwaitingBackward, *, last: bool) -> None:
         context, batch = self._context, waiting.batch
         outputs = waiting.outputs
         if outputs is None:
             outputs = self._forward(step, batch, keep=True)
         context.enter(f"backward of encoder batch {batch.number}", step)
         start = context.timeline.start()
-        context.compute.backward(outputs, tuple(waiting.gradients))
+        context.compute.backward((ENCODER,), outputs, tuple(waiting.gradients), last=last)
         context.timeline.stop(start, ENCODER, COMPUTE, "backward", step.stage, step.index, batch.number)
 
 
@@ -173,10 +179,8 @@ class AwaitingBackward:
         self.batch = batch
         self.outputs = None if batch.recomputes else features
         self.gradients: list[Tensor | None] = [None] * len(features)
-        starts = accumulate(batch.rows[:-1], initial=0)
-        self.missing = {
-            Key(step.gradients, step.index, entry): start for entry, start in zip(batch.entries, starts, strict=True)
-        }
+        starts = accumulate(batch.rows, initial=0)
+        self.missing = {Key(step.gradients, step.index, entry): next(starts) for entry in batch.entries}
 
     def is_complete(self) -> bool:
         """All gradients are here."""

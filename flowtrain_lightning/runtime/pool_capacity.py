@@ -151,8 +151,10 @@ class PoolCapacity:
         encoder_rank = min(entry.encoder_rank for entry in step.plan.entries)
         source = self._job.allocation.ranks[ENCODER][encoder_rank]
         found = None
-        if self._job.rank == source:
-            media = next(media for media in step.batch.encoder_batches if media is not None)
+        if self._job.rank == source or (ENCODER in self._job.roles and self._compute.in_lockstep(ENCODER)):
+            own = (media for media in step.batch.encoder_batches if media is not None)
+            media = next(own, step.batch.padding_media)
+            assert media is not None
             self._job.mesh.page.enter("first forward of the encoder", step.index)
             spec = self._probe(media)
             found = spec.shapes, tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)

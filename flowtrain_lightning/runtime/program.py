@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -13,9 +11,10 @@ from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing.simulator import recomputed_batches
 from flowtrain_lightning.pool import Reservation, assign_offsets
+from flowtrain_lightning.runtime.work_order import Turns, Work, encoder_order, lockstep_order
 
-Work = tuple[Literal["forward", "backward"], int]
-"""One unit of an encoder lane's work: what is done with the encoder batch of this number."""
+PADDING = -1
+"""Number of an encoder batch that the plan does not have."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,8 @@ class EncoderBatchWork:
     """One encoder batch of this rank: what of it goes where.
 
     Attributes:
-        number: its position in this rank's order.
+        number: which of the rank's encoder batches it is; ``PADDING`` for one that is computed for nothing, since other
+            ranks of the role have a batch then.
         entries: numbers of its entries, in the order of its rows.
         rows: rows of features of each entry.
         readers: for each entry, who reads it, counted within the backbone role.
@@ -59,16 +59,23 @@ class StepProgram:
     """The work of one rank in one step. A pure function of plan and settings, so it can be made ahead of the step.
 
     Attributes:
-        encoder_batches: those of this rank that hold media items, by number; empty without an encoder lane.
+        encoder_batches: those of this rank that hold media items, by number; empty without an encoder lane. Where
+            encoder ranks share weights, or lanes have turns, by the position of the microbatches that read them; in
+            the first case one for every position at which any encoder rank has media items.
         encoder_order: the order of an encoder that trains. One that does not runs forwards only.
         microbatches: those of this rank; empty without a backbone lane.
+        last_microbatch: number of the last one that is not empty; -1 where all are.
         entry_rows: for each encoder rank the rows of the entries of each of its batches, for what the pool must hold.
+        turns: whose turn it is, on a rank of two roles of which one shares weights with other ranks: after a forward or
+            a microbatch come the others' in one order. None where lanes take turns as they can go on.
     """
 
     encoder_batches: dict[int, EncoderBatchWork]
     encoder_order: tuple[Work, ...]
     microbatches: tuple[MicrobatchWork, ...]
+    last_microbatch: int
     entry_rows: tuple[tuple[tuple[int, ...], ...], ...]
+    turns: Turns | None = None
     _sizes: dict[FeatureSpec, PoolDemand] = field(default_factory=dict)
 
     def pool_demand(self, spec: FeatureSpec) -> PoolDemand:
@@ -91,10 +98,13 @@ class PoolDemand:
 
     def __init__(self, program: StepProgram, spec: FeatureSpec) -> None:
         sized = [[spec.entry_nbytes(batch) for batch in of_rank] for of_rank in program.entry_rows]
-        self.least = max((assign_offsets(_held_by_batch(of_rank)).capacity for of_rank in sized), default=0)
         self.ample = max((sum(map(sum, of_rank)) for of_rank in sized), default=0)
+        if program.turns is None:
+            self.least = max((assign_offsets(_held_by_batch(of_rank)).capacity for of_rank in sized), default=0)
+        else:  # a lane that waits for bytes would keep the other from its turn, which gives them back
+            self.least = self.ample = sum(sum(map(sum, of_rank)) for of_rank in sized)
         batches = program.encoder_batches.values()
-        own = _held_by_batch([spec.entry_nbytes(batch.rows) for batch in batches])
+        own = _held_by_batch([spec.entry_nbytes(batch.rows) for batch in batches if batch.entries])
         numbers = [entry for batch in batches for entry in batch.entries]
         self.features: dict[int, Reservation] = dict(zip(numbers, own, strict=True))
         self.gradients: dict[int, Reservation] = {}
@@ -103,6 +113,8 @@ class PoolDemand:
             for entry, nbytes in zip(microbatch.slices, spec.entry_nbytes(rows), strict=True):
                 # An encoder lane copies gradients whenever it has its turn: none is held until another one was put.
                 self.gradients[entry] = Reservation(nbytes, released_after=len(self.gradients))
+        if program.turns is not None:
+            self.features, self.gradients = _held_to_the_end(self.features), _held_to_the_end(self.gradients)
 
 
 def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepProgram:
@@ -121,42 +133,30 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
             of_microbatch.setdefault(entry.microbatch, []).append(number)
     batches: dict[int, EncoderBatchWork] = {}
     order: tuple[Work, ...] = ()
+    has_both = shard.encoder_rank is not None and shard.backbone_rank is not None
+    in_turns = has_both and (shard.pads_microbatches or shard.pads_encoder_batches)
     if shard.encoder_rank is not None:
-        recomputed = recomputed_batches(plan, kept_batches)[shard.encoder_rank]
-        for number, numbers in of_batch[shard.encoder_rank].items():
-            batches[number] = _encoder_batch(plan, number, numbers, number in recomputed)
-        order = tuple(encoder_order(list(batches), kept_batches, recomputed))
+        own = of_batch[shard.encoder_rank]
+        if shard.pads_encoder_batches or in_turns:
+            batches = _batches_by_position(plan, own, pads=shard.pads_encoder_batches, recomputes=kept_batches == 0)
+            order = tuple(lockstep_order(list(batches), max(kept_batches, 1)))
+        else:
+            recomputed = recomputed_batches(plan, kept_batches)[shard.encoder_rank]
+            batches = {number: _encoder_batch(plan, number, own[number], number in recomputed) for number in own}
+            order = tuple(encoder_order(list(batches), kept_batches, recomputed))
     microbatches: tuple[MicrobatchWork, ...] = ()
+    last_microbatch = -1
     if shard.backbone_rank is not None:
-        count = len(plan.microbatches[shard.backbone_rank])
-        microbatches = tuple(_microbatch(plan, number, of_microbatch.get(number, [])) for number in range(count))
+        members = plan.microbatches[shard.backbone_rank]
+        works = (number for number, samples in enumerate(members) if len(samples) or shard.pads_microbatches)
+        last_microbatch = max(works, default=-1)
+        microbatches = tuple(_microbatch(plan, number, of_microbatch.get(number, [])) for number in range(len(members)))
     rows = tuple(
         tuple(tuple(plan.entries[entry].rows for entry in numbers) for numbers in of_rank.values())
         for of_rank in of_batch
     )
-    return StepProgram(batches, order, microbatches, rows)
-
-
-def encoder_order(batches: Sequence[int], kept: int, recomputed: Collection[int]) -> Iterable[Work]:
-    """The order in which a trainable encoder works: forward while activations may be kept, else the oldest backward.
-
-    Args:
-        batches: numbers of the encoder batches, in order.
-        kept: batches whose activations may be kept at a time.
-        recomputed: batches of which nothing is kept; with those that `recomputed_batches` names, nothing can block.
-    """
-    forwards, backwards = deque(batches), deque[int]()
-    held = 0
-    while forwards or backwards:
-        if forwards and (forwards[0] in recomputed or held < kept):
-            number = forwards.popleft()
-            backwards.append(number)
-            held += number not in recomputed
-            yield "forward", number
-        else:
-            number = backwards.popleft()
-            held -= number not in recomputed
-            yield "backward", number
+    turns = Turns(len(microbatches), tuple(batches), max(kept_batches, 1)) if in_turns else None
+    return StepProgram(batches, order, microbatches, last_microbatch, rows, turns)
 
 
 def _encoder_batch(plan: StepPlan, number: int, numbers: Sequence[int], recomputes: bool) -> EncoderBatchWork:
@@ -168,6 +168,27 @@ def _encoder_batch(plan: StepPlan, number: int, numbers: Sequence[int], recomput
         tuple(entry.backbone_rank for entry in entries),
         recomputes,
     )
+
+
+def _batches_by_position(
+    plan: StepPlan, own: Mapping[int, Sequence[int]], *, pads: bool, recomputes: bool
+) -> dict[int, EncoderBatchWork]:
+    """Position of the microbatches that read it -> what this rank encodes then.
+
+    Args:
+        plan: the step's.
+        own: number of each of this rank's encoder batches -> its entries.
+        pads: there is something at every position at which any encoder rank has media items.
+        recomputes: nothing is kept of a forward.
+    """
+    number_of = {plan.entries[numbers[0]].microbatch: number for number, numbers in own.items()}
+    padding = EncoderBatchWork(PADDING, (), [], (), recomputes)
+    return {
+        position: _encoder_batch(plan, number_of[position], own[number_of[position]], recomputes)
+        if position in number_of
+        else padding
+        for position in sorted({entry.microbatch for entry in plan.entries} if pads else number_of)
+    }
 
 
 def _microbatch(plan: StepPlan, number: int, numbers: Sequence[int]) -> MicrobatchWork:
@@ -212,6 +233,11 @@ def _joined(runs: Iterable[tuple[int, int]]) -> tuple[slice, ...]:
             start, length = joined[-1].start, length + start - joined.pop().start
         joined.append(slice(start, start + length))
     return tuple(joined)
+
+
+def _held_to_the_end(reserved: Mapping[int, Reservation]) -> dict[int, Reservation]:
+    """Each with bytes of its own."""
+    return {entry: Reservation(each.nbytes, released_after=len(reserved) - 1) for entry, each in reserved.items()}
 
 
 def _held_by_batch(batches: Iterable[Sequence[int]]) -> list[Reservation]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.module import FlowModule
-from flowtrain_lightning.parallel import reduce_gradients
+from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.halves import half_parameters
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.pool import PoolCounters
@@ -25,7 +26,7 @@ from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.pool_capacity import PoolCapacity, PoolSettings
 from flowtrain_lightning.runtime.program import StepProgram, make_program
 from flowtrain_lightning.runtime.rank_metrics import RankMetrics, step_timings
-from flowtrain_lightning.runtime.schedule import STAGES, LaneContext, Schedule, Step, run_schedule
+from flowtrain_lightning.runtime.schedule import STAGES, LaneContext, Schedule, Step, run_schedule, run_turns
 from flowtrain_lightning.runtime.step_end import Note, StepEnd
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, Timeline
 
@@ -37,6 +38,7 @@ class RoleRunner:
         module: trains.
         trainer: whose steps these are.
         job: the calling rank's.
+        engines: role -> what its layout does around forwards and backwards, for the roles of this rank.
         encoder_activations: encoder batches per rank whose activations are kept for the backward; others are
             recomputed.
         pool: what the user wants of the pool.
@@ -51,7 +53,13 @@ class RoleRunner:
     """
 
     def __init__(
-        self, module: FlowModule, trainer: L.Trainer, job: Job, encoder_activations: int, pool: PoolSettings
+        self,
+        module: FlowModule,
+        trainer: L.Trainer,
+        job: Job,
+        engines: Mapping[str, HalfEngine],
+        encoder_activations: int,
+        pool: PoolSettings,
     ) -> None:
         self.trainer = trainer
         self.timeline = Timeline()
@@ -65,8 +73,10 @@ class RoleRunner:
         self._roles = tuple(role for role in (BACKBONE, ENCODER) if role in job.roles)
         ranks = job.allocation.ranks
         self._listeners = [rank for rank in ranks[ENCODER] if rank not in ranks[BACKBONE]]
-        self._parameters = {role: half_parameters(module, role) for role in (BACKBONE, ENCODER)}
-        self._compute = Compute(module, trainer, trainer.strategy.root_device)
+        self._engines = {role: engines[role] for role in self._roles}
+        self._in_lockstep = [role for role, engine in self._engines.items() if engine.in_lockstep]
+        self._encoder_parameters = half_parameters(module, ENCODER)  # without memory on a rank that does not encode
+        self._compute = Compute(module, trainer, trainer.strategy.root_device, self._engines)
         self._capacity = PoolCapacity(module, job, self._compute, self.timeline, pool)
         self._step_end = StepEnd(job, self._listeners, self._compute.metrics)
         self._epoch_metrics = EpochMetricSync(job)
@@ -80,19 +90,21 @@ class RoleRunner:
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of this rank's part; gradients end up final, the mean loss is returned."""
-        trains = any(parameter.requires_grad for parameter in self._parameters[ENCODER])
+        trains = self._encoder_trains()
         step, context = self._begin(batch, "train", trains)
         self._module.zero_grad(set_to_none=True)
+        for engine in self._engines.values():
+            engine.begin_step()
         with own_streams():
             self._run_lanes(step, context, [])
             report = self._end(step, context, batch_idx, self._note(step))
         context.enter("wait for the sum of the gradients", step)
         start = self.timeline.start()
-        for role in self._roles:
-            reduce_gradients(self._parameters[role], 1 / max(report.tokens, 1))
+        for engine in self._engines.values():
+            engine.finish_gradients(1 / max(report.tokens, 1))
         self.timeline.stop(start, self._roles[0], COMMUNICATION, "reduce gradients", "train", step.index)
         if trains and step.plan.entries and self._job.rank == self._job.allocation.ranks[ENCODER][0]:
-            self._unused_features.look(self._parameters[ENCODER])
+            self._unused_features.look(self._engines[ENCODER].parameters)
         self.report, self.stop_requested = report, report.stop
         context.enter("between steps", step)
         return self._module.log_report("train", report)
@@ -118,13 +130,18 @@ class RoleRunner:
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """The 2-norm of the gradients of both halves."""
-        own = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if not self._listeners or not any(p.requires_grad for p in self._parameters[ENCODER]):
-            return own
-        # Gradients are equal on all ranks of a role, so one rank speaks for it.
-        speaks = self._job.groups.role_rank == 0
-        squares = torch.tensor([float(own.double()) ** 2 if speaks else 0.0], dtype=torch.float64)
-        return self._job.groups.cross.all_reduce(squares).sqrt().to(own)[0]
+        given = {id(parameter) for parameter in parameters}
+        own = torch.zeros(len(ROLES), dtype=torch.float64)  # of this rank's roles, and equal on all ranks of each
+        speaks = torch.zeros(len(ROLES), dtype=torch.float64)
+        for number, role in enumerate(ROLES):
+            if role in self._engines:
+                engine = self._engines[role]
+                gradients = [p.grad for p in engine.parameters if p.grad is not None and id(p) in given]
+                own[number] = engine.squared_norm(gradients)
+                speaks[number] = self._job.rank == self._job.allocation.ranks[role][0]
+        if not self._listeners or not self._encoder_trains():
+            return own.sum().sqrt()
+        return self._job.groups.cross.all_reduce(own * speaks).sum().sqrt()
 
     def agree_on_logged(self, name: str, value: Any) -> float:
         """The value that rank 0 logged outside of a step, on every rank, which all call it."""
@@ -177,11 +194,17 @@ class RoleRunner:
             lanes.append((BACKBONE, self._backbone_lane.run(step, spec, outputs)))
         if ENCODER in self._roles and spec is not None:
             lanes.append((ENCODER, self._encoder_lane.run(step, spec)))
-        run_schedule(context, lanes, step)
+        if step.program.turns is not None:
+            run_turns(context, dict(lanes), step.program.turns.order(step.trains), step)
+        else:
+            run_schedule(context, lanes, step)
+        if self._in_lockstep:
+            self._step_end.compare_order(step, self._in_lockstep)
 
     def _end(self, step: Step, context: LaneContext, batch_idx: int, note: Note | None) -> StepReport:
         steps_left = self._steps_left(step.stage, batch_idx)
-        may_work_ahead = bool(self._listeners) and not step.trains and steps_left > 0
+        encoder_waits = self._job.allocation.layouts[ENCODER].shares_weights
+        may_work_ahead = bool(self._listeners) and not (step.trains or encoder_waits) and steps_left > 0
         self._ahead[step.stage] = (step.name[0], step.name[1] + 1) if may_work_ahead else None
         if may_work_ahead:
             self._frozen.note(step.stage)
@@ -210,6 +233,9 @@ class RoleRunner:
         if wants_metrics:
             note["metrics"] = self._rank_metrics.take(self.pool_counters)
         return note if self.collects_timings or wants_metrics else None
+
+    def _encoder_trains(self) -> bool:
+        return any(parameter.requires_grad for parameter in self._encoder_parameters)
 
     def _steps_left(self, stage: str, batch_idx: int) -> int:
         trainer = self.trainer

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.features import FeatureSpec
@@ -12,8 +14,16 @@ from flowtrain_lightning.pool import Key, Pool, Reservation, StatusPage
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.timeline import STALL, Timeline
 
-Schedule = Iterator[str | None]
-"""A lane at work: it yields None after each unit of work, or a text that says what it waits for."""
+
+class Progress(Enum):
+    """What a lane has done since it was asked last."""
+
+    UNIT = "a unit of work: a forward, a backward or a microbatch"
+    PART = "something inside of a unit"
+
+
+Schedule = Iterator[str | Progress]
+"""A lane at work: it yields its progress, or a text that says what it waits for."""
 
 STAGES = ("train", "val", "test", "predict")
 
@@ -36,6 +46,7 @@ class Step:
         gradients: channel for the gradients of features, with keys of the same form.
         report: channel on which encoder ranks find the step's report, under ``index``.
         notes: channel for what encoder ranks tell at the step's end, under ``index`` and their number in their role.
+        executed: role -> its forwards, backwards and microbatches, in the order in which this rank ran them.
     """
 
     def __init__(self, batch: StepBatch, program: StepProgram, stage: str, index: int, trains: bool) -> None:
@@ -46,6 +57,7 @@ class Step:
         self.index = index
         self.trains = trains
         self.name = batch.epoch, batch.step
+        self.executed: defaultdict[str, list[str]] = defaultdict(list)
         first = STAGES.index(stage) * _KINDS
         self.features, self.gradients = first + _FEATURES, first + _GRADIENTS
         self.report, self.notes = first + _REPORT, first + _NOTES
@@ -130,6 +142,32 @@ def run_schedule(context: LaneContext, lanes: Sequence[tuple[str, Schedule]], st
             while not pool.poll(_WAKE_SECONDS):
                 pass
             context.timeline.stop(start, next(iter(running)), STALL, reasons[0], step.stage, step.index)
+
+
+def run_turns(context: LaneContext, lanes: Mapping[str, Schedule], order: Iterable[str], step: Step) -> None:
+    """Runs the lanes of this rank to their end, in one thread and in a fixed order.
+
+    Args:
+        context: what the lanes work with.
+        lanes: role -> lane.
+        order: the role whose lane does its next unit of work; all units of all lanes.
+        step: the step that runs.
+    """
+    pool = context.pool
+    for role in order:
+        while True:
+            pool.poll()
+            found = next(lanes[role])
+            if found is Progress.UNIT:
+                break
+            if isinstance(found, str):
+                context.enter(f"wait for {found}", step)
+                start = context.timeline.start()
+                while not pool.poll(_WAKE_SECONDS):
+                    pass
+                context.timeline.stop(start, role, STALL, found, step.stage, step.index)
+    for role, schedule in lanes.items():
+        assert next(schedule, _END) is _END, f"the {role} lane has more to do than it had turns"
 
 
 _END = object()

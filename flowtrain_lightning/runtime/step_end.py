@@ -8,8 +8,9 @@ room is not sent, and one that has not arrived yet comes with a later step's rep
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -46,6 +47,24 @@ class StepEnd:
         self._speaker = job.allocation.ranks[BACKBONE][0]
         self._metrics = metrics
         self._rounds = 0  # how often notes were asked for, alike on all ranks
+
+    def compare_order(self, step: Step, roles: Iterable[str]) -> None:
+        """Raises where ranks that share weights have not worked in one order, which can spoil gradients in silence.
+
+        Args:
+            step: the one that ends.
+            roles: of this rank, whose ranks share weights.
+
+        Raises:
+            RuntimeError: says what this rank has run.
+        """
+        executed = {role: step.executed[role] for role in roles}
+        digest = blake2b(json.dumps(executed).encode(), digest_size=8).hexdigest()
+        if len(set(self._job.groups.gather_over_role(digest))) > 1:
+            raise RuntimeError(
+                f"Ranks that share weights have worked in different orders in step {step.index} ({step.stage}), so its "
+                f"gradients may be wrong. This rank has run {executed}. This is a fault of flowtrain: please report it."
+            )
 
     def agree(self, context: LaneContext, step: Step, note: Note | None) -> StepReport:
         """On every backbone rank: the report of a step whose lanes have ended.

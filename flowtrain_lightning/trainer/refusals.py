@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,18 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, Layout
 from flowtrain_lightning.checkpoint import FlowCheckpointIO
 from flowtrain_lightning.checkpoint.files import refuse_unshared_folder, refuse_url
 from flowtrain_lightning.compute.whole_module import refuse_accumulation
 from flowtrain_lightning.data import DataError, FlowDataModule
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel.groups import CrossGroup
+from flowtrain_lightning.parallel.halves import half_trains
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
@@ -104,6 +108,10 @@ def refuse_unsupported(trainer: L.Trainer) -> None:
     _refuse_callbacks(trainer)
 
 
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+"""Optimizers of `torch.optim` for which a shard of a weight is as good as the whole."""
+
+
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Raises for what ``configure_optimizers`` may not return.
 
@@ -121,11 +129,49 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 "SparseAdam takes sparse gradients, but flowtrain sums dense ones over the ranks of a role. Use AdamW, "
                 "and embeddings with sparse=False."
             )
+        sharded = any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"])
+        if sharded and type(optimizer).__name__ not in _ELEMENTWISE:
+            raise TypeError(
+                f"{type(optimizer).__name__} is not known to treat every element of a weight by itself, and ranks hold "
+                f"shards of the weights (FSDP2). Use one of {', '.join(_ELEMENTWISE)}, or whole copies."
+            )
         if type(optimizer).__module__.startswith("lightning."):  # its stand-in where the user returned None
             raise TypeError(
                 "configure_optimizers returned no optimizer. Return one that holds the parameters of both halves; "
                 "`requires_grad_(False)` keeps weights as they are."
             )
+
+
+def refuse_frozen_backbone(layouts: Mapping[str, Layout], module: FlowModule) -> None:
+    """Raises where ranks share the weights of a backbone that is frozen while the encoder trains.
+
+    Args:
+        layouts: role -> its layout.
+        module: that trains; its absent half has names and ``requires_grad`` too.
+
+    Raises:
+        ValueError: says what was given and what to do.
+    """
+    if layouts[BACKBONE].shares_weights and half_trains(module, ENCODER) and not half_trains(module, BACKBONE):
+        raise ValueError(
+            "All weights of the backbone are frozen and sharded while the encoder trains: a microbatch without media "
+            "items has no backward then, which other ranks wait for. Let some of its weights train, or take whole "
+            "copies of the backbone."
+        )
+
+
+def refuse_sharded_before(module: nn.Module) -> None:
+    """Raises for a module that another Trainer's run has left in shards.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    sharded = next((name for name, weight in module.named_parameters() if isinstance(weight, DTensor)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"The weight {sharded!r} is in shards, which an earlier run of another Trainer has left. Build the module "
+            "anew and give the checkpoint of that run as ckpt_path, or go on with the same Trainer."
+        )
 
 
 def refuse_storage_options(storage_options: Any) -> None:

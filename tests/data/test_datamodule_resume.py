@@ -93,7 +93,7 @@ def test_another_way_to_pack_the_same_samples_is_told(file, tmp_path, caplog):
     trained(tmp_path, data_module(file), callbacks=[SaveAlways(tmp_path)], max_steps=2)
     with caplog.at_level("INFO"):
         trained(tmp_path, data_module(file, sync_every="microbatch"), tmp_path / "batch-2.ckpt", max_steps=3)
-    assert any("packed otherwise: sync_every was step, is microbatch" in told for told in caplog.messages)
+    assert any("packed otherwise: sync_every was None, is microbatch" in told for told in caplog.messages)
 
 
 def test_resuming_with_a_setting_that_moves_samples_says_which(file, tmp_path):

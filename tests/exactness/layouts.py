@@ -32,6 +32,8 @@ def trainer_for(layout: str, *, strategy: dict[str, Any] | None = None, **settin
     strategy = dict(strategy or {})
     if isinstance(strategy.get("pool"), dict):  # it came as JSON
         strategy["pool"] = flow.PoolSettings(**strategy["pool"])
+    if "roles" in strategy:
+        strategy["roles"] = {role: flow.RoleLayout(**wanted) for role, wanted in strategy["roles"].items()}
     chosen: Any
     if kind in ("auto", "ddp"):
         chosen = kind

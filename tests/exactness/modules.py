@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from flowtrain_lightning.data import PackedBatch, PackedMedia
-from tests.tiny import Backbone, Encoder, TinyVLM
+from tests.tiny import WIDTH, Backbone, Block, Encoder, TinyVLM
 
 
 class UnusedLevel(TinyVLM):
@@ -49,4 +49,45 @@ class Whole(TinyVLM):
         return self.model.visual(media)
 
 
-KINDS: dict[str, type[TinyVLM]] = {"tiny": TinyVLM, "unused level": UnusedLevel, "whole": Whole}
+class DeepEncoder(Encoder):
+    """Two blocks in a list."""
+
+    def __init__(self, levels: int, dropout: float) -> None:
+        super().__init__(levels, dropout)
+        self.more = nn.ModuleList(Block(WIDTH) for _ in range(2))
+
+    def forward(self, media: PackedMedia) -> tuple[Tensor, ...]:
+        x = self.block(self.embed(media.patches), media.cu_seqlens, media.max_seqlen, False)
+        for block in self.more:
+            x = block(x, media.cu_seqlens, media.max_seqlen, False)
+        return tuple(head(x.unflatten(0, (-1, 4)).flatten(1)) for head in self.heads)
+
+
+class DeepBackbone(Backbone):
+    """Three blocks in a list, and one tensor for the embedding and the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.ModuleList(Block(WIDTH) for _ in range(3))
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        x = self.block(x + self.place(position_ids), cu_seqlens, max_seqlen, True)
+        for block in self.more:
+            x = block(x, cu_seqlens, max_seqlen, True)
+        return self.head(x)
+
+
+class Deep(TinyVLM):
+    """Halves of repeated blocks, with tied weights."""
+
+    def configure_encoder(self) -> None:
+        self.encoder = DeepEncoder(self.hparams["levels"], self.hparams["dropout"])
+        if self.hparams["freeze_encoder"]:
+            self.encoder.requires_grad_(False)
+
+    def configure_backbone(self) -> None:
+        self.backbone = DeepBackbone()
+
+
+KINDS: dict[str, type[TinyVLM]] = {"tiny": TinyVLM, "unused level": UnusedLevel, "whole": Whole, "deep": Deep}

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.callbacks import FlowReplan
 from flowtrain_lightning.data import PackingConfig, StepBatch, TokenSteps
@@ -59,12 +60,18 @@ class Recorder(L.Callback):
 
 def weights_of(module: torch.nn.Module) -> Named:
     """Weights that live on this rank, by name."""
-    return {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
+    return {name: whole(p.detach()).clone() for name, p in module.named_parameters() if not p.is_meta}
 
 
 def gradients_of(module: torch.nn.Module) -> Named:
     """Gradients of the weights that live on this rank, by name."""
-    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters() if not p.is_meta}
+    here = {name: p for name, p in module.named_parameters() if not p.is_meta}
+    return {name: None if p.grad is None else whole(p.grad).clone() for name, p in here.items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor of which ranks hold shards; all of these ranks ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(

@@ -122,6 +122,14 @@ def test_colocated_ranks_end_together_too(kind, forks, job):
     assert ended.files[0].startswith(f"Rank 1 (encoder 1 and backbone 1) {CAUSES[kind]}")
 
 
+@pytest.mark.parametrize("kind", ["kill", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("raise", "loop"))])
+def test_ranks_that_wait_for_a_shard_of_another_end_with_it(kind, forks, job):
+    strategy = {"encoder_ranks": 1, "roles": {"backbone": {"shard": "fsdp"}}, "hang_timeout": HANG_TIMEOUT}
+    ended = forks.run(job(fault := Fault(kind, BACKBONE, "train", step=3), strategy=strategy))
+    assert_all_ended(ended, fault)
+    assert_all_told(ended, fault)
+
+
 @pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_control_c_ends_all_ranks(forked, forks, job):
     ended = (forks.run if forked else run_script)(job(interrupt=True))

@@ -136,10 +136,11 @@ def main() -> None:
     scene.pass_by("start")
     Model.scene = scene
     settings, folder = scene.settings, scene.folder
+    roles = {role: flow.RoleLayout(**wanted) for role, wanted in settings["strategy"].pop("roles", {}).items()}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=settings["ranks"],
-        strategy=flow.FlowTrainStrategy(**settings["strategy"]),
+        strategy=flow.FlowTrainStrategy(**settings["strategy"], roles=roles),
         default_root_dir=folder,
         max_steps=STEPS,
         val_check_interval=2,

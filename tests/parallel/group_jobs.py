@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.tiny import TinyVLM
 def list_collectives(folder: Path, *, data: str, layout: str, clip: float | None = None) -> None:
     """Writes the collectives from each training step's beginning to that of the next one, as ``"group: name"``.
 
-    Where the lanes begin and end is noted among them.
+    Where the lanes begin and end is noted among them. Sums that nobody waits for are those of gradients.
     """
     events: list[str] = []
     steps: list[list[str]] = []
@@ -49,10 +50,13 @@ def list_collectives(folder: Path, *, data: str, layout: str, clip: float | None
         done.set_result(bucket.buffer())
         return done
 
+    def note(group: str, name: str, is_async: bool) -> None:
+        events.append("gradients" if is_async else f"{group}: {name}")
+
     for name in ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list", "barrier"):
-        setattr(dist, name, _noted(getattr(dist, name), lambda name=name: events.append(f"role: {name}")))
+        setattr(dist, name, _noted(getattr(dist, name), partial(note, "role", name)))
     for name in ("all_reduce", "broadcast"):
-        setattr(CrossGroup, name, _noted(getattr(CrossGroup, name), lambda name=name: events.append(f"all: {name}")))
+        setattr(CrossGroup, name, _noted(getattr(CrossGroup, name), partial(note, "all", name)))
     run_lanes = runner_module.run_schedule
 
     def noted_lanes(*args: Any) -> None:
@@ -69,9 +73,9 @@ def list_collectives(folder: Path, *, data: str, layout: str, clip: float | None
     disconnect_groups()
 
 
-def _noted(function: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+def _noted(function: Callable[..., Any], note: Callable[[bool], None]) -> Callable[..., Any]:
     def noted(*args: Any, **kwargs: Any) -> Any:
-        note()
+        note(kwargs.get("async_op", False))
         return function(*args, **kwargs)
 
     return noted

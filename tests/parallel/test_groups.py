@@ -17,29 +17,27 @@ LOG = ["role: all_reduce"]
 """Losses, target tokens and logged values of the backbone ranks."""
 NAMES = ["role: all_gather", "role: all_gather", "role: all_reduce"]
 """Names that were never logged before."""
-GRADIENTS = ["role: all_reduce"]
-"""Gradients of one half."""
 NORM = ["all: all_reduce"]
 """With clipping on: the norm over both halves."""
 SIGTERM = ["role: broadcast"]
 """Lightning's own, once a step."""
 
-BACKBONE = [LANES + LOG + GRADIENTS + NORM + SIGTERM] * 3
-ENCODER = [LANES + GRADIENTS + NORM + SIGTERM] * 3
-COLOCATED = [LANES + LOG + GRADIENTS * 2 + SIGTERM] * 3
-PLAIN = [LOG + GRADIENTS * 2 + SIGTERM] * 3
+BACKBONE = [LANES + LOG + NORM + SIGTERM] * 3
+ENCODER = [LANES + NORM + SIGTERM] * 3
+COLOCATED = [LANES + LOG + SIGTERM] * 3
+PLAIN = [LOG + SIGTERM] * 3
 
 EXPECTED = {
     "2+2": [
-        [SPEC + LANES + LOG + NAMES + GRADIENTS + NORM + SIGTERM, *BACKBONE],
-        [SPEC + LANES + LOG + NAMES + GRADIENTS + NORM + SIGTERM, *BACKBONE],
-        [SPEC + LANES + GRADIENTS + NORM + SIGTERM, *ENCODER],
-        [SPEC + LANES + GRADIENTS + NORM + SIGTERM, *ENCODER],
+        [SPEC + LANES + LOG + NAMES + NORM + SIGTERM, *BACKBONE],
+        [SPEC + LANES + LOG + NAMES + NORM + SIGTERM, *BACKBONE],
+        [SPEC + LANES + NORM + SIGTERM, *ENCODER],
+        [SPEC + LANES + NORM + SIGTERM, *ENCODER],
     ],
-    "colocated 2": [[SPEC + LANES + LOG + NAMES + GRADIENTS * 2 + SIGTERM, *COLOCATED]] * 2,
-    "ddp 2": [[LOG + NAMES + GRADIENTS * 2 + SIGTERM, *PLAIN]] * 2,
+    "colocated 2": [[SPEC + LANES + LOG + NAMES + SIGTERM, *COLOCATED]] * 2,
+    "ddp 2": [[LOG + NAMES + SIGTERM, *PLAIN]] * 2,
 }
-"""Layout -> rank -> step -> every collective, in order."""
+"""Layout -> rank -> step -> every collective but the sums of gradients, in order."""
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +48,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("layout", EXPECTED)
-def test_no_collective_runs_inside_the_lanes_and_these_at_the_boundary(tmp_path, data, layout):
+def test_in_a_step_only_gradients_are_summed_and_all_else_is_done_at_its_boundary(tmp_path, data, layout):
     arguments = {"data": data, "layout": layout, "clip": 0.1}
     job = Job(layout, "tests.parallel.group_jobs:list_collectives", ranks_of(layout), arguments)
-    assert read_down(run_jobs(tmp_path, [job])[layout].check().folder) == EXPECTED[layout]
+    ranks = read_down(run_jobs(tmp_path, [job])[layout].check().folder)
+    assert [[[each for each in step if each != "gradients"] for step in rank] for rank in ranks] == EXPECTED[layout]
+    halves = 1 if layout == "2+2" else 2
+    assert all(step.count("gradients") == halves for rank in ranks for step in rank)
+
+
+def test_gradients_of_a_role_are_summed_while_its_last_backward_runs(tmp_path, data):
+    job = Job("2+2", "tests.parallel.group_jobs:list_collectives", 4, {"data": data, "layout": "2+2"})
+    first, *_ = read_down(run_jobs(tmp_path, [job])["2+2"].check().folder)
+    assert all(step.index("gradients") < step.index("lanes end") for step in first)
 
 
 def test_all_ranks_meet_in_one_group_and_each_role_in_its_own(tmp_path):

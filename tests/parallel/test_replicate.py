@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flowtrain_lightning.parallel import broadcast_half, reduce_gradients
+from flowtrain_lightning.parallel import ReplicatedHalf, broadcast_half
 from flowtrain_lightning.parallel import replicate as replicate_module
 from tests.forks import Job, run_jobs
 
@@ -26,6 +27,12 @@ def parameters() -> dict[str, nn.Parameter]:
     return made
 
 
+def finish(parameters: Iterable[nn.Parameter], scale: float) -> None:
+    half = ReplicatedHalf(list(parameters))
+    half.begin_step()
+    half.finish_gradients(scale)
+
+
 def on_two_ranks(folder: Path) -> None:
     """What each of two ranks does; it writes down the gradients and the number of collectives."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
@@ -36,7 +43,7 @@ def on_two_ranks(folder: Path) -> None:
     made[("first", "second")[rank]].grad = torch.full((2, 3), 5.0)
     made["frozen"].grad = torch.full((2, 3), 7.0)
     collectives = count_all_reduces()
-    reduce_gradients(made.values(), 0.5)
+    finish(made.values(), 0.5)
     used = len(collectives)
     gradients = {name: parameter.grad for name, parameter in made.items()}
     weight = torch.full((3,), float(rank))
@@ -57,7 +64,7 @@ def split_into_small_buckets(rank: int) -> list[torch.Tensor]:
     made = [nn.Parameter(torch.zeros(size)) for size in (3, 5, 1, 2)]
     for number, parameter in enumerate(made):
         parameter.grad = torch.arange(parameter.numel()) + 10.0 * number + rank
-    reduce_gradients(made, 1.0)
+    finish(made, 1.0)
     return [parameter.grad for parameter in made]
 
 
@@ -127,6 +134,51 @@ def test_also_where_they_do_not_lie_in_one_piece(ranks):
 def test_a_rank_alone_scales_its_gradients_without_any_group():
     made = parameters()
     made["both"].grad = torch.ones(2, 3)
-    reduce_gradients(made.values(), 0.25)
+    finish(made.values(), 0.25)
     assert made["both"].grad.tolist() == [[0.25] * 3] * 2
     assert made["nobody"].grad is None
+
+
+def use_layers_unlike(folder: Path) -> None:
+    """Each rank uses other layers in its last backward than before, and than the other rank; buckets are small."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    replicate_module._BUCKET_BYTES = 16
+    rank = dist.get_rank()
+    layers = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(5))
+    for layer in layers:
+        nn.init.constant_(layer.weight, 0.1)
+        nn.init.constant_(layer.bias, 0.2)
+    used = [[(0, 1, 2), (2, 3)], [(1, 2), (0, 1)]]  # by rank and backward; nobody uses the last layer
+    half = ReplicatedHalf(list(layers.parameters()), early=True)
+    half.begin_step()
+    for number, names in enumerate(used[rank]):
+        x = torch.full((2, 3), 1.0 + number + rank, dtype=torch.float64)
+        for name in names:
+            x = layers[name](x)
+        with half.backward(last=number == 1):
+            x.sum().backward()
+    half.finish_gradients(0.5)
+    gradients = [parameter.grad for parameter in layers.parameters()]
+    torch.save({"gradients": gradients}, folder / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_gradients_are_summed_during_the_last_backward_whatever_each_rank_used(tmp_path):
+    job = Job("overlap", "tests.parallel.test_replicate:use_layers_unlike", 2)
+    done = run_jobs(tmp_path, [job])["overlap"].check()
+    first, second = (torch.load(done.folder / f"rank{rank}.pt") for rank in range(2))
+    alone = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(5))
+    for layer in alone:
+        nn.init.constant_(layer.weight, 0.1)
+        nn.init.constant_(layer.bias, 0.2)
+    for rank, backwards in enumerate([[(0, 1, 2), (2, 3)], [(1, 2), (0, 1)]]):
+        for number, names in enumerate(backwards):
+            x = torch.full((2, 3), 1.0 + number + rank, dtype=torch.float64)
+            for name in names:
+                x = alone[name](x)
+            (0.5 * x.sum()).backward()
+    for parameter, *found in zip(alone.parameters(), first["gradients"], second["gradients"], strict=True):
+        for gradient in found:
+            assert (gradient is None) == (parameter.grad is None)
+            assert gradient is None or torch.allclose(gradient, parameter.grad, rtol=1e-14)

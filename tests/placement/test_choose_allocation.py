@@ -95,7 +95,7 @@ def test_a_checkpoint_with_other_objects_keeps_its_allocation_for_those_who_trus
                 dict.fromkeys(("encoder", "backbone"), Layout(1, tensor=2)),
                 dict.fromkeys(("encoder", "backbone"), (0, 1)),
             ),
-            "every rank holds a whole copy",
+            "the ranks of a role hold whole copies",
         ),
     ],
 )

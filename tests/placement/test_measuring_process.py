@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flowtrain_lightning.data import IndexConfig
 from flowtrain_lightning.placement import measuring_process
 from flowtrain_lightning.placement.measuring_process import measure_if_asked, measured_profile
 from flowtrain_lightning.placement.module_profile import origin_of
@@ -58,7 +59,7 @@ def test_another_module_is_measured_anew(data, tmp_path, monkeypatch):
 
 def test_a_folder_of_the_cache_that_is_named_is_taken(tmp_path, monkeypatch):
     write_records(tmp_path, 12)
-    data = tiny_data(tmp_path, cache_dir=tmp_path / "cache")
+    data = tiny_data(tmp_path, index=IndexConfig(cache_dir=tmp_path / "cache"))
     start_instead(monkeypatch, writes(replace(make_profile(1, 2), origin=origin(data)), tmp_path / "made.json"))
     measured_profile(TRAINER, TinyVLM(), data)
     assert len(list((tmp_path / "cache").glob("profile.*.json"))) == 1

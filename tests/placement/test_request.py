@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from jsonargparse import ArgumentParser
 
 from flowtrain_lightning import FlowTrainStrategy
-from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, default_allocation
+from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, RoleLayout, default_allocation
 from flowtrain_lightning.allocator.plan_file import write_plan
 from flowtrain_lightning.placement.profile import ProfileError, write_profile
 from flowtrain_lightning.placement.request import make_request, why_it_cannot_run
@@ -79,8 +81,15 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("allocation", "words"),
     [
-        (planned("separate", encoder=1, backbone=Layout(1, tensor=2)), "layout data 1, tensor 2, replicate, .* data 2"),
-        (planned("separate", encoder=1, backbone=Layout(2, shard="fsdp")), "the backbone the layout data 2, fsdp"),
+        (
+            planned("separate", encoder=1, backbone=Layout(1, tensor=2)),
+            r"data 1, tensor 2, replicate, .* \(data 2, fsdp",
+        ),
+        (planned("separate", encoder=1, backbone=Layout(2, shard="zero2")), "the backbone the layout data 2, zero2"),
+        (
+            replace(planned("separate", encoder=1, backbone=2), recompute={"backbone": "selective"}),
+            "recomputes some operations of the backbone",
+        ),
         (
             Allocation("mixed", {"encoder": Layout(2), "backbone": Layout(1)}, {"encoder": (0, 1), "backbone": (0,)}),
             "is mixed, but today",
@@ -90,7 +99,7 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
             "the roles backbone, image, audio, .* encoder and backbone",
         ),
     ],
-    ids=["tensor ranks", "sharding", "mixed", "two encoders"],
+    ids=["tensor ranks", "DeepSpeed", "selective recomputing", "mixed", "two encoders"],
 )
 def test_a_plan_that_cannot_run_yet_is_refused(allocation, words):
     with pytest.raises(AllocationError, match=words):
@@ -100,6 +109,33 @@ def test_a_plan_that_cannot_run_yet_is_refused(allocation, words):
 def test_a_plan_that_runs_has_no_reason_against_it():
     assert why_it_cannot_run(PLAN) is None
     assert why_it_cannot_run(default_allocation(2, "colocated")) is None
+    assert why_it_cannot_run(planned("separate", encoder=1, backbone=Layout(4, shard="fsdp", replicas=2))) is None
+
+
+def test_a_role_gets_the_layout_that_was_asked_for_beside_the_rule():
+    roles = {"backbone": RoleLayout("fsdp", replicas=2, recompute="full")}
+    found = make_request(None, None, 1, "auto", roles).answer(5)
+    assert found.layouts == {"encoder": Layout(1), "backbone": Layout(4, shard="fsdp", replicas=2)}
+    assert found.recompute == {"backbone": "full"}
+
+
+@pytest.mark.parametrize(
+    ("roles", "words"),
+    [
+        ({"backbone": RoleLayout("fsdp", replicas=3)}, "data 4, fsdp, cannot have replicas 3"),
+        ({"backbone": RoleLayout(replicas=2)}, "data 4, replicate, cannot have replicas 2"),
+        ({"decoder": RoleLayout("fsdp")}, "There is no role 'decoder'; the roles are 'encoder', 'backbone'"),
+        ({"backbone": RoleLayout("zero3")}, "the backbone the layout data 4, zero3"),
+    ],
+)
+def test_a_layout_that_the_ranks_of_a_role_cannot_have_is_refused(roles, words):
+    with pytest.raises(AllocationError, match=words):
+        make_request(None, None, 1, "auto", roles).answer(5)
+
+
+def test_a_layout_without_a_word_on_who_encodes_is_refused():
+    with pytest.raises(AllocationError, match="Give encoder_ranks or placement too"):
+        make_request(None, None, None, "auto", {"backbone": RoleLayout("fsdp")})
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from flowtrain_lightning.pool import Key, MemoryRegion, Reservation, entry_nbyte
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
 from flowtrain_lightning.runtime.program import make_program
-from flowtrain_lightning.runtime.schedule import LaneContext, Step, run_schedule
+from flowtrain_lightning.runtime.schedule import LaneContext, Step, run_schedule, run_turns
 from flowtrain_lightning.runtime.timeline import Timeline
 
 SPEC = FeatureSpec(((2,),), (torch.float64,))
@@ -32,6 +33,7 @@ class Stage:
         self._chance = random.Random(seed)
         self._turn: list[threading.Event] = [threading.Event() for _ in range(ranks)]
         self._asleep = [False] * ranks
+        self._gathering: list[str | None] = [None] * ranks
         self._ended = [False] * ranks
         self._over = threading.Event()
         self.inbox: list[deque[Callable[[], None]]] = [deque() for _ in range(ranks)]
@@ -65,6 +67,18 @@ class Stage:
             message()
         return bool(arrived)
 
+    def gather(self, rank: int, ranks: Sequence[int], what: str) -> None:
+        """A collective: goes on when all ``ranks`` have come, and raises where they come for other things."""
+        self._gathering[rank] = what
+        others = [self._gathering[other] for other in ranks if self._gathering[other] is not None]
+        assert set(others) == {what}, f"rank {rank} runs {what!r} while others run {others}"
+        if len(others) == len(ranks):
+            for other in ranks:
+                self._gathering[other] = None
+        else:
+            self._pass_on()
+            self._await_turn(rank)
+
     def _run(self, rank: int, part: Callable[[], None]) -> None:
         try:
             self._await_turn(rank)
@@ -82,7 +96,8 @@ class Stage:
 
     def _pass_on(self) -> None:
         waiting = [rank for rank, ended in enumerate(self._ended) if not ended]
-        able = [rank for rank in waiting if not self._asleep[rank] or self.inbox[rank]]
+        here = [rank for rank in waiting if self._gathering[rank] is None]
+        able = [rank for rank in here if not self._asleep[rank] or self.inbox[rank]]
         if waiting and not able:
             self.failure = self.failure or AssertionError(f"ranks {waiting} all wait for one another")
         if self.failure is not None or not waiting:
@@ -151,9 +166,10 @@ class StageLease:
     release: Callable[[], None]
 
 
-def least_bytes(plan: StepPlan, spec: FeatureSpec) -> int:
+def least_bytes(plan: StepPlan, spec: FeatureSpec, in_turns: bool = False) -> int:
     """Bytes of the pool with which a step of this plan cannot block, on any rank."""
-    return make_program(plan, RankShard(None, 0, None, 0), 0).pool_demand(spec).least
+    shard = RankShard(0, 1, 0, 1, pads_microbatches=True) if in_turns else RankShard(None, 0, None, 0)
+    return make_program(plan, shard, 0).pool_demand(spec).least
 
 
 class Numbers(nn.Module):
@@ -174,9 +190,11 @@ class NumbersCompute:
     kept: int = 0
     most_kept: int = 0
     forwards: int = 0
+    gather: Callable[[str, str], None] = lambda role, what: None
 
     def encode(self, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
         self.forwards += 1
+        self.gather("encoder", "forward")
         features = media.patches @ self.encoder.weight
         if features.requires_grad:
             self.kept += 1
@@ -184,15 +202,21 @@ class NumbersCompute:
         return (features.repeat_interleave(torch.tensor(media.rows), dim=0),)
 
     def microbatch(self, batch: Any, features: dict[str, Any], *, stage: str, step: Any, number: int) -> Tensor:
+        self.gather("backbone", "microbatch")
         loss = self.backbone.weight.sum() * len(batch.samples)
         if "image" in features:
             place = torch.arange(1, len(features["image"]) + 1, dtype=torch.float64)
             loss = loss + (features["image"].sin() * place[:, None] * self.backbone.weight).sum()
         return loss
 
-    def backward(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
+    def backward(
+        self, roles: Any, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], *, last: bool
+    ) -> None:
+        self.gather(*roles, "backward")
         self.kept -= outputs[0].dim() > 0  # features; a loss is a scalar
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
+        if not pairs:  # padding
+            return
         torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
 
 
@@ -219,10 +243,19 @@ class Rehearsal:
         kept_batches: encoder batches whose activations may be kept.
         trains: gradients go back.
         seed: of the order in which ranks run and messages arrive.
+        sharing: roles whose ranks share weights: each forward and backward is a collective of them.
     """
 
     def __init__(
-        self, plan: StepPlan, *, colocated: bool, part_bytes: int, kept_batches: int, trains: bool, seed: int
+        self,
+        plan: StepPlan,
+        *,
+        colocated: bool,
+        part_bytes: int,
+        kept_batches: int,
+        trains: bool,
+        seed: int,
+        sharing: Collection[str] = (),
     ) -> None:
         encoders, backbones = len(plan.encoder_batches), len(plan.microbatches)
         ranks = max(encoders, backbones) if colocated else encoders + backbones
@@ -232,13 +265,22 @@ class Rehearsal:
         self.pools: list[StagePool] = []
         self.pools += [StagePool(stage, self.pools, rank, part_bytes) for rank in range(ranks)]
         self.compute = [NumbersCompute() for _ in range(ranks)]
+        of_role = {"backbone": backbone_ranks, "encoder": encoder_ranks}
         parts = []
         for rank in range(ranks):
+
+            def gather(role: str, what: str, rank: int = rank) -> None:
+                if role in sharing:
+                    stage.gather(rank, of_role[role], f"{role} {what}")
+
+            self.compute[rank].gather = gather
             part = RankShard(
                 backbone_ranks.index(rank) if rank in backbone_ranks else None,
                 backbones,
                 encoder_ranks.index(rank) if rank in encoder_ranks else None,
                 encoders,
+                pads_microbatches="backbone" in sharing,
+                pads_encoder_batches="encoder" in sharing,
             )
             step = Step(batch_of(plan, part), make_program(plan, part, kept_batches), "train", 0, trains)
             context = LaneContext(self.pools[rank], self.compute[rank], Page(), Timeline())  # type: ignore[arg-type]
@@ -248,7 +290,11 @@ class Rehearsal:
                 lanes.append(("backbone", BackboneLane(context, encoder_ranks).run(step, spec, [])))
             if part.encoder_rank is not None and spec is not None:
                 lanes.append(("encoder", EncoderLane(context, backbone_ranks).run(step, spec)))
-            parts.append(lambda context=context, lanes=lanes, step=step: run_schedule(context, lanes, step))
+            if (turns := step.program.turns) is not None:
+                order = turns.order(trains)
+                parts.append(partial(run_turns, context, dict(lanes), order, step))
+            else:
+                parts.append(partial(run_schedule, context, lanes, step))
         stage.play(parts)
 
     def gradient(self, half: str) -> Tensor:
@@ -273,14 +319,16 @@ def batch_of(plan: StepPlan, part: RankShard) -> StepBatch:
     microbatches: tuple[Any, ...] = ()
     encoder_batches: tuple[Any, ...] = ()
     if part.backbone_rank is not None:
-        microbatches = tuple(_microbatch(plan, members) for members in plan.microbatches[part.backbone_rank])
+        members_of = plan.microbatches[part.backbone_rank]
+        microbatches = tuple(_microbatch(plan, members, part.pads_microbatches) for members in members_of)
     if part.encoder_rank is not None:
         encoder_batches = tuple(_media(plan, media) for media in plan.encoder_batches[part.encoder_rank])
-    return StepBatch(plan, part, microbatches, encoder_batches, 0, 0)
+    padding = _media(plan, plan.sizes.media_patches.argmin(keepdims=True)) if plan.entries else None
+    return StepBatch(plan, part, microbatches, encoder_batches, 0, 0, padding)
 
 
-def _microbatch(plan: StepPlan, members: np.ndarray) -> PackedBatch | None:
-    if len(members) == 0:
+def _microbatch(plan: StepPlan, members: np.ndarray, pads: bool = False) -> PackedBatch | None:
+    if len(members) == 0 and not pads:
         return None
     rows = int(plan.sizes.select(members).media_rows.sum())
     nothing = torch.zeros(0, dtype=torch.int64)

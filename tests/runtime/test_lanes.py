@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,16 +16,26 @@ from tests.runtime.rehearsal import SPEC, Rehearsal, direct_gradients, least_byt
 
 RANKS = st.integers(1, 3)
 ROOM_ENOUGH = 1 << 20
+SHARING = st.sampled_from([("encoder",), ("backbone",), ("encoder", "backbone")])
+"""Roles whose ranks share weights."""
 EVENTS = st.integers(0, 1 << 30)
 """Seeds of an order in which ranks run and messages arrive."""
 
 
 def rehearse(
-    plan: StepPlan, *, colocated: bool, kept: int, events: int, trains: bool = True, room: int | None = None
+    plan: StepPlan,
+    *,
+    colocated: bool,
+    kept: int,
+    events: int,
+    trains: bool = True,
+    room: int | None = None,
+    sharing: Collection[str] = (),
 ) -> Rehearsal:
-    """Plays a step, by default in the least room that cannot block."""
-    room = least_bytes(plan, SPEC) if room is None else room
-    return Rehearsal(plan, colocated=colocated, part_bytes=room, kept_batches=kept, trains=trains, seed=events)
+    """Plays a step, by default in the fewest bytes that cannot block."""
+    room = least_bytes(plan, SPEC, colocated and bool(sharing)) if room is None else room
+    settings = {"colocated": colocated, "part_bytes": room, "kept_batches": kept, "sharing": sharing}
+    return Rehearsal(plan, trains=trains, seed=events, **settings)
 
 
 @settings(max_examples=60)
@@ -47,11 +59,31 @@ def test_colocated_ranks_that_all_work_ahead_never_wait_for_one_another(ranks):
         rehearse(plan, colocated=True, kept=4, events=events)
 
 
-def check_exact(step: Rehearsal, plan: StepPlan) -> None:
+def check_exact(step: Rehearsal, plan: StepPlan, trains: bool = True) -> None:
     encoder, backbone = direct_gradients(plan)
-    torch.testing.assert_close(step.gradient("encoder"), encoder, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(step.gradient("encoder"), encoder if trains else 0 * encoder, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(step.gradient("backbone"), backbone, rtol=1e-12, atol=1e-12)
     assert all(pool.is_empty for pool in step.pools)
+
+
+@settings(max_examples=60)
+@given(sizes_strategy(20), RANKS, RANKS, st.integers(0, 4), EVENTS, SHARING, st.booleans())
+def test_separate_ranks_that_share_weights_come_to_every_collective_in_one_order(
+    sizes, encoders, backbones, kept, events, sharing, trains
+):
+    plan = plan_of(sizes, encoders, backbones)
+    step = rehearse(plan, colocated=False, kept=kept, events=events, sharing=sharing, trains=trains)
+    check_exact(step, plan, trains=trains)
+
+
+@settings(max_examples=60)
+@given(sizes_strategy(20), RANKS, st.integers(0, 4), EVENTS, SHARING, st.booleans())
+def test_colocated_ranks_that_share_weights_come_to_every_collective_in_one_order(
+    sizes, ranks, kept, events, sharing, trains
+):
+    plan = plan_of(sizes, ranks, ranks)
+    step = rehearse(plan, colocated=True, kept=kept, events=events, sharing=sharing, trains=trains)
+    check_exact(step, plan, trains=trains)
 
 
 @settings(max_examples=30)

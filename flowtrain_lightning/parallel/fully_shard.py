@@ -1,0 +1,166 @@
+"""FSDP2 and HSDP: the ranks of a shard group hold a share of every weight, and gather a block when it computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from flowtrain_lightning.parallel.gradients import local_part, squared_norm
+
+
+class FullyShardedHalf:
+    """A half whose weights, gradients and optimizer states are sharded; see `HalfEngine`.
+
+    Repeated blocks gather their weights when they compute, one at a time; everything else of the half, such as
+    embeddings, norms and heads, is gathered for the whole forward of the user's method. So it does not matter whether
+    that method calls the half's ``forward``, only modules of it, or uses a tied weight by itself.
+
+    Args:
+        modules: path -> module, together the half.
+        mesh: one dimension for FSDP2, ``("replica", "shard")`` for HSDP.
+        precision: what is gathered and reduced in which dtype.
+        reshard_after_forward: gather blocks a second time for their backward; less memory, more communication.
+        recompute: blocks keep no activations and run a second time in the backward.
+        offload_parameters: shards and optimizer states lie in host memory.
+        offload_activations: what autograd saves lies in host memory between forward and backward.
+    """
+
+    in_lockstep = True
+
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        mesh: DeviceMesh,
+        *,
+        precision: MixedPrecisionPolicy | None = None,
+        reshard_after_forward: bool = True,
+        recompute: bool = False,
+        offload_parameters: bool = False,
+        offload_activations: bool = False,
+    ) -> None:
+        policy = precision or MixedPrecisionPolicy()
+        pinned = mesh.device_type != "cpu"
+        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if offload_parameters else OffloadPolicy()
+        settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+        for block in (block for module in modules.values() for block in repeated_blocks(module)):
+            if recompute:
+                recompute_in_backward(block)
+            fully_shard(block, reshard_after_forward=reshard_after_forward, **settings)
+        self._root = RoleForward(modules)
+        fully_shard(self._root, **settings)
+        self._fsdp_modules = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
+        for module in self._fsdp_modules:
+            module.set_gradient_divide_factor(1.0)
+            # Without it a sum in float32 fails on gloo, and passes in float64.
+            module.set_force_sum_reduction_for_comms(True)
+        self._has_replicas = mesh.ndim > 1
+        self._offload_activations = offload_activations
+        self._pinned = pinned
+        self.parameters = list(self._root.parameters())
+        self._wanted = [parameter.requires_grad for parameter in self.parameters]
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter wants a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    def begin_step(self) -> None:
+        """Raises where parameters were frozen or unfrozen since they were sharded.
+
+        Raises:
+            ValueError: says what to do.
+        """
+        if [parameter.requires_grad for parameter in self.parameters] != self._wanted:
+            raise ValueError(
+                "`requires_grad` of a parameter was changed after its half was sharded (FSDP2), which gathers weights "
+                "as they were then. Set it where the half is built, and save a checkpoint and go on from it in a new "
+                "run to change it; or take a layout of whole copies."
+            )
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs one forward with the half's weights at hand."""
+        with save_on_cpu(pin_memory=self._pinned) if self._offload_activations else nullcontext():
+            result = self._root(function, *args)
+        if not torch.is_grad_enabled():
+            # No backward will follow that gives the gathered weights back. As long as they are there, they stand in
+            # the module in place of the shards, and whoever asks for its parameters would get them.
+            for module in self._fsdp_modules:
+                module.reshard()
+        return result
+
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Inside, one backward runs. Gradients are scattered in each; replicas are summed in the last one."""
+        assert isinstance(self._root, FSDPModule)
+        self._root.set_is_last_backward(last)
+        if self._has_replicas:
+            self._root.set_requires_all_reduce(last)
+        yield
+
+    def finish_gradients(self, scale: float) -> None:
+        """Scales the gradients; they are summed already."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                local_part(parameter.grad).mul_(scale)
+
+    def squared_norm(self, gradients: list[Tensor]) -> Tensor:
+        """The squared 2-norm of these gradients over all ranks of the role."""
+        return squared_norm(gradients)
+
+
+class RoleForward(nn.Module):
+    """Runs methods of the user's module as the forward of one module that holds the half, for FSDP2's hooks."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for path, module in modules.items():
+            self.add_module("/" + path.replace(".", "/"), module)  # no name that a module has anyway
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``."""
+        return function(*args)
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The layers that a half is made of: classes with weights that a list of modules holds several times.
+
+    The outermost ones count, in the order in which they stand.
+    """
+    kinds: set[type[nn.Module]] = set()
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList | nn.Sequential):
+            counts = Counter(type(child) for child in part if any(True for _ in child.parameters()))
+            kinds |= {kind for kind, count in counts.items() if count > 1}
+    kinds -= {nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList, nn.Sequential}
+    found: list[nn.Module] = []
+
+    def walk(part: nn.Module) -> None:
+        for child in part.children():
+            if type(child) in kinds:
+                found.append(child)
+            else:
+                walk(child)
+
+    walk(module)
+    return found
+
+
+def recompute_in_backward(block: nn.Module) -> None:
+    """Lets a block keep its inputs only and compute its forward again in the backward. No parameter is renamed."""
+    forward = block.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    block.forward = recomputed  # type: ignore[method-assign]

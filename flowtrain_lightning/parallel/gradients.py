@@ -1,0 +1,58 @@
+"""Gradients whatever the layout keeps them as: this rank's part of them, their norm over all ranks, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard, or all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The squared 2-norm of gradients over the ranks that share them, each value counted once.
+
+    `torch.nn.utils.get_total_norm` fails where gradients lie on different meshes, so squares are summed mesh by mesh.
+
+    Args:
+        gradients: plain tensors, and sharded ones, whose shards are summed over the ranks that hold them. All ranks
+            that share one pass it.
+
+    Returns:
+        a float64 scalar.
+    """
+    device = local_part(gradients[0]).device if gradients else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for gradient in gradients:
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            groups = tuple(mesh.get_group(n) for n, placed in enumerate(gradient.placements) if placed.is_shard())
+        by_groups.setdefault(groups, []).append(local_part(gradient))
+    for groups, parts in by_groups.items():
+        squares = nn.utils.get_total_norm(parts).double().square()
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total = total + squares
+    return total
+
+
+def clip_to_norm(gradients: Iterable[Tensor], limit: float, norm: Tensor) -> None:
+    """Scales gradients in place so that their norm is ``limit`` at most, as `torch.nn.utils.clip_grads_with_norm_`."""
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        part = local_part(gradient)
+        part.mul_(factor.to(part.device))
+
+
+def clip_to_value(gradients: Iterable[Tensor], limit: float) -> None:
+    """Clamps gradients in place to the range from ``-limit`` to ``limit``."""
+    for gradient in gradients:
+        local_part(gradient).clamp_(-limit, limit)

@@ -1,0 +1,115 @@
+"""Roles whose ranks share weights (FSDP2, HSDP): losses, gradients and weights are those of a plain PyTorch loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.exactness.compare import Run, error, read_run
+from tests.exactness.data import STEPS, write_steps
+from tests.exactness.layouts import ranks_of
+from tests.exactness.test_layouts import LIMIT, without_key_biases
+from tests.forks import Job, run_jobs
+
+FSDP = {"shard": "fsdp"}
+HSDP = {"shard": "fsdp", "replicas": 2}
+RECOMPUTED = {"shard": "fsdp", "recompute": "full"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of each role, and what else differs."""
+
+    layout: str
+    roles: dict[str, dict[str, Any]]
+    precision: str = "64-true"
+    strategy: dict[str, Any] = field(default_factory=dict)
+    clip: float | None = None
+    freeze: bool = False
+
+    def __str__(self) -> str:
+        roles = "; ".join(f"{role} {'-'.join(map(str, wanted.values()))}" for role, wanted in self.roles.items())
+        more = [self.precision, *(f"{name} {value}" for name, value in self.strategy.items())]
+        more += ["clipped"] * (self.clip is not None) + ["frozen encoder"] * self.freeze
+        return f"{self.layout}: {roles}, {', '.join(more)}"
+
+    @property
+    def module(self) -> dict[str, Any]:
+        return {"freeze_encoder": self.freeze}
+
+
+BOTH = {"encoder": FSDP, "backbone": FSDP}
+QUICK = [
+    Case("1+2", {"backbone": FSDP}),
+    Case("2+1", {"encoder": FSDP}),
+    Case("2+2", BOTH, clip=0.2),
+    Case("2+2", BOTH, "32-true"),
+    Case("2+2", BOTH, strategy={"encoder_activations": 0}),
+    Case("2+2", BOTH, freeze=True),
+    Case("2+4", {"encoder": RECOMPUTED, "backbone": HSDP}, clip=0.2),
+    Case("colocated 2", BOTH, clip=0.2),
+    Case("colocated 2", {"backbone": FSDP}, strategy={"encoder_activations": 1}),
+    Case("colocated 2", {"encoder": FSDP}),
+]
+LONG = [
+    Case(layout, {"encoder": encoder, "backbone": backbone}, precision, {"encoder_activations": kept})
+    for precision in LIMIT
+    for layout in ("4+4", "colocated 4", "3+2")
+    for encoder, backbone in ((FSDP, FSDP), (HSDP, FSDP), (FSDP, HSDP), (RECOMPUTED, RECOMPUTED))
+    for kept in (0, 1, 4)
+    if layout != "3+2" or HSDP not in (encoder, backbone)
+]
+CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
+    pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Runs a layout, or the reference, once."""
+    folder = tmp_path_factory.mktemp("sharded")
+    write_steps(folder / "data")
+
+    @cache
+    def by_name(name: str) -> Run:
+        target, ranks, arguments = jobs[name]
+        return read_run(run_jobs(folder, [Job(name, target, ranks, arguments, deadline=150)])[name].check().folder)
+
+    jobs: dict[str, tuple[str, int, dict[str, Any]]] = {}
+
+    def run(case: Case, *, reference: bool = False) -> Run:
+        arguments: dict[str, Any] = {
+            "data": str(folder / "data"),
+            "kind": "deep",
+            "precision": case.precision,
+            "clip": case.clip,
+            "module": case.module,
+        }
+        if reference:
+            name = f"plain {case.precision} {case.clip} {case.freeze}"
+            jobs[name] = "tests.exactness.reference:train", 1, arguments
+        else:
+            name = str(case).replace(":", "").replace("; ", " ").replace(", ", " ")
+            arguments |= {"layout": case.layout, "strategy": {**case.strategy, "roles": case.roles}}
+            jobs[name] = "tests.exactness.train:train", ranks_of(case.layout), arguments
+        return by_name(name)
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_on_shards_is_that_of_the_plain_loop(run: Callable[..., Run], case: Case):
+    found, expected = run(case), run(case, reference=True)
+    assert error(found.initial, expected.initial) == 0.0
+    assert found.losses == pytest.approx(expected.losses, rel=LIMIT[case.precision])
+    errors = [error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)]
+    assert len(errors) == STEPS
+    assert max(errors) <= LIMIT[case.precision], errors
+    weights = found.weights[-1], expected.weights[-1]
+    if case.precision == "32-true":
+        weights = without_key_biases(weights[0]), without_key_biases(weights[1])
+    assert error(*weights) <= LIMIT[case.precision]

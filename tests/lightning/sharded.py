@@ -1,0 +1,45 @@
+"""What a rank does in the tests of Lightning's stages on sharded roles; it writes down what it saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowtrain_lightning.parallel.groups import disconnect_groups
+from tests.exactness.layouts import trainer_for
+from tests.exactness.modules import Deep
+from tests.exactness.train import weights_of
+from tests.forks import write_down
+from tests.tiny import tiny_data
+
+SHARDED = {"encoder": {"shard": "fsdp"}, "backbone": {"shard": "fsdp"}}
+
+
+def train(
+    folder: Path, *, data: str, layout: str, roles: dict[str, Any], steps: int, ckpt_path: str | None = None
+) -> None:
+    """Trains up to so many steps, and keeps a checkpoint and the weights."""
+    trainer = trainer_for(layout, strategy={"roles": roles}, max_steps=steps, default_root_dir=folder)
+    module = Deep(lr=1e-3)
+    trainer.fit(module, tiny_data(Path(data), global_batch_size=6), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(folder / "saved.ckpt")
+    weights = weights_of(module)
+    torch.save(weights, folder / f"weights{trainer.global_rank}.pt")
+    disconnect_groups()
+
+
+def all_stages(folder: Path, *, data: str, layout: str, roles: dict[str, Any]) -> None:
+    """Fits with validation, validates, tests and predicts, and fits on, with one Trainer."""
+    trainer = trainer_for(layout, strategy={"roles": roles}, max_epochs=1, default_root_dir=folder)
+    module, records = Deep(lr=1e-3), tiny_data(Path(data), global_batch_size=6)
+    trainer.fit(module, records)
+    fitted = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    validated = trainer.validate(module, records, verbose=False)
+    predicted = trainer.predict(module, records)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, records)
+    refitted = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    write_down(folder, {"fit": fitted, "validate": validated, "predicted": len(predicted or []), "refit": refitted})
+    disconnect_groups()

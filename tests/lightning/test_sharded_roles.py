@@ -1,0 +1,72 @@
+"""Roles whose ranks share weights, through Lightning's stages and checkpoints: as whole copies of the same module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, read_down, run_jobs
+from tests.lightning.sharded import SHARDED
+from tests.tiny import write_records
+
+LAYOUTS = ["2+2", "colocated 2"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    for name, count in (("train.jsonl", 24), ("val.jsonl", 8), ("predict.jsonl", 5)):
+        write_records(tmp_path / "data", count, name)
+    return str(tmp_path / "data")
+
+
+def run(folder: Path, target: str, name: str, layout: str, **arguments: Any) -> Path:
+    job = Job(
+        name, f"tests.lightning.sharded:{target}", ranks_of(layout), {"layout": layout, **arguments}, deadline=150
+    )
+    return run_jobs(folder, [job])[name].check().folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    ranks = [torch.load(path, weights_only=True) for path in sorted(folder.glob("weights*.pt"))]
+    return {name: weight for rank in ranks for name, weight in rank.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stages_give_what_they_give_on_whole_copies(tmp_path, data, layout):
+    found = read_down(run(tmp_path, "all_stages", "sharded", layout, data=data, roles=SHARDED))
+    expected = read_down(run(tmp_path, "all_stages", "whole", layout, data=data, roles={}))
+    for one, other in zip(found, expected, strict=True):
+        assert one["predicted"] == other["predicted"]
+        assert one["validate"][0] == pytest.approx(other["validate"][0], rel=1e-4)
+        for stage in ("fit", "refit"):
+            assert one[stage] == pytest.approx(other[stage], rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_goes_on_from_its_checkpoint_on_the_same_shards_bit_for_bit(tmp_path, data, layout):
+    settings = {"data": data, "roles": SHARDED}
+    whole = run(tmp_path, "train", "whole", layout, steps=4, **settings)
+    half = run(tmp_path, "train", "half", layout, steps=2, **settings)
+    rest = run(tmp_path, "train", "rest", layout, steps=4, ckpt_path=str(half / "saved.ckpt"), **settings)
+    expected, found = weights(whole), weights(rest)
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not expected[name].equal(found[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "goes_on"),
+    [(("2+2", SHARDED), ("1+1", {})), (("1+2", {}), ("2+2", SHARDED)), (("colocated 2", SHARDED), ("1+4", SHARDED))],
+)
+def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path, data, saved_on, goes_on):
+    (layout, roles), (other, other_roles) = saved_on, goes_on
+    half = run(tmp_path, "train", "half", layout, steps=2, data=data, roles=roles)
+    saved = str(half / "saved.ckpt")
+    rest = run(tmp_path, "train", "rest", other, steps=4, data=data, roles=other_roles, ckpt_path=saved)
+    expected = weights(run(tmp_path, "train", "whole", "1+1", steps=4, data=data, roles={}))
+    found = weights(rest)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=2e-4, atol=2e-5)

@@ -1,0 +1,104 @@
+"""What a rank does in the tests of FSDP2 halves; every function runs in real processes and writes down what it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf
+from tests.forks import write_down
+
+
+class Layer(nn.Module):
+    """What is repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(self.widen(x).tanh())
+
+
+class Layered(nn.Module):
+    """Three layers alike, between two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
+        self.outlet = nn.Linear(8, 8)
+
+
+def memory_of_shards(folder: Path) -> None:
+    """How many numbers this rank holds between steps, and how many of them lie in gradients after one."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.manual_seed(0)
+    half = Layered()
+    whole = sum(parameter.numel() for parameter in half.parameters())
+    engine = FullyShardedHalf({"half": half}, init_device_mesh("cpu", (dist.get_world_size(),)))
+    engine.begin_step()
+    loss = engine.call(_forward(half), torch.ones(3, 8)).sum()
+    with engine.backward(last=True):
+        loss.backward()
+    engine.finish_gradients(1.0)
+    held = [parameter.to_local().numel() for parameter in engine.parameters]
+    gradients = [parameter.grad.to_local().numel() for parameter in engine.parameters if parameter.grad is not None]
+    write_down(folder, {"whole": whole, "held": sum(held), "gradients": sum(gradients)})
+    dist.destroy_process_group()
+
+
+def thaw_a_shard(folder: Path) -> None:
+    """What is said when a weight is frozen after it was sharded."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    half = Layered()
+    engine = FullyShardedHalf({"half": half}, init_device_mesh("cpu", (dist.get_world_size(),)))
+    half.outlet.requires_grad_(False)
+    said = ""
+    try:
+        engine.begin_step()
+    except ValueError as error:
+        said = str(error)
+    write_down(folder, {"said": said})
+    dist.destroy_process_group()
+
+
+def offload_parameters(folder: Path) -> None:
+    """Where shards lie and whether a step with them is as without."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found: dict[str, Any] = {}
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        half = Layered()
+        engine = FullyShardedHalf(
+            {"half": half},
+            init_device_mesh("cpu", (dist.get_world_size(),)),
+            offload_parameters=offloads,
+            offload_activations=offloads,
+        )
+        engine.begin_step()
+        loss = engine.call(_forward(half), torch.ones(3, 8)).sum()
+        with engine.backward(last=True):
+            loss.backward()
+        engine.finish_gradients(1.0)
+        norm = engine.squared_norm([p.grad for p in engine.parameters if p.grad is not None])
+        found[str(offloads)] = float(norm)
+    write_down(folder, found)
+    dist.destroy_process_group()
+
+
+def _forward(half: Layered) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        x = half.inlet(x)
+        for block in half.blocks:
+            x = block(x)
+        return half.outlet(x)
+
+    return forward

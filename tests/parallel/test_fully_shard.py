@@ -1,0 +1,50 @@
+"""Halves in shards (FSDP2): what a rank holds, which blocks are gathered one by one, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from flowtrain_lightning.parallel.fully_shard import repeated_blocks
+from tests.exactness.modules import DeepBackbone
+from tests.forks import Job, read_down, run_jobs
+from tests.parallel.sharding import Layer, Layered
+
+
+def ran(tmp_path, function, ranks=2):
+    job = Job(function, f"tests.parallel.sharding:{function}", ranks, deadline=120)
+    return read_down(run_jobs(tmp_path, [job])[function].check().folder)
+
+
+def test_blocks_are_what_a_list_of_modules_holds_several_times():
+    half = Layered()
+    assert repeated_blocks(half) == list(half.blocks)
+    assert len(repeated_blocks(DeepBackbone())) == 4  # of one class: three in a list, and one that stands alone
+    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+
+
+def test_an_outer_block_is_gathered_with_what_is_inside_of_it():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    half = nn.ModuleList(Pair() for _ in range(2))
+    assert repeated_blocks(half) == list(half)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_holds_its_share_of_weights_and_gradients(tmp_path, ranks):
+    for found in ran(tmp_path, "memory_of_shards", ranks):
+        assert found["held"] <= found["whole"] / ranks * 1.1
+        assert found["gradients"] == found["held"]
+
+
+def test_weights_that_are_frozen_after_they_were_sharded_are_refused(tmp_path):
+    for found in ran(tmp_path, "thaw_a_shard"):
+        assert "`requires_grad` of a parameter was changed after its half was sharded" in found["said"]
+
+
+def test_offloading_to_host_memory_changes_no_gradient(tmp_path):
+    for found in ran(tmp_path, "offload_parameters"):
+        assert found["True"] == found["False"] > 0
