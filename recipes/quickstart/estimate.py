@@ -27,8 +27,9 @@ def sentence(start_seconds: float) -> str:
         start_seconds: what the start of this process took; those of others take as long.
     """
     torch.set_num_threads(max(1, _cores() // PROCESSES))  # as each of the processes will use
-    step_seconds = measured_step_seconds() / min(PROCESSES, _cores())
-    steps = configuration()["trainer"]["max_steps"]
+    configured = configuration()
+    step_seconds = measured_step_seconds(configured) / min(PROCESSES, _cores())
+    steps = configured["trainer"]["max_steps"]
     seconds = 2 * start_seconds + _MEASURING_SECONDS + (steps + _STEPS_BESIDE_TRAINING) * step_seconds
     return (
         f"About {max(1, round(seconds / 60))} min, if the machine stays as busy as it is now (load "
@@ -37,11 +38,11 @@ def sentence(start_seconds: float) -> str:
     )
 
 
-def measured_step_seconds() -> float:
+def measured_step_seconds(configured: dict[str, Any]) -> float:
     """Seconds of a training step of the whole model in this process."""
     times = _StepTimes()
     trainer = L.Trainer(max_steps=_STEPS, limit_val_batches=0, callbacks=[times], devices=1, **QUIET)
-    trainer.fit(QuickstartVLM(**configuration()["model"]["init_args"]), data_module())
+    trainer.fit(QuickstartVLM(**configured["model"]["init_args"]), data_module(configured))
     return median(end - start for start, end in zip(times.ends, times.ends[1:], strict=False))
 
 

@@ -62,20 +62,21 @@ def look(run: Path, seconds: float | None = None) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # devices and roles were said during training
     check = run / "check"
     write_check_files(check)
+    configured = configuration(run / "config.yaml")
     model = QuickstartVLM.load_from_checkpoint(run / "checkpoints" / "last.ckpt")
-    moved = encoder_movement(model, run)
+    moved = encoder_movement(model, configured["seed_everything"])
     weights = sum(parameter.numel() for parameter in model.parameters())
     trainer = L.Trainer(devices=2, strategy="flowtrain", default_root_dir=run, **QUIET)
     if trainer.is_global_zero:
         print("\nTrained. Now looking at what was learned ...\n", flush=True)
     losses = {
-        name: mean_loss(trainer, model, check / f"{name}.jsonl")
+        name: mean_loss(trainer, model, data_module(configured, val=check / f"{name}.jsonl"))
         for name in ("train", "train_swapped", "val", "val_swapped")
     }
-    answers = generate(trainer, model, check / "unseen.jsonl")
+    answers = generate(trainer, model, data_module(configured, predict=check / "unseen.jsonl"))
     chosen = read_plan(run / "allocation.yaml").placement
     other: Placement = "separate" if chosen == "colocated" else "colocated"
-    repeated = repeat_first_steps(run, other)
+    repeated = repeat_first_steps(configured, other, run)
     if not trainer.is_global_zero:
         return
     training, validation = read_log(run / "metrics.csv")
@@ -117,24 +118,24 @@ def configuration(file: Path = RECIPE / "config.yaml") -> dict[str, Any]:
     return settings
 
 
-def data_module(**files: Any) -> FlowDataModule:
-    """The data module of the recipe's configuration, or one with the same settings over other files."""
-    settings = dict(configuration()["data"]["init_args"])
+def data_module(configured: dict[str, Any], **files: Any) -> FlowDataModule:
+    """The data module of a configuration, or one with the same settings over other files."""
+    settings = dict(configured["data"]["init_args"])
     if files:
         settings = {name: value for name, value in settings.items() if name not in ("train", "val")} | files
-    settings["images"] = ImageProcessor(**settings["images"])
-    settings["index"] = IndexConfig(**settings["index"])
+    for name, section in (("images", ImageProcessor), ("index", IndexConfig)):
+        given = settings[name]
+        settings[name] = section(**given.get("init_args", given))
     return FlowDataModule(**settings)
 
 
-def mean_loss(trainer: L.Trainer, model: QuickstartVLM, file: Path) -> float:
-    """The loss per target token of a file's records."""
-    return float(trainer.validate(model, datamodule=data_module(val=file), verbose=False)[0]["val_loss"])
+def mean_loss(trainer: L.Trainer, model: QuickstartVLM, data: FlowDataModule) -> float:
+    """The loss per target token of the validation data."""
+    return float(trainer.validate(model, datamodule=data, verbose=False)[0]["val_loss"])
 
 
-def generate(trainer: L.Trainer, model: QuickstartVLM, file: Path) -> list[Answer]:
+def generate(trainer: L.Trainer, model: QuickstartVLM, data: FlowDataModule) -> list[Answer]:
     """What the model answers to each prompt; nothing on the encoder rank."""
-    data = data_module(predict=file)
     answers = []
     for microbatches in trainer.predict(model, datamodule=data) or []:
         for sample, tokens in (pair for microbatch in microbatches for pair in microbatch):
@@ -143,25 +144,25 @@ def generate(trainer: L.Trainer, model: QuickstartVLM, file: Path) -> list[Answe
     return answers
 
 
-def repeat_first_steps(run: Path, placement: Placement) -> list[float]:
+def repeat_first_steps(configured: dict[str, Any], placement: Placement, run: Path) -> list[float]:
     """Train the first steps once more from the same weights in another placement; their losses.
 
     Their timeline goes to a folder of that name beside the run's log.
     """
-    settings = configuration(run / "config.yaml")
-    L.seed_everything(settings["seed_everything"], verbose=False)
+    settings = configured["trainer"]
+    L.seed_everything(configured["seed_everything"], verbose=False)
     first = _FirstSteps()
     trainer = L.Trainer(
         devices=2,
         strategy=FlowTrainStrategy(placement=placement),
-        max_steps=settings["trainer"]["max_steps"],  # by which the learning rate falls; `first` ends it sooner
-        gradient_clip_val=settings["trainer"]["gradient_clip_val"],
+        max_steps=settings["max_steps"],  # by which the learning rate falls; `first` ends it sooner
+        gradient_clip_val=settings["gradient_clip_val"],
         limit_val_batches=0,
         callbacks=[first, TimelineRecorder(run / placement)],
         default_root_dir=run,
         **QUIET,
     )
-    trainer.fit(QuickstartVLM(**settings["model"]["init_args"]), data_module())
+    trainer.fit(QuickstartVLM(**configured["model"]["init_args"]), data_module(configured))
     return first.losses
 
 
@@ -187,9 +188,9 @@ def is_right(answer: Answer) -> bool:
     return keywords(answer.generated)[0] in keywords(answer.true)
 
 
-def encoder_movement(model: QuickstartVLM, run: Path) -> float:
+def encoder_movement(model: QuickstartVLM, seed: int) -> float:
     """How far training moved the encoder's weights, relative to their norm before it."""
-    L.seed_everything(configuration(run / "config.yaml")["seed_everything"], verbose=False)
+    L.seed_everything(seed, verbose=False)
     initial = QuickstartVLM(**model.hparams)
     initial.configure_model()
     before, after = (

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import warnings
+from pathlib import Path
 
 from flowtrain_lightning.cli.train_command import configured
 from recipes.quickstart import estimate, report
@@ -30,9 +31,9 @@ def main() -> None:
         os.environ[_BEGUN] = str(time.monotonic() - start_seconds)
         print("A small vision-language model will train on two processes of this machine. How long? ...", flush=True)
         print(estimate.sentence(start_seconds), flush=True)
-    configured(args=["fit", "--config", CONFIG, *sys.argv[1:]], save_config_kwargs={"overwrite": True})
-    trained = time.monotonic()
-    report.look(report.RUN, trained - float(os.environ[_BEGUN]))
+    training = configured(args=["fit", "--config", CONFIG, *sys.argv[1:]], save_config_kwargs={"overwrite": True})
+    seconds = time.monotonic() - float(os.environ[_BEGUN])
+    report.look(Path(training.trainer.log_dir or report.RUN), seconds)
 
 
 def silence_other_packages() -> None:
