@@ -99,11 +99,11 @@ def _answers(found: Findings) -> list[str]:
 
 
 def _time(found: Findings) -> list[str]:
-    lines = [f"  {'where time went':<32}" + "".join(f"{kind:>15}" for kind in KINDS)]
+    lines = [f"  {'where time went':<40}" + "".join(f"{kind:>15}" for kind in KINDS)]
     for each, name in zip(found.placements, ("chosen", "for comparison"), strict=True):
-        for role, shares in each.shares.items():
+        for role, shares in sorted(each.shares.items()):
             label = f"{each.placement} ({name}), {role}"
-            lines.append(f"    {label:<38}" + "".join(f"{shares.get(kind, 0.0):>11.0%}" + "    " for kind in KINDS))
+            lines.append(f"    {label:<38}" + "".join(f"{shares.get(kind, 0.0):>15.0%}" for kind in KINDS))
     return lines
 
 
