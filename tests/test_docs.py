@@ -41,6 +41,12 @@ def test_every_test_that_is_named_exists(name):
         assert f"def {test}(" in TESTS or test == "test_loss", test  # the loss that `test` logs
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_every_file_of_code_that_is_named_exists(name):
+    for path in re.findall(r"`(\w+/[\w/]+\.py)`", prose(PAGES[name])):
+        assert (ROOT / path).is_file() or (ROOT / "flowtrain_lightning" / path).is_file(), path
+
+
 def test_the_pictures_of_the_architecture_are_what_the_script_draws_from_the_code():
     for name, drawn in pictures().items():
         written = (ROOT / "docs" / name).read_text(encoding="utf-8")
