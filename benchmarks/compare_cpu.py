@@ -43,13 +43,13 @@ def main() -> None:
     from benchmarks.report import machine_line, table, write_results
 
     where, checkouts = machine(), {BASE: options.base.resolve(), HERE: ROOT}
+    commits = {name: _commit(checkout) for name, checkout in checkouts.items()}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
     for number in range(1 if options.quick else options.rounds):
         for name, checkout in checkouts.items():
             runs[name].append(measure(checkout, options.ranks, options.steps, options.quick))
             user, system = (1e3 * runs[name][-1][kind] for kind in ("user_seconds", "system_seconds"))
             print(f"round {number + 1}, {name}: {user:.2f} ms user, {system:.2f} ms system", flush=True)
-    commits = {name: _commit(checkout) for name, checkout in checkouts.items()}
     lines = []
     for name, rounds in runs.items():
         user, system = (median(run[kind] for run in rounds) for kind in ("user_seconds", "system_seconds"))

@@ -83,7 +83,9 @@ def _proofs(found: Findings) -> list[str]:
         f"{found.validation[-1][1]:.3f}",
         f"  it looks              with images of other drawings {seen:.3f} → {swapped:.3f} "
         f"({swapped / seen - 1:+.0%}), unseen {own:.3f} → {other:.3f} ({other / own - 1:+.0%})",
-        f"  its encoder trains    gradients came back to it: its weights moved by {found.moved:.0%} of their norm",
+        f"  its encoder trains    gradients came back to it: its weights moved by {found.moved:.0%} of their norm"
+        if found.moved
+        else "  its encoder is frozen  its weights are those with which it began",
         f"  it names              a true first keyword for {found.named} of {found.drawings} unseen drawings",
         f"  any layout is exact   first {len(found.repeated)} losses, {chosen} and {compared}: equal to "
         f"{difference:.0e}",
