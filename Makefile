@@ -16,7 +16,7 @@ help: ## this list
 	@echo 'PIP_ARGS="..." passes arguments to pip, such as your own index; PYTHON=... picks the interpreter (3.10 or newer).'
 
 quickstart: $(VENV)/.installed-quickstart ## train the quickstart recipe on two processes of this machine
-	$(VENV)/bin/python recipes/quickstart/run.py
+	$(VENV)/bin/python -m recipes.quickstart.run
 
 check: $(VENV)/.installed-test ## lint, format and types
 	$(VENV)/bin/ruff check

@@ -58,7 +58,9 @@ def emulate(ranks: int, out: Path, rounds: int, steps: int, quick: bool) -> None
                 told = runs[schedule][-1]
                 print(
                     f"round {number + 1}, {schedule}: {told['step_seconds'] * 1e3:.1f} ms a step, ideal "
-                    f"{told['ideal_seconds'] * 1e3:.1f} ms"
+                    f"{told['ideal_seconds'] * 1e3:.1f} ms, CPU of the ranks per microbatch "
+                    f"{told['user_seconds_per_microbatch'] * 1e3:.2f} ms user, "
+                    f"{told['system_seconds_per_microbatch'] * 1e3:.2f} ms system"
                 )
     text = f"{describe(job)}\n{machine_line(where)}\n\n{schedule_table(runs)}"
     settings = {name: value for name, value in asdict(job).items() if name not in ("schedule", "data", "folder")}
@@ -123,6 +125,7 @@ def run_schedule(job: EmulatedJob) -> dict[str, float]:
         "ideal_seconds": (ideal[-1] - ideal[job.warmup - 1]) / job.steps,
         "samples_per_second": job.global_batch_size / measured,
         "cores_busy": ranks[0]["cores_busy"],
+        **_cpu_per_microbatch(ranks),
         **_spent(ranks, job.steps),
     }
 
@@ -134,6 +137,15 @@ def _spent(ranks: list[dict[str, Any]], steps: int) -> dict[str, float]:
         for kind in ("compute", "stall", "communication"):
             spent[f"{role}_{kind}_seconds"] = sum(kinds.get(kind, 0.0) for kinds in own) / (len(own) * steps)
     return spent
+
+
+def _cpu_per_microbatch(ranks: list[dict[str, Any]]) -> dict[str, float]:
+    """CPU time of all ranks' training threads per microbatch, in seconds; what stands for computing is left out."""
+    microbatches = sum(rank["counts"].get("microbatches", 0) for rank in ranks)
+    return {
+        f"{kind}_seconds_per_microbatch": sum(rank[f"{kind}_seconds"] for rank in ranks) / microbatches
+        for kind in ("user", "system")
+    }
 
 
 def describe(job: EmulatedJob) -> str:
@@ -166,8 +178,8 @@ def schedule_table(runs: dict[str, list[dict[str, float]]]) -> str:
                 f"{figures['samples_per_second']:.0f}",
                 f"{base / figures['step_seconds']:.2f}",
                 f"{figures['cores_busy']:.1f} of {os.cpu_count()}",
+                " + ".join(f"{figures[f'{kind}_seconds_per_microbatch'] * 1e3:.1f}" for kind in ("user", "system")),
             ]
         )
-    return table(
-        ["schedule", "ideal ms a step", "measured ms", "overhead", "samples/s", "x flowtrain", "cores busy"], rows
-    )
+    head = ["schedule", "ideal ms a step", "measured ms", "overhead", "samples/s", "x flowtrain", "cores busy"]
+    return table([*head, "ranks' CPU ms per microbatch: user + system"], rows)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from benchmarks.measure import thread_seconds
 from benchmarks.modules import TOKENIZER
 from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
 from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig
@@ -64,15 +67,28 @@ class EmulatedCost:
 
 
 class Clock:
-    """Spends exact amounts of time. What one spell takes too long is taken off the next, so that their sum is right."""
+    """Spends exact amounts of time. What one spell takes too long is taken off the next, so that their sum is right.
+
+    Attributes:
+        cpu_seconds: CPU time that emulating has taken, user and system: patterns, checks and sleeping.
+    """
 
     def __init__(self) -> None:
         self._owed = 0.0
+        self.cpu_seconds = (0.0, 0.0)
         system = ctypes.CDLL(None)
         system.prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1))  # wake up within microseconds
         # Freed memory stays with the process, as on a GPU: else each tensor would be fetched from the system anew.
         for threshold in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
             system.mallopt(threshold, 1 << 30)
+
+    @contextmanager
+    def emulating(self) -> Iterator[None]:
+        """Inside, this thread does what stands for the user's computing."""
+        before = thread_seconds()
+        yield
+        user, system = (now - then for now, then in zip(thread_seconds(), before, strict=True))
+        self.cpu_seconds = self.cpu_seconds[0] + user, self.cpu_seconds[1] + system
 
     def spend(self, start: float, seconds: float) -> None:
         """Return ``seconds`` after ``start``, a time of ``time.monotonic()``."""
@@ -85,19 +101,21 @@ class Clock:
 class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, media: PackedMedia, cost: EmulatedCost, clock: Clock, start: float) -> Tensor:
-        forward, ctx.seconds = cost.encoder(len(media.patches))
-        ctx.clock = clock
-        ctx.numbers, ctx.rows = numbers_of(media), torch.tensor(media.rows)
-        ctx.weight = weight
-        features = bear(pattern(ctx.numbers, ctx.rows, 1))
-        clock.spend(start, forward)
+        with clock.emulating():
+            forward, ctx.seconds = cost.encoder(len(media.patches))
+            ctx.clock = clock
+            ctx.numbers, ctx.rows = numbers_of(media), torch.tensor(media.rows)
+            ctx.weight = weight
+            features = bear(pattern(ctx.numbers, ctx.rows, 1))
+            clock.spend(start, forward)
         return features
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         start = time.monotonic()
-        check(gradients[0], pattern(ctx.numbers, ctx.rows, 2), "gradients")
-        ctx.clock.spend(start, ctx.seconds)
+        with ctx.clock.emulating():
+            check(gradients[0], pattern(ctx.numbers, ctx.rows, 2), "gradients")
+            ctx.clock.spend(start, ctx.seconds)
         return torch.ones_like(ctx.weight), None, None, None, None
 
 
@@ -116,15 +134,17 @@ class _Train(torch.autograd.Function):
     ) -> Tensor:
         forward, ctx.seconds = cost.backbone(tokens)
         ctx.clock, ctx.numbers, ctx.rows, ctx.weight = clock, numbers, rows, weight
-        check(features, pattern(numbers, rows, 1), "features")
-        clock.spend(start, forward)
+        with clock.emulating():
+            check(features, pattern(numbers, rows, 1), "features")
+            clock.spend(start, forward)
         return weight.new_tensor(float(tokens))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         start = time.monotonic()
-        answer = bear(pattern(ctx.numbers, ctx.rows, 2))
-        ctx.clock.spend(start, ctx.seconds)
+        with ctx.clock.emulating():
+            answer = bear(pattern(ctx.numbers, ctx.rows, 2))
+            ctx.clock.spend(start, ctx.seconds)
         return torch.ones_like(ctx.weight), answer, None, None, None, None, None, None
 
 
@@ -159,8 +179,9 @@ class EmulatedVLM(FlowModule):
     def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> tuple[Tensor, int]:
         """Check the features, and spend the time of a microbatch."""
         start = time.monotonic()
-        expected = [picture for sample in batch.samples for picture in self.pictures[sample]]
-        numbers, rows = torch.tensor(expected, dtype=torch.int64).reshape(-1, 2).unbind(1)
+        with self.clock.emulating():
+            expected = [picture for sample in batch.samples for picture in self.pictures[sample]]
+            numbers, rows = torch.tensor(expected, dtype=torch.int64).reshape(-1, 2).unbind(1)
         found = features.get("image", torch.empty(0, WIDTH, dtype=torch.bfloat16))
         tokens = len(batch.tokens)
         spent = (self.cost, self.clock, start)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,17 @@ class Meter(L.Callback):
     Args:
         folder: where to write.
         warmup: steps that are not counted; at least 1.
+        set_aside: gives the CPU time of this thread, user and system, that is the benchmark's own affair so far.
     """
 
-    def __init__(self, folder: Path, warmup: int) -> None:
+    def __init__(
+        self, folder: Path, warmup: int, set_aside: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+    ) -> None:
         self._folder = folder
         self._warmup = warmup
+        self._set_aside = set_aside
+        self._user: list[float] = []
+        self._system: list[float] = []
         self._ends: list[float] = []
         self._busy: list[float] = []
         self._counts: dict[str, int] = defaultdict(int)
@@ -36,6 +44,9 @@ class Meter(L.Callback):
         """Notes the time, and what the step held on this rank."""
         self._ends.append(time.monotonic())
         self._busy.append(busy_seconds())
+        (user, system), (aside_user, aside_system) = thread_seconds(), self._set_aside()
+        self._user.append(user - aside_user)
+        self._system.append(system - aside_system)
         if len(self._ends) > self._warmup:
             for name, count in contents(batch).items():
                 self._counts[name] += count
@@ -48,6 +59,8 @@ class Meter(L.Callback):
             "window": window,
             "ends": self._ends,
             "cores_busy": (self._busy[-1] - self._busy[self._warmup - 1]) / (window[1] - window[0]),
+            "user_seconds": self._user[-1] - self._user[self._warmup - 1],
+            "system_seconds": self._system[-1] - self._system[self._warmup - 1],
             "counts": self._counts,
             "lanes": lanes(trainer, window),
         }
@@ -69,6 +82,7 @@ def contents(batch: Any) -> dict[str, int]:
     tokens = sum(len(microbatch.tokens) for microbatch in microbatches)
     patches = sum(len(media.patches) for media in batch.encoder_batches if media is not None)
     return {
+        "microbatches": len(microbatches),
         "samples": sum(len(microbatch.samples) for microbatch in microbatches),
         "targets": sum(int((microbatch.labels != IGNORED_LABEL).sum()) for microbatch in microbatches),
         "tokens": tokens,
@@ -86,6 +100,12 @@ def lanes(trainer: L.Trainer, window: tuple[float, float]) -> dict[str, dict[str
         for span in runner.timeline.spans:
             seconds[span.lane][span.kind] += max(0.0, min(span.end, window[1]) - max(span.start, window[0]))
     return seconds
+
+
+def thread_seconds() -> tuple[float, float]:
+    """CPU time of the calling thread so far, user and system: of a rank's training thread, without its loader's."""
+    used = resource.getrusage(resource.RUSAGE_THREAD)
+    return used.ru_utime, used.ru_stime
 
 
 def busy_seconds() -> float:

@@ -16,7 +16,7 @@ from benchmarks.modules import Work, sizes
 from flowtrain_lightning.data import IGNORED_LABEL
 from flowtrain_lightning.data.dataset import SampleLoader
 from flowtrain_lightning.data.sampler import Sampling
-from recipes.quickstart.model import Block, LanguageModel, VisionEncoder, patch_places, rotary_angles, rotate
+from recipes.quickstart.model import Block, LanguageModel, VisionEncoder, patch_positions, rotary_angles, rotate
 from recipes.quickstart.module import QuickstartVLM
 
 Sample = dict[str, Any]
@@ -61,10 +61,10 @@ class PaddedVLM(L.LightningModule):
     def _features(self, batch: Batch) -> Tensor:
         """``[pictures, rows of the largest, width]``."""
         encoder, patches = self.encoder, batch["patches"]
-        places = torch.split(patch_places(batch["grid"], encoder.merge_size), batch["grid"].prod(1).tolist())
-        place = pad_sequence(list(places), batch_first=True)
+        positions = torch.split(patch_positions(batch["grid"], encoder.merge_size), batch["grid"].prod(1).tolist())
+        position = pad_sequence(list(positions), batch_first=True)
         angles = torch.cat(
-            [rotary_angles(p.flatten(), encoder.head_dim // 2, base=100.0) for p in place.unbind(-1)], dim=-1
+            [rotary_angles(p.flatten(), encoder.head_dim // 2, base=100.0) for p in position.unbind(-1)], dim=-1
         )
         there = torch.arange(patches.shape[1]) < batch["grid"].prod(1)[:, None]
         x = encoder.embed(patches)

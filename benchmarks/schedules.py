@@ -158,7 +158,7 @@ def train(job: EmulatedJob) -> None:
             pool=PoolSettings(bytes=2 * job.step_bytes if job.schedule == "batch-synchronous" else None),
         ),
         max_steps=job.warmup + job.steps,
-        callbacks=[Meter(folder, job.warmup), PlanRecorder(folder)],
+        callbacks=[Meter(folder, job.warmup, lambda: module.clock.cpu_seconds), PlanRecorder(folder)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,4 +1,4 @@
-"""Links between the pages of the documentation lead somewhere, and tests that pages name exist."""
+"""Links between the pages of the documentation lead somewhere, tests that pages name exist, pictures are up to date."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+
+from docs.draw import pictures, room_imports
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
@@ -37,3 +39,20 @@ def test_every_link_leads_somewhere(name):
 def test_every_test_that_is_named_exists(name):
     for test in re.findall(r"`(test_\w+)`", prose(PAGES[name])):
         assert f"def {test}(" in TESTS or test == "test_loss", test  # the loss that `test` logs
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_file_of_code_that_is_named_exists(name):
+    for path in re.findall(r"`(\w+/[\w/]+\.py)`", prose(PAGES[name])):
+        assert (ROOT / path).is_file() or (ROOT / "flowtrain_lightning" / path).is_file(), path
+
+
+def test_the_pictures_of_the_architecture_are_what_the_script_draws_from_the_code():
+    for name, drawn in pictures().items():
+        written = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert written == drawn, f"{name} is out of date: run `python docs/draw.py`"
+
+
+def test_every_room_has_its_line_on_the_page_about_architecture():
+    page = prose(PAGES["docs/architecture.md"])
+    assert [room for room in room_imports() if f"| [{room}](../flowtrain_lightning/{room}" not in page] == []

@@ -19,7 +19,7 @@ from tests.tiny import IMAGES, tiny_data, write_records
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
-OWN_MODULE, PRETRAINED, OWN_FAMILY, SECTIONS = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+OWN_MODULE, PRETRAINED, OWN_FAMILY, SECTIONS, POOL = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
 
 (SECTIONS_IN_YAML,) = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
 
@@ -96,3 +96,9 @@ def test_sections_of_the_data_module_say_in_yaml_what_they_say_in_python(tmp_pat
     assert data.index == flow.IndexConfig(**sections["index"])
     assert data.packing == flow.PackingConfig(**sections["packing"]).with_profile_read()
     assert data.token_steps == flow.TokenSteps(**sections["token_steps"])
+
+
+def test_the_section_about_the_pool_is_what_the_strategy_takes():
+    strategy = run("import flowtrain_lightning as flow", POOL)["strategy"]
+    assert strategy.pool == flow.PoolSettings(bytes=4 << 30, tier="host", network="nixl")
+    assert strategy.encoder_activations == 0

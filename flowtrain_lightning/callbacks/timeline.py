@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,22 +81,41 @@ def draw_step(timelines: Sequence[dict[str, Any]], path: Path, step: int | None 
         path: the PNG to write.
         step: which step; by default one in the middle of those that were kept.
     """
+    chosen = _middle_step(timelines) if step is None else step
+    if chosen is not None:
+        draw_steps({f"Step {chosen}: what each lane did when": (timelines, chosen)}, path)
+
+
+def draw_steps(steps: Mapping[str, tuple[Sequence[dict[str, Any]], int | None]], path: Path) -> None:
+    """Draws training steps of several runs above each other, on one scale of time.
+
+    Args:
+        steps: title -> timelines, see ``read_timelines``, and which step of them; None for one in the middle.
+        path: the PNG to write.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    spans = [(timeline["label"], Span(*span)) for timeline in timelines for span in timeline["spans"]]
-    spans = [(label, span) for label, span in spans if span.stage == "train"]
-    steps = sorted({span.step for _, span in spans if span.name == "microbatch"})
-    if not steps:
-        return
-    chosen = steps[len(steps) // 2] if step is None else step
-    lanes = sorted({(label, span.lane) for label, span in spans}, reverse=True)
-    shown = [(label, span) for label, span in spans if span.step == chosen]
-    origin = min(span.start for _, span in shown)
-    figure = Figure(figsize=(11, 1.2 + 0.6 * len(lanes)), layout="constrained")
+    rows = [len(_lanes(timelines)) for timelines, _ in steps.values()]
+    figure = Figure(figsize=(11, 0.8 + 0.6 * sum(rows) + 0.4 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows})[:, 0]
+    for axes, (title, (timelines, step)) in zip(panels, steps.items(), strict=True):
+        _draw_lanes(axes, timelines, _middle_step(timelines) if step is None else step)
+        axes.set_title(title, loc="left")
+    panels[-1].set_xlabel("milliseconds since the step began")
+    names = ["encoder forward", "encoder backward", "backbone microbatch", "communication", "stall"]
+    handles = [Patch(color=colour, label=name) for colour, name in zip(COLOURS.values(), names, strict=True)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+
+
+def _draw_lanes(axes: Any, timelines: Sequence[dict[str, Any]], step: int | None) -> None:
+    lanes = _lanes(timelines)
+    shown = [(label, span) for label, span in _training_spans(timelines) if span.step == step]
+    origin = min((span.start for _, span in shown), default=0.0)
     for label, span in shown:
         axes.barh(
             lanes.index((label, span.lane)),
@@ -107,12 +126,21 @@ def draw_step(timelines: Sequence[dict[str, Any]], path: Path, step: int | None 
             linewidth=0,
         )
     axes.set_yticks(range(len(lanes)), [f"{label}: {lane}" if " and " in label else label for label, lane in lanes])
-    axes.set_xlabel("milliseconds since the step began")
-    axes.set_title(f"Step {chosen}: what each lane did when", loc="left")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
-    names = ["encoder forward", "encoder backward", "backbone microbatch", "communication", "stall"]
-    handles = [Patch(color=colour, label=name) for colour, name in zip(COLOURS.values(), names, strict=True)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
+
+
+def _training_spans(timelines: Sequence[dict[str, Any]]) -> list[tuple[str, Span]]:
+    """Label of the rank, and what it did."""
+    spans = [(timeline["label"], Span(*span)) for timeline in timelines for span in timeline["spans"]]
+    return [(label, span) for label, span in spans if span.stage == "train"]
+
+
+def _lanes(timelines: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Label of the rank and role of every lane that trained, from below."""
+    return sorted({(label, span.lane) for label, span in _training_spans(timelines)}, reverse=True)
+
+
+def _middle_step(timelines: Sequence[dict[str, Any]]) -> int | None:
+    steps = sorted({span.step for _, span in _training_spans(timelines) if span.name == "microbatch"})
+    return steps[len(steps) // 2] if steps else None

@@ -197,7 +197,7 @@ def _devices() -> Iterator[Finding]:
         yield examine_device_tier(_cuda_of)
     else:
         yield Finding("CUDA", False, "training runs on the CPU")
-        yield Finding(_TIER, False, "no GPU: features and gradients go through host memory, as with pool_tier='host'")
+        yield Finding(_TIER, False, "no GPU: features and gradients go through host memory, as with tier='host'")
     yield Finding("gloo", dist.is_gloo_available(), "process groups on the CPU; no run of several ranks without it")
     yield Finding("NCCL", dist.is_nccl_available(), "process groups on GPUs")
 

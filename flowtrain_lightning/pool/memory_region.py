@@ -82,7 +82,7 @@ def assign_offsets(order: Sequence[Reservation], capacity: int | None = None) ->
     if capacity is not None and capacity < least:
         raise PoolError(
             f"{len(order)} entries can block each other with {capacity:,} bytes; with {least:,} they cannot. "
-            "Raise `pool_bytes` by twice what is missing, or make the entries smaller."
+            "Raise `PoolSettings(bytes=...)` by twice what is missing, or make the entries smaller."
         )
     return AssignedOffsets(tuple(offsets), least)
 

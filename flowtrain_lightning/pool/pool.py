@@ -210,8 +210,8 @@ class Pool:
             if nbytes > region.capacity:
                 raise PoolError(
                     f"{key} needs {nbytes:,} bytes; this rank's part of the pool has {region.capacity:,} bytes for "
-                    f"entries of {'later steps' if ahead else 'the step that runs'} in all. Raise `pool_bytes`, or "
-                    "make the entries smaller."
+                    f"entries of {'later steps' if ahead else 'the step that runs'} in all. Raise "
+                    "`PoolSettings(bytes=...)`, or make the entries smaller."
                 )
             self._refused += 1
             return None

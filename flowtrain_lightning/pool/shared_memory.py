@@ -45,7 +45,7 @@ class Segment:
         if self.nbytes > MAX_SEGMENT_BYTES:
             raise PoolError(
                 f"A segment of {self.nbytes:,} bytes was asked for; an address reaches {MAX_SEGMENT_BYTES:,}. "
-                "Lower `pool_bytes`."
+                "Lower `PoolSettings(bytes=...)`."
             )
         self.descriptor = create_memory(f"flowtrain segment of rank {rank}", self.nbytes)
         self.memory = map_memory(self.descriptor, self.nbytes)
@@ -148,6 +148,6 @@ def _group_memory() -> int | None:
 
 def _lack(name: str, nbytes: int, why: str) -> str:
     return (
-        f"{name} asks for {nbytes:,} bytes of shared memory, but {why}. Lower `pool_bytes` or run fewer ranks on "
-        "this machine."
+        f"{name} asks for {nbytes:,} bytes of shared memory, but {why}. Lower `PoolSettings(bytes=...)` or run "
+        "fewer ranks on this machine."
     )

@@ -117,9 +117,9 @@ class VisionEncoder(nn.Module):
         Returns:
             ``[patches / merge_size ** 2, feature_width]``.
         """
-        places = patch_places(grid, self.merge_size).to(patches.device)
+        positions = patch_positions(grid, self.merge_size).to(patches.device)
         # Half of each head turns by the patch's row, the other half by its column.
-        angles = [rotary_angles(place, self.head_dim // 2, base=100.0) for place in places.unbind(1)]
+        angles = [rotary_angles(position, self.head_dim // 2, base=100.0) for position in positions.unbind(1)]
         packing = Packing(cu_seqlens, max_seqlen, torch.cat(angles, dim=-1))
         rows = self.embed(patches)
         for block in self.blocks:
@@ -170,20 +170,20 @@ class LanguageModel(nn.Module):
         return scores
 
 
-def patch_places(grid: Tensor, merge_size: int) -> Tensor:
+def patch_positions(grid: Tensor, merge_size: int) -> Tensor:
     """``[patches, 2]`` row and column of every patch of pictures whose patches are ordered block after block."""
-    places = []
+    positions = []
     for rows, columns in grid.tolist():
-        place = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-        blocks = place.reshape(rows // merge_size, merge_size, columns // merge_size, merge_size, 2)
-        places.append(blocks.transpose(1, 2).reshape(-1, 2))
-    return torch.cat(places)
+        position = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+        blocks = position.reshape(rows // merge_size, merge_size, columns // merge_size, merge_size, 2)
+        positions.append(blocks.transpose(1, 2).reshape(-1, 2))
+    return torch.cat(positions)
 
 
-def rotary_angles(places: Tensor, dim: int, base: float) -> Tensor:
-    """``[rows, dim / 2]`` angles of rotary embeddings for integer ``places`` of shape ``[rows]``."""
-    speeds = base ** (-torch.arange(0, dim, 2, device=places.device, dtype=torch.float32) / dim)
-    return places[:, None].float() * speeds
+def rotary_angles(positions: Tensor, dim: int, base: float) -> Tensor:
+    """``[rows, dim / 2]`` angles of rotary embeddings for integer ``positions`` of shape ``[rows]``."""
+    speeds = base ** (-torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
+    return positions[:, None].float() * speeds
 
 
 def rotate(heads: Tensor, angles: Tensor) -> Tensor:

@@ -1,35 +1,50 @@
-"""The quickstart from end to end: train, then report. `make quickstart` calls this.
+"""The quickstart from end to end: how long it will take, the training, what was learned. `make quickstart` calls it.
 
-python recipes/quickstart/run.py [options of `flowtrain fit`]
+    python -m recipes.quickstart.run [options of `flowtrain fit`]
+
+The training starts this command once more for every other rank, and once to measure the halves of the model.
 """
 
 from __future__ import annotations
 
-import subprocess
+import logging
+import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-FLOWTRAIN = Path(sys.executable).with_name("flowtrain")
+from flowtrain_lightning.cli.train_command import configured
+from recipes.quickstart import estimate, report
+
 CONFIG = "recipes/quickstart/config.yaml"
+
+_BEGUN = "QUICKSTART_BEGUN"
+"""Environment variable of the processes that the first one starts: when that began, on the clock of the machine."""
 
 
 def main() -> None:
     """Train by the configuration, with options from the command line on top, and say what came out."""
-    started = time.monotonic()
-    run([str(FLOWTRAIN), "fit", "--config", CONFIG, *sys.argv[1:]])
-    trained = time.monotonic()
-    print(f"\nTrained in {trained - started:.0f} s. Now looking at what was learned ...\n", flush=True)
-    run([sys.executable, "-m", "recipes.quickstart.report"])
-    print(f"\nAll of it took {time.monotonic() - started:.0f} s.")
+    silence_other_packages()
+    if _BEGUN not in os.environ:
+        start_seconds = time.process_time()  # of the imports
+        os.environ[_BEGUN] = str(time.monotonic() - start_seconds)
+        print("A small vision-language model will train on two processes of this machine. How long? ...", flush=True)
+        print(estimate.sentence(start_seconds), flush=True)
+    training = configured(args=["fit", "--config", CONFIG, *sys.argv[1:]], save_config_kwargs={"overwrite": True})
+    seconds = time.monotonic() - float(os.environ[_BEGUN])
+    report.look(Path(training.trainer.log_dir or report.RUN), seconds)
 
 
-def run(command: list[str]) -> None:
-    """Run a command in the repository's root; end with its exit code if it fails."""
-    finished = subprocess.run(command, cwd=ROOT)
-    if finished.returncode != 0:
-        sys.exit(finished.returncode)
+def silence_other_packages() -> None:
+    """Shows no remarks and warnings of other packages, which mean nothing to whoever tries this one."""
+    warnings.filterwarnings("ignore", module="lightning|torch|jsonargparse|matplotlib")
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+        logging.getLogger(name).addFilter(_is_ours)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.getMessage().startswith("flowtrain") or record.levelno > logging.WARNING
 
 
 if __name__ == "__main__":

@@ -66,3 +66,11 @@ def test_the_emulation_draws_its_schedules(emulated):
     printed, _, out = emulated
     assert "overhead" in printed
     assert (out / "emulate-2.png").stat().st_size > 10_000
+
+
+def test_the_emulation_tells_the_cpu_time_of_ranks_per_microbatch(emulated):
+    printed, results, _ = emulated
+    assert "ranks' CPU ms per microbatch" in printed
+    for schedule, (figures,) in results["runs"].items():
+        assert 1e-4 < figures["user_seconds_per_microbatch"] < 1, schedule
+        assert 0 <= figures["system_seconds_per_microbatch"] < 1, schedule

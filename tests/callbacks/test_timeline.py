@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import lightning as L
+from PIL import Image
 
 from flowtrain_lightning.callbacks import TimelineRecorder
-from flowtrain_lightning.callbacks.timeline import read_timelines
+from flowtrain_lightning.callbacks.timeline import draw_step, draw_steps, read_timelines
 from tests.tiny import TinyVLM, tiny_data, write_records
 
 
@@ -28,3 +29,28 @@ def test_what_an_earlier_run_of_more_ranks_saved_in_the_folder_is_not_taken_for_
     (tmp_path / "timeline" / "rank3.json").write_text(json.dumps({**earlier, "rank": 3}))
     assert recorded_ranks(tmp_path) == [0]
     assert (tmp_path / "timeline.png").is_file()
+
+
+def one_rank(lanes: list[str]) -> list[dict]:
+    """The timeline of a rank that worked for 10 ms in each of its lanes."""
+    spans = [
+        [lane, "compute", "microbatch", "train", 3, 0, 0.01 * start, 0.01 * (start + 1)]
+        for start, lane in enumerate(lanes)
+    ]
+    return [{"rank": 0, "label": " and ".join(f"{lane} 0" for lane in lanes), "spans": spans}]
+
+
+def test_steps_of_several_runs_are_drawn_above_each_other_a_row_per_lane(tmp_path):
+    one, two = one_rank(["backbone"]), one_rank(["backbone", "encoder"])
+    draw_steps({"one lane": (one, 3), "two lanes": (two, None)}, tmp_path / "both.png")
+    draw_step(one, tmp_path / "one.png")
+    heights = {}
+    for name in ("both", "one"):
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            heights[name] = picture.height
+    assert heights["both"] > 1.5 * heights["one"]
+
+
+def test_a_run_that_never_trained_has_no_picture_of_a_step(tmp_path):
+    draw_step([], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

@@ -10,7 +10,9 @@ from tests.pool.ranks import lease_of, open_pools, wait_for
 
 
 def test_what_can_never_fit_is_an_error_with_both_numbers(pools):
-    with pytest.raises(PoolError, match=r"needs 4,000,128 bytes; .* has 1,048,576 bytes .* Raise `pool_bytes`"):
+    with pytest.raises(
+        PoolError, match=r"needs 4,000,128 bytes; .* has 1,048,576 bytes .* Raise `PoolSettings\(bytes=...\)`"
+    ):
         pools[0].put(Key(0, 0, 0), [torch.zeros(1000, 1000)], [1])
 
 

@@ -28,7 +28,9 @@ def test_its_size_can_never_change():
 
 
 def test_more_than_the_machine_has_is_refused_with_a_sentence_at_once():
-    with pytest.raises(PoolError, match=r"only [\d,]+ bytes of memory are available\. Lower `pool_bytes`"):
+    with pytest.raises(
+        PoolError, match=r"only [\d,]+ bytes of memory are available\. Lower `PoolSettings\(bytes=...\)`"
+    ):
         create_memory("test", available_memory() + (1 << 30))
 
 

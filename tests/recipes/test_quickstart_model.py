@@ -1,4 +1,4 @@
-"""The quickstart's model: places of patches, isolation of pictures and sequences, halves that fit."""
+"""The quickstart's model: positions of patches, isolation of pictures and sequences, halves that fit."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowtrain_lightning.data import ImageProcessor
-from recipes.quickstart.model import LanguageModel, VisionEncoder, patch_places, rotary_angles, rotate
+from recipes.quickstart.model import LanguageModel, VisionEncoder, patch_positions, rotary_angles, rotate
 from recipes.quickstart.module import QuickstartVLM
 
 GRIDS = [(2, 4), (6, 2), (4, 4)]
@@ -44,14 +44,14 @@ def test_places_of_patches_are_those_at_which_the_data_cut_them(tmp_path: Path) 
     for row in range(rows):
         for column in range(columns):
             pixels[row * side : (row + 1) * side, column * side : (column + 1) * side] = (row, column, 0)
-    Image.fromarray(pixels).save(tmp_path / "places.png")
+    Image.fromarray(pixels).save(tmp_path / "positions.png")
     images = ImageProcessor(
         patch_size=side, merge_size=2, min_pixels=64, max_pixels=10_000, mean=(0.0,) * 3, std=(1 / 255,) * 3
     )
-    patches, grid = images.load(tmp_path / "places.png")
+    patches, grid = images.load(tmp_path / "positions.png")
     assert grid == (rows, columns)
     seen = patches.reshape(-1, 3, side * side)[:, :2, 0].round().astype(int)
-    np.testing.assert_array_equal(patch_places(torch.tensor([grid]), merge_size=2).numpy(), seen)
+    np.testing.assert_array_equal(patch_positions(torch.tensor([grid]), merge_size=2).numpy(), seen)
 
 
 def test_one_row_of_features_comes_out_per_block_of_patches(encoder: VisionEncoder) -> None:
@@ -106,8 +106,11 @@ def test_a_token_s_scores_do_not_depend_on_later_tokens(backbone: LanguageModel)
 def test_rotary_positions_keep_lengths_and_depend_on_distance_alone() -> None:
     query, key = torch.randn(2, 1, 1, 8, dtype=torch.float64)
 
-    def product(query_place: int, key_place: int) -> Tensor:
-        angles = [rotary_angles(torch.tensor([place]), 8, base=100.0).double() for place in (query_place, key_place)]
+    def product(query_position: int, key_position: int) -> Tensor:
+        angles = [
+            rotary_angles(torch.tensor([position]), 8, base=100.0).double()
+            for position in (query_position, key_position)
+        ]
         return (rotate(query, angles[0]) * rotate(key, angles[1])).sum()
 
     torch.testing.assert_close(product(3, 1), product(12, 10), rtol=1e-5, atol=1e-6)

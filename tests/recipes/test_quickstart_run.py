@@ -14,9 +14,11 @@ from PIL import Image
 from flowtrain_lightning import FlowModule, FlowTrainStrategy
 from flowtrain_lightning.callbacks.timeline import read_timelines
 from flowtrain_lightning.data import FlowDataModule
+from recipes.quickstart import estimate
 from recipes.quickstart.module import QuickstartVLM
 from recipes.quickstart.pictures import Answer, draw_answers, draw_loss
-from recipes.quickstart.report import one_of_each_kind, read_log
+from recipes.quickstart.report import configuration, one_of_each_kind, read_log
+from recipes.quickstart.screen import Findings, PlacementTime, last_screen
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "quickstart" / "config.yaml"
@@ -51,16 +53,17 @@ def elsewhere(folder: Path) -> list[str]:
     ]
 
 
-def flowtrain_fit(folder: Path, *options: str, deadline: float) -> None:
-    command = [str(Path(sys.executable).with_name("flowtrain")), "fit", "--config", str(CONFIG), *elsewhere(folder)]
+def quickstart(folder: Path, *options: str, deadline: float) -> str:
+    """Runs the quickstart from end to end, writing to another folder; all that it prints."""
     finished = subprocess.run(
-        [*command, *options],
+        [sys.executable, "-m", "recipes.quickstart.run", *elsewhere(folder), *options],
         capture_output=True,
         text=True,
         timeout=deadline,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert finished.returncode == 0, finished.stderr
+    return finished.stdout + finished.stderr
 
 
 def last_losses(folder: Path) -> tuple[float, float]:
@@ -107,19 +110,54 @@ def test_ten_steps_under_plain_lightning_lower_the_loss(tmp_path: Path) -> None:
     assert training[-1][1] < training[0][1] - 1
 
 
-def test_four_steps_on_an_encoder_rank_and_a_backbone_rank_leave_log_checkpoint_and_timeline(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_four_steps_on_an_encoder_rank_and_a_backbone_rank_end_on_the_last_screen(tmp_path: Path) -> None:
     roles = ("--trainer.strategy=flowtrain_lightning.FlowTrainStrategy", "--trainer.strategy.encoder_ranks=1")
     options = ("--trainer.max_steps=4", "--trainer.val_check_interval=4", "--trainer.limit_val_batches=1")
-    flowtrain_fit(tmp_path, *roles, *options, deadline=150)
+    printed = quickstart(tmp_path, *roles, *options, deadline=800)
     folder = tmp_path / "quickstart"
     training, validation = read_log(folder / "metrics.csv")
     assert [step for step, _ in training] == [0, 1, 2, 3]
     assert len(validation) == 1
-    assert (folder / "timeline.png").is_file()
     pools = [timeline["pool"] for timeline in read_timelines(folder / "timeline")]
     assert sum(pool["bytes"] for pool in pools) == sum(pool["leased_bytes"] for pool in pools) > 0
     loaded = QuickstartVLM.load_from_checkpoint(folder / "checkpoints" / "last.ckpt")
     assert all(torch.isfinite(parameter).all() for parameter in loaded.parameters())
+    assert re.search(r"^About \d+ min, ", printed, flags=re.MULTILINE)
+    equal = re.search(r"first 4 losses, separate and colocated: equal to (\S+)", printed)
+    assert equal is not None, printed
+    assert float(equal.group(1)) < 1e-5
+    assert all((folder / name).is_file() for name in ("step.png", "drawings.png", "loss.png"))
+    assert [noise for noise in ("Warning", "is deprecated", "GPU available", "Tip:") if noise in printed] == []
+
+
+def test_the_estimate_comes_from_steps_of_the_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    assert 0.001 < estimate.measured_step_seconds(configuration()) < 60
+
+
+def test_the_last_screen_says_what_was_proved_and_where_the_pictures_are() -> None:
+    shares = {"encoder": {"compute": 0.6, "stall": 0.4}, "backbone": {"compute": 0.9, "communication": 0.1}}
+    found = Findings(
+        weights=3_200_000,
+        seconds=150.0,
+        training=[(step, 4.0 - step / 10) for step in range(20)],
+        validation=[(20, 2.5)],
+        losses={"train": 2.0, "train_swapped": 3.0, "val": 2.5, "val_swapped": 3.0},
+        moved=0.5,
+        shown=[Answer(Path("a.png"), "flag, signal flag", "flag")],
+        named=110,
+        drawings=273,
+        placements=[PlacementTime("colocated", shares), PlacementTime("separate", shares)],
+        repeated=[(4.0, 4.0), (3.0, 3.0 + 3e-7)],
+    )
+    screen = last_screen(found, Path("runs/quickstart"))
+    for said in ("3.2 million weights", "2.5 min", "2.000 → 3.000 (+50%)", "110 of 273", "equal to 1e-07"):
+        assert said in screen
+    for file in ("step.png", "drawings.png", "loss.png", "checkpoints/last.ckpt"):
+        assert f"runs/quickstart/{file}" in screen
+    assert max(map(len, screen.splitlines())) <= 110
 
 
 def test_the_report_shows_the_first_drawing_of_each_frequent_kind() -> None:
@@ -140,23 +178,17 @@ def test_the_report_s_pictures_are_png_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_pictures_matter_and_a_frozen_encoder_ends_higher(tmp_path: Path) -> None:
-    flowtrain_fit(tmp_path / "trained", deadline=1500)
-    flowtrain_fit(tmp_path / "frozen", "--model.init_args.freeze_encoder=true", deadline=1500)
+@pytest.mark.timeout(7200)
+def test_images_matter_and_a_frozen_encoder_ends_higher(tmp_path: Path) -> None:
+    longer = "--trainer.max_steps=800"  # by then what a frozen encoder lacks is more than chance
+    printed = quickstart(tmp_path / "trained", longer, deadline=3000)
+    print(printed)
+    quickstart(tmp_path / "frozen", longer, "--model.init_args.freeze_encoder=true", deadline=3000)
     assert "is predicted to be" in (tmp_path / "trained" / "quickstart" / "allocation.yaml").read_text()
     trained, frozen = last_losses(tmp_path / "trained"), last_losses(tmp_path / "frozen")
     print(f"training and validation loss: {trained} trained, {frozen} with the encoder frozen")
     assert trained[0] < frozen[0]
     assert trained[1] < frozen[1]
-    report = subprocess.run(
-        [sys.executable, "-m", "recipes.quickstart.report", str(tmp_path / "trained" / "quickstart")],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert report.returncode == 0, report.stderr
-    print(report.stdout)
-    higher = re.search(r"loss, training .*\(\+(\d+) %\)", report.stdout)
-    assert higher is not None, report.stdout
+    higher = re.search(r"with images of other drawings .*?\(\+(\d+)%\)", printed)
+    assert higher is not None, printed
     assert int(higher.group(1)) >= 20

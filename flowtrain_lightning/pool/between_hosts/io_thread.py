@@ -90,7 +90,7 @@ class _Receiver:
         except MemoryError:
             raise PoolError(
                 f"There is no memory for an entry of {record.size:,} bytes from rank {self.peer}, which runs on "
-                "another host. Lower `pool_bytes` or run fewer ranks on this machine."
+                "another host. Lower `PoolSettings(bytes=...)` or run fewer ranks on this machine."
             ) from None
 
 
