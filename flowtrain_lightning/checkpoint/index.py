@@ -1,0 +1,285 @@
+"""The index of a checkpoint directory: what is in it, where each part of a tensor lies, and the digest of everything.
+
+``index.json`` is JSON of two parts. The first line holds the format and the digest of what follows it::
+
+    {"flowtrain": 2, "digest": "5f1c...",
+    "run": {...}, "lightning": {...}, "values": {...}, "files": {...}, "tensors": {...}}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowtrain_lightning.checkpoint.digest import digest_of
+from flowtrain_lightning.checkpoint.files import write_bytes
+from flowtrain_lightning.checkpoint.regions import Region, cover_exactly_once
+from flowtrain_lightning.parallel.messages import decode_message, encode_message
+
+FORMAT = 2
+INDEX = "index.json"
+TENSOR_FILES = "*.safetensors"
+
+_FIRST_LINE = re.compile(rb'\{"flowtrain": ([1-9][0-9]*), "digest": "([0-9a-f]{32})",\n')
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not what was written: something of it is missing, changed or too much."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor, as it lies in a file.
+
+    Attributes:
+        region: which part.
+        file: relative to the checkpoint.
+        digest: of its bytes.
+    """
+
+    region: Region
+    file: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: of all its pieces.
+        shape: of the whole.
+        pieces: together they are the tensor; none where it has no numbers.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a checkpoint.
+
+    Attributes:
+        size: bytes.
+        digest: of all of it; of a file of tensors, whose pieces have their own, of its header.
+    """
+
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint directory holds.
+
+    Attributes:
+        run: seed, allocation and halves of the run.
+        lightning: Lightning's checkpoint, less what lies on the halves and what JSON cannot hold.
+        values: what is no tensor among weights and optimizer states, by key.
+        files: by name, relative to the directory; all but the index itself.
+        tensors: by key.
+    """
+
+    run: dict[str, Any] = field(default_factory=dict)
+    lightning: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, StoredFile] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+
+
+def piece_key(name: str, region: Region) -> str:
+    """What a file calls a piece of a tensor, for example ``weights.encoder.a[0,128]``: its offsets tell it apart."""
+    return f"{name}[{','.join(map(str, region.offsets))}]"
+
+
+# ---- as JSON --------------------------------------------------------------------------------------------------------
+
+
+def encode_part(index: Index) -> dict[str, Any]:
+    """An index, or a rank's part of one, in JSON types."""
+    return {
+        "run": _plain(index.run),
+        "lightning": _plain(index.lightning),
+        "values": _plain(index.values),
+        "files": {name: {"size": file.size, "digest": file.digest} for name, file in index.files.items()},
+        "tensors": {name: _encode_tensor(stored) for name, stored in index.tensors.items()},
+    }
+
+
+def decode_part(content: Mapping[str, Any]) -> Index:
+    """What :func:`encode_part` was given.
+
+    Raises:
+        KeyError, TypeError, ValueError: it has another form.
+    """
+    return Index(
+        run=_from_plain(content["run"]),
+        lightning=_from_plain(content["lightning"]),
+        values=_from_plain(content["values"]),
+        files={name: StoredFile(int(file["size"]), str(file["digest"])) for name, file in content["files"].items()},
+        tensors={name: _decode_tensor(stored) for name, stored in content["tensors"].items()},
+    )
+
+
+def _encode_tensor(stored: StoredTensor) -> dict[str, Any]:
+    return {
+        "dtype": str(stored.dtype).removeprefix("torch."),
+        "shape": list(stored.shape),
+        "pieces": [
+            {
+                "offsets": list(piece.region.offsets),
+                "sizes": list(piece.region.sizes),
+                "file": piece.file,
+                "digest": piece.digest,
+            }
+            for piece in stored.pieces
+        ],
+    }
+
+
+def _decode_tensor(stored: Mapping[str, Any]) -> StoredTensor:
+    dtype = getattr(torch, stored["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{stored['dtype']} is no type of numbers")
+    pieces = (
+        Piece(Region(tuple(piece["offsets"]), tuple(piece["sizes"])), piece["file"], piece["digest"])
+        for piece in stored["pieces"]
+    )
+    return StoredTensor(dtype, tuple(stored["shape"]), tuple(pieces))
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(encode_message(value))
+
+
+def _from_plain(value: Any) -> Any:
+    return decode_message(json.dumps(value).encode())
+
+
+# ---- of several ranks -----------------------------------------------------------------------------------------------
+
+
+def joined(parts: Iterable[Index]) -> Index:
+    """The index of what several ranks wrote.
+
+    Raises:
+        RuntimeError: they differ in what a tensor is, or wrote less or more than the whole of it.
+    """
+    whole = Index()
+    pieces: dict[str, list[Piece]] = {}
+    for part in parts:
+        whole.files.update(part.files)
+        whole.values.update(part.values)
+        for name, stored in part.tensors.items():
+            known = whole.tensors.setdefault(name, StoredTensor(stored.dtype, stored.shape, ()))
+            if (known.dtype, known.shape) != (stored.dtype, stored.shape):
+                raise RuntimeError(
+                    f"{name} is {known.dtype} {known.shape} on one rank, but {stored.dtype} {stored.shape} on another."
+                )
+            pieces.setdefault(name, []).extend(stored.pieces)
+    for name, stored in whole.tensors.items():
+        found = tuple(sorted(pieces[name], key=lambda piece: piece.region.offsets))
+        if not cover_exactly_once(stored.shape, [piece.region for piece in found]):
+            raise RuntimeError(
+                f"The parts of {name} {stored.shape} that ranks hold are not the whole, each number once: "
+                f"{[(piece.region.offsets, piece.region.sizes) for piece in found]}. A tensor of which ranks hold "
+                "different parts must be a DTensor."
+            )
+        whole.tensors[name] = StoredTensor(stored.dtype, stored.shape, found)
+    return whole
+
+
+# ---- on disk --------------------------------------------------------------------------------------------------------
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Writes the index, last of all files; it is on the disk when this returns."""
+    content = json.dumps(encode_part(index))[1:].encode()
+    first = f'{{"flowtrain": {FORMAT}, "digest": "{digest_of(content)}",\n'.encode()
+    write_bytes(first + content, folder / INDEX)
+
+
+def read_index(folder: Path) -> Index:
+    """Reads the index, and sees whether all files are there, of their sizes, and every tensor is whole.
+
+    Raises:
+        DamagedCheckpointError: names the file, or the tensor.
+        ValueError: the directory is no checkpoint, or of another format.
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        raise DamagedCheckpointError(
+            f"{folder} has no {INDEX}: it is no checkpoint of flowtrain, or not all of it was copied."
+        )
+    data = path.read_bytes()
+    first = _FIRST_LINE.match(data)
+    if first is None:
+        raise DamagedCheckpointError(f"{path} does not begin as the index of a checkpoint does.")
+    if int(first[1]) != FORMAT:
+        raise ValueError(
+            f"{folder} has format {int(first[1])}, but this version of flowtrain reads format {FORMAT}. Use the "
+            "version that wrote it."
+        )
+    content = data[first.end() :]
+    if digest_of(content) != first[2].decode():
+        raise DamagedCheckpointError(f"{path} is damaged: it has not the digest with which it was written.")
+    try:
+        index = decode_part(json.loads(b"{" + content))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__} {error}.") from error
+    _check_files(folder, index)
+    _check_tensors(path, index)
+    return index
+
+
+def stored_file(path: Path) -> StoredFile:
+    """What the index says of a file that is no file of tensors."""
+    data = path.read_bytes()
+    return StoredFile(len(data), digest_of(data))
+
+
+def read_checked(folder: Path, name: str, index: Index) -> bytes:
+    """The content of such a file.
+
+    Raises:
+        DamagedCheckpointError: it is missing, or not what was written.
+    """
+    if name not in index.files:
+        raise DamagedCheckpointError(f"{folder / INDEX} does not list {name}.")
+    data = (folder / name).read_bytes()
+    if digest_of(data) != index.files[name].digest:
+        raise DamagedCheckpointError(f"{folder / name} is damaged: it has not the digest with which it was written.")
+    return data
+
+
+def _check_files(folder: Path, index: Index) -> None:
+    for name, file in index.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpointError(f"{path} is missing.")
+        if path.stat().st_size != file.size:
+            raise DamagedCheckpointError(
+                f"{path} has {path.stat().st_size:,} bytes, but was written with {file.size:,}."
+            )
+    for path in sorted(folder.rglob(TENSOR_FILES)):
+        if str(path.relative_to(folder)) not in index.files:
+            raise DamagedCheckpointError(f"{path} is no file of the checkpoint in which it lies.")
+
+
+def _check_tensors(path: Path, index: Index) -> None:
+    for name, stored in index.tensors.items():
+        if not cover_exactly_once(stored.shape, [piece.region for piece in stored.pieces]):
+            raise DamagedCheckpointError(
+                f"{path} is damaged: the pieces of {name} {stored.shape} are not the whole of it, each number once."
+            )
+        for piece in stored.pieces:
+            if piece.file not in index.files:
+                raise DamagedCheckpointError(f"{path} is damaged: {name} lies in {piece.file}, which it does not list.")
