@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +151,16 @@ def _decode_tensor(stored: Mapping[str, Any]) -> StoredTensor:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{stored['dtype']} is no type of numbers")
     pieces = (
-        Piece(Region(tuple(piece["offsets"]), tuple(piece["sizes"])), piece["file"], piece["digest"])
+        Piece(Region(_counts(piece["offsets"]), _counts(piece["sizes"])), str(piece["file"]), str(piece["digest"]))
         for piece in stored["pieces"]
     )
-    return StoredTensor(dtype, tuple(stored["shape"]), tuple(pieces))
+    return StoredTensor(dtype, _counts(stored["shape"]), tuple(pieces))
+
+
+def _counts(numbers: list[Any]) -> tuple[int, ...]:
+    if not all(type(number) is int for number in numbers):
+        raise TypeError(f"{numbers} are no whole numbers")
+    return tuple(numbers)
 
 
 def _plain(value: Any) -> Any:
@@ -212,7 +219,20 @@ def read_index(folder: Path) -> Index:
 
     Raises:
         DamagedCheckpointError: names the file, or the tensor.
-        ValueError: the directory is no checkpoint, or of another format.
+        ValueError: of another format.
+    """
+    index = parse_index(folder)
+    _check_files(folder, index)
+    _check_tensors(folder / INDEX, index)
+    return index
+
+
+def parse_index(folder: Path) -> Index:
+    """Reads the index alone, without a look at what it speaks of.
+
+    Raises:
+        DamagedCheckpointError: there is none, or it is damaged.
+        ValueError: of another format.
     """
     path = folder / INDEX
     if not path.is_file():
@@ -232,12 +252,9 @@ def read_index(folder: Path) -> Index:
     if digest_of(content) != first[2].decode():
         raise DamagedCheckpointError(f"{path} is damaged: it has not the digest with which it was written.")
     try:
-        index = decode_part(json.loads(b"{" + content))
+        return decode_part(json.loads(b"{" + content))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__} {error}.") from error
-    _check_files(folder, index)
-    _check_tensors(path, index)
-    return index
 
 
 def stored_file(path: Path) -> StoredFile:
@@ -280,6 +297,6 @@ def _check_tensors(path: Path, index: Index) -> None:
             raise DamagedCheckpointError(
                 f"{path} is damaged: the pieces of {name} {stored.shape} are not the whole of it, each number once."
             )
-        for piece in stored.pieces:
-            if piece.file not in index.files:
-                raise DamagedCheckpointError(f"{path} is damaged: {name} lies in {piece.file}, which it does not list.")
+    listed = {name for name in index.files if fnmatch(name, TENSOR_FILES)}
+    if other := listed ^ {piece.file for stored in index.tensors.values() for piece in stored.pieces}:
+        raise DamagedCheckpointError(f"{path} is damaged: it is at variance with itself on {', '.join(sorted(other))}.")

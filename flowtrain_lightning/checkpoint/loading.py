@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.allocator import ROLES, Allocation
-from flowtrain_lightning.checkpoint.index import DamagedCheckpointError, Index, read_checked, read_index
+from flowtrain_lightning.checkpoint.index import DamagedCheckpointError, Index, parse_index, read_checked, read_index
 from flowtrain_lightning.checkpoint.local_shard import LocalShard, local_part
 from flowtrain_lightning.checkpoint.regions import Region, local_region, whole
 from flowtrain_lightning.checkpoint.saving import OBJECTS, RANDOM_STATES
@@ -238,16 +238,16 @@ def _offering_another(path: Path) -> Iterator[None]:
 
 def _checkpoint_before(path: Path) -> Path | None:
     """The checkpoint beside ``path`` of the most steps, but not of more than it has itself if that can be told."""
-    own = _steps(path)
+    own = _steps(parse_index, path)
     others = (other for other in path.parent.iterdir() if other.is_dir() and not other.name.startswith("."))
-    steps = {other: _steps(other) for other in others if not other.samefile(path)}
+    steps = {other: _steps(read_index, other) for other in others if not other.samefile(path)}
     before = {other: taken for other, taken in steps.items() if taken is not None and (own is None or taken <= own)}
     return max(before, key=lambda other: (before[other], other.name), default=None)
 
 
-def _steps(path: Path) -> int | None:
-    """How many steps a checkpoint's run had taken; None where it cannot be read or not all files are there."""
+def _steps(read: Callable[[Path], Index], path: Path) -> int | None:
+    """How many steps a checkpoint's run had taken; None where that cannot be read."""
     try:
-        return int(read_index(path).lightning.get("global_step", 0))
+        return int(read(path).lightning.get("global_step", 0))
     except (OSError, ValueError):
         return None
