@@ -13,7 +13,7 @@
 
 from flowtrain_lightning.checkpoint.export import FlowCheckpointIO, export_checkpoint, plain_file
 from flowtrain_lightning.checkpoint.files import remove as remove_checkpoint
-from flowtrain_lightning.checkpoint.index import DamagedCheckpointError
+from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError
 from flowtrain_lightning.checkpoint.loading import load_checkpoint, load_half, read_allocation, read_checkpoint
 from flowtrain_lightning.checkpoint.saving import save_checkpoint
 

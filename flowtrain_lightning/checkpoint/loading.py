@@ -16,7 +16,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.allocator import ROLES, Allocation
-from flowtrain_lightning.checkpoint.index import DamagedCheckpointError, Index, parse_index, read_checked, read_index
+from flowtrain_lightning.checkpoint.index import Index
+from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError, parse_index, read_checked, read_index
 from flowtrain_lightning.checkpoint.local_shard import LocalShard, local_part
 from flowtrain_lightning.checkpoint.regions import Region, local_region, whole
 from flowtrain_lightning.checkpoint.saving import OBJECTS, RANDOM_STATES
@@ -211,7 +212,8 @@ def _tell_differences(saved: Mapping[str, Any], path: Path, allocation: Allocati
             f"{path} was made with seed {saved['seed']}, but this run has {global_seed()}: dropout and other random "
             f"draws differ from those of an uninterrupted run. Call seed_everything({saved['seed']}) to go on alike."
         )
-    if saved["ranks"] != {role: list(ranks) for role, ranks in allocation.ranks.items()}:
+    own = allocation.state_dict()
+    if any(saved[key] != own[key] for key in ("ranks", "layouts")):
         rank_zero_info(
             f"flowtrain: {path} was saved on another allocation ({Allocation.from_state(saved).describe()}). The run "
             "goes on with the same samples; sums in another order differ in their last bits."

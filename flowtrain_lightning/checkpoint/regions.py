@@ -110,7 +110,7 @@ def _refuse_what_is_no_box(tensor: DTensor) -> None:
                 f"A DTensor of shape {tuple(tensor.shape)} is a sum that is still outstanding ({tensor.placements}). "
                 "Redistribute it before it is saved or loaded."
             )
-        if not placement.is_replicate():
+        if not placement.is_replicate() and tensor.device_mesh.size(dim) > 1:
             cuts.setdefault(placement.dim, []).append(tensor.device_mesh.size(dim))  # type: ignore[attr-defined]
     for dim, sizes in cuts.items():
         if len(sizes) > 1 and tensor.shape[dim] % math.prod(sizes):

@@ -21,12 +21,13 @@ from flowtrain_lightning.checkpoint.files import (
     write_file,
     written_together,
 )
-from flowtrain_lightning.checkpoint.index import Index, decode_part, encode_part, joined, stored_file, write_index
+from flowtrain_lightning.checkpoint.index import Index, joined
+from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part, stored_file, write_index
 from flowtrain_lightning.checkpoint.optimizer_state import NamedState
 from flowtrain_lightning.checkpoint.plain_values import is_plain
 from flowtrain_lightning.checkpoint.regions import local_region
 from flowtrain_lightning.checkpoint.stored_keys import with_keys
-from flowtrain_lightning.checkpoint.tensor_files import write_tensors
+from flowtrain_lightning.checkpoint.tensor_files import can_store, write_tensors
 from flowtrain_lightning.parallel.groups import CrossGroup, Groups
 from flowtrain_lightning.parallel.halves import Halves, role_of
 from flowtrain_lightning.parallel.messages import encode_message
@@ -127,7 +128,7 @@ def _share_out(own: dict[str, dict[str, Any]], cross: CrossGroup) -> set[str]:
 
 def _write_half(role: str, values: dict[str, Any], mine: set[str], folder: Path, rank: int) -> list[Index]:
     own = {key: value for key, value in values.items() if key in mine}
-    tensors = {key: value for key, value in own.items() if isinstance(value, Tensor)}
+    tensors = {key: value for key, value in own.items() if can_store(value)}
     others = {key: value for key, value in own.items() if key not in tensors}
     return [
         write_tensors(folder, f"{role}/rank-{rank:05d}.safetensors", tensors),

@@ -6,6 +6,7 @@ piece that it touches, so a rank of another layout reads and checks little more 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -15,19 +16,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.checkpoint.digest import DIGEST_THREADS, digest_of, tensor_digest
-from flowtrain_lightning.checkpoint.index import (
-    DamagedCheckpointError,
-    Index,
-    Piece,
-    StoredFile,
-    StoredTensor,
-    piece_key,
-)
+from flowtrain_lightning.checkpoint.index import Index, Piece, StoredFile, StoredTensor, piece_key
+from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError
 from flowtrain_lightning.checkpoint.regions import Region, local_region
 
 PIECE_BYTES = 64 << 20
@@ -35,6 +30,20 @@ PIECE_BYTES = 64 << 20
 _HEADER_LENGTH = 8  # bytes before the header of a safetensors file that tell how long it is
 
 # ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def can_store(value: Any) -> bool:
+    """Whether a value is a tensor of a kind that safetensors files hold."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and _knows(value.dtype)
+
+
+@functools.cache
+def _knows(dtype: torch.dtype) -> bool:
+    try:
+        save({"": torch.empty(0, dtype=dtype)})
+    except (KeyError, RuntimeError):
+        return False
+    return True
 
 
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Index:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flowtrain_lightning.allocator import default_allocation
-from flowtrain_lightning.checkpoint import files, index, read_checkpoint, save_checkpoint, saving, tensor_files
+from flowtrain_lightning.checkpoint import files, index_file, read_checkpoint, save_checkpoint, saving, tensor_files
 from flowtrain_lightning.parallel.groups import connect_groups
 from tests.forks import write_down
 
@@ -143,7 +143,7 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "before the random states": _dies_before(saving, "write_bytes"),
     "in the middle of the random states": lambda: setattr(saving, "write_bytes", _half_written),
     "before the index": _dies_before(saving, "write_index"),
-    "in the middle of the index": lambda: setattr(index, "write_bytes", _half_written),
+    "in the middle of the index": lambda: setattr(index_file, "write_bytes", _half_written),
     "before the name": _dies_before(saving, "take_name"),
     "before the exchange": _dies_before(files, "_exchange"),
     "after the exchange": _dies_before(files, "_remove_now"),

@@ -13,13 +13,14 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import load_checkpoint, load_half, save_checkpoint
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
 from flowtrain_lightning.parallel.groups import Groups, connect_groups
+from tests.forks import write_down
 
 ROLES = ("encoder", "backbone")
 
@@ -104,9 +105,7 @@ def train_and_save(folder: Path, layout: str) -> None:
     """Two steps without a break; ``saved.ckpt`` after the first, ``after.pt`` after the second."""
     groups, module, optimizer, named = _start(layout, seed=1)
     _step(module, optimizer)
-    checkpoint = {"state_dict": module.state_dict(), "optimizer_states": [named.state()], "global_step": 1}
-    allocation = default_allocation(groups.role_ranks, "colocated")
-    save_checkpoint(checkpoint, folder / "saved.ckpt", TwoHalves.halves, allocation, groups)
+    _save(folder / "saved.ckpt", module.state_dict(), groups, optimizer_states=[named.state()], global_step=1)
     _step(module, optimizer)
     _keep(folder / "after.pt", module, named)
 
@@ -118,15 +117,40 @@ def load_all(folder: Path, layout: str, checkpoints: dict[str, str]) -> None:
         allocation = default_allocation(groups.role_ranks, "colocated")
         checkpoint = load_checkpoint(path, module, allocation, groups, TorchCheckpointIO())  # type: ignore[arg-type]
         load_half(module, checkpoint["state_dict"], ROLES)  # type: ignore[arg-type]
-        load_optimizers([named], _states(checkpoint))
+        load_optimizers([named], checkpoint["optimizer_states"])
         _keep(folder / f"{number}-loaded.pt", module, named)
         _step(module, optimizer)
         _keep(folder / f"{number}-after.pt", module, named)
 
 
-def _states(checkpoint: dict[str, Any]) -> list[Any]:
-    states: list[Any] = checkpoint["optimizer_states"]
-    return states
+def say_what_is_refused(folder: Path) -> None:
+    """Four ranks write down what they are told of tensors that cannot be saved, or not be loaded."""
+    groups, module, _, _ = _start("FSDP 4", seed=1)
+    path = folder / "refused.ckpt"
+    mesh = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2))
+    wrong = dict.fromkeys(module.state_dict(), torch.zeros(5, 5))
+    own_rows = torch.zeros(2 + groups.role_rank, 2)
+    cases: dict[str, Callable[[], Any]] = {
+        "summand": lambda: _save(path, {"encoder.a": DTensor.from_local(own_rows[:2], mesh, [Partial()])}, groups),
+        "two cuts": lambda: _save(
+            path, {"encoder.a": distribute_tensor(torch.zeros(5), square, [Shard(0), Shard(0)])}, groups
+        ),
+        "unlike copies": lambda: _save(path, {"encoder.a": own_rows}, groups),
+        "other shape": lambda: load_half(module, wrong, ["encoder"], strict=False),  # type: ignore[arg-type]
+    }
+    told = {}
+    for name, attempt in cases.items():
+        try:
+            attempt()
+        except (RuntimeError, ValueError) as error:
+            told[name] = str(error)
+    write_down(folder, told)
+
+
+def _save(path: Path, weights: dict[str, Any], groups: Groups, **rest: Any) -> None:
+    allocation = default_allocation(groups.role_ranks, "colocated")
+    save_checkpoint({"state_dict": weights, **rest}, path, TwoHalves.halves, allocation, groups)
 
 
 def _start(layout: str, seed: int) -> tuple[Groups, TwoHalves, torch.optim.Optimizer, NamedOptimizer]:

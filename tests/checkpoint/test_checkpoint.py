@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from flowtrain_lightning.checkpoint.index import FORMAT
+from flowtrain_lightning.checkpoint.index_file import FORMAT
 from tests.checkpoint.conftest import saved_alone
 from tests.checkpoint.saving import HALVES, MOMENTS
 from tests.checkpoint.test_resume import same
