@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import zlib
 from pathlib import Path
@@ -71,10 +72,9 @@ def save_checkpoint(
     try:
         with written_together(path, cross):
             parts = [part for role in own for part in _write_half(role, own[role], mine, temporary, cross.rank)]
-        told = cross.gather_messages([encode_part(part) for part in parts])
-        index = joined(decode_part(part) for of_rank in told for part in of_rank)
+        index = _join(parts, cross)
         with written_together(path, cross):
-            if cross.rank == 0:
+            if index is not None:
                 _write_rest(checkpoint, states, index, temporary)
     except OSError:  # of all ranks together
         if cross.rank == 0:
@@ -117,7 +117,7 @@ def _share_out(own: dict[str, dict[str, Any]], cross: CrossGroup) -> set[str]:
         for key, value in value_of.items():
             region = local_region(value) if isinstance(value, Tensor) else None
             held[key] = region and [list(region.offsets), list(region.sizes)]
-    of_ranks = cross.gather_messages(held)
+    of_ranks = [json.loads(text) for text in cross.gather_messages(json.dumps(held))]
     mine = set()
     for key, region in held.items():
         holders = [rank for rank, other in enumerate(of_ranks) if key in other and other[key] == region]
@@ -134,6 +134,26 @@ def _write_half(role: str, values: dict[str, Any], mine: set[str], folder: Path,
         write_tensors(folder, f"{role}/rank-{rank:05d}.safetensors", tensors),
         _write_values(others, folder, f"{role}/rank-{rank:05d}.pt"),
     ]
+
+
+def _join(parts: list[Index], cross: CrossGroup) -> Index | None:
+    """The index of what all ranks wrote, on rank 0.
+
+    Raises:
+        RuntimeError: on every rank, where that is not all of every tensor; see :func:`~.index.joined`.
+    """
+    # As text, which the other ranks need not parse.
+    texts = cross.gather_messages(json.dumps([encode_part(part) for part in parts]))
+    index, fault = None, None
+    if cross.rank == 0:
+        try:
+            index = joined(decode_part(part) for text in texts for part in json.loads(text))
+        except RuntimeError as error:
+            fault = str(error)
+    fault = cross.broadcast_message(fault, 0)
+    if fault is not None:
+        raise RuntimeError(fault)
+    return index
 
 
 def _write_values(values: dict[str, Any], folder: Path, name: str) -> Index:

@@ -125,6 +125,8 @@ def _header_digest(path: Path) -> str:
 def read_tensors(folder: Path, index: Index, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
     """Reads a region of each tensor, on the CPU.
 
+    Beside the result, host memory holds ``DIGEST_THREADS`` pieces at most.
+
     Args:
         folder: of the checkpoint.
         index: of the checkpoint.
