@@ -15,11 +15,13 @@ from flowtrain_lightning.checkpoint.export import FlowCheckpointIO, export_check
 from flowtrain_lightning.checkpoint.files import remove as remove_checkpoint
 from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError
 from flowtrain_lightning.checkpoint.loading import load_checkpoint, load_half, read_allocation, read_checkpoint
+from flowtrain_lightning.checkpoint.local_shard import LocalShard
 from flowtrain_lightning.checkpoint.saving import save_checkpoint
 
 __all__ = [
     "DamagedCheckpointError",
     "FlowCheckpointIO",
+    "LocalShard",
     "export_checkpoint",
     "load_checkpoint",
     "load_half",

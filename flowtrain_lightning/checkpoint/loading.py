@@ -60,18 +60,21 @@ def load_checkpoint(
         return checkpoint_io.load_checkpoint(filepath, map_location="cpu", weights_only=weights_only is not False)
     rank = groups.cross.rank
     roles = (None, *(role for role in ROLES if rank in allocation.ranks[role]))
-    checkpoint = read_checkpoint(
-        path,
-        lambda name: role_of(name, module.halves) in roles,
-        weights_only,
-        optimizers=resumes,
-        layouts=module.state_dict(),
-    )
+    with _offering_another(path):
+        index = read_index(path)
+        checkpoint = _read_dictionary(
+            path,
+            index,
+            lambda name: role_of(name, module.halves) in roles,
+            weights_only,
+            optimizers=resumes,
+            layouts=module.state_dict(),
+        )
+        states = decode_message(read_checked(path, RANDOM_STATES, index)) if resumes else []
     if resumes:
         _tell_differences(checkpoint["flowtrain"], path, allocation)
-        states = _read_random_states(path)
-        if rank < len(states):
-            restore_random_states(states[rank])
+    if rank < len(states):
+        restore_random_states(states[rank])
     return checkpoint
 
 
@@ -113,46 +116,21 @@ def read_checkpoint(
     weights_only: bool | None = None,
     *,
     optimizers: bool = True,
-    layouts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A checkpoint directory as Lightning's dictionary, with optimizer states by parameter name.
+    """A checkpoint directory as Lightning's dictionary, with whole tensors and optimizer states by parameter name.
 
     Args:
         path: the directory.
         wanted: says of a parameter or buffer by its name whether it is read; None reads all.
         weights_only: False allows objects other than tensors and plain data; only for files you trust.
         optimizers: whether their states are read.
-        layouts: by name of a parameter or buffer what it is to be loaded into; what is a DTensor there, and the
-            entries of its optimizer state that have its shape, are read in this rank's part, as a `LocalShard`.
 
     Raises:
         DamagedCheckpointError: names the file and the tensor, and another checkpoint.
-        ValueError: the directory is no checkpoint of flowtrain, or of another format, or holds other objects.
+        ValueError: the checkpoint is of another format, or holds other objects.
     """
     with _offering_another(path):
-        index = read_index(path)
-        checkpoint = {**index.lightning, "flowtrain": index.run, **_read_objects(path, OBJECTS, index, weights_only)}
-        if not optimizers:
-            checkpoint.pop("optimizer_states", None)
-        states = checkpoint.get("optimizer_states", [])
-
-        def reads(key: str) -> bool:
-            number, name, _ = parse_key(key)
-            return (number is None or number < len(states)) and (wanted is None or wanted(name))
-
-        found: dict[str, Any] = {key: value for key, value in index.values.items() if reads(key)}
-        for name in index.files:
-            if name.endswith(".pt") and name != OBJECTS:
-                objects = _read_objects(path, name, index, weights_only)
-                found |= {key: value for key, value in objects.items() if reads(key)}
-        found |= _read_tensors(path, index, filter(reads, index.tensors), layouts or {})
-    for key, value in found.items():
-        number, name, entry = parse_key(key)
-        if number is None:
-            checkpoint["state_dict"][name] = value
-        else:
-            states[number]["state"].setdefault(name, {})[entry] = value
-    return checkpoint
+        return _read_dictionary(path, read_index(path), wanted, weights_only, optimizers=optimizers, layouts={})
 
 
 def read_allocation(path: Path) -> Allocation:
@@ -162,6 +140,44 @@ def read_allocation(path: Path) -> Allocation:
         ValueError: the directory is no checkpoint of flowtrain, or of another format, or damaged.
     """
     return Allocation.from_state(read_index(path).run)
+
+
+def _read_dictionary(
+    path: Path,
+    index: Index,
+    wanted: Callable[[str], bool] | None,
+    weights_only: bool | None,
+    *,
+    optimizers: bool,
+    layouts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """See `read_checkpoint`.
+
+    ``layouts`` tells by name of a parameter or buffer what it is to be loaded into. Where that is a DTensor, this
+    rank's part is read, of entries of the optimizer's state that have its shape as well.
+    """
+    checkpoint = {**index.lightning, "flowtrain": index.run, **_read_objects(path, OBJECTS, index, weights_only)}
+    if not optimizers:
+        checkpoint.pop("optimizer_states", None)
+    states = checkpoint.get("optimizer_states", [])
+
+    def reads(key: str) -> bool:
+        number, name, _ = parse_key(key)
+        return (number is None or number < len(states)) and (wanted is None or wanted(name))
+
+    found: dict[str, Any] = dict(index.values)
+    for name in index.files:
+        if name.endswith(".pt") and name != OBJECTS:
+            found |= _read_objects(path, name, index, weights_only)
+    found = {key: value for key, value in found.items() if reads(key)}
+    found |= _read_tensors(path, index, filter(reads, index.tensors), layouts)
+    for key, value in found.items():
+        number, name, entry = parse_key(key)
+        if number is None:
+            checkpoint["state_dict"][name] = value
+        else:
+            states[number]["state"].setdefault(name, {})[entry] = value
+    return checkpoint
 
 
 def _read_tensors(path: Path, index: Index, keys: Iterator[str], layouts: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,12 +214,6 @@ def _read_objects(folder: Path, name: str, index: Index, weights_only: bool | No
             "trust the file."
         ) from error
     return objects
-
-
-def _read_random_states(path: Path) -> list[Any]:
-    with _offering_another(path):
-        states: list[Any] = decode_message(read_checked(path, RANDOM_STATES, read_index(path)))
-    return states
 
 
 def _tell_differences(saved: Mapping[str, Any], path: Path, allocation: Allocation) -> None:
