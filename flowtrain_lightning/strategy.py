@@ -455,7 +455,7 @@ class FlowTrainStrategy(ParallelStrategy):
             weights_only = self._rank_launcher.weights_only  # Lightning passes it on only where it loads before setup
         return load_checkpoint(
             checkpoint_path,
-            module.halves,
+            module,
             self.allocation,
             self.job.groups,
             self.checkpoint_io,

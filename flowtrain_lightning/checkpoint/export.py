@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from flowtrain_lightning.checkpoint.checkpoint import read_checkpoint
 from flowtrain_lightning.checkpoint.files import take_name, temporary_name, write_file
+from flowtrain_lightning.checkpoint.loading import read_checkpoint
 from flowtrain_lightning.checkpoint.optimizer_state import with_numbers
 
 

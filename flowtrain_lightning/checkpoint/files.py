@@ -85,6 +85,14 @@ def write_file(value: Any, path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def write_bytes(data: bytes, path: Path) -> None:
+    """Writes a file that is on the disk when this returns."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-{_place()}-{os.getpid()}-{next(_numbers)}")
 
@@ -211,10 +219,6 @@ def _appears(made: Path) -> bool:
 # ---- writing in which all ranks take part ---------------------------------------------------------------------------
 
 
-class OtherRankFailed(RuntimeError):
-    """This rank cannot write since another one could not."""
-
-
 @contextmanager
 def written_together(path: Path, cross: CrossGroup) -> Iterator[None]:
     """Inside, this rank writes its part of ``path``; afterwards all ranks have written, or all raise. All enter it.
@@ -239,21 +243,20 @@ def written_together(path: Path, cross: CrossGroup) -> Iterator[None]:
     failures = int(cross.all_reduce(torch.tensor([int(own is not None)])))
     if not failures:
         return
-    is_first_hand = own is not None and not isinstance(own, OtherRankFailed)
     refusal = _system_error(own)
     reason = f"{refusal.strerror if refusal else own}{_free(path.parent)}"
-    told = cross.gather_messages(reason if is_first_hand else None)
+    told = cross.gather_messages(None if own is None else reason)
     reasons = [f"rank {rank} could not write its part: {text}" for rank, text in enumerate(told) if text]
     raise OSError(
         f"The checkpoint {path} was not saved; {'; '.join(reasons)}. Nothing is left of it, and earlier checkpoints "
         "are as they were. Make room there, or name another folder (Trainer(default_root_dir=...), "
         'ModelCheckpoint(dirpath=...)), and go on from the one before: fit(..., ckpt_path="last").'
-    ) from (None if refusal or not is_first_hand else own)
+    ) from (None if refusal else own)
 
 
 def _is_of_writing(error: Exception) -> bool:
     """Whether an error says that something could not be written; PyTorch's writer has no type of its own for it."""
-    known = isinstance(error, OSError | OtherRankFailed) or _system_error(error) is not None
+    known = isinstance(error, OSError) or _system_error(error) is not None
     return known or "inline_container.cc" in str(error)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from flowtrain_lightning.checkpoint.local_shard import LocalShard, in_layout_of
 
 NamedState = dict[str, Any]
 """``{"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}``."""
@@ -66,7 +69,11 @@ class NamedOptimizer:
             # PyTorch goes by position: the numbers come in the order of this run's parameters.
             own = [numbers[name] for name in names if name in numbers]
             groups.append({**_settings(settings), "params": own})
-        state = {numbers[name]: entries for name, entries in by_name["state"].items() if name in numbers}
+        state = {
+            numbers[name]: _in_layout(entries, self._parameters[name])
+            for name, entries in by_name["state"].items()
+            if name in numbers
+        }
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _take_groups(self) -> None:
@@ -125,6 +132,18 @@ def with_numbers(saved: NamedState) -> dict[str, Any]:
             {**_settings(group), "params": [numbers[name] for name in group["params"]]}
             for group in saved["param_groups"]
         ],
+    }
+
+
+def _in_layout(entries: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """Entries of a state, sharded as the parameter is; those of another shape, as a count of steps, stay plain."""
+    if not isinstance(parameter, DTensor):
+        return dict(entries)
+    return {
+        entry: in_layout_of(value, parameter)
+        if isinstance(value, Tensor | LocalShard) and value.shape and tuple(value.shape) == tuple(parameter.shape)
+        else value
+        for entry, value in entries.items()
     }
 
 

@@ -99,13 +99,7 @@ class PlacementDecision:
 
 
 class ResumedCheckpoint(Protocol):
-    """Knows which checkpoint a run goes on from, if it does.
-
-    Attributes:
-        weights_only: what ``fit`` or its like was told about reading it.
-    """
-
-    weights_only: bool | None
+    """Knows which checkpoint a run goes on from, if it does."""
 
     def checkpoint(self, trainer: L.Trainer) -> str | None:
         """The path of the checkpoint."""
@@ -171,7 +165,7 @@ def _decide(launch: LaunchContext) -> PlacementDecision:
     profile = launch.request.profile
     checkpoint = launch.resumed.checkpoint(launch.trainer)
     if checkpoint is not None and not isinstance(profile, Profile):
-        saved = _as_saved(checkpoint, launch.ranks, launch.resumed.weights_only)
+        saved = _as_saved(checkpoint, launch.ranks)
         if saved is not None:
             return saved
     rule = default_allocation(launch.ranks, devices_per_node=launch.ranks // launch.nodes)
@@ -191,12 +185,12 @@ def _decide(launch: LaunchContext) -> PlacementDecision:
         return PlacementDecision(rule, "it is the rule of thumb, as planning failed")
 
 
-def _as_saved(checkpoint: str, ranks: int, weights_only: bool | None) -> PlacementDecision | None:
+def _as_saved(checkpoint: str, ranks: int) -> PlacementDecision | None:
     if not Path(checkpoint).is_dir():
         return None  # a plain Lightning checkpoint knows of no ranks
     source = f"The allocation in {checkpoint}"
     try:
-        saved = read_allocation(Path(checkpoint), weights_only)
+        saved = read_allocation(Path(checkpoint))
         refuse_other_ranks(saved, ranks, source)
         refuse_what_cannot_run(saved, source)
     except AllocationError as error:

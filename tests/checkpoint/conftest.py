@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ import pytest
 import torch
 
 from flowtrain_lightning import export_checkpoint
+from flowtrain_lightning.allocator import default_allocation
+from flowtrain_lightning.checkpoint import save_checkpoint
+from flowtrain_lightning.parallel.groups import CrossGroup, Groups
+from tests.checkpoint.saving import HALVES
 from tests.checkpoint.training import LAYOUTS, SAVED_AT, write_data
 from tests.forks import Done, Job, run_jobs
 
@@ -67,3 +72,16 @@ def runs(tmp_path_factory):
 def seen_by(folder: Path, rank: int = 0) -> dict[str, Any]:
     """What a rank wrote at the end of its run."""
     return torch.load(folder / f"rank{rank}.pt", weights_only=True)
+
+
+@pytest.fixture
+def alone():
+    """The groups of a process on its own."""
+    cross = CrossGroup(None, 0, 1, timedelta(seconds=1))  # type: ignore[arg-type]
+    return Groups(cross, cross, cross, 0, 1, None, iter(()))
+
+
+def saved_alone(path: Path, alone: Groups, **rest: Any) -> Path:
+    """A checkpoint of one process; without weights, unless ``state_dict`` holds some."""
+    save_checkpoint({"state_dict": {}, **rest}, path, HALVES, default_allocation(1), alone)
+    return path

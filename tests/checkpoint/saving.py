@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from flowtrain_lightning.allocator import default_allocation
-from flowtrain_lightning.checkpoint import checkpoint as checkpoint_module
-from flowtrain_lightning.checkpoint import files, read_checkpoint, save_checkpoint, tensors
-from flowtrain_lightning.checkpoint.tensors import save_tensors
+from flowtrain_lightning.checkpoint import files, index_file, read_checkpoint, save_checkpoint, saving, tensor_files
 from flowtrain_lightning.parallel.groups import connect_groups
 from tests.forks import write_down
 
@@ -90,15 +86,6 @@ def _value_of(path: Path) -> float:
     return float(read_checkpoint(path)["epoch"])
 
 
-def save_sharded(folder: Path) -> None:
-    """Two ranks of one role save a tensor of which each holds a part, and one that both hold."""
-    rank = int(os.environ["RANK"])
-    connect_groups(rank, ((0, 1),), "gloo", timedelta(seconds=30))
-    mesh = init_device_mesh("cpu", (2,))
-    rows = torch.arange(10.0).view(5, 2)
-    save_tensors(folder / "saved", {"rows": distribute_tensor(rows, mesh, [Shard(0)]), "same": torch.ones(10_000)})
-
-
 def _checkpoint(rank: int, value: float) -> dict[str, Any]:
     own = ("backbone.a", "head.b") if rank == 0 else ("encoder.a",)
     state = {
@@ -121,8 +108,8 @@ def _die(*_: Any, **__: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _half_written(value: Any, path: Path) -> None:
-    path.write_bytes(b"half of")
+def _half_written(data: bytes, path: Path) -> None:
+    path.write_bytes(data[: len(data) // 2])
     _die()
 
 
@@ -151,12 +138,13 @@ def _without_exchange(then: Callable[[], None]) -> Callable[[], None]:
 
 
 MOMENTS: dict[str, Callable[[], None]] = {
-    "before its half": _dies_before(checkpoint_module, "save_tensors"),
-    "in the middle of its half": _dies_before(tensors._Writer, "finish"),
-    "before the values": _dies_before(checkpoint_module, "write_file"),
-    "before the meta file": _dies_before(checkpoint_module, "_save_meta"),
-    "in the middle of the meta file": lambda: setattr(checkpoint_module, "write_file", _half_written),
-    "before the name": _dies_before(checkpoint_module, "take_name"),
+    "before its half": _dies_before(saving, "write_tensors"),
+    "in the middle of its half": _dies_before(tensor_files, "_header_digest"),
+    "before the random states": _dies_before(saving, "write_bytes"),
+    "in the middle of the random states": lambda: setattr(saving, "write_bytes", _half_written),
+    "before the index": _dies_before(saving, "write_index"),
+    "in the middle of the index": lambda: setattr(index_file, "write_bytes", _half_written),
+    "before the name": _dies_before(saving, "take_name"),
     "before the exchange": _dies_before(files, "_exchange"),
     "after the exchange": _dies_before(files, "_remove_now"),
     "in the middle of the removal": _dies_before(os, "rmdir"),

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 import shutil
 import warnings
-from datetime import timedelta
+from collections import Counter
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from safetensors import safe_open
 
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from flowtrain_lightning.checkpoint.checkpoint import FORMAT
-from flowtrain_lightning.parallel.groups import CrossGroup, Groups
+from flowtrain_lightning.checkpoint.index_file import FORMAT
+from tests.checkpoint.conftest import saved_alone
 from tests.checkpoint.saving import HALVES, MOMENTS
+from tests.checkpoint.test_resume import same
 from tests.forks import Job, run_jobs
 
 SAVE = "tests.checkpoint.saving:save"
@@ -76,11 +78,8 @@ def killed(saved, tmp_path_factory):
 
 def test_a_directory_has_a_folder_per_role_and_is_read_back_as_it_was(saved):
     found = sorted(str(path.relative_to(saved / "last.ckpt")) for path in (saved / "last.ckpt").rglob("*"))
-    role = [".metadata", "__0_0.distcp", "index.json", "values.pt"]
-    assert found == sorted(
-        ["meta.pt", "random_states.pt", "encoder", "backbone"]
-        + [f"{half}/{file}" for half in ("encoder", "backbone") for file in role]
-    )
+    files = ["backbone/rank-00000.safetensors", "encoder/rank-00001.safetensors"]
+    assert found == sorted(["index.json", "random_states.json", "backbone", "encoder", *files])
     checkpoint = read_checkpoint(saved / "last.ckpt")
     assert value_in(checkpoint) == 1
     assert checkpoint["state_dict"]["encoder.a"].dtype == torch.float64
@@ -93,10 +92,10 @@ def test_a_directory_has_a_folder_per_role_and_is_read_back_as_it_was(saved):
 
 
 def test_each_tensor_lies_in_the_folder_of_its_role_under_its_name(saved):
-    index = json.loads((saved / "last.ckpt/encoder/index.json").read_text())
-    assert set(index) == {"weights.encoder.a", "optimizer.0.encoder.a#step", "optimizer.0.encoder.a#exp_avg"}
-    assert index["weights.encoder.a"]["dtype"] == "float64"
-    assert index["weights.encoder.a"]["shape"] == [3, 2]
+    with safe_open(saved / "last.ckpt/encoder/rank-00001.safetensors", "pt") as file:
+        names = {"weights.encoder.a[0,0]", "optimizer.0.encoder.a#step[]", "optimizer.0.encoder.a#exp_avg[0,0]"}
+        assert set(file.keys()) == names
+        assert torch.equal(file.get_tensor("weights.encoder.a[0,0]"), torch.ones(3, 2, dtype=torch.float64))
 
 
 def test_a_part_can_be_read_alone(saved):
@@ -139,65 +138,47 @@ def test_a_directory_is_replaced_where_the_file_system_cannot_exchange_names(kil
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-def change_meta(directory, **changes):
-    meta = torch.load(directory / "meta.pt", weights_only=True)
-    torch.save(
-        {**meta, **changes, "flowtrain": {**meta["flowtrain"], **changes.get("flowtrain", {})}}, directory / "meta.pt"
-    )
+def test_what_json_cannot_hold_comes_back_as_it_was_from_a_file_of_its_own(tmp_path, alone):
+    rest = {"loops": {1: (0.5, None)}, "data_folder": tmp_path, "best": torch.tensor(0.25)}
+    objects = {"milestones": Counter([2, 2]), "average": {"weight": torch.ones(20_000)}}
+    path = saved_alone(tmp_path / "last.ckpt", alone, **rest, **objects)
+    assert torch.load(path / "objects.pt", weights_only=True).keys() == objects.keys()
+    checkpoint = read_checkpoint(path)
+    for key, value in {**rest, **objects}.items():
+        assert type(checkpoint[key]) is type(value)
+        assert same(checkpoint[key], value)
 
 
-def test_reading_never_runs_code_not_even_from_torchs_own_index(directory):
-    class Trap:
-        def __reduce__(self):
-            return Path.touch, (directory / "sprung",)
-
-    for role in ("encoder", "backbone"):
-        (directory / role / ".metadata").write_bytes(pickle.dumps(Trap()))
-    assert value_in(read_checkpoint(directory)) == 1
-    assert not (directory / "sprung").exists()
+def test_without_such_values_there_is_no_pickle(saved):
+    assert {path.suffix for path in (saved / "last.ckpt").rglob("*") if path.is_file()} == {".json", ".safetensors"}
 
 
-def test_objects_are_refused_unless_the_user_trusts_them(directory):
-    change_meta(directory, hyper_parameters={"path": Path("data")})
-    with pytest.raises(ValueError, match=r"meta.pt holds objects that .*\(pathlib\..*Path\).*Pass weights_only=False"):
-        read_checkpoint(directory)
-    assert read_checkpoint(directory, weights_only=False)["hyper_parameters"] == {"path": Path("data")}
+def test_objects_are_told_when_they_are_saved_and_refused_unless_the_user_trusts_them(tmp_path, alone):
+    with pytest.warns(UserWarning, match=r"no tensors or plain data: fractions\.Fraction.*weights_only=False must be"):
+        path = saved_alone(tmp_path / "last.ckpt", alone, hyper_parameters={"share": Fraction(1, 3)})
+    with pytest.raises(
+        ValueError, match=r"objects.pt holds objects that .*\(fractions\.Fraction\).*Pass weights_only=F"
+    ):
+        read_checkpoint(path)
+    assert read_checkpoint(path, weights_only=False)["hyper_parameters"] == {"share": Fraction(1, 3)}
 
 
-def test_a_later_format_is_refused(directory):
-    change_meta(directory, flowtrain={"format": FORMAT + 1})
-    with pytest.raises(ValueError, match=f"has format {FORMAT + 1}, but .* up to {FORMAT}. Update flowtrain-lightning"):
+def test_another_format_is_refused(directory):
+    text = (directory / "index.json").read_text()
+    (directory / "index.json").write_text(text.replace(f'"flowtrain": {FORMAT}', f'"flowtrain": {FORMAT + 1}', 1))
+    with pytest.raises(ValueError, match=f"has format {FORMAT + 1}, but .* reads format {FORMAT}. Use the version"):
         read_checkpoint(directory)
 
 
 def test_another_directory_is_refused(directory):
-    torch.save({"state_dict": {}}, directory / "meta.pt")  # what Lightning's FSDP writes has a file of this name
-    for other in (directory, directory / "encoder"):
-        with pytest.raises(
-            ValueError, match=r"is a directory without flowtrain's meta\.pt: no checkpoint\. Give another"
-        ):
-            read_checkpoint(other)
-
-
-@pytest.fixture
-def alone():
-    """The groups of a process on its own."""
-    cross = CrossGroup(None, 0, 1, timedelta(seconds=1))  # type: ignore[arg-type]
-    return Groups(cross, cross, cross, 0, 1, None, iter(()))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_objects_in_hyperparameters_are_told_when_they_are_saved(tmp_path, alone):
-    checkpoint = {"state_dict": {}, "hyper_parameters": {"path": Path("data")}}
-    with pytest.warns(
-        UserWarning, match=r"no tensors or plain data: pathlib\..*Path.*weights_only=False must be given"
-    ):
-        save_checkpoint(checkpoint, tmp_path / "last.ckpt", HALVES, default_allocation(1), alone)
+    with pytest.raises(ValueError, match=r"has no index\.json: it is no checkpoint of flowtrain, or not all of it was"):
+        read_checkpoint(directory / "encoder")
 
 
 def test_a_resume_with_another_seed_or_layout_says_what_that_means(saved, alone, monkeypatch, caplog):
     monkeypatch.setenv("PL_GLOBAL_SEED", "9")
-    arguments = (saved / "last.ckpt", HALVES, default_allocation(1), alone, TorchCheckpointIO())
+    module = SimpleNamespace(halves=HALVES, state_dict=dict)
+    arguments = (saved / "last.ckpt", module, default_allocation(1), alone, TorchCheckpointIO())
     with (
         caplog.at_level("INFO"),
         pytest.warns(UserWarning, match=r"seed 0, but this run has 9: .*seed_everything\(0\)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from fractions import Fraction
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from flowtrain_lightning import FlowCheckpointIO
 from flowtrain_lightning.checkpoint import export, read_checkpoint
 from flowtrain_lightning.cli import main
-from tests.checkpoint.conftest import seen_by
+from tests.checkpoint.conftest import saved_alone, seen_by
 from tests.checkpoint.test_resume import same
 from tests.checkpoint.training import STEPS, TrainedVLM
 
@@ -61,17 +62,16 @@ def test_flowtrain_export_writes_a_plain_file(straight, weights, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["out.ckpt"]
 
 
-def test_what_must_be_trusted_is_exported_where_weights_only_is_false(straight, tmp_path, monkeypatch):
-    path = tmp_path / "last.ckpt"
-    shutil.copytree(straight / "ended.ckpt", path)
-    meta = torch.load(path / "meta.pt", weights_only=True)
-    torch.save({**meta, "hyper_parameters": {"folder": tmp_path}}, path / "meta.pt")
+def test_what_must_be_trusted_is_exported_where_weights_only_is_false(tmp_path, monkeypatch, alone):
+    path, parameters = tmp_path / "last.ckpt", {"share": Fraction(1, 3)}
+    with pytest.warns(UserWarning, match="Fraction"):
+        saved_alone(path, alone, hyper_parameters=parameters)
     monkeypatch.setattr(sys, "argv", ["flowtrain", "export", str(path), str(tmp_path / "out.ckpt")])
-    with pytest.raises(SystemExit, match=r"PosixPath.*on the command line: --weights_only false"):
+    with pytest.raises(SystemExit, match=r"Fraction.*on the command line: --weights_only false"):
         main()
     sys.argv += ["--weights_only", "false"]
     main()
-    assert torch.load(tmp_path / "out.ckpt", weights_only=False)["hyper_parameters"] == {"folder": tmp_path}
+    assert torch.load(tmp_path / "out.ckpt", weights_only=False)["hyper_parameters"] == parameters
 
 
 def test_a_file_that_cannot_be_written_is_told_and_leaves_nothing(straight, tmp_path, monkeypatch):

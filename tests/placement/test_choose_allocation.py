@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from flowtrain_lightning.allocator import Allocation, Layout, default_allocation
 from flowtrain_lightning.allocator.plan_file import read_plan
+from flowtrain_lightning.checkpoint.index import Index
+from flowtrain_lightning.checkpoint.index_file import write_index
 from flowtrain_lightning.placement.choose_allocation import LaunchContext, PlacementDecision, choose_allocation
 from flowtrain_lightning.placement.request import make_request
 from tests.tiny import TinyVLM, tiny_data, write_records
@@ -18,7 +20,7 @@ from tests.tiny import TinyVLM, tiny_data, write_records
 SHORT = timedelta(seconds=0.2)
 
 
-def launch(profile="auto", checkpoint=None, weights_only=None, data=None, rank=0, ranks=2, nodes=1, module=None):
+def launch(profile="auto", checkpoint=None, data=None, rank=0, ranks=2, nodes=1, module=None):
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     return LaunchContext(
         trainer=SimpleNamespace(datamodule=data, strategy=strategy, precision="32-true"),
@@ -29,7 +31,7 @@ def launch(profile="auto", checkpoint=None, weights_only=None, data=None, rank=0
         nodes=nodes,
         ranks_per_device=1,
         kept_batches=4,
-        resumed=SimpleNamespace(checkpoint=lambda trainer: checkpoint, weights_only=weights_only),
+        resumed=SimpleNamespace(checkpoint=lambda trainer: checkpoint),
     )
 
 
@@ -37,10 +39,10 @@ def chosen(**given):
     return choose_allocation(launch(**given), dist.HashStore(), SHORT)
 
 
-def saved(folder, allocation, **hyperparameters):
-    """A checkpoint of which nothing is there but its allocation, and hyperparameters."""
+def saved(folder, allocation):
+    """A checkpoint of which nothing is there but its allocation."""
     folder.mkdir()
-    torch.save({"flowtrain": {"format": 1, **allocation}, "hyper_parameters": hyperparameters}, folder / "meta.pt")
+    write_index(folder, Index(run=allocation))
     return str(folder)
 
 
@@ -75,14 +77,6 @@ def test_a_run_that_goes_on_keeps_the_saved_allocation_also_without_a_profile(tm
     saved_on = default_allocation(3, encoder_ranks=2)
     path = saved(tmp_path / "a.ckpt", saved_on.state_dict())
     assert chosen(profile="off", checkpoint=path, ranks=3).allocation == saved_on
-
-
-@pytest.mark.parametrize(("weights_only", "keeps_it"), [(False, True), (None, False)])
-def test_a_checkpoint_with_other_objects_keeps_its_allocation_for_those_who_trust_it(tmp_path, weights_only, keeps_it):
-    saved_on = default_allocation(2, "colocated")
-    path = saved(tmp_path / "a.ckpt", saved_on.state_dict(), data_folder=tmp_path)
-    found = chosen(profile="off", checkpoint=path, weights_only=weights_only)
-    assert (found.allocation == saved_on) == keeps_it
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,199 @@
+"""The index as a file, ``index.json``: written last, and believed only where all that it speaks of is there and whole.
+
+It is JSON of two parts. The first line holds the format and the digest of what follows it::
+
+    {"flowtrain": 2, "digest": "5f1c...",
+    "run": {...}, "lightning": {...}, "values": {...}, "files": {...}, "tensors": {...}}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowtrain_lightning.checkpoint.digest import digest_of
+from flowtrain_lightning.checkpoint.files import write_bytes
+from flowtrain_lightning.checkpoint.index import Index, Piece, StoredFile, StoredTensor
+from flowtrain_lightning.checkpoint.regions import Region, cover_exactly_once
+from flowtrain_lightning.parallel.messages import decode_message, encode_message
+
+FORMAT = 2
+INDEX = "index.json"
+TENSOR_FILES = "*.safetensors"
+
+_FIRST_LINE = re.compile(rb'\{"flowtrain": ([1-9][0-9]*), "digest": "([0-9a-f]{32})",\n')
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not what was written: something of it is missing, changed or too much."""
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Writes the index, last of all files; it is on the disk when this returns."""
+    content = json.dumps(encode_part(index))[1:].encode()
+    first = f'{{"flowtrain": {FORMAT}, "digest": "{digest_of(content)}",\n'.encode()
+    write_bytes(first + content, folder / INDEX)
+
+
+def read_index(folder: Path) -> Index:
+    """Reads the index, and sees whether all files are there, of their sizes, and every tensor is whole.
+
+    Raises:
+        DamagedCheckpointError: names the file, or the tensor.
+        ValueError: of another format.
+    """
+    index = parse_index(folder)
+    _check_files(folder, index)
+    _check_tensors(folder / INDEX, index)
+    return index
+
+
+def parse_index(folder: Path) -> Index:
+    """Reads the index alone, without a look at what it speaks of.
+
+    Raises:
+        DamagedCheckpointError: there is none, or it is damaged.
+        ValueError: of another format.
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        raise DamagedCheckpointError(
+            f"{folder} has no {INDEX}: it is no checkpoint of flowtrain, or not all of it was copied."
+        )
+    data = path.read_bytes()
+    first = _FIRST_LINE.match(data)
+    if first is None:
+        raise DamagedCheckpointError(f"{path} does not begin as the index of a checkpoint does.")
+    if int(first[1]) != FORMAT:
+        raise ValueError(
+            f"{folder} has format {int(first[1])}, but this version of flowtrain reads format {FORMAT}. Use the "
+            "version that wrote it."
+        )
+    content = data[first.end() :]
+    if digest_of(content) != first[2].decode():
+        raise DamagedCheckpointError(f"{path} is damaged: it has not the digest with which it was written.")
+    try:
+        return decode_part(json.loads(b"{" + content))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__} {error}.") from error
+
+
+def stored_file(path: Path) -> StoredFile:
+    """What the index says of a file that is no file of tensors."""
+    data = path.read_bytes()
+    return StoredFile(len(data), digest_of(data))
+
+
+def read_checked(folder: Path, name: str, index: Index) -> bytes:
+    """The content of such a file.
+
+    Raises:
+        DamagedCheckpointError: it is missing, or not what was written.
+    """
+    if name not in index.files:
+        raise DamagedCheckpointError(f"{folder / INDEX} does not list {name}.")
+    data = (folder / name).read_bytes()
+    if digest_of(data) != index.files[name].digest:
+        raise DamagedCheckpointError(f"{folder / name} is damaged: it has not the digest with which it was written.")
+    return data
+
+
+def _check_files(folder: Path, index: Index) -> None:
+    for name, file in index.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpointError(f"{path} is missing.")
+        if path.stat().st_size != file.size:
+            raise DamagedCheckpointError(
+                f"{path} has {path.stat().st_size:,} bytes, but was written with {file.size:,}."
+            )
+    for path in sorted(folder.rglob(TENSOR_FILES)):
+        if str(path.relative_to(folder)) not in index.files:
+            raise DamagedCheckpointError(f"{path} is no file of the checkpoint in which it lies.")
+
+
+def _check_tensors(path: Path, index: Index) -> None:
+    for name, stored in index.tensors.items():
+        if not cover_exactly_once(stored.shape, [piece.region for piece in stored.pieces]):
+            raise DamagedCheckpointError(
+                f"{path} is damaged: the pieces of {name} {stored.shape} are not the whole of it, each number once."
+            )
+    listed = {name for name in index.files if fnmatch(name, TENSOR_FILES)}
+    if other := listed ^ {piece.file for stored in index.tensors.values() for piece in stored.pieces}:
+        raise DamagedCheckpointError(f"{path} is damaged: it is at variance with itself on {', '.join(sorted(other))}.")
+
+
+# ---- as JSON --------------------------------------------------------------------------------------------------------
+
+
+def encode_part(index: Index) -> dict[str, Any]:
+    """An index, or a rank's part of one, in JSON types."""
+    return {
+        "run": _plain(index.run),
+        "lightning": _plain(index.lightning),
+        "values": _plain(index.values),
+        "files": {name: {"size": file.size, "digest": file.digest} for name, file in index.files.items()},
+        "tensors": {name: _encode_tensor(stored) for name, stored in index.tensors.items()},
+    }
+
+
+def decode_part(content: Mapping[str, Any]) -> Index:
+    """What :func:`encode_part` was given.
+
+    Raises:
+        KeyError, TypeError, ValueError: it has another form.
+    """
+    return Index(
+        run=_from_plain(content["run"]),
+        lightning=_from_plain(content["lightning"]),
+        values=_from_plain(content["values"]),
+        files={name: StoredFile(int(file["size"]), str(file["digest"])) for name, file in content["files"].items()},
+        tensors={name: _decode_tensor(stored) for name, stored in content["tensors"].items()},
+    )
+
+
+def _encode_tensor(stored: StoredTensor) -> dict[str, Any]:
+    return {
+        "dtype": str(stored.dtype).removeprefix("torch."),
+        "shape": list(stored.shape),
+        "pieces": [
+            {
+                "offsets": list(piece.region.offsets),
+                "sizes": list(piece.region.sizes),
+                "file": piece.file,
+                "digest": piece.digest,
+            }
+            for piece in stored.pieces
+        ],
+    }
+
+
+def _decode_tensor(stored: Mapping[str, Any]) -> StoredTensor:
+    dtype = getattr(torch, stored["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{stored['dtype']} is no type of numbers")
+    pieces = (
+        Piece(Region(_counts(piece["offsets"]), _counts(piece["sizes"])), str(piece["file"]), str(piece["digest"]))
+        for piece in stored["pieces"]
+    )
+    return StoredTensor(dtype, _counts(stored["shape"]), tuple(pieces))
+
+
+def _counts(numbers: list[Any]) -> tuple[int, ...]:
+    if not all(type(number) is int for number in numbers):
+        raise TypeError(f"{numbers} are no whole numbers")
+    return tuple(numbers)
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(encode_message(value))
+
+
+def _from_plain(value: Any) -> Any:
+    return decode_message(json.dumps(value).encode())

@@ -1,0 +1,265 @@
+"""How a checkpoint directory is read: by ranks of any layout, each what it holds, or by one process all of it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.distributed.tensor import DTensor
+
+from flowtrain_lightning.allocator import ROLES, Allocation
+from flowtrain_lightning.checkpoint.index import Index
+from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError, parse_index, read_checked, read_index
+from flowtrain_lightning.checkpoint.local_shard import LocalShard, local_part
+from flowtrain_lightning.checkpoint.regions import Region, local_region, whole
+from flowtrain_lightning.checkpoint.saving import OBJECTS, RANDOM_STATES
+from flowtrain_lightning.checkpoint.stored_keys import parse_key
+from flowtrain_lightning.checkpoint.tensor_files import read_tensors
+from flowtrain_lightning.parallel.groups import Groups
+from flowtrain_lightning.parallel.halves import HalvedModule, role_of
+from flowtrain_lightning.parallel.messages import decode_message
+from flowtrain_lightning.parallel.random_streams import global_seed, restore_random_states
+
+
+def load_checkpoint(
+    filepath: Any,
+    module: HalvedModule,
+    allocation: Allocation,
+    groups: Groups,
+    checkpoint_io: CheckpointIO,
+    weights_only: bool | None = None,
+    resumes: bool = True,
+) -> dict[str, Any]:
+    """Reads this rank's part of a checkpoint directory, or a plain Lightning checkpoint with ``checkpoint_io``.
+
+    Where the module holds a DTensor, only the rank's part of it is read, of the optimizer's state as well, and lies
+    in the dictionary as a `LocalShard`.
+
+    Args:
+        filepath: directory or file.
+        module: what is to be loaded, in its layout.
+        allocation: which halves this rank holds.
+        groups: of this rank.
+        checkpoint_io: reads plain checkpoints.
+        weights_only: False allows objects other than tensors and plain data; only for files you trust.
+        resumes: training goes on: optimizers are read and this rank's random states restored, if there are any.
+
+    Raises:
+        DamagedCheckpointError: names the file and the tensor, and another checkpoint.
+    """
+    path = Path(filepath)
+    if not path.is_dir():
+        return checkpoint_io.load_checkpoint(filepath, map_location="cpu", weights_only=weights_only is not False)
+    rank = groups.cross.rank
+    roles = (None, *(role for role in ROLES if rank in allocation.ranks[role]))
+    with _offering_another(path):
+        index = read_index(path)
+        checkpoint = _read_dictionary(
+            path,
+            index,
+            lambda name: role_of(name, module.halves) in roles,
+            weights_only,
+            optimizers=resumes,
+            layouts=module.state_dict(),
+        )
+        states = decode_message(read_checked(path, RANDOM_STATES, index)) if resumes else []
+    if resumes:
+        _tell_differences(checkpoint["flowtrain"], path, allocation)
+    if rank < len(states):
+        restore_random_states(states[rank])
+    return checkpoint
+
+
+def load_half(module: HalvedModule, saved: Mapping[str, Any], roles: Collection[str], strict: bool = True) -> None:
+    """Loads the weights that live on this rank.
+
+    Args:
+        module: takes them.
+        saved: name -> value, of this rank's halves at least: whole tensors, or what `load_checkpoint` gave.
+        roles: of this rank.
+        strict: whether names that are missing or unknown are an error.
+
+    Raises:
+        RuntimeError: the checkpoint is not of this module.
+    """
+    known = module.state_dict()
+    own = {name for name in known if role_of(name, module.halves) in (None, *roles)}
+    missing, unknown = sorted(own - saved.keys()), sorted(saved.keys() - known.keys())
+    if strict and (missing or unknown):
+        raise RuntimeError(
+            f"The checkpoint does not fit {type(module).__name__}: missing {missing or 'nothing'}, "
+            f"unknown {unknown or 'nothing'}. Build the module as it was saved, or set strict_loading=False."
+        )
+    sharded = {name for name in own & saved.keys() if isinstance(known[name], DTensor)}
+    module.load_state_dict({name: saved[name] for name in (own & saved.keys()) - sharded}, strict=False)
+    for name in sorted(sharded):
+        try:
+            known[name].to_local().copy_(local_part(saved[name], known[name]))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The checkpoint does not fit {type(module).__name__}: {name}: {error}. Build the module as it was "
+                "saved."
+            ) from error
+
+
+def read_checkpoint(
+    path: Path,
+    wanted: Callable[[str], bool] | None = None,
+    weights_only: bool | None = None,
+    *,
+    optimizers: bool = True,
+) -> dict[str, Any]:
+    """A checkpoint directory as Lightning's dictionary, with whole tensors and optimizer states by parameter name.
+
+    Args:
+        path: the directory.
+        wanted: says of a parameter or buffer by its name whether it is read; None reads all.
+        weights_only: False allows objects other than tensors and plain data; only for files you trust.
+        optimizers: whether their states are read.
+
+    Raises:
+        DamagedCheckpointError: names the file and the tensor, and another checkpoint.
+        ValueError: the checkpoint is of another format, or holds other objects.
+    """
+    with _offering_another(path):
+        return _read_dictionary(path, read_index(path), wanted, weights_only, optimizers=optimizers, layouts={})
+
+
+def read_allocation(path: Path) -> Allocation:
+    """The allocation of the run that saved a checkpoint directory.
+
+    Raises:
+        ValueError: the directory is no checkpoint of flowtrain, or of another format, or damaged.
+    """
+    return Allocation.from_state(read_index(path).run)
+
+
+def _read_dictionary(
+    path: Path,
+    index: Index,
+    wanted: Callable[[str], bool] | None,
+    weights_only: bool | None,
+    *,
+    optimizers: bool,
+    layouts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """See `read_checkpoint`.
+
+    ``layouts`` tells by name of a parameter or buffer what it is to be loaded into. Where that is a DTensor, this
+    rank's part is read, of entries of the optimizer's state that have its shape as well.
+    """
+    checkpoint = {**index.lightning, "flowtrain": index.run, **_read_objects(path, OBJECTS, index, weights_only)}
+    if not optimizers:
+        checkpoint.pop("optimizer_states", None)
+    states = checkpoint.get("optimizer_states", [])
+
+    def reads(key: str) -> bool:
+        number, name, _ = parse_key(key)
+        return (number is None or number < len(states)) and (wanted is None or wanted(name))
+
+    found: dict[str, Any] = dict(index.values)
+    for name in index.files:
+        if name.endswith(".pt") and name != OBJECTS:
+            found |= _read_objects(path, name, index, weights_only)
+    found = {key: value for key, value in found.items() if reads(key)}
+    found |= _read_tensors(path, index, filter(reads, index.tensors), layouts)
+    for key, value in found.items():
+        number, name, entry = parse_key(key)
+        if number is None:
+            checkpoint["state_dict"][name] = value
+        else:
+            states[number]["state"].setdefault(name, {})[entry] = value
+    return checkpoint
+
+
+def _read_tensors(path: Path, index: Index, keys: Iterator[str], layouts: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole tensors, and `LocalShard`s where the layout is that of a DTensor."""
+    regions: dict[str, Region] = {}
+    shards: set[str] = set()
+    for key in keys:
+        shape = index.tensors[key].shape
+        target = layouts.get(parse_key(key)[1])
+        if isinstance(target, DTensor) and tuple(target.shape) == shape:
+            regions[key] = local_region(target)
+            shards.add(key)
+        else:
+            regions[key] = whole(shape)
+    return {
+        key: LocalShard(part, regions[key], index.tensors[key].shape) if key in shards else part
+        for key, part in read_tensors(path, index, regions).items()
+    }
+
+
+def _read_objects(folder: Path, name: str, index: Index, weights_only: bool | None) -> dict[str, Any]:
+    if name not in index.files:
+        return {}
+    data = read_checked(folder, name, index)
+    try:
+        objects: dict[str, Any] = torch.load(
+            io.BytesIO(data), map_location="cpu", weights_only=weights_only is not False
+        )
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"{folder / name} holds objects that are no tensors or plain data ({found[1] if found else error}), and "
+            "reading them may run code. Pass weights_only=False (on the command line: --weights_only false) if you "
+            "trust the file."
+        ) from error
+    return objects
+
+
+def _tell_differences(saved: Mapping[str, Any], path: Path, allocation: Allocation) -> None:
+    if saved["seed"] != global_seed():
+        rank_zero_warn(
+            f"{path} was made with seed {saved['seed']}, but this run has {global_seed()}: dropout and other random "
+            f"draws differ from those of an uninterrupted run. Call seed_everything({saved['seed']}) to go on alike."
+        )
+    own = allocation.state_dict()
+    if any(saved[key] != own[key] for key in ("ranks", "layouts")):
+        rank_zero_info(
+            f"flowtrain: {path} was saved on another allocation ({Allocation.from_state(saved).describe()}). The run "
+            "goes on with the same samples; sums in another order differ in their last bits."
+        )
+
+
+# ---- what to do with a damaged one ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _offering_another(path: Path) -> Iterator[None]:
+    """Adds to what is said of a damaged checkpoint which other one in its folder can take its place."""
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        other = _checkpoint_before(path)
+        advice = (
+            f"The checkpoint before it that has all its files is {other}: pass that as ckpt_path."
+            if other
+            else "No other checkpoint in that folder has all its files: copy it there again from where it is whole."
+        )
+        raise DamagedCheckpointError(f"{error} {advice}") from error
+
+
+def _checkpoint_before(path: Path) -> Path | None:
+    """The checkpoint beside ``path`` of the most steps, but not of more than it has itself if that can be told."""
+    own = _steps(parse_index, path)
+    others = (other for other in path.parent.iterdir() if other.is_dir() and not other.name.startswith("."))
+    steps = {other: _steps(read_index, other) for other in others if not other.samefile(path)}
+    before = {other: taken for other, taken in steps.items() if taken is not None and (own is None or taken <= own)}
+    return max(before, key=lambda other: (before[other], other.name), default=None)
+
+
+def _steps(read: Callable[[Path], Index], path: Path) -> int | None:
+    """How many steps a checkpoint's run had taken; None where that cannot be read."""
+    try:
+        return int(read(path).lightning.get("global_step", 0))
+    except (OSError, ValueError):
+        return None

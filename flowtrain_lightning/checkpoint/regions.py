@@ -1,0 +1,121 @@
+"""Which part of a tensor a rank holds, and what such parts make together: plain arithmetic on offsets and sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box within a tensor.
+
+    Attributes:
+        offsets: where it begins, in each dimension.
+        sizes: how long it is, in each dimension.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many numbers lie in it; 1 in that of a scalar."""
+        return math.prod(self.sizes)
+
+    def overlap(self, other: Region) -> Region | None:
+        """What lies in both, or None."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, _ends(self), _ends(other))
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Region(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def within(self, outer: Region) -> tuple[slice, ...]:
+        """The index of this region in a tensor that holds ``outer``."""
+        starts = [own - other for own, other in zip(self.offsets, outer.offsets, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
+
+    def split(self, most_elements: int) -> Iterator[Region]:
+        """Regions of at most so many elements, or of one row, cut along the first dimension that can be cut."""
+        dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
+        if dim is None or self.elements <= most_elements:
+            yield self
+            return
+        step = max(1, most_elements // (self.elements // self.sizes[dim]))
+        for start in range(0, self.sizes[dim], step):
+            sizes = (*self.sizes[:dim], min(step, self.sizes[dim] - start), *self.sizes[dim + 1 :])
+            offsets = (*self.offsets[:dim], self.offsets[dim] + start, *self.offsets[dim + 1 :])
+            yield Region(offsets, sizes)
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """All of a tensor."""
+    return Region((0,) * len(shape), tuple(shape))
+
+
+def local_region(tensor: Tensor) -> Region:
+    """The region of a tensor that this rank holds: all of it, or its part of a DTensor.
+
+    Raises:
+        ValueError: what the rank holds is no box, or a summand of the tensor only.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.shape)
+    _refuse_what_is_no_box(tensor)
+    # What DTensor offers to torch's own checkpoints. Its documented parts (mesh and placements) do not tell in which
+    # order two mesh dimensions cut one dimension of the tensor.
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    region = Region(tuple(chunk.offsets), tuple(chunk.sizes))
+    if region.sizes != tuple(tensor.to_local().shape):
+        raise ValueError(
+            f"A DTensor of shape {tuple(tensor.shape)} and placements {tensor.placements} should hold "
+            f"{region.sizes} here, but holds {tuple(tensor.to_local().shape)}. Make it by distribute_tensor, "
+            "parallelize_module or fully_shard."
+        )
+    return region
+
+
+def cover_exactly_once(shape: Sequence[int], regions: Sequence[Region]) -> bool:
+    """Whether each number of a tensor lies in one region, and no region lies outside."""
+    dims = len(shape)
+    if any(len(region.offsets) != dims or len(region.sizes) != dims for region in regions):
+        return False
+    if sum(region.elements for region in regions) != math.prod(shape):
+        return False
+    starts = np.array([region.offsets for region in regions], dtype=np.int64).reshape(len(regions), dims)
+    sizes = np.array([region.sizes for region in regions], dtype=np.int64).reshape(len(regions), dims)
+    ends = starts + sizes
+    if (starts < 0).any() or (sizes < 1).any() or (ends > np.array(shape, dtype=np.int64)).any():
+        return False
+    meets = np.ones((len(regions), len(regions)), dtype=bool)
+    for dim in range(dims):
+        meets &= (starts[:, None, dim] < ends[None, :, dim]) & (starts[None, :, dim] < ends[:, None, dim])
+    return int(meets.sum()) == len(regions)  # each meets itself
+
+
+def _ends(region: Region) -> tuple[int, ...]:
+    return tuple(offset + size for offset, size in zip(region.offsets, region.sizes, strict=True))
+
+
+def _refuse_what_is_no_box(tensor: DTensor) -> None:
+    cuts: dict[int, list[int]] = {}
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise ValueError(
+                f"A DTensor of shape {tuple(tensor.shape)} is a sum that is still outstanding ({tensor.placements}). "
+                "Redistribute it before it is saved or loaded."
+            )
+        if not placement.is_replicate() and tensor.device_mesh.size(dim) > 1:
+            cuts.setdefault(placement.dim, []).append(tensor.device_mesh.size(dim))  # type: ignore[attr-defined]
+    for dim, sizes in cuts.items():
+        if len(sizes) > 1 and tensor.shape[dim] % math.prod(sizes):
+            raise ValueError(
+                f"Dimension {dim} of a DTensor of shape {tuple(tensor.shape)} is cut by two dimensions of its mesh "
+                f"({sizes}), which do not divide it: what a rank holds need not be one piece then. Shard another "
+                "dimension, or take degrees that divide it."
+            )

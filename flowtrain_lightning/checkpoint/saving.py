@@ -1,0 +1,184 @@
+"""How a checkpoint directory is written: every rank its own part, all of it or nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from flowtrain_lightning.allocator import ROLES, Allocation
+from flowtrain_lightning.checkpoint.files import (
+    make_temporary,
+    refuse_unseen,
+    refuse_url,
+    take_name,
+    write_bytes,
+    write_file,
+    written_together,
+)
+from flowtrain_lightning.checkpoint.index import Index, joined
+from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part, stored_file, write_index
+from flowtrain_lightning.checkpoint.optimizer_state import NamedState
+from flowtrain_lightning.checkpoint.plain_values import is_plain
+from flowtrain_lightning.checkpoint.regions import local_region
+from flowtrain_lightning.checkpoint.stored_keys import with_keys
+from flowtrain_lightning.checkpoint.tensor_files import can_store, write_tensors
+from flowtrain_lightning.parallel.groups import CrossGroup, Groups
+from flowtrain_lightning.parallel.halves import Halves, role_of
+from flowtrain_lightning.parallel.messages import encode_message
+from flowtrain_lightning.parallel.random_streams import global_seed, random_states
+
+OBJECTS = "objects.pt"
+RANDOM_STATES = "random_states.json"
+
+
+def save_checkpoint(
+    checkpoint: dict[str, Any], filepath: Any, halves: Halves, allocation: Allocation, groups: Groups
+) -> None:
+    """Writes a checkpoint directory. Every rank calls it with its own part.
+
+    Everything goes into a temporary directory beside ``filepath``, is flushed to the disk and takes its name in one
+    step. A kill at any moment leaves the former checkpoint whole.
+
+    Args:
+        checkpoint: Lightning's checkpoint, with this rank's ``state_dict`` and named ``optimizer_states``. Tensors
+            that lie on several ranks are equal there, or DTensors.
+        filepath: the directory to write; rank 0's counts.
+        halves: role -> module paths.
+        allocation: recorded, so that a resume can tell whether the layout is the same.
+        groups: of this rank.
+
+    Raises:
+        FileNotFoundError: a rank does not see the directory: its node has another file system there.
+        OSError: on every rank, where one could not write its part; nothing of it is left.
+        ValueError: ``filepath`` is a URL.
+    """
+    refuse_url(filepath, "The checkpoint path")
+    cross = groups.cross
+    path = Path(filepath).absolute()
+    with written_together(path, cross):
+        made = make_temporary(path) if cross.rank == 0 else None
+    temporary: Path = cross.broadcast_message(made, 0)
+    refuse_unseen(temporary, cross)
+    states = cross.gather_messages(random_states())
+    own = _take_halves(checkpoint, halves, allocation, cross.rank)
+    mine = _share_out(own, cross)
+    try:
+        with written_together(path, cross):
+            parts = [part for role in own for part in _write_half(role, own[role], mine, temporary, cross.rank)]
+        index = _join(parts, cross)
+        with written_together(path, cross):
+            if index is not None:
+                _write_rest(checkpoint, states, index, temporary)
+    except OSError:  # of all ranks together
+        if cross.rank == 0:
+            shutil.rmtree(temporary)
+        cross.barrier()
+        raise
+    if cross.rank == 0:
+        take_name(temporary, path)
+
+
+def _take_halves(
+    checkpoint: dict[str, Any], halves: Halves, allocation: Allocation, rank: int
+) -> dict[str, dict[str, Any]]:
+    """Takes this rank's halves out of the checkpoint: role -> key -> value. What lies on no half stays."""
+    weights: dict[str, Any] = checkpoint.pop("state_dict")
+    optimizers: list[NamedState] | None = checkpoint.pop("optimizer_states", None)
+    own: dict[str, dict[str, Any]] = {role: {} for role in ROLES if rank in allocation.ranks[role]}
+    for key, name, value in with_keys(weights, optimizers or []):
+        role = role_of(name, halves)
+        if role in own:
+            own[role][key] = value
+    checkpoint["state_dict"] = {name: value for name, value in weights.items() if role_of(name, halves) is None}
+    if optimizers is not None:
+        checkpoint["optimizer_states"] = [{"state": {}, "param_groups": state["param_groups"]} for state in optimizers]
+    checkpoint["flowtrain"] = {
+        "seed": global_seed(),
+        **allocation.state_dict(),
+        "halves": {role: list(paths) for role, paths in halves.items()},
+    }
+    return own
+
+
+def _share_out(own: dict[str, dict[str, Any]], cross: CrossGroup) -> set[str]:
+    """What this rank writes of what it holds: one of the ranks that hold a value, or a part of a tensor, alike.
+
+    Which one follows from the key, so that they share the work.
+    """
+    held: dict[str, Any] = {}
+    for value_of in own.values():
+        for key, value in value_of.items():
+            region = local_region(value) if isinstance(value, Tensor) else None
+            held[key] = region and [list(region.offsets), list(region.sizes)]
+    of_ranks = [json.loads(text) for text in cross.gather_messages(json.dumps(held))]
+    mine = set()
+    for key, region in held.items():
+        holders = [rank for rank, other in enumerate(of_ranks) if key in other and other[key] == region]
+        if holders[zlib.crc32(key.encode()) % len(holders)] == cross.rank:
+            mine.add(key)
+    return mine
+
+
+def _write_half(role: str, values: dict[str, Any], mine: set[str], folder: Path, rank: int) -> list[Index]:
+    own = {key: value for key, value in values.items() if key in mine}
+    tensors = {key: value for key, value in own.items() if can_store(value)}
+    others = {key: value for key, value in own.items() if key not in tensors}
+    return [
+        write_tensors(folder, f"{role}/rank-{rank:05d}.safetensors", tensors),
+        _write_values(others, folder, f"{role}/rank-{rank:05d}.pt"),
+    ]
+
+
+def _join(parts: list[Index], cross: CrossGroup) -> Index | None:
+    """The index of what all ranks wrote, on rank 0.
+
+    Raises:
+        RuntimeError: on every rank, where that is not all of every tensor; see :func:`~.index.joined`.
+    """
+    # As text, which the other ranks need not parse.
+    texts = cross.gather_messages(json.dumps([encode_part(part) for part in parts]))
+    index, fault = None, None
+    if cross.rank == 0:
+        try:
+            index = joined(decode_part(part) for text in texts for part in json.loads(text))
+        except RuntimeError as error:
+            fault = str(error)
+    fault = cross.broadcast_message(fault, 0)
+    if fault is not None:
+        raise RuntimeError(fault)
+    return index
+
+
+def _write_values(values: dict[str, Any], folder: Path, name: str) -> Index:
+    """Takes what is plain into the index, and writes the rest, if there is any, into a file of PyTorch's."""
+    plain = {key: value for key, value in values.items() if is_plain(value)}
+    objects = {key: value for key, value in values.items() if key not in plain}
+    if not objects:
+        return Index(values=plain)
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    write_file(objects, path)
+    if unsafe := get_unsafe_globals_in_checkpoint(path):
+        rank_zero_warn(
+            f"The checkpoint holds objects that are no tensors or plain data: {', '.join(sorted(unsafe))}. They come "
+            "from hyperparameters, callbacks or `on_save_checkpoint`; to load them, weights_only=False must be given. "
+            "Better store their parts as plain data."
+        )
+    return Index(values=plain, files={name: stored_file(path)})
+
+
+def _write_rest(checkpoint: dict[str, Any], states: list[Any], index: Index, folder: Path) -> None:
+    index.run.update(checkpoint.pop("flowtrain"))
+    rest = _write_values(checkpoint, folder, OBJECTS)
+    index.lightning.update(rest.values)
+    index.files.update(rest.files)
+    write_bytes(encode_message(states), folder / RANDOM_STATES)
+    index.files[RANDOM_STATES] = stored_file(folder / RANDOM_STATES)
+    write_index(folder, index)
