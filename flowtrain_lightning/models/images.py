@@ -75,7 +75,7 @@ def _tiles(kind: str, processor: Any, config: Any, model: str | Path) -> ImagePr
             merge, size = config.scale_factor, {"height": side, "width": side}
         case _:
             raise ValueError(
-                f"The image processor of {model} is a {type(processor).__name__}, but only those of Qwen-VL, CLIP, "
+                f"The image processor of {model} is a {kind}ImageProcessor, but only those of Qwen-VL, CLIP, "
                 "LLaVA-1.5, SigLIP, InternVL, SmolVLM and Gemma 3 can be followed. Say what it does yourself: "
                 "FlowDataModule(images=ImageProcessor(...))."
             )

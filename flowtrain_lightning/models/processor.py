@@ -60,7 +60,14 @@ def template_of(model: str | Path) -> ProcessorTemplate:
 def _tokenizer(model: str | Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model)
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{model} has no tokenizer that transformers can open. Name a folder that has one, as QwenVLM(..., "
+            "processor=FOLDER), or give the data module all of it: FlowDataModule(tokenizer=..., template=..., "
+            "images=...)."
+        ) from error
 
 
 def _template(model: str | Path, tokenizer: Any, tiles: Tiles | None) -> ProcessorTemplate:

@@ -16,8 +16,7 @@ from flowtrain_lightning.data.conversation import ASSISTANT, shifted_labels, tur
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import MEDIA_MARKER
 from flowtrain_lightning.models.image_words import ImageWords
-from flowtrain_lightning.models.special_tokens import SpecialTokens
-from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.models.special_tokens import IntArray, SpecialTokens
 
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
