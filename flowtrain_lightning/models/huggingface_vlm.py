@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -98,8 +99,8 @@ class HuggingFaceVLM(FlowModule):
         if config.model_type not in self.families:
             raise ValueError(
                 f"{type(self).__name__} does not train models of type {config.model_type!r}. QwenVLM trains qwen2_vl, "
-                "qwen2_5_vl and qwen3_vl, LlavaVLM trains llava; for others write a HuggingFaceVLM of your own "
-                "(docs/guide.md)."
+                "qwen2_5_vl and qwen3_vl, LlavaVLM trains llava, InternVLVLM trains internvl; for others write a "
+                "HuggingFaceVLM of your own (docs/models.md)."
             )
 
     # ---- what it reads ------------------------------------------------------------------------------------------
@@ -147,6 +148,7 @@ class HuggingFaceVLM(FlowModule):
             self.model = Maker.from_config(_read_config(self.hparams["model"]), dtype=dtype)
         if self.hparams["generation"] is not None:
             self.model.generation_config = GenerationConfig(**self.hparams["generation"])
+        _refuse_seeing_ahead(self.model)
         self.model.train()  # from_pretrained leaves it in evaluation mode
         pack_attention(self._text)
         if self.hparams["recompute"]:
@@ -239,6 +241,22 @@ class HuggingFaceVLM(FlowModule):
             {"params": [p for p in training if p.ndim <= 1], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=self.hparams["lr"])
+
+
+def _refuse_seeing_ahead(model: Any) -> None:
+    """Refuses decoders in which tokens see those behind them, as Gemma 3's and PaliGemma's images: they need a mask.
+
+    Such models are told by ``token_type_ids`` which tokens these are.
+
+    Raises:
+        ValueError: the model is one.
+    """
+    if "token_type_ids" in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"In {type(model).__name__} the tokens of an image see each other, whichever comes first. Packed attention "
+            "has no mask for that, and training without it would be wrong without a word; train a model whose decoder "
+            "is causal (Qwen-VL, LLaVA, InternVL)."
+        )
 
 
 def image_token_id(config: Any) -> int:

@@ -8,11 +8,12 @@ from typing import Any
 
 from flowtrain_lightning.data import ImageProcessor, Tokenizer
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
+from flowtrain_lightning.models.internvl import InternVLVLM
 from flowtrain_lightning.models.llava import LlavaVLM
 from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.qwen import QwenVLM
 
-_TRAINED: tuple[type[HuggingFaceVLM], ...] = (QwenVLM, LlavaVLM)
+_TRAINED: tuple[type[HuggingFaceVLM], ...] = (QwenVLM, LlavaVLM, InternVLVLM)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from tokenizers import Regex, models, pre_tokenizers, trainers
 TEMPLATES = Path(__file__).parent / "chat_templates"
 
 _TEXTS = (
-    "What is this? A cat.\n\nThe cat sat.\n\n\nassistant\n\nHello user: what is in the image? model\n\nNo.  Two  blanks",
+    "What is this? A cat.\n\nThe cat sat.\n\n\nassistant\n\nHello user: what is the image? model\n\nNo.  Two  blanks",
     "system\nYou are a helpful assistant. User: Assistant: USER: ASSISTANT: name arguments tools function type",
 )
 _WORDS = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -111,75 +112,71 @@ def _without_videos(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"check_argument_for_proper_class": checked})
 
 
-def _qwen_processor(kind: str, tokenizer: Any, template: str) -> Any:
-    patch = 16 if kind == "Qwen3VLProcessor" else 14
-    images = transformers.Qwen2VLImageProcessorPil(
-        patch_size=patch, merge_size=2, min_pixels=4 * patch**2, max_pixels=64 * patch**2
-    )
-    return _without_videos(getattr(transformers, kind))(images, tokenizer, None, chat_template=template)
-
-
 def _llava_config() -> Any:
     return transformers.LlavaConfig(vision_config=transformers.CLIPVisionConfig(image_size=56, patch_size=14))
 
 
-def _llava_processor(tokenizer: Any, template: str) -> Any:
-    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
-    return transformers.LlavaProcessor(
-        images,
-        tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=template,
+def _qwen_images(patch: int) -> Any:
+    return transformers.Qwen2VLImageProcessorPil(
+        patch_size=patch, merge_size=2, min_pixels=4 * patch**2, max_pixels=64 * patch**2
     )
 
 
-def _onevision_processor(tokenizer: Any, template: str) -> Any:
+def _clip_images() -> Any:
+    return transformers.CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+
+
+def _onevision_images() -> Any:
     points = [[28 * high, 28 * wide] for high in (1, 2, 3) for wide in (1, 2, 3)]
-    images = transformers.LlavaOnevisionImageProcessorPil(size={"height": 28, "width": 28}, image_grid_pinpoints=points)
-    return _without_videos(transformers.LlavaOnevisionProcessor)(
-        images, tokenizer, None, num_image_tokens=4, vision_feature_select_strategy="full", chat_template=template
-    )
+    return transformers.LlavaOnevisionImageProcessorPil(size={"height": 28, "width": 28}, image_grid_pinpoints=points)
 
 
-def _internvl_processor(tokenizer: Any, template: str) -> Any:
-    images = transformers.GotOcr2ImageProcessorPil(
+def _internvl_images() -> Any:
+    return transformers.GotOcr2ImageProcessorPil(
         size={"height": 56, "width": 56}, crop_to_patches=True, min_patches=1, max_patches=6
     )
-    return _without_videos(transformers.InternVLProcessor)(
-        images, tokenizer, None, image_seq_length=4, chat_template=template
-    )
 
 
-def _smolvlm_processor(tokenizer: Any, template: str) -> Any:
-    from transformers.models.smolvlm import image_processing_pil_smolvlm as pil
+def _smolvlm_images() -> Any:
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-    images = pil.SmolVLMImageProcessorPil(
+    return SmolVLMImageProcessorPil(
         size={"longest_edge": 224}, max_image_size={"longest_edge": 56}, do_image_splitting=True
     )
-    return _without_videos(transformers.SmolVLMProcessor)(
-        images, tokenizer, SimpleNamespace(num_frames=None, fps=None), image_seq_len=4, chat_template=template
-    )
 
 
-def _gemma_processor(tokenizer: Any, template: str) -> Any:
-    images = transformers.Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
-    return transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+def _gemma_images() -> Any:
+    return transformers.Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
 
 
 @dataclass(frozen=True)
 class Published:
-    """A family's config class, small; its tokenizer; its processor; and the file of its template."""
+    """A family as it is published, but small.
+
+    Attributes:
+        config: the model's.
+        tokenizer: the model's.
+        image_processor: the model's, with its Pillow backend.
+        processor: the name of the class that has both.
+        template: the file of its chat template.
+        settings: further arguments of the processor.
+    """
 
     config: Callable[[], Any]
     tokenizer: Callable[[], Any]
-    processor: Callable[[Any, str], Any]
+    image_processor: Callable[[], Any]
+    processor: str
     template: str
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def make(self) -> Any:
         """The processor of Hugging Face."""
-        return self.processor(self.tokenizer(), (TEMPLATES / self.template).read_text())
+        kind, template = getattr(transformers, self.processor), (TEMPLATES / self.template).read_text()
+        parts = {"image_processor": self.image_processor(), "tokenizer": self.tokenizer()}
+        if "video_processor" not in inspect.signature(kind.__init__).parameters:
+            return kind(**parts, chat_template=template, **self.settings)
+        videos = SimpleNamespace(num_frames=None, fps=None)
+        return _without_videos(kind)(**parts, video_processor=videos, chat_template=template, **self.settings)
 
     def save(self, folder: Path, *, legacy: bool = False) -> Any:
         """Writes a folder as it is published, but for the weights, and gives the processor."""
@@ -192,31 +189,32 @@ class Published:
         return processor
 
 
+_QWEN_CONFIGS = {
+    "qwen2_vl": (transformers.Qwen2VLConfig, "Qwen2VLProcessor", 14, "qwen2_5_vl.jinja"),
+    "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, "Qwen2_5_VLProcessor", 14, "qwen2_5_vl.jinja"),
+    "qwen3_vl": (transformers.Qwen3VLConfig, "Qwen3VLProcessor", 16, "qwen3_vl.jinja"),
+}
+
 PUBLISHED = {
-    "qwen2_vl": Published(
-        transformers.Qwen2VLConfig,
-        _qwen_vl,
-        lambda tokenizer, template: _qwen_processor("Qwen2VLProcessor", tokenizer, template),
-        "qwen2_5_vl.jinja",
+    **{
+        family: Published(config, _qwen_vl, partial(_qwen_images, patch), processor, template)
+        for family, (config, processor, patch, template) in _QWEN_CONFIGS.items()
+    },
+    "llava": Published(
+        _llava_config,
+        _llama,
+        _clip_images,
+        "LlavaProcessor",
+        "llava.jinja",
+        {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     ),
-    "qwen2_5_vl": Published(
-        transformers.Qwen2_5_VLConfig,
-        _qwen_vl,
-        lambda tokenizer, template: _qwen_processor("Qwen2_5_VLProcessor", tokenizer, template),
-        "qwen2_5_vl.jinja",
-    ),
-    "qwen3_vl": Published(
-        transformers.Qwen3VLConfig,
-        _qwen_vl,
-        lambda tokenizer, template: _qwen_processor("Qwen3VLProcessor", tokenizer, template),
-        "qwen3_vl.jinja",
-    ),
-    "llava": Published(_llava_config, _llama, _llava_processor, "llava.jinja"),
     "llava_onevision": Published(
         transformers.LlavaOnevisionConfig,
         lambda: _qwen("<image>", "<video>"),
-        _onevision_processor,
+        _onevision_images,
+        "LlavaOnevisionProcessor",
         "llava_onevision.jinja",
+        {"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
     ),
     "internvl": Published(
         lambda: transformers.InternVLConfig(vision_config={"image_size": [56, 56], "patch_size": [14, 14]}),
@@ -230,17 +228,26 @@ PUBLISHED = {
             end_image_token="</img>",
             video_token="<video>",
         ),
-        _internvl_processor,
+        _internvl_images,
+        "InternVLProcessor",
         "internvl.jinja",
+        {"image_seq_length": 4},
     ),
     "smolvlm": Published(
         lambda: transformers.SmolVLMConfig(scale_factor=2, vision_config={"patch_size": 14}),
         _smol,
-        _smolvlm_processor,
+        _smolvlm_images,
+        "SmolVLMProcessor",
         "smolvlm.jinja",
+        {"image_seq_len": 4},
     ),
     "gemma3": Published(
-        lambda: transformers.Gemma3Config(mm_tokens_per_image=4), _gemma, _gemma_processor, "gemma3.jinja"
+        lambda: transformers.Gemma3Config(mm_tokens_per_image=4, vision_config={"image_size": 56, "patch_size": 14}),
+        _gemma,
+        _gemma_images,
+        "Gemma3Processor",
+        "gemma3.jinja",
+        {"image_seq_length": 4},
     ),
 }
 """By ``model_type``."""
