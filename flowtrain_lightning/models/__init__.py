@@ -8,24 +8,26 @@ Importing this package does not import ``transformers``; building a model does. 
 from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.images import images_of
-from flowtrain_lightning.models.internvl import InternVLVLM
+from flowtrain_lightning.models.internvl import InternVLM
 from flowtrain_lightning.models.llava import LlavaVLM
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.pretrained import Pretrained, from_pretrained
 from flowtrain_lightning.models.processor import Processor, processor_of, template_of
 from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.qwen import QwenVLM
+from flowtrain_lightning.models.smolvlm import SmolVLM
 from flowtrain_lightning.models.tiles import tile_images
 
 __all__ = [
     "HuggingFaceImages",
     "HuggingFaceVLM",
-    "InternVLVLM",
+    "InternVLM",
     "LlavaVLM",
     "Pretrained",
     "Processor",
     "ProcessorTemplate",
     "QwenVLM",
+    "SmolVLM",
     "from_pretrained",
     "images_of",
     "pack_attention",

@@ -99,8 +99,8 @@ class HuggingFaceVLM(FlowModule):
         if config.model_type not in self.families:
             raise ValueError(
                 f"{type(self).__name__} does not train models of type {config.model_type!r}. QwenVLM trains qwen2_vl, "
-                "qwen2_5_vl and qwen3_vl, LlavaVLM trains llava, InternVLVLM trains internvl; for others write a "
-                "HuggingFaceVLM of your own (docs/models.md)."
+                "qwen2_5_vl and qwen3_vl, LlavaVLM trains llava, InternVLM trains internvl, SmolVLM trains "
+                "smolvlm; for others write a HuggingFaceVLM of your own (docs/models.md)."
             )
 
     # ---- what it reads ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.tiles import tile_images
 
 
-class InternVLVLM(HuggingFaceVLM):
+class InternVLM(HuggingFaceVLM):
     """InternVL3 in the form that ``transformers`` has. See `HuggingFaceVLM` for the arguments.
 
     The data module must cut images into the model's tiles: ``images=images_of(...)``.

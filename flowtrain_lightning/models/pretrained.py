@@ -8,12 +8,13 @@ from typing import Any
 
 from flowtrain_lightning.data import ImageProcessor, Tokenizer
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
-from flowtrain_lightning.models.internvl import InternVLVLM
+from flowtrain_lightning.models.internvl import InternVLM
 from flowtrain_lightning.models.llava import LlavaVLM
 from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.qwen import QwenVLM
+from flowtrain_lightning.models.smolvlm import SmolVLM
 
-_TRAINED: tuple[type[HuggingFaceVLM], ...] = (QwenVLM, LlavaVLM, InternVLVLM)
+_TRAINED: tuple[type[HuggingFaceVLM], ...] = (QwenVLM, LlavaVLM, InternVLM, SmolVLM)
 
 
 @dataclass(frozen=True)
