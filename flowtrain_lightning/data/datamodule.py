@@ -103,6 +103,7 @@ class FlowDataModule(L.LightningDataModule):
         self.global_batch_size = global_batch_size
         self._images = images
         self._template = template
+        self._reader: L.LightningModule | None = None
         self.shuffle = shuffle
         self.token_steps = token_steps
         self.packing = (packing or PackingConfig()).with_profile_read()
@@ -147,9 +148,13 @@ class FlowDataModule(L.LightningDataModule):
         """How conversations are written."""
         return self._template or self._of_model("template") or ChatTemplate()
 
+    def read_as(self, module: L.LightningModule) -> None:
+        """Take tokenizer, images and template from this model where none were given and no Trainer says which it is."""
+        self._reader = module
+
     def _of_model(self, name: str) -> Any:
         """What the model that is trained says it reads, in its attribute ``processor``; None where it does not."""
-        module = None if self.trainer is None else self.trainer.lightning_module
+        module = self._reader if self.trainer is None else self.trainer.lightning_module
         return getattr(getattr(module, "processor", None), name, None)
 
     def prepare_data(self) -> None:

@@ -115,10 +115,10 @@ class ProcessorTemplate:
         messages = [self._message(turn) for turn in turns]
 
         @cache
-        def render(count: int, header: bool = False) -> _Written:
+        def render(count: int, header: bool) -> _Written:
             return self._render(messages[:count], others, header)
 
-        whole = render(len(messages), prompt)
+        whole = render(len(messages), bool(prompt))
         self._refuse_left_out(messages, whole.text)
         if prompt:
             return _Written(whole.text, [])
@@ -128,14 +128,14 @@ class ProcessorTemplate:
         elif all(turns[number].learned for number in answers):
             spans = whole.learned
         else:
-            until = {number: len(render(number).learned) for number in {*answers, *(n + 1 for n in answers)}}
+            until = {number: len(render(number, False).learned) for number in {*answers, *(n + 1 for n in answers)}}
             of_turns = [whole.learned[until[n] : until[n + 1]] for n in answers if turns[n].learned]
             spans = [span for of_turn in of_turns for span in of_turn]
         return _Written(whole.text, spans)
 
     def _answer(self, number: int, whole: str, render: Callable[..., _Written]) -> tuple[int, int]:
         """Where in the whole text what an assistant turn says begins and ends."""
-        until = render(number + 1).text
+        until = render(number + 1, False).text
         if number > 0:
             begin = len(opened := render(number, True).text)
             same = until.startswith(opened)

@@ -15,7 +15,7 @@ IntArray = NDArray[np.int64]
 _FIRST = 0xF0000
 """The first character of Unicode's supplementary private use area, which nobody's text holds."""
 
-_LAST = 0xFFFFD
+_PRIVATE = re.compile(f"[{chr(_FIRST)}-{chr(0xFFFFD)}]")
 
 
 class Encoded(NamedTuple):
@@ -87,7 +87,7 @@ class SpecialTokens:
             ValueError: a text holds characters that are needed here.
         """
         if isinstance(value, str):
-            if any(_FIRST <= ord(character) <= _LAST for character in value):
+            if _PRIVATE.search(value):
                 raise ValueError("its text holds characters of Unicode's supplementary private use area; take them out")
             return self._pattern.sub(lambda found: f"{found[0][0]}{self._break}{found[0][1:]}", value)
         if isinstance(value, Mapping):

@@ -148,8 +148,16 @@ def test_a_template_that_writes_another_token_than_the_model_looks_for_is_refuse
 
 def test_data_without_a_tokenizer_need_a_model_that_names_one(tmp_path, records):
     data = data_of(records)
-    with pytest.raises(DataError, match="FlowDataModule has no tokenizer. Give one"):
+    with pytest.raises(DataError, match=r"FlowDataModule has no tokenizer\. Give one"):
         data.setup("fit")
+
+
+def test_a_data_module_without_a_trainer_can_be_told_the_model(tmp_path, records):
+    model = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl"))
+    data = data_of(records)
+    data.read_as(model.module)
+    data.setup("fit")
+    assert data.template.fingerprint == model.template.fingerprint
 
 
 def test_a_family_that_nothing_trains_is_named(tmp_path):
@@ -163,7 +171,7 @@ def test_a_folder_without_tokenizer_or_template_is_told(tmp_path):
     PUBLISHED["qwen2_vl"].config().save_pretrained(tmp_path)
     PUBLISHED["qwen2_vl"].image_processor().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no tokenizer that transformers can open"):
-        flow.models.processor_of(tmp_path)
+        flow.models.processor_of(tmp_path / "nowhere")
     PUBLISHED["qwen2_vl"].tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no chat template"):
         flow.models.processor_of(tmp_path)
