@@ -85,4 +85,7 @@ def _template(model: str | Path, tokenizer: Any, tiles: Tiles | None) -> Process
             "FlowDataModule(template=ChatTemplate(...))."
         )
     words = image_words(AutoConfig.from_pretrained(model), tokenizer, settings)
+    if words.tiled and tiles is None:
+        images = images_of(model)
+        tiles = images.tiles_of if isinstance(images, HuggingFaceImages) else None
     return ProcessorTemplate(tokenizer, template, words, tiles)

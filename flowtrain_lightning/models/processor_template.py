@@ -49,7 +49,7 @@ class ProcessorTemplate:
         tiles: tells how an image is cut; needed where ``words.tiled``.
 
     Raises:
-        ValueError: the tokenizer does not have the tokens that stand for images.
+        ValueError: the tokenizer does not have the tokens that stand for images, or ``tiles`` are missing.
     """
 
     def __init__(self, tokenizer: Any, template: str, words: ImageWords, tiles: Tiles | None = None) -> None:
@@ -60,6 +60,8 @@ class ProcessorTemplate:
         self._special = SpecialTokens(tokenizer)
         self._marked = _GENERATION.search(template) is not None
         self._names = dict(tokenizer.special_tokens_map)
+        if words.tiled and tiles is None:
+            raise ValueError("What is written for an image depends on its tiles; give ProcessorTemplate(tiles=...).")
         missing = [name for name in (words.place, words.token) if name not in self._special.ids]
         if missing:
             raise ValueError(

@@ -299,6 +299,14 @@ def test_what_the_template_does_not_write_is_refused_by_name(both, family, turns
         of.sequence(of.record(turns, **others))
 
 
+def test_a_template_alone_writes_the_same(both, tmp_path):
+    of = both("internvl")
+    PUBLISHED["internvl"].save(tmp_path)
+    record = of.record(CONVERSATIONS["several images"])
+    found = template_of(tmp_path).sequence(record, of.ours.tokenizer, of.rows(record))
+    assert found.tokens.tolist() == of.sequence(record).tokens.tolist()
+
+
 def test_another_tokenizer_is_refused(both):
     with pytest.raises(ValueError, match="Give both of one model"):
         both("qwen2_5_vl").template.image_id(both("internvl").ours.tokenizer)
