@@ -80,6 +80,7 @@ def run() -> None:
     if "OMP_NUM_THREADS" not in os.environ:  # in training, the ranks of a node share its processors
         torch.set_num_threads(max(1, torch.get_num_threads() // trainer.num_devices))
     device = trainer.strategy.root_device
+    cli.datamodule.read_as(cli.model)
     found = profile_module(
         cli.model,
         cli.datamodule,

@@ -7,7 +7,7 @@ rank's shard of it; `dataloader.py` gives it out, with `workers.py` where other 
 """
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL, Features, PackedBatch, PackedMedia, RankShard, StepBatch
-from flowtrain_lightning.data.conversation import ChatTemplate, TokenSequence
+from flowtrain_lightning.data.conversation import ChatTemplate, Template, TokenSequence
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.datamodule import FlowDataModule
 from flowtrain_lightning.data.dataset import StepDataset
@@ -44,6 +44,7 @@ __all__ = [
     "StepDataset",
     "StepLoader",
     "StepPlan",
+    "Template",
     "TokenSequence",
     "TokenSteps",
     "Tokenizer",

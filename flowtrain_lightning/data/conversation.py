@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL
+from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import MEDIA_MARKER, DataError, Record, Turn
 from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.packing import IntArray
@@ -24,14 +26,16 @@ class TokenSequence:
     Attributes:
         tokens: ``[tokens]`` ids; where features go, the id is the media token's.
         labels: ``[tokens]`` already shifted: the id that this token must predict, or ``IGNORED_LABEL``.
-        media_start: ``[media items]`` the position of each media item's first row of features.
+        media_start: ``[media items]`` where that which is written for each media item begins.
         media_rows: ``[media items]`` how many rows of features each media item has.
+        media_positions: ``[rows]`` the position of every row of features, in order.
     """
 
     tokens: IntArray
     labels: IntArray
     media_start: IntArray
     media_rows: IntArray
+    media_positions: IntArray
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -41,23 +45,67 @@ class TokenSequence:
         """Tokens that carry loss."""
         return int(np.count_nonzero(self.labels != IGNORED_LABEL))
 
-    @property
-    def media_positions(self) -> IntArray:
-        """``[rows]`` the position of every row of features, in order."""
-        ends = np.cumsum(self.media_rows)
-        return np.repeat(self.media_start - ends + self.media_rows, self.media_rows) + np.arange(self.media_rows.sum())
-
     def cut(self, limit: int) -> TokenSequence:
         """The first ``limit`` tokens at most; a media item that does not fit whole is left out with what follows."""
         if len(self) <= limit:
             return self
-        fits = self.media_start + self.media_rows <= limit
+        rows_until = np.cumsum(self.media_rows)
+        fits = self.media_positions[rows_until - 1] < limit
         kept = len(fits) if fits.all() else int(np.argmin(fits))
         if kept < len(fits):
             limit = min(limit, int(self.media_start[kept]))
         labels = self.labels[:limit].copy()
         labels[-1:] = IGNORED_LABEL
-        return TokenSequence(self.tokens[:limit], labels, self.media_start[:kept], self.media_rows[:kept])
+        rows = self.media_rows[:kept]
+        return TokenSequence(
+            self.tokens[:limit], labels, self.media_start[:kept], rows, self.media_positions[: rows.sum()]
+        )
+
+
+class Template(Protocol):
+    """How a conversation is written for the backbone."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever some conversation would be written differently."""
+        ...
+
+    def sequence(self, record: Record, tokenizer: Tokenizer, rows: IntArray, *, prompt: bool = False) -> TokenSequence:
+        """The tokens and labels of a record.
+
+        Args:
+            record: the conversation.
+            tokenizer: makes ids of text.
+            rows: ``[media items]`` rows of features of the record's media items, in order. Where it names fewer of them
+                than the record has, the sequence ends before the first that is missing.
+            prompt: end with the header of the last assistant turn, to be continued by the backbone.
+
+        Raises:
+            DataError: the record holds what the template cannot write.
+            ValueError: the tokenizer does not have the template's tokens.
+        """
+        ...
+
+    def image_id(self, tokenizer: Tokenizer) -> int:
+        """The id of the token that stands for one row of features of an image.
+
+        Raises:
+            ValueError: the tokenizer does not have it.
+        """
+        ...
+
+
+def shifted_labels(tokens: IntArray, learned: NDArray[np.bool_]) -> IntArray:
+    """What each token must predict: the token after it where that one is learned, else ``IGNORED_LABEL``."""
+    labels = np.full(len(tokens), IGNORED_LABEL, dtype=np.int64)
+    labels[:-1] = np.where(learned[1:], tokens[1:], IGNORED_LABEL)
+    return labels
+
+
+def turns_to_write(turns: tuple[Turn, ...], prompt: bool) -> tuple[Turn, ...]:
+    """All turns or, of a prompt, those before the last answer."""
+    answers = [number for number, turn in enumerate(turns) if turn.role == ASSISTANT]
+    return turns[: answers[-1]] if prompt and answers else turns
 
 
 class _Piece(NamedTuple):
@@ -94,20 +142,19 @@ class ChatTemplate:
     before_image: str = "<|vision_start|>"
     after_image: str = "<|vision_end|>"
 
-    def sequence(self, record: Record, tokenizer: Tokenizer, rows: IntArray, *, prompt: bool = False) -> TokenSequence:
-        """The tokens and labels of a record.
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever some conversation would be written differently."""
+        return fingerprint(asdict(self))
 
-        Args:
-            record: the conversation.
-            tokenizer: makes ids of text.
-            rows: ``[media items]`` rows of features of the record's media items, in order. Where it names fewer of them
-                than the record has, the sequence ends before the first that is missing.
-            prompt: end with the header of the last assistant turn, to be continued by the backbone.
+    def sequence(self, record: Record, tokenizer: Tokenizer, rows: IntArray, *, prompt: bool = False) -> TokenSequence:
+        """The tokens and labels of a record, see `Template`.
 
         Raises:
-            DataError: the record has a role without header.
+            DataError: the record has a role without header, or what only a model's own template could write.
             ValueError: the vocabulary has no image token.
         """
+        self._refuse_unwritten(record)
         ids: list[int] = []
         learned: list[bool] = []
         starts: list[int] = []
@@ -117,22 +164,20 @@ class ChatTemplate:
             elif len(starts) == len(rows):
                 break
             else:
-                added = [self._image_id(tokenizer)] * int(rows[len(starts)])
+                added = [self.image_id(tokenizer)] * int(rows[len(starts)])
                 starts.append(len(ids))
             ids += added
             learned += [piece.learned] * len(added)
         tokens = np.asarray(ids, dtype=np.int64)
-        labels = np.full(len(ids), IGNORED_LABEL, dtype=np.int64)
-        labels[:-1] = np.where(np.asarray(learned[1:], dtype=bool), tokens[1:], IGNORED_LABEL)
-        return TokenSequence(tokens, labels, np.asarray(starts, dtype=np.int64), rows[: len(starts)])
+        labels = shifted_labels(tokens, np.asarray(learned, dtype=bool))
+        start, rows = np.asarray(starts, dtype=np.int64), rows[: len(starts)]
+        before = np.cumsum(rows) - rows
+        positions = np.repeat(start - before, rows) + np.arange(rows.sum())
+        return TokenSequence(tokens, labels, start, rows, positions)
 
     def _pieces(self, record: Record, prompt: bool) -> Iterator[_Piece]:
-        turns = record.turns
-        if prompt:
-            answers = [number for number, turn in enumerate(turns) if turn.role == ASSISTANT]
-            turns = turns[: answers[-1]] if answers else turns
         yield _Piece(self.begin, False)
-        for turn in turns:
+        for turn in turns_to_write(record.turns, prompt):
             yield _Piece(self._header(turn.role, record), False)
             yield from self._content(turn)
             yield _Piece(self.between, False)
@@ -140,7 +185,7 @@ class ChatTemplate:
             yield _Piece(self._header(ASSISTANT, record), False)
 
     def _content(self, turn: Turn) -> Iterator[_Piece]:
-        learned = turn.role == ASSISTANT
+        learned = turn.role == ASSISTANT and turn.learned
         for number, text in enumerate(turn.text.split(MEDIA_MARKER)):
             if number > 0:
                 yield _Piece(self.before_image, False)
@@ -157,7 +202,20 @@ class ChatTemplate:
             )
         return self.headers[role]
 
-    def _image_id(self, tokenizer: Tokenizer) -> int:
+    def _refuse_unwritten(self, record: Record) -> None:
+        unwritten = sorted({name for turn in record.turns for name in turn.others} | record.others.keys())
+        if unwritten:
+            raise DataError(
+                f"{record.where}: it holds {', '.join(map(repr, unwritten))}, which ChatTemplate cannot write; take it "
+                "out, or give the template of a model that can: FlowDataModule(template=...)."
+            )
+
+    def image_id(self, tokenizer: Tokenizer) -> int:
+        """The id of ``image_token``.
+
+        Raises:
+            ValueError: the vocabulary does not have it.
+        """
         found = tokenizer.token_to_id(self.image_token)
         if found is None:
             raise ValueError(

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.data.batch import RankShard
-from flowtrain_lightning.data.conversation import ChatTemplate
+from flowtrain_lightning.data.conversation import ChatTemplate, Template
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.dataset import Augment, SampleLoader, StepDataset
 from flowtrain_lightning.data.fingerprint import fingerprint
@@ -57,11 +57,13 @@ class FlowDataModule(L.LightningDataModule):
         val: validation file or files.
         test: test file or files.
         predict: files whose last assistant turns are to be written anew: sequences end with that turn's header.
-        tokenizer: path of a ``tokenizer.json`` or its folder, a ``tokenizers.Tokenizer``, or a Hugging Face tokenizer.
+        tokenizer: path of a ``tokenizer.json`` or its folder, a ``tokenizers.Tokenizer``, or a Hugging Face tokenizer;
+            None takes that of the model that is trained, as do ``images`` and ``template``.
         token_budget: the most tokens of a microbatch.
         global_batch_size: samples of one step over all ranks; with ``token_steps``, of one that does not train.
-        images: how large images become; None takes ``ImageProcessor()``.
-        template: how conversations are written; None takes ``ChatTemplate()``.
+        images: what becomes of images; None takes what the model that is trained was made for, else
+            ``ImageProcessor()``.
+        template: how conversations are written; None takes the model's own template, else ``ChatTemplate()``.
         seed: of order and augmentation; None takes that of ``seed_everything``, or 0.
         shuffle: training samples come in another order each epoch. Off while ``Trainer(overfit_batches=...)`` is on.
         token_steps: training steps of a number of microbatches; None makes steps of ``global_batch_size`` samples.
@@ -80,11 +82,11 @@ class FlowDataModule(L.LightningDataModule):
         test: Files | None = None,
         predict: Files | None = None,
         *,
-        tokenizer: Any,
         token_budget: int,
         global_batch_size: int,
+        tokenizer: Any = None,
         images: ImageProcessor | None = None,
-        template: ChatTemplate | None = None,
+        template: ChatTemplate | Template | None = None,
         seed: int | None = None,
         shuffle: bool = True,
         token_steps: TokenSteps | None = None,
@@ -99,8 +101,9 @@ class FlowDataModule(L.LightningDataModule):
         self.weights = tuple(float(weight) for weight in train.values()) if isinstance(train, Mapping) else None
         self.token_budget = token_budget
         self.global_batch_size = global_batch_size
-        self.images = images or ImageProcessor()
-        self.template = template or ChatTemplate()
+        self._images = images
+        self._template = template
+        self._reader: L.LightningModule | None = None
         self.shuffle = shuffle
         self.token_steps = token_steps
         self.packing = (packing or PackingConfig()).with_profile_read()
@@ -122,8 +125,37 @@ class FlowDataModule(L.LightningDataModule):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; opened when first asked for, so that ``prepare_data`` of a subclass may make it."""
-        return open_tokenizer(self._tokenizer)
+        """The tokenizer; opened when first asked for, so that ``prepare_data`` of a subclass may make it.
+
+        Raises:
+            DataError: none was given, and the model that is trained names none.
+        """
+        given = self._of_model("tokenizer") if self._tokenizer is None else self._tokenizer
+        if given is None:
+            raise DataError(
+                "FlowDataModule has no tokenizer. Give one, FlowDataModule(tokenizer='tokenizer.json'), or train a "
+                "model of Hugging Face by its name, which names its own."
+            )
+        return open_tokenizer(given)
+
+    @property
+    def images(self) -> ImageProcessor:
+        """What becomes of images."""
+        return self._images or self._of_model("images") or ImageProcessor()
+
+    @property
+    def template(self) -> Template:
+        """How conversations are written."""
+        return self._template or self._of_model("template") or ChatTemplate()
+
+    def read_as(self, module: L.LightningModule) -> None:
+        """Take tokenizer, images and template from this model where none were given and no Trainer says which it is."""
+        self._reader = module
+
+    def _of_model(self, name: str) -> Any:
+        """What the model that is trained says it reads, in its attribute ``processor``; None where it does not."""
+        module = self._reader if self.trainer is None else self.trainer.lightning_module
+        return getattr(getattr(module, "processor", None), name, None)
 
     def prepare_data(self) -> None:
         """Index the files of the running stage, once for all ranks of a node."""

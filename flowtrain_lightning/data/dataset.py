@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from flowtrain_lightning.data.batch import PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.collate import LoadedImage, pack_images, pack_sequences, padding_microbatch
-from flowtrain_lightning.data.conversation import ChatTemplate, TokenSequence
+from flowtrain_lightning.data.conversation import Template, TokenSequence
 from flowtrain_lightning.data.formats import DataError, Record
 from flowtrain_lightning.data.image_processor import ImageError, ImageProcessor
 from flowtrain_lightning.data.sampler import Sampling
@@ -47,7 +47,7 @@ class SampleLoader:
 
     source: SampleSource
     tokenizer: Tokenizer
-    template: ChatTemplate
+    template: Template
     images: ImageProcessor
     prompt: bool = False
     limit: int | None = None

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from flowtrain_lightning.data.understood import (
+    NotUnderstoodError,
+    check_image,
+    check_part,
+    system_of,
+    written_beside_turns,
+    written_in_turn,
+)
 
 MEDIA_MARKER = "<image>"
 """Marks in a record's text where its next image belongs."""
@@ -24,10 +33,19 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Turn:
-    """What one role says, with a ``<image>`` marker for each image."""
+    """What one role says, with a ``<image>`` marker for each image.
+
+    Attributes:
+        role: who says it.
+        text: what is said.
+        learned: False where an assistant's turn shall not be learned (``"weight": 0`` in the file).
+        others: what else the turn holds, for the template to write: ``tool_calls``, say.
+    """
 
     role: str
     text: str
+    learned: bool = True
+    others: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -40,6 +58,7 @@ class Record:
         turns: the conversation.
         images: one path per marker, in order.
         fields: the record as it stands in the file.
+        others: what the record holds beside its turns for the template to write: ``tools``, say.
     """
 
     where: str
@@ -47,6 +66,7 @@ class Record:
     turns: tuple[Turn, ...]
     images: tuple[Path, ...]
     fields: dict[str, Any]
+    others: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,23 +109,20 @@ def parse(fields: Any, path: Path, number: int) -> Record:
     """What one JSON value means; ``number`` counts from 0.
 
     Raises:
-        DataError: it is neither a ``messages`` nor a LLaVA record, or markers and images disagree.
+        DataError: it is neither a ``messages`` nor a LLaVA record, or markers and images disagree, or it holds what
+            would change what is learned and is not obeyed.
     """
     where = f"{path}, record {number + 1}"
     if not isinstance(fields, dict):
         raise DataError(f"{where}: expected a JSON object, got {type(fields).__name__}.")
     name = str(fields.get("id", number + 1))
     where = f"{where} (id {name!r})" if "id" in fields else where
-    if "messages" in fields:
-        turns, named = _turns(fields["messages"], where, "messages", "role", "content")
-        beside = [item.get("path") if isinstance(item, dict) else item for item in _several(fields.get("images"))]
-    elif "conversations" in fields:
-        turns, named = _turns(fields["conversations"], where, "conversations", "from", "value")
-        beside = _several(fields.get("image"))
-    else:
-        raise DataError(
-            f"{where}: expected 'messages' (with 'images') or 'conversations' (with 'image'), found neither."
-        )
+    try:
+        turns, named = _conversation(fields, where)
+        beside = _beside(fields, where)
+        others = written_beside_turns(fields)
+    except NotUnderstoodError as error:
+        raise DataError(f"{where}: {error}.") from None
     if named and beside:
         raise DataError(f"{where}: it names images within its turns and beside them; name all of them in one way.")
     images = named or beside
@@ -115,7 +132,37 @@ def parse(fields: Any, path: Path, number: int) -> Record:
             f"{where}: its text has {markers} {MEDIA_MARKER} markers, but it names {len(images)} images; "
             "give one image for each marker, in order."
         )
-    return Record(where, name, turns, tuple(path.parent / _file_name(image, where) for image in images), fields)
+    files = tuple(path.parent / _file_name(image, where) for image in images)
+    return Record(where, name, turns, files, fields, others)
+
+
+def _conversation(fields: dict[str, Any], where: str) -> tuple[tuple[Turn, ...], list[Any]]:
+    """The turns, and the images that are named within them."""
+    if "messages" in fields:
+        turns, named = _turns(fields["messages"], where, "messages", "role", "content")
+    elif "conversations" in fields:
+        turns, named = _turns(fields["conversations"], where, "conversations", "from", "value")
+    else:
+        raise DataError(
+            f"{where}: expected 'messages' (with 'images') or 'conversations' (with 'image'), found neither."
+        )
+    system = system_of(fields)
+    if system is None:
+        return turns, named
+    if turns[0].role == "system":
+        raise DataError(f"{where}: its first turn is the system's, but it has 'system' beside its turns too; keep one.")
+    return (Turn("system", system), *turns), named
+
+
+def _beside(fields: dict[str, Any], where: str) -> list[Any]:
+    """The images that are named beside the turns."""
+    both = [_several(fields.get(name)) for name in ("images", "image")]
+    if all(both):
+        raise DataError(f"{where}: it has 'images' and 'image'; name all images in one of them.")
+    images = both[0] or both[1]
+    for image in images:
+        check_image(image)
+    return [image.get("path") if isinstance(image, dict) else image for image in images]
 
 
 def _several(value: Any) -> list[Any]:
@@ -142,11 +189,13 @@ def _turns(items: Any, where: str, name: str, role_key: str, text_key: str) -> t
     turns, images = [], []
     for item in items:
         role, content = (item.get(role_key), item.get(text_key)) if isinstance(item, dict) else (None, None)
+        learned, others = written_in_turn(item, (role_key, text_key)) if isinstance(item, dict) else (True, {})
+        content = "" if content is None and "tool_calls" in others else content
         text, named = _parts(content, where) if isinstance(content, list) else (content, [])
         if not isinstance(role, str) or not isinstance(text, str):
             raise DataError(f"{where}: every turn in '{name}' needs '{role_key}' and '{text_key}', both strings.")
         _refuse_halves(text, where)
-        turns.append(Turn(_LLAVA_ROLES.get(role, role), text))
+        turns.append(Turn(_LLAVA_ROLES.get(role, role), text, learned, others))
         images += named
     return tuple(turns), images
 
@@ -156,6 +205,8 @@ def _parts(parts: list[Any], where: str) -> tuple[str, list[Any]]:
     text, images = "", []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, dict) and kind in ("text", "image", "image_url"):
+            check_part(part)
         if kind == "text" and isinstance(part.get("text"), str):
             text += part["text"]
         elif kind in ("image", "image_url"):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flowtrain_lightning.data.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -73,6 +75,11 @@ class ImageProcessor:
                 f"ImageProcessor got min_pixels={self.min_pixels} and max_pixels={self.max_pixels}; "
                 f"(patch_size * merge_size) ** 2 = {self._block**2} <= min_pixels <= max_pixels must hold."
             )
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever some image would become something else."""
+        return fingerprint(asdict(self))
 
     @property
     def patch_dim(self) -> int:
@@ -149,21 +156,36 @@ class ImageProcessor:
         """
         with _opened(path) as opened:
             image = _upright(_decode(opened))
-        grid = self.size(image.height, image.width)
+        size = image.height, image.width
+        grid = self.size(*size)
         if augment is not None:
             image = augment(image)
         image = _flat(image, "RGB" if self.channels == 3 else "L")
+        return self.cut(self.values(image, grid, size), grid), grid
+
+    def values(self, image: Image, grid: tuple[int, int], size: tuple[int, int]) -> NDArray[np.float32]:
+        """What the encoder sees of an image.
+
+        Args:
+            image: upright, in colour or grey as ``channels`` says, of any size.
+            grid: the height and width in patches that it gets.
+            size: the height and width in pixels that it had before it was augmented.
+
+        Returns:
+            ``[height, width, channels]`` normalised values.
+        """
         height, width = grid[0] * self.patch_size, grid[1] * self.patch_size
         scaled = self.fixed_size or (height, width)
         image = image.resize((scaled[1], scaled[0]), _pillow().Resampling.BICUBIC)
-        return self._cut(np.asarray(image, dtype=np.float32)[:height, :width], grid), grid
-
-    def _cut(self, pixels: NDArray[np.float32], grid: tuple[int, int]) -> NDArray[np.float32]:
-        merge, side = self.merge_size, self.patch_size
+        pixels = np.asarray(image, dtype=np.float32)[:height, :width].reshape(height, width, self.channels)
         mean, std = np.asarray(self.mean, np.float32), np.asarray(self.std, np.float32)
-        values = pixels.reshape(*pixels.shape[:2], self.channels) / np.float32(255)
-        normal: NDArray[np.float32] = ((values - mean) / std).astype(np.float32, copy=False)
-        blocks = normal.reshape(grid[0] // merge, merge, side, grid[1] // merge, merge, side, self.channels)
+        normal: NDArray[np.float32] = ((pixels / np.float32(255) - mean) / std).astype(np.float32, copy=False)
+        return normal
+
+    def cut(self, values: NDArray[np.float32], grid: tuple[int, int]) -> NDArray[np.float32]:
+        """``[height, width, channels]`` values -> ``[patches, patch_dim]`` in the encoder's order."""
+        merge, side = self.merge_size, self.patch_size
+        blocks = values.reshape(grid[0] // merge, merge, side, grid[1] // merge, merge, side, self.channels)
         # -> block down, block across, patch down, patch across, channel, pixel down, pixel across
         ordered = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
         return np.ascontiguousarray(ordered).reshape(-1, self.patch_dim)

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from flowtrain_lightning.data.conversation import ChatTemplate
+from flowtrain_lightning.data.conversation import Template
 from flowtrain_lightning.data.fingerprint import file_fingerprint, fingerprint
 from flowtrain_lightning.data.formats import DataError, LocatedRecord, Record, read, scan
 from flowtrain_lightning.data.image_processor import ImageError, ImageProcessor
@@ -92,7 +92,7 @@ class Measure:
     """
 
     tokenizer: Tokenizer
-    template: ChatTemplate
+    template: Template
     images: ImageProcessor
     unreadable: Unreadable
     prompt: bool
@@ -100,7 +100,7 @@ class Measure:
     @property
     def fingerprint(self) -> str:
         """Changes with anything that may change a size."""
-        rule = [asdict(self.template), asdict(self.images), self.unreadable, self.prompt]
+        rule = [self.template.fingerprint, self.images.fingerprint, self.unreadable, self.prompt]
         return fingerprint([_FORMAT, self.tokenizer.fingerprint, rule])
 
 

@@ -1,12 +1,38 @@
 """Vision-language models of Hugging Face, trained as they are.
 
-Importing this package does not import ``transformers``; building a model does.
+Importing this package does not import ``transformers``; building a model does. Begin with `pretrained.py`;
+`huggingface_vlm.py` is what all families share, and one file for each says what only it does. What a model reads is in
+`processor.py`: `processor_template.py` writes its conversations, `images.py` makes its pixels.
 """
 
+from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.images import images_of
+from flowtrain_lightning.models.internvl import InternVLM
 from flowtrain_lightning.models.llava import LlavaVLM
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
+from flowtrain_lightning.models.pretrained import Pretrained, from_pretrained
+from flowtrain_lightning.models.processor import Processor, processor_of, template_of
+from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.qwen import QwenVLM
+from flowtrain_lightning.models.smolvlm import SmolVLM
+from flowtrain_lightning.models.tiles import tile_images
 
-__all__ = ["HuggingFaceVLM", "LlavaVLM", "QwenVLM", "images_of", "pack_attention", "sequence_bounds"]
+__all__ = [
+    "HuggingFaceImages",
+    "HuggingFaceVLM",
+    "InternVLM",
+    "LlavaVLM",
+    "Pretrained",
+    "Processor",
+    "ProcessorTemplate",
+    "QwenVLM",
+    "SmolVLM",
+    "from_pretrained",
+    "images_of",
+    "pack_attention",
+    "processor_of",
+    "sequence_bounds",
+    "template_of",
+    "tile_images",
+]

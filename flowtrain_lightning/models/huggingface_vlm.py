@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flowtrain_lightning.data import IGNORED_LABEL, Features, PackedBatch
+from flowtrain_lightning.data import IGNORED_LABEL, Features, FlowDataModule, PackedBatch
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
+from flowtrain_lightning.models.processor import Processor, processor_of
 from flowtrain_lightning.module import FlowModule
 
 
@@ -35,6 +38,10 @@ class HuggingFaceVLM(FlowModule):
         lr: of AdamW.
         weight_decay: of AdamW, on matrices only.
         max_new_tokens: how many tokens a prediction has at most; it ends sooner at the token that the model ends with.
+        processor: the name or folder of Hugging Face whose tokenizer, chat template and image processor the data module
+            takes where it is given none; None: that of ``model``, where it is a name or folder.
+        min_pixels: of an image, in place of the processor's own; for Qwen alone.
+        max_pixels: of an image, in place of the processor's own; for Qwen alone.
         generation: what ``transformers``' own ``generate`` does, as the dictionary of a ``GenerationConfig``; None: as
             the name or folder says. It only goes into the folder that is saved.
 
@@ -54,6 +61,9 @@ class HuggingFaceVLM(FlowModule):
         lr: float = 1e-5,
         weight_decay: float = 0.0,
         max_new_tokens: int = 32,
+        processor: str | Path | None = None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
         generation: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -70,6 +80,9 @@ class HuggingFaceVLM(FlowModule):
                 "lr": lr,
                 "weight_decay": weight_decay,
                 "max_new_tokens": max_new_tokens,
+                "processor": None if (processor or self._source) is None else str(processor or self._source),
+                "min_pixels": min_pixels,
+                "max_pixels": max_pixels,
                 "generation": None if generation is None else dict(generation),
             }
         )
@@ -86,8 +99,37 @@ class HuggingFaceVLM(FlowModule):
         if config.model_type not in self.families:
             raise ValueError(
                 f"{type(self).__name__} does not train models of type {config.model_type!r}. QwenVLM trains qwen2_vl, "
-                "qwen2_5_vl and qwen3_vl, LlavaVLM trains llava; for others write a HuggingFaceVLM of your own "
-                "(docs/guide.md)."
+                "qwen2_5_vl and qwen3_vl, LlavaVLM trains llava, InternVLM trains internvl, SmolVLM trains "
+                "smolvlm; for others write a HuggingFaceVLM of your own (docs/models.md)."
+            )
+
+    # ---- what it reads ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def processor(self) -> Processor | None:
+        """The model's own tokenizer, chat template and images, for the data module; None of a model without name."""
+        source = self.hparams["processor"]
+        return source and processor_of(source, self.hparams["min_pixels"], self.hparams["max_pixels"])
+
+    def setup(self, stage: str) -> None:
+        """Refuses data that write images by another token than the model looks for.
+
+        Raises:
+            ValueError: they do.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, FlowDataModule):
+            return
+        try:
+            written = data.template.image_id(data.tokenizer)
+        except ValueError:
+            return  # no such token: no image can be written, and whoever has one was told so
+        wanted = image_token_id(_read_config(self.hparams["model"]))
+        if written != wanted:
+            raise ValueError(
+                f"The data module writes token {written} for a row of features, but the model looks for {wanted} "
+                "(image_token_id of its config). Give the data module the tokenizer and template of this model, or "
+                "none: it then takes the model's own."
             )
 
     # ---- building -----------------------------------------------------------------------------------------------
@@ -106,6 +148,7 @@ class HuggingFaceVLM(FlowModule):
             self.model = Maker.from_config(_read_config(self.hparams["model"]), dtype=dtype)
         if self.hparams["generation"] is not None:
             self.model.generation_config = GenerationConfig(**self.hparams["generation"])
+        _refuse_seeing_ahead(self.model)
         self.model.train()  # from_pretrained leaves it in evaluation mode
         pack_attention(self._text)
         if self.hparams["recompute"]:
@@ -198,6 +241,28 @@ class HuggingFaceVLM(FlowModule):
             {"params": [p for p in training if p.ndim <= 1], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=self.hparams["lr"])
+
+
+def _refuse_seeing_ahead(model: Any) -> None:
+    """Refuses decoders in which tokens see those behind them, as Gemma 3's and PaliGemma's images: they need a mask.
+
+    Such models are told by ``token_type_ids`` which tokens these are.
+
+    Raises:
+        ValueError: the model is one.
+    """
+    if "token_type_ids" in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"In {type(model).__name__} the tokens of an image see each other, whichever comes first. Packed attention "
+            "has no mask for that, and training without it would be wrong without a word; train a model whose decoder "
+            "is causal (Qwen-VL, LLaVA, InternVL)."
+        )
+
+
+def image_token_id(config: Any) -> int:
+    """The token that stands for a row of features of an image, by either name that configs have for it."""
+    found: int | None = getattr(config, "image_token_id", None)
+    return int(config.image_token_index) if found is None else found
 
 
 def _read_config(model: str | Path | Mapping[str, Any] | Any) -> Any:

@@ -2,47 +2,91 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.data import ImageProcessor
+from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
 
 
 def images_of(model: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessor:
     """What a Hugging Face model's own image processor does to images, for ``FlowDataModule(images=...)``.
 
-    Patches equal those of Qwen's image processor. Towers that want images of one size (CLIP, SigLIP) get whole images
-    scaled to that size, where CLIP's processor cuts the margins off images that are not square.
+    Equal to the bit with its Pillow backend: Qwen's patches by our own code, whatever has tiles of one size (CLIP's and
+    SigLIP's towers, InternVL, SmolVLM, Gemma 3) by the processor itself.
 
     Args:
         model: the model's name or folder.
-        min_pixels: in place of the model's own, see `ImageProcessor`.
-        max_pixels: in place of the model's own, see `ImageProcessor`.
+        min_pixels: of an image, in place of the model's own; for Qwen alone.
+        max_pixels: of an image, in place of the model's own; for Qwen alone.
 
     Raises:
         ValueError: its image processor is of another kind, or computes pixels in another way.
     """
     from transformers import AutoConfig, AutoImageProcessor
 
-    processor = AutoImageProcessor.from_pretrained(model)
-    settings: dict[str, Any] = {"mean": tuple(processor.image_mean), "std": tuple(processor.image_std)}
-    match type(processor).__name__.removesuffix("Pil"):
-        case "Qwen2VLImageProcessor":
-            settings |= {"patch_size": processor.patch_size, "merge_size": processor.merge_size}
-            settings |= {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
-        case "CLIPImageProcessor" | "LlavaImageProcessor" | "SiglipImageProcessor":
-            tower = AutoConfig.from_pretrained(model).vision_config
-            size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
-            settings |= {"patch_size": tower.patch_size, "merge_size": 1, "fixed_size": (size["height"], size["width"])}
-        case kind:
-            raise ValueError(
-                f"The image processor of {model} is a {kind}, but only those of Qwen, CLIP, LLaVA and SigLIP can be "
-                "followed. Say what it does yourself: FlowDataModule(images=ImageProcessor(...))."
-            )
-    _check_pixels(processor, model)
+    processor = AutoImageProcessor.from_pretrained(model, backend="pil")
+    config = AutoConfig.from_pretrained(model)
     bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    return ImageProcessor(**settings | {name: pixels for name, pixels in bounds.items() if pixels is not None})
+    given = {name: pixels for name, pixels in bounds.items() if pixels is not None}
+    kind = type(processor).__name__.removesuffix("Pil").removesuffix("ImageProcessor")
+    if kind == "Qwen2VL":
+        return _patches(processor, given, model)
+    if given:
+        raise ValueError(
+            f"The images of {model} have one size, so that {' and '.join(given)} mean nothing; leave them out."
+        )
+    return _tiles(kind, processor, config, model)
+
+
+def _patches(processor: Any, bounds: dict[str, int], model: str | Path) -> ImageProcessor:
+    """Qwen's, of any size."""
+    _check_pixels(processor, model)
+    return ImageProcessor(
+        patch_size=processor.patch_size,
+        merge_size=processor.merge_size,
+        min_pixels=bounds.get("min_pixels", processor.size["shortest_edge"]),
+        max_pixels=bounds.get("max_pixels", processor.size["longest_edge"]),
+        mean=tuple(processor.image_mean),
+        std=tuple(processor.image_std),
+    )
+
+
+def _tiles(kind: str, processor: Any, config: Any, model: str | Path) -> ImageProcessor:
+    """Those of one size, or cut into tiles of one size."""
+    patch = config.vision_config.patch_size
+    patch_size = patch[0] if isinstance(patch, list | tuple) else patch
+    options: dict[str, Any] = {}
+    merge, size = 1, processor.size
+    match kind:
+        case "CLIP":
+            size = processor.crop_size if processor.do_center_crop else size
+        case "Llava" | "Siglip":
+            size = processor.crop_size if getattr(processor, "do_center_crop", False) else size
+        case "GotOcr2":
+            merge, options = round(1 / config.downsample_ratio), {"crop_to_patches": True}
+        case "Gemma3":
+            merge = size["height"] // patch_size // math.isqrt(config.mm_tokens_per_image)
+            options = {"do_pan_and_scan": False}
+        case "SmolVLM":
+            side = processor.max_image_size["longest_edge"]
+            merge, size = config.scale_factor, {"height": side, "width": side}
+        case _:
+            raise ValueError(
+                f"The image processor of {model} is a {kind}ImageProcessor, but only those of Qwen-VL, CLIP, "
+                "LLaVA-1.5, SigLIP, InternVL, SmolVLM and Gemma 3 can be followed. Say what it does yourself: "
+                "FlowDataModule(images=ImageProcessor(...))."
+            )
+    return HuggingFaceImages(
+        patch_size=patch_size,
+        merge_size=merge,
+        fixed_size=(size["height"], size["width"]),
+        settings=json.loads(processor.to_json_string()),
+        processor=processor,
+        options=options,
+    )
 
 
 def _check_pixels(processor: Any, model: str | Path) -> None:

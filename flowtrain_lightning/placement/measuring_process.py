@@ -76,6 +76,7 @@ def measure_if_asked(trainer: L.Trainer, module: FlowModule) -> None:
     die_with_parent(parent=int(parent))
     data = copy.copy(trainer.datamodule)  # type: ignore[attr-defined]
     data.trainer = None  # which says how steps are dealt to ranks
+    data.read_as(module)
     origin = origin_of(module, data, trainer.strategy.root_device, str(trainer.precision))  # as the run finds it
     profile = profile_module(
         module,

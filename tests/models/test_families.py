@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+import flowtrain_lightning as flow
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia
 from flowtrain_lightning.data.collate import pack_images, pack_sequences
 from tests.exactness.compare import error
@@ -69,6 +70,10 @@ def as_hugging_face_takes_it(batch: PackedBatch, media: PackedMedia | None, conf
         return inputs
     if config.model_type == "llava":
         return {**inputs, "pixel_values": media.images()}
+    if config.model_type == "internvl":
+        return {**inputs, "pixel_values": flow.models.tile_images(media, high=4)}
+    if config.model_type == "smolvlm":
+        return {**inputs, "pixel_values": flow.models.tile_images(media, high=4)[None]}
     still = media.patches.view(len(media.patches), 3, 1, -1).repeat(1, 1, 2, 1).flatten(1)
     grid = torch.tensor([[1, *sides] for sides in media.grid.tolist()])
     kinds = (batch.tokens == config.image_token_id).int()[None]

@@ -206,3 +206,15 @@ def test_patches_of_another_size_are_refused():
     patches = torch.zeros(4, images.patch_dim).numpy()
     with pytest.raises(ValueError, match=r"have 588 numbers, but the tower takes patches of 4 x 4 pixels, 48 numbers"):
         built().encode(pack_images([LoadedImage(patches, (2, 2), 1)]))
+
+
+def test_decoders_that_see_ahead_are_refused():
+    class Gemma(flow.models.HuggingFaceVLM):
+        families = ("gemma3",)
+
+    config = transformers.Gemma3Config(
+        text_config={"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 32},
+        vision_config={"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+    )
+    with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration the tokens of an image see each other"):
+        Gemma(config).configure_model()

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import transformers
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
 import flowtrain_lightning as flow
 from flowtrain_lightning.data import ImageProcessor
+from flowtrain_lightning.models import HuggingFaceImages
 from tests.tiny import IMAGES, CharTokenizer
 
 _IMAGE = CharTokenizer.specials.index("<|image_pad|>")
@@ -37,6 +41,21 @@ _SQUARE = {
 _LLAMA = {**_TEXT, "model_type": "llama", "head_dim": 8, "pad_token_id": 0}
 
 SQUARE = ImageProcessor(patch_size=4, merge_size=1, fixed_size=(16, 16))
+
+
+def _internvl_images() -> HuggingFaceImages:
+    """Up to four tiles and one of the whole image, each of 16 x 16 pixels."""
+    processor = transformers.GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=True, min_patches=1, max_patches=4
+    )
+    options = {"crop_to_patches": True}
+    return HuggingFaceImages(patch_size=4, merge_size=2, fixed_size=(16, 16), processor=processor, options=options)
+
+
+def _smolvlm_images() -> HuggingFaceImages:
+    """Up to four tiles and one of the whole image, each of 16 x 16 pixels."""
+    processor = SmolVLMImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    return HuggingFaceImages(patch_size=4, merge_size=2, fixed_size=(16, 16), processor=processor)
 
 
 @dataclass(frozen=True)
@@ -102,4 +121,27 @@ FAMILIES = {
         SQUARE,
     ),
 }
+FAMILIES["internvl"] = Family(
+    flow.models.InternVLM,
+    {
+        "model_type": "internvl",
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_SQUARE, "image_size": [16, 16], "patch_size": [4, 4]},
+        "image_token_id": _IMAGE,
+        "image_seq_length": 4,
+    },
+    _internvl_images(),
+)
+FAMILIES["smolvlm"] = Family(
+    flow.models.SmolVLM,
+    {
+        "model_type": "smolvlm",
+        "text_config": _LLAMA,
+        "vision_config": {**_SQUARE, "model_type": "smolvlm_vision"},
+        "image_token_id": _IMAGE,
+        "scale_factor": 2,
+        "tie_word_embeddings": False,
+    },
+    _smolvlm_images(),
+)
 FAMILIES["qwen2_vl, tied"] = Family(flow.models.QwenVLM, {**FAMILIES["qwen2_vl"].config, "tie_word_embeddings": True})

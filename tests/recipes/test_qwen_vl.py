@@ -16,6 +16,7 @@ from tests.models.tiny import FAMILIES
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "tests" / "models" / "chat_templates" / "qwen2_5_vl.jinja"
 DRAWINGS = ROOT / "recipes" / "quickstart"
 SECONDS = 150  # the longest wait on a busy machine
 PATCH = 8  # of the drawings, in pixels
@@ -26,7 +27,8 @@ FIT += ["--trainer.val_check_interval", "2", "--trainer.limit_val_batches", "1"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What `hf download` gives: weights, tokenizer, and how images are processed."""
+    """What `hf download` gives: weights, tokenizer, chat template, and how images are processed."""
+    shutil.copy(TEMPLATE, tmp_path / "chat_template.jinja")
     shutil.copy(DRAWINGS / "tokenizer.json", tmp_path)
     tokenizer = Tokenizer.from_file(str(DRAWINGS / "tokenizer.json"))
     config = dict(FAMILIES["qwen2_5_vl"].config)
@@ -44,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder):
     recipe = (ROOT / "recipes" / "qwen_vl" / "config.yaml").read_text(encoding="utf-8")
-    assert recipe.count("models/qwen") == 4, "once where it says how to get it"
+    assert recipe.count("models/qwen") == 2, "once where it says how to get it"
     config = folder / "config.yaml"
     config.write_text(recipe.replace("models/qwen", str(folder)).replace("max_pixels: 1003520", "max_pixels: 4096"))
     data = [f"--data.{stage}={DRAWINGS}/data/{stage}.jsonl" for stage in ("train", "val")]

@@ -1,0 +1,91 @@
+"""What else a record may hold: what is obeyed, what a template may write, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_MODALITIES = ("video", "videos", "audio", "audios")
+_PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images", "margin")
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width", "detail")
+_WRITING = ("documents", "chat_template", "chat_template_kwargs", "enable_thinking", "reasoning_content", "channel")
+_WEIGHTS = ("weight", "loss_scale", "channel_weights")
+
+_WRITTEN = ("tools",)
+"""What stands beside the turns and is for the template to write."""
+
+_IMAGE_PART = frozenset({"type", "image", "path", "url", "image_url", "text"})
+
+
+class NotUnderstoodError(ValueError):
+    """A record holds something that would change what is learned and that nothing here obeys; says what."""
+
+
+def system_of(fields: Mapping[str, Any]) -> str | None:
+    """What a record says beside its turns to come first, as the system's.
+
+    Raises:
+        NotUnderstoodError: it is no text.
+    """
+    system = fields.get("system")
+    if system is not None and not isinstance(system, str):
+        raise NotUnderstoodError(f"its 'system' must be a string, but is a {type(system).__name__}")
+    return system or None
+
+
+def written_beside_turns(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record holds for the template to write beside its turns, such as ``tools``.
+
+    Raises:
+        NotUnderstoodError: it holds what nothing here obeys.
+    """
+    for name in (*_MODALITIES, *_PREFERENCES, *_SIZES, *_WRITING, *_WEIGHTS):
+        if fields.get(name) not in (None, [], {}, ""):
+            raise NotUnderstoodError(f"it holds {name!r}, which is not supported; take it out")
+    return {name: fields[name] for name in _WRITTEN if fields.get(name)}
+
+
+def written_in_turn(turn: Mapping[str, Any], usual: tuple[str, str]) -> tuple[bool, dict[str, Any]]:
+    """Whether a turn may be learned, and what it holds for the template to write beside its role and text.
+
+    Args:
+        turn: the turn.
+        usual: the names of its role and its text.
+
+    Raises:
+        NotUnderstoodError: its weight is neither 0 nor 1.
+    """
+    learned = True
+    others = {name: value for name, value in turn.items() if name not in usual and value not in (None, [], {})}
+    for name in ("weight", "loss"):
+        given = others.pop(name, None)
+        if given not in (None, 0, 1):
+            raise NotUnderstoodError(f"a turn has {name}={given!r}; only 0 (not learned) and 1 are supported")
+        learned &= given in (None, 1)
+    return learned, others
+
+
+def check_image(image: Any) -> None:
+    """Refuses what is said of an image and not obeyed, such as a size of its own.
+
+    Raises:
+        NotUnderstoodError: it holds that.
+    """
+    named = [name for name in _SIZES if isinstance(image, Mapping) and image.get(name) is not None]
+    if named:
+        raise NotUnderstoodError(
+            f"an image has {named[0]!r} of its own; all images follow one rule, so take it out and set the rule for all"
+        )
+
+
+def check_part(part: Mapping[str, Any]) -> None:
+    """Refuses what a part of a content says and is not obeyed.
+
+    Raises:
+        NotUnderstoodError: it holds that.
+    """
+    check_image(part)
+    check_image(part.get("image_url"))
+    unknown = sorted(part.keys() - _IMAGE_PART)
+    if unknown:
+        raise NotUnderstoodError(f"a part of a content has {unknown[0]!r}, which is not understood; take it out")

@@ -1,0 +1,78 @@
+"""Pixels as a Hugging Face image processor makes them, for towers that take tiles of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowtrain_lightning.data import ImageProcessor
+from flowtrain_lightning.data.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class HuggingFaceImages(ImageProcessor):
+    """What the model's own image processor does: crop, cut into tiles, scale and normalise.
+
+    ``fixed_size`` is that of a tile, and ``merge_size ** 2`` patches of it become one row of features. The tiles of an
+    image stand one below the other, in the processor's order, so that its grid is as wide as one tile and as high as
+    all of them; `tile_images` takes them apart again.
+
+    Attributes:
+        settings: of the processor, for comparing.
+        processor: the image processor of Hugging Face.
+        options: what the model's processor tells it at every call.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    processor: Any = field(default=None, repr=False, compare=False)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes whenever some image would become something else."""
+        rule = [self.patch_size, self.merge_size, self.fixed_size, dict(self.options)]
+        return fingerprint([type(self.processor).__name__, dict(self.settings), *rule])
+
+    def tiles(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of the tiles of an image; (0, 0) where it is not cut."""
+        if not hasattr(self.processor, "max_image_size"):
+            return 0, 0
+        _, high, wide = self.processor.get_number_of_image_patches(height, width)
+        return int(high), int(wide)
+
+    def tiles_of(self, path: Path) -> tuple[int, int]:
+        """Rows and columns of the tiles of the image of a file, from its header."""
+        return self.tiles(*self.header(path))
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width in patches of all tiles of an image of ``height x width`` pixels.
+
+        Raises:
+            ImageError: the image has no pixels or is too long and thin.
+        """
+        high, wide = super().size(height, width)
+        return high * self._count(height, width), wide
+
+    def values(self, image: Image, grid: tuple[int, int], size: tuple[int, int]) -> NDArray[np.float32]:
+        """What the encoder sees of an image, tile below tile: ``[height, width, channels]`` normalised values."""
+        if (image.height, image.width) != size and grid != self.size(image.height, image.width):
+            image = image.resize((size[1], size[0]))  # the plan counts on the tiles of the original
+        found = self.processor(image, return_tensors="np", **self.options)["pixel_values"]
+        high, wide = (side // self.patch_size * self.patch_size for side in found.shape[-2:])
+        tiles = np.asarray(found, dtype=np.float32).reshape(-1, *found.shape[-3:])[..., :high, :wide]
+        return np.ascontiguousarray(tiles.transpose(0, 2, 3, 1)).reshape(-1, wide, self.channels)
+
+    def _count(self, height: int, width: int) -> int:
+        if hasattr(self.processor, "crop_to_patches"):
+            return int(self.processor.get_number_of_image_patches(height, width, dict(self.options)))
+        high, wide = self.tiles(height, width)
+        return high * wide + 1

@@ -1,0 +1,85 @@
+"""What each family's processor writes where its chat template leaves a place for an image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ImageWords:
+    """How an image stands in the text of one family.
+
+    Attributes:
+        place: what the chat template writes for an image.
+        token: stands for rows of features; where several follow each other it is written once, and said how often.
+        tiled: what is written depends on how the image was cut into tiles, not only on how many rows it has.
+        write: rows of features, rows and columns of tiles -> the text, and how often each ``token`` in it stands.
+    """
+
+    place: str
+    token: str
+    tiled: bool
+    write: Callable[[int, tuple[int, int]], tuple[str, list[int]]]
+
+
+def image_words(config: Any, tokenizer: Any, settings: Mapping[str, Any]) -> ImageWords:
+    """How images stand in the text of a model.
+
+    Args:
+        config: the model's.
+        tokenizer: the model's, of Hugging Face.
+        settings: of the model's processor, as its files hold them.
+
+    Raises:
+        ValueError: the family is not known.
+    """
+
+    def named(attribute: str, usual: str) -> str:
+        return str(getattr(tokenizer, attribute, None) or usual)
+
+    match config.model_type:
+        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_vl_moe":
+            return _run(named("image_token", "<|image_pad|>"))
+        case "llava" | "llava_onevision":
+            return _run(named("image_token", settings.get("image_token", "<image>")))
+        case "internvl":
+            token = named("context_image_token", "<IMG_CONTEXT>")
+            return _run(token, token, named("start_image_token", "<img>"), named("end_image_token", "</img>"))
+        case "gemma3":
+            begin, end = named("boi_token", "<start_of_image>"), named("eoi_token", "<end_of_image>")
+            token = named("image_token", "<image_soft_token>")
+            return _run(token, begin, f"\n\n{begin}", f"{end}\n\n")
+        case "smolvlm":
+            return _tiles(
+                named("image_token", "<image>"),
+                named("fake_image_token", "<fake_token_around_image>"),
+                named("global_image_token", "<global-img>"),
+            )
+        case family:
+            raise ValueError(
+                f"How a model of type {family!r} writes images is not known here; known are Qwen2-VL, Qwen2.5-VL, "
+                "Qwen3-VL, LLaVA-1.5, LLaVA-OneVision, InternVL3, SmolVLM2 and Gemma 3. Write a ChatTemplate: "
+                "FlowDataModule(template=ChatTemplate(...))."
+            )
+
+
+def _run(token: str, place: str | None = None, before: str = "", after: str = "") -> ImageWords:
+    """All rows of features one after another."""
+    return ImageWords(place or token, token, False, lambda rows, tiles: (f"{before}{token}{after}", [rows]))
+
+
+def _tiles(token: str, border: str, whole: str) -> ImageWords:
+    """SmolVLM's: tile by tile, each with its row and column, and last the whole image."""
+
+    def write(rows: int, tiles: tuple[int, int]) -> tuple[str, list[int]]:
+        high, wide = tiles
+        text = ""
+        for down in range(1, high + 1):
+            text += "".join(f"{border}<row_{down}_col_{across}>{token}" for across in range(1, wide + 1)) + "\n"
+        text += "\n" if high else ""
+        number = high * wide + 1
+        return f"{text}{border}{whole}{token}{border}", [rows // number] * number
+
+    return ImageWords(token, token, True, write)

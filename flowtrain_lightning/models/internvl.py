@@ -1,0 +1,32 @@
+"""InternVL: an image becomes up to twelve tiles and one of the whole, each for a tower that takes one size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
+from flowtrain_lightning.models.tiles import tile_images
+
+
+class InternVLM(HuggingFaceVLM):
+    """InternVL3 in the form that ``transformers`` has. See `HuggingFaceVLM` for the arguments.
+
+    The data module must cut images into the model's tiles: ``images=images_of(...)``.
+    """
+
+    families = ("internvl",)
+    halves: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "encoder": ("model.model.vision_tower", "model.model.multi_modal_projector"),
+        "backbone": ("model.model.language_model", "model.lm_head"),
+    }
+
+    def encode(self, media: PackedMedia) -> Tensor:
+        """Tiles -> ``[sum(media.rows), width]``: a row of features per token, tile after tile."""
+        tower: Any = self.model.config.vision_config
+        tiles = tile_images(media, tower.image_size[0] // tower.patch_size[0])
+        features: Tensor = self.model.model.get_image_features(tiles, return_dict=True).pooler_output
+        return features.flatten(0, 1)

@@ -1,0 +1,65 @@
+"""A pretrained model and all that its data need, from one name or folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowtrain_lightning.data import ImageProcessor, Tokenizer
+from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
+from flowtrain_lightning.models.internvl import InternVLM
+from flowtrain_lightning.models.llava import LlavaVLM
+from flowtrain_lightning.models.processor_template import ProcessorTemplate
+from flowtrain_lightning.models.qwen import QwenVLM
+from flowtrain_lightning.models.smolvlm import SmolVLM
+
+_TRAINED: tuple[type[HuggingFaceVLM], ...] = (QwenVLM, LlavaVLM, InternVLM, SmolVLM)
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A pretrained model.
+
+    Attributes:
+        module: what is trained. A `FlowDataModule` that is trained with it and names no tokenizer, template or images
+            takes those below by itself.
+        tokenizer: text to ids and back.
+        template: how the model's conversations are written.
+        images: what becomes of the model's images.
+    """
+
+    module: HuggingFaceVLM
+    tokenizer: Tokenizer
+    template: ProcessorTemplate
+    images: ImageProcessor
+
+
+def from_pretrained(model: str | Path, **settings: Any) -> Pretrained:
+    """A model of Hugging Face with its own tokenizer, chat template and image processor.
+
+    Args:
+        model: the model's name or folder.
+        settings: arguments of the `HuggingFaceVLM` that trains it, such as ``lr`` or ``frozen``.
+
+    Raises:
+        ValueError: no module here trains its family, or its files lack something.
+    """
+    module = _kind(model)(model, **settings)
+    processor = module.processor
+    assert processor is not None, "a model that has a name has a processor"
+    return Pretrained(module, processor.tokenizer, processor.template, processor.images)
+
+
+def _kind(model: str | Path) -> type[HuggingFaceVLM]:
+    from transformers import AutoConfig
+
+    family = AutoConfig.from_pretrained(model).model_type
+    for kind in _TRAINED:
+        if family in kind.families:
+            return kind
+    trained = ", ".join(name for kind in _TRAINED for name in kind.families)
+    raise ValueError(
+        f"{model} is of type {family!r}; the families that train are {trained}. For others write a HuggingFaceVLM of "
+        "your own (docs/models.md)."
+    )

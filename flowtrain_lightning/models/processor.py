@@ -1,0 +1,91 @@
+"""What a pretrained model reads: its tokenizer, its chat template and its images, from its name or folder."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowtrain_lightning.data import ImageProcessor, Tokenizer, open_tokenizer
+from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
+from flowtrain_lightning.models.image_words import image_words
+from flowtrain_lightning.models.images import images_of
+from flowtrain_lightning.models.processor_template import ProcessorTemplate, Tiles
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What a model reads, for ``FlowDataModule``.
+
+    Attributes:
+        tokenizer: text to ids and back.
+        template: how a conversation is written.
+        images: what becomes of images.
+    """
+
+    tokenizer: Tokenizer
+    template: ProcessorTemplate
+    images: ImageProcessor
+
+
+def processor_of(model: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
+    """All that the data module needs to know of a model. See `template_of` and `images_of`.
+
+    Args:
+        model: the model's name or folder.
+        min_pixels: of an image, in place of the model's own; for Qwen alone.
+        max_pixels: of an image, in place of the model's own; for Qwen alone.
+
+    Raises:
+        ValueError: something of it is not known here.
+    """
+    tokenizer, images = _tokenizer(model), images_of(model, min_pixels, max_pixels)
+    tiles = images.tiles_of if isinstance(images, HuggingFaceImages) else None
+    return Processor(open_tokenizer(tokenizer), _template(model, tokenizer, tiles), images)
+
+
+def template_of(model: str | Path) -> ProcessorTemplate:
+    """The chat template of a model, for ``FlowDataModule(template=...)``.
+
+    Args:
+        model: the model's name or folder.
+
+    Raises:
+        ValueError: it has none, or how it writes images is not known here.
+    """
+    return _template(model, _tokenizer(model), None)
+
+
+def _tokenizer(model: str | Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{model} has no tokenizer that transformers can open. Name a folder that has one, as QwenVLM(..., "
+            "processor=FOLDER), or give the data module all of it: FlowDataModule(tokenizer=..., template=..., "
+            "images=...)."
+        ) from error
+
+
+def _template(model: str | Path, tokenizer: Any, tiles: Tiles | None) -> ProcessorTemplate:
+    from transformers import AutoConfig, ProcessorMixin
+
+    # Its settings alone: most processors cannot be built without torchvision, which only their videos need.
+    settings: dict[str, Any] = {}
+    with suppress(OSError):  # a model whose processor has no file of its own
+        settings, _ = ProcessorMixin.get_processor_dict(model)
+    template = settings.get("chat_template") or tokenizer.chat_template
+    template = template["default"] if isinstance(template, dict) else template
+    if template is None:
+        raise ValueError(
+            f"{model} has no chat template. Say how conversations are written: "
+            "FlowDataModule(template=ChatTemplate(...))."
+        )
+    words = image_words(AutoConfig.from_pretrained(model), tokenizer, settings)
+    if words.tiled and tiles is None:
+        images = images_of(model)
+        tiles = images.tiles_of if isinstance(images, HuggingFaceImages) else None
+    return ProcessorTemplate(tokenizer, template, words, tiles)

@@ -1,0 +1,283 @@
+"""Conversations as the model's own chat template and processor write them, token for token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flowtrain_lightning.data import DataError, Record, Tokenizer, TokenSequence, Turn, open_tokenizer
+from flowtrain_lightning.data.conversation import ASSISTANT, shifted_labels, turns_to_write
+from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.data.formats import MEDIA_MARKER
+from flowtrain_lightning.models.image_words import ImageWords
+from flowtrain_lightning.models.special_tokens import IntArray, SpecialTokens
+
+_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+
+_LISTED = "{'type': 'text'"
+"""How a list of parts looks where a template takes it for text."""
+
+Tiles = Callable[[Path], tuple[int, int]]
+"""An image's file -> rows and columns of the tiles that it is cut into."""
+
+
+class _Written(NamedTuple):
+    """A rendered conversation, and the spans of it that are learned."""
+
+    text: str
+    learned: list[tuple[int, int]]
+
+
+class ProcessorTemplate:
+    """The chat template of a Hugging Face model, with its processor's words for images.
+
+    Special tokens that a record's texts spell are plain text. Learned is what the template marks by
+    ``{% generation %}``, as in ``apply_chat_template(return_assistant_tokens_mask=True)``. Where it marks nothing: from
+    the end of an assistant turn's header to its last special token, found by comparing the conversation with its
+    beginnings.
+
+    Args:
+        tokenizer: the model's, of Hugging Face.
+        template: the chat template, in Jinja.
+        words: how images stand in the text.
+        tiles: tells how an image is cut; needed where ``words.tiled``.
+
+    Raises:
+        ValueError: the tokenizer does not have the tokens that stand for images, or ``tiles`` are missing.
+    """
+
+    def __init__(self, tokenizer: Any, template: str, words: ImageWords, tiles: Tiles | None = None) -> None:
+        self._given = tokenizer
+        self._template = template
+        self._words = words
+        self._tiles = tiles
+        self._special = SpecialTokens(tokenizer)
+        self._marked = _GENERATION.search(template) is not None
+        self._names = dict(tokenizer.special_tokens_map)
+        if words.tiled and tiles is None:
+            raise ValueError("What is written for an image depends on its tiles; give ProcessorTemplate(tiles=...).")
+        missing = [name for name in (words.place, words.token) if name not in self._special.ids]
+        if missing:
+            raise ValueError(
+                f"The tokenizer has no special token {missing[0]!r}, which stands for an image; take the tokenizer "
+                "that belongs to the model."
+            )
+
+    def __repr__(self) -> str:
+        return f"ProcessorTemplate({self.fingerprint})"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes whenever some conversation would be written differently."""
+        words = [self._words.place, *self._words.write(4, (1, 1))]
+        return fingerprint([self._template, words, open_tokenizer(self._given).fingerprint])
+
+    def image_id(self, tokenizer: Tokenizer) -> int:
+        """The id of the token that stands for one row of features of an image."""
+        self._check(tokenizer)
+        return self._special.ids[self._words.token]
+
+    def sequence(self, record: Record, tokenizer: Tokenizer, rows: IntArray, *, prompt: bool = False) -> TokenSequence:
+        """The tokens and labels of a record, see `flowtrain_lightning.data.conversation.Template`.
+
+        Raises:
+            DataError: the template does not write all that the record holds.
+            ValueError: the tokenizer is not that of the template.
+        """
+        self._check(tokenizer)
+        turns = turns_to_write(record.turns, prompt)
+        try:
+            written = self._written(turns, record, prompt)
+        except ValueError as error:
+            raise DataError(f"{record.where}: {error}.") from None
+        return self._tokens(written, record, rows)
+
+    def _check(self, tokenizer: Tokenizer) -> None:
+        if tokenizer.token_to_id(self._words.token) != self._special.ids[self._words.token]:
+            raise ValueError(
+                f"The tokenizer given has not the id {self._special.ids[self._words.token]} for {self._words.token!r}, "
+                "as that of the chat template has. Give both of one model."
+            )
+
+    # ---- from turns to text ---------------------------------------------------------------------------------------
+
+    def _written(self, turns: tuple[Turn, ...], record: Record, prompt: bool) -> _Written:
+        """The text of a conversation, with its own special tokens hidden.
+
+        Raises:
+            ValueError: the template cannot write it, or leaves something out.
+        """
+        others = self._known(record.others)
+        messages = [self._message(turn) for turn in turns]
+
+        @cache
+        def render(count: int, header: bool) -> _Written:
+            return self._render(messages[:count], others, header)
+
+        whole = render(len(messages), bool(prompt))
+        self._refuse_left_out(messages, whole.text)
+        if prompt:
+            return _Written(whole.text, [])
+        answers = [number for number, turn in enumerate(turns) if turn.role == ASSISTANT]
+        if not self._marked:
+            spans = [self._answer(number, whole.text, render) for number in answers if turns[number].learned]
+        elif all(turns[number].learned for number in answers):
+            spans = whole.learned
+        else:
+            until = {number: len(render(number, False).learned) for number in {*answers, *(n + 1 for n in answers)}}
+            of_turns = [whole.learned[until[n] : until[n + 1]] for n in answers if turns[n].learned]
+            spans = [span for of_turn in of_turns for span in of_turn]
+        return _Written(whole.text, spans)
+
+    def _answer(self, number: int, whole: str, render: Callable[..., _Written]) -> tuple[int, int]:
+        """Where in the whole text what an assistant turn says begins and ends."""
+        until = render(number + 1, False).text
+        if number > 0:
+            begin = len(opened := render(number, True).text)
+            same = until.startswith(opened)
+        else:  # a conversation of no turns may be more than a template can write: its header alone is looked for
+            header = render(1, True).text.removeprefix(until)
+            begin = until.find(header) + len(header)
+            same = header in until
+        if not same or not whole.startswith(until):
+            raise ValueError(
+                f"the chat template writes turn {number + 1} otherwise once more turns follow, or than it announces "
+                "it, so that what to learn cannot be told; mark it in the template by {% generation %}"
+            )
+        said = until.rstrip()
+        return begin, max(begin, len(said)) if self._special.ends_with_one(said) else len(until)
+
+    def _render(self, messages: list[dict[str, Any]], others: Mapping[str, Any], header: bool) -> _Written:
+        # transformers' own function, since apply_chat_template tells what is learned only of tokens.
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[messages],
+                chat_template=self._template,
+                return_assistant_tokens_mask=self._marked,
+                add_generation_prompt=header,
+                **self._names,
+                **others,
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template cannot write it ({error})") from None
+        return _Written(texts[0], [(int(begin), int(end)) for begin, end in spans[0]] if self._marked else [])
+
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        content: list[dict[str, str]] = []
+        for number, text in enumerate(turn.text.split(MEDIA_MARKER)):
+            content += [{"type": "image"}] if number else []
+            content += [{"type": "text", "text": self._special.hidden(text)}] if text else []
+        if len(content) > 1 and self._special.spells(turn.text.replace(MEDIA_MARKER, "")):
+            whole = "".join(part.get("text", "") for part in content)
+            if self._special.spells(whole):
+                raise ValueError("its text spells a special token once its images are taken out; change the text")
+        if not content and not turn.others:  # templates ask what a turn without tool calls begins with
+            content = [{"type": "text", "text": ""}]
+        return {"role": self._special.hidden(turn.role), "content": content, **self._known(turn.others)}
+
+    def _known(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        """What stands beside roles and texts, where the template writes it."""
+        for name in others:
+            if not re.search(rf"\b{re.escape(name)}\b", self._template):
+                raise ValueError(f"it holds {name!r}, which the model's chat template does not write; take it out")
+        return {name: self._special.hidden(value) for name, value in others.items()}
+
+    def _refuse_left_out(self, messages: list[dict[str, Any]], text: str) -> None:
+        parts = [part for message in messages for part in message["content"]]
+        at = 0
+        for said in (part["text"] for part in parts if part["type"] == "text"):
+            at = text.find(said.strip(), at)  # many templates take white space off
+            if at < 0:
+                raise ValueError(f"the chat template leaves out or changes the text {said[:60]!r}")
+            at += len(said.strip())
+        if _LISTED in text:
+            raise ValueError("the chat template does not take the text of one of its roles as a list of parts")
+        images = sum(part["type"] == "image" for part in parts)
+        places = text.count(self._words.place)
+        if places != images:
+            raise ValueError(
+                f"the chat template writes {self._words.place!r} {places} times, but the record has {images} images"
+            )
+
+    # ---- from text to tokens --------------------------------------------------------------------------------------
+
+    def _tokens(self, written: _Written, record: Record, rows: IntArray) -> TokenSequence:
+        """The text with its images written out; tokens that overlap a learned span are learned."""
+        pieces = _split(written, self._words.place)
+        text, spans, starts, counts = "", [], [], []
+        for number, (piece, learned) in enumerate(pieces):
+            told, moved = self._told(piece, learned)
+            spans += [(begin + len(text), end + len(text)) for begin, end in moved]
+            text += told
+            if number < len(pieces) - 1:
+                tiles = self._tiles(record.images[number]) if self._words.tiled and self._tiles else (0, 0)
+                known = int(rows[number]) if number < len(rows) else 0
+                words, often = self._words.write(known, tiles)
+                starts.append(len(text))
+                text += self._special.told(words)
+                counts += often
+        around = ([], []) if self._begins_itself(written.text) else (self._special.before, self._special.after)
+        return self._expanded(text, spans, starts, counts, rows, around)
+
+    def _begins_itself(self, text: str) -> bool:
+        """Whether a template writes the token that begins a text, which the tokenizer then does not add."""
+        begin = self._names.get("bos_token")
+        return begin is not None and text.startswith(begin)
+
+    def _told(self, text: str, learned: list[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
+        """A piece of text for the tokenizer, and where its learned spans are then."""
+        borders = sorted({0, len(text), *(border for span in learned for border in span)})
+        told, moved = "", {0: 0}
+        for begin, end in pairwise(borders):
+            told += self._special.told(text[begin:end])
+            moved[end] = len(told)
+        return told, [(moved[begin], moved[end]) for begin, end in learned]
+
+    def _expanded(
+        self,
+        text: str,
+        spans: list[tuple[int, int]],
+        starts: list[int],
+        counts: list[int],
+        rows: IntArray,
+        around: tuple[list[int], list[int]],
+    ) -> TokenSequence:
+        """Tokens of a text in which an image's token stands once for several, each written out as often as it counts.
+
+        The first image of which no rows are known ends the sequence.
+        """
+        (before, behind), (ids, begin, end) = around, self._special.encode(text)
+        learned = np.zeros(len(ids), dtype=bool)
+        for first, last in spans:
+            learned |= (begin < last) & (end > first)
+        media = ids == self._special.ids[self._words.token]
+        often = np.ones(len(ids), dtype=np.int64)
+        often[media] = counts
+        first_tokens = (np.cumsum(often) - often)[np.searchsorted(begin, starts)] + len(before)
+        limit = int(first_tokens[len(rows)]) if len(rows) < len(starts) else None
+        tokens = np.concatenate([before, np.repeat(ids, often), behind]).astype(np.int64)[:limit]
+        is_learned = np.zeros(len(tokens), dtype=bool)
+        repeated = np.repeat(learned & ~media, often)[: len(tokens) - len(before)]
+        is_learned[len(before) : len(before) + len(repeated)] = repeated
+        positions = np.flatnonzero(np.repeat(media, often))[: rows.sum()] + len(before)
+        return TokenSequence(tokens, shifted_labels(tokens, is_learned), first_tokens[: len(rows)], rows, positions)
+
+
+def _split(written: _Written, place: str) -> list[tuple[str, list[tuple[int, int]]]]:
+    """The text between the places of images, each piece with the parts of the learned spans that lie in it."""
+    pieces, start = [], 0
+    for piece in written.text.split(place):
+        end = start + len(piece)
+        within = [(max(first, start) - start, min(last, end) - start) for first, last in written.learned]
+        pieces.append((piece, [(first, last) for first, last in within if first < last]))
+        start = end + len(place)
+    return pieces

@@ -1,0 +1,79 @@
+"""What a record holds beside roles, texts and images is obeyed, handed to the template, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.data import DataError, Record
+from flowtrain_lightning.data.formats import parse
+from tests.data.support import TEMPLATE, Letters
+
+USER = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
+NO_ROWS = np.empty(0, np.int64)
+
+
+def read(fields: dict[str, Any]) -> Record:
+    return parse(fields, Path("/d.jsonl"), 0)
+
+
+@pytest.mark.parametrize("key", ["image", "images"])
+@pytest.mark.parametrize("form", ["messages", "conversations"])
+def test_images_may_be_named_by_either_key(key, form):
+    turn = {"role": "user", "content": "<image>"} if form == "messages" else {"from": "human", "value": "<image>"}
+    assert read({form: [turn], key: ["a.png"]}).images == (Path("/a.png"),)
+    with pytest.raises(DataError, match="0 <image> markers, but it names 1 images"):
+        read({form: [{name: value.replace("<image>", "") for name, value in turn.items()}], key: ["a.png"]})
+
+
+def test_a_system_beside_the_turns_is_the_first_turn():
+    turns = read({"messages": [USER], "system": "Be short."}).turns
+    assert [(turn.role, turn.text) for turn in turns] == [("system", "Be short."), ("user", "a")]
+
+
+def test_tools_and_tool_calls_are_for_the_template():
+    record = read({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [1]}], "tools": [2]})
+    assert record.others == {"tools": [2]}
+    assert record.turns[1].others == {"tool_calls": [1]}
+    assert record.turns[1].text == ""
+    with pytest.raises(DataError, match="it holds 'tool_calls', 'tools', which ChatTemplate cannot write"):
+        TEMPLATE.sequence(record, Letters(), NO_ROWS)
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"loss": False}])
+def test_an_answer_that_shall_not_be_learned_is_not(mark):
+    learned = TEMPLATE.sequence(read({"messages": [USER, ANSWER]}), Letters(), NO_ROWS)
+    left_out = TEMPLATE.sequence(read({"messages": [USER, {**ANSWER, **mark}]}), Letters(), NO_ROWS)
+    assert left_out.tokens.tolist() == learned.tokens.tolist()
+    assert learned.targets > left_out.targets == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"videos": ["a.mp4"]}, "holds 'videos', which is not supported"),
+        ({"rejected_response": "c"}, "holds 'rejected_response'"),
+        ({"max_pixels": 9}, "holds 'max_pixels'"),
+        ({"system": 3}, "'system' must be a string, but is a int"),
+        ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "keep one"),
+        ({"messages": [{**ANSWER, "weight": 0.5}]}, "a turn has weight=0.5; only 0 "),
+        ({"images": ["a"], "image": ["b"]}, "has 'images' and 'image'"),
+        ({"images": [{"path": "a", "resized_height": 9}]}, "an image has 'resized_height' of its own"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"detail": "low"}}]}]},
+            "an image has 'detail' of its own",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cached": 1}]}]}, "has 'cached'"),
+    ],
+)
+def test_what_is_not_obeyed_is_refused_by_name(fields, words):
+    with pytest.raises(DataError, match=rf"d\.jsonl, record 1: .*{words}"):
+        read({"messages": [USER, ANSWER], **fields})
+
+
+def test_notes_about_a_record_are_no_matter():
+    read({"messages": [USER, ANSWER], "source": "web", "score": 3, "videos": [], "tools": None})
