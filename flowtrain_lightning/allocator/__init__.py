@@ -20,8 +20,9 @@ from flowtrain_lightning.allocator.allocation import (
     Sharding,
 )
 from flowtrain_lightning.allocator.candidates import WHOLE_COPIES, SearchSpace
+from flowtrain_lightning.allocator.coefficients import Efficiency
 from flowtrain_lightning.allocator.description import ModuleDescription
-from flowtrain_lightning.allocator.devices import DEVICES, Cluster, Device, Efficiency, device_from, named_device
+from flowtrain_lightning.allocator.devices import DEVICES, Cluster, Device, device_from, named_device
 from flowtrain_lightning.allocator.dimensions import describe_dimensions
 from flowtrain_lightning.allocator.hf_config import describe_config
 from flowtrain_lightning.allocator.modelled import ModelledCosts

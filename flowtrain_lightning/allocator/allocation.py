@@ -49,9 +49,11 @@ class Layout:
         pipeline: ranks that each hold some of the layers.
         context: ranks that share every sequence.
         shard: how the data-parallel ranks hold the weights.
+        replicas: groups of the data-parallel ranks that shard the weights each for themselves, so that these are there
+            so many times (HSDP); 1 shards over all of them.
 
     Raises:
-        AllocationError: a degree below 1, or an unknown ``shard``.
+        AllocationError: a degree below 1, an unknown ``shard``, or ``replicas`` that cannot be.
     """
 
     data: int = 1
@@ -59,6 +61,7 @@ class Layout:
     pipeline: int = 1
     context: int = 1
     shard: Sharding = "replicate"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         for name, degree in self.degrees.items():
@@ -67,6 +70,16 @@ class Layout:
         if self.shard not in get_args(Sharding):
             known = ", ".join(repr(name) for name in get_args(Sharding))
             raise AllocationError(f"A layout cannot shard by {self.shard!r}; known are {known}.")
+        if self.replicas != 1 and self.shard not in ("fsdp", "zero3"):
+            raise AllocationError(
+                f"A layout has replicas {self.replicas}, but shard {self.shard!r}; only 'fsdp' and 'zero3' shard weights "
+                "in several groups. Leave replicas out."
+            )
+        if self.replicas < 1 or self.data % self.replicas:
+            raise AllocationError(
+                f"A layout has {self.data} data ranks in {self.replicas} replicas; the number of replicas must divide "
+                "that of data ranks."
+            )
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -86,7 +99,8 @@ class Layout:
     def describe(self) -> str:
         """The layout in a few words, for the log: degrees of 1 are left out, but for ``data``."""
         degrees = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1 or name == "data"]
-        return ", ".join([*degrees, self.shard])
+        groups = [f"{self.replicas} replicas"] if self.replicas > 1 else []
+        return ", ".join([*degrees, self.shard, *groups])
 
 
 @dataclass(frozen=True)
