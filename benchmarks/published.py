@@ -29,8 +29,8 @@ from flowtrain_lightning.allocator.role_problem import family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, role_time
 
 FUSED = replace(COEFFICIENTS, attention_reached=1.0, memory=0.8)
-"""These papers run Megatron-LM, whose norms, activations and losses are fused, so that each byte is moved once, and whose
-attention is newer than that of the rows that the planner's coefficients are fitted to. Both numbers are assumed."""
+"""These papers run Megatron-LM, whose norms, activations and losses are fused, so that each byte is moved once, and
+whose attention is newer than that of the rows that the planner's coefficients are fitted to. Both are assumed."""
 
 TIE = 0.03
 """Gains below are on par."""

@@ -72,8 +72,8 @@ class Layout:
             raise AllocationError(f"A layout cannot shard by {self.shard!r}; known are {known}.")
         if self.replicas != 1 and self.shard not in ("fsdp", "zero3"):
             raise AllocationError(
-                f"A layout has replicas {self.replicas}, but shard {self.shard!r}; only 'fsdp' and 'zero3' shard weights "
-                "in several groups. Leave replicas out."
+                f"A layout has replicas {self.replicas}, but shard {self.shard!r}; only 'fsdp' and 'zero3' shard "
+                "weights in several groups. Leave replicas out."
             )
         if self.replicas < 1 or self.data % self.replicas:
             raise AllocationError(

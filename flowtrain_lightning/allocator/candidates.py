@@ -155,6 +155,12 @@ class CandidateTable:
         """The table with every candidate slower by ``seconds``."""
         return replace(self, seconds=self.seconds + seconds)
 
+    @property
+    def of_whole_layers(self) -> CandidateTable:
+        """The table of those in which a device computes all layers on whole sequences."""
+        whole = np.array([family.replica == 1 for family in self.families], dtype=bool)
+        return self.select(whole[self.family]) if len(self) else self
+
     @cached_property
     def fastest_by_devices(self) -> CandidateTable:
         """The Pareto front of devices and time: no candidate is slower than another one with as few devices.
