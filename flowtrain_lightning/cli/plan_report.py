@@ -126,7 +126,7 @@ class PlanReport:
         elif anyway.seconds * (1 + choice.margin) < plan.seconds:
             faster = 100 * (plan.seconds / anyway.seconds - 1)
             lines.append(
-                f"Training does not run yet what is predicted to be {faster:.0f} % faster: {_layouts_in_words(anyway)}."
+                f"Training does not run yet what is predicted to be {faster:.0f} % faster: {_in_words(anyway)}."
             )
         if (samples := self.smallest_full_batch()) is not None:
             load, devices = self.problems[BACKBONE].load, self.problems[BACKBONE].cluster.devices
@@ -154,8 +154,8 @@ class PlanReport:
             else "no more than can be told than"
         )
         lines = [
-            f"Yours ({given.name}): {given.seconds:.4g} s a step ({given.seconds_low:.3g} to {given.seconds_high:.3g}), "
-            f"{apart} the recommended plan."
+            f"Yours ({given.name}): {given.seconds:.4g} s a step ({given.seconds_low:.3g} to "
+            f"{given.seconds_high:.3g}), {apart} the recommended plan."
         ]
         if (over := given.peak_bytes / usable_bytes(cluster)) > 1:
             lines.append(
@@ -277,7 +277,7 @@ def bar(parts: Mapping[str, float], whole: float) -> str:
     return letters.ljust(WIDTH)
 
 
-def _layouts_in_words(plan: ModelledPlan) -> str:
+def _in_words(plan: ModelledPlan) -> str:
     layouts = (f"{role} {one.layout.describe()}" for role, one in plan.chosen.items())
     return f"{plan.name} with {'; '.join(layouts)}"
 
