@@ -52,8 +52,8 @@ class ModelledCosts:
     def plans(self) -> tuple[ModelledPlan, ...]:
         """The same, but empty where no layout fits.
 
-        Of every kind it is the plan without tensor, context and pipeline ranks unless those make it faster by more than
-        half of the margin: kinds are compared by all of it afterwards.
+        Of every kind it is the plan without tensor, context and pipeline ranks, unless those make it faster by more than
+        the margin, or are needed to come within the margin of the fastest kind.
         """
         kinds: tuple[Callable[[Tables, SearchSpace], ModelledPlan | None], ...] = (
             lambda tables, space: uniform_plan(self.problems, space),
@@ -64,11 +64,12 @@ class ModelledCosts:
         every = self._tables()
         whole = {role: table.of_whole_layers for role, table in every.items()}
         simple = replace(self.space, tensor=(1,), pipeline=(1,), context=(1,))
+        pairs = [(make(whole, simple), make(every, self.space)) for make in kinds]
+        enough = (1 + self.margin) * min((best.seconds for _, best in pairs if best is not None), default=0.0)
         found = []
-        for make in kinds:
-            plain, best = make(whole, simple), make(every, self.space)
-            if plain is not None and best is not None and plain.seconds <= best.seconds * (1 + self.margin / 2):
-                best = plain
+        for plain, best in pairs:
+            if plain is not None and best is not None and plain.seconds <= best.seconds * (1 + self.margin):
+                best = plain if plain.seconds <= enough or best.seconds > enough else best
             found += [] if best is None else [best]
         return tuple(found)
 

@@ -109,7 +109,7 @@ def uniform_plan(problems: Problems, space: SearchSpace) -> ModelledPlan | None:
     groups = {}
     for role, table in tables.items():
         families = [table.families[number] for number in table.family]
-        shapes = [(one.tensor, one.pipeline, one.context, one.shard) for one in families]
+        shapes = [(one.tensor, one.pipeline, one.context, one.shard, one.group or 0) for one in families]
         groups[role] = _grouped([(*shape, count) for shape, count in zip(shapes, table.devices, strict=True)])
     return _best_together("uniform", problems, tables, groups)
 
