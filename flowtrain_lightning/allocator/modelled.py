@@ -52,8 +52,8 @@ class ModelledCosts:
     def plans(self) -> tuple[ModelledPlan, ...]:
         """The same, but empty where no layout fits.
 
-        Of every kind it is the plan without tensor, context and pipeline ranks, unless those make it faster by more than
-        the margin, or are needed to come within the margin of the fastest kind.
+        Of every kind it is the plan without tensor, context and pipeline ranks, unless those make it faster by more
+        than the margin, or are needed to come within the margin of the fastest kind.
         """
         kinds: tuple[Callable[[Tables, SearchSpace], ModelledPlan | None], ...] = (
             lambda tables, space: uniform_plan(self.problems, space),
