@@ -37,7 +37,7 @@ DIP_LM = backbone(layers=32, hidden=4096, feed_forward=14336, heads=32, key_valu
 """Its 7B model, taken to be the Llama3-8B that its tables describe."""
 
 DIP_LM_SECONDS = 4.068
-"""8 H800, tensor 2, pipeline 4, 12.7 PFLOP a step. HELD OUT: it set `Efficiency.slack` and counts nowhere."""
+"""8 H800, tensor 2, pipeline 4, 12.7 PFLOP a step."""
 
 DIP_VIT_2B = vision_encoder(layers=40, hidden=2048, feed_forward=8192, heads=16, patch=14, output=4096, merge=4)
 DIP_LM_5B = backbone(layers=22, hidden=4096, feed_forward=14336, heads=32, key_value_heads=8, vocabulary=128256)

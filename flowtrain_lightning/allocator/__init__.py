@@ -2,10 +2,11 @@
 
 Planning runs through these files, in this order: a module (`description`, from `dimensions`, `hf_config` or
 `public_models`) and what a step asks of it (`workload`, `flops`) on a cluster (`devices`) make a problem for every role
-(`role_problem`). Layouts that may solve it (`candidates`) are timed (`pass_time`, `role_time`) and weighed
-(`memory_use`); `placements` finds the best plan of every kind, with `solver` where roles have devices of their own;
-`planner` says which of them to take, and `rank_assignment` which rank does what. Its answer is an `allocation`, which
-`plan_file` writes and reads: that file alone needs PyYAML.
+(`role_problem`). Layouts that may solve it (`candidates`) are timed (`kernels`, `collectives`, `pass_time`,
+`sharing_time`, `role_time`, by `coefficients`) and weighed (`memory_use`). `placements` finds the best plan of every
+kind, with `solver` where roles have devices of their own, and `given_plan` what a given one takes, each with its band
+(`bands`). `planner` says which of them to take, and `rank_assignment` which rank does what. The answer is an
+`allocation`, which `plan_file` writes and reads: that file alone needs PyYAML.
 """
 
 from flowtrain_lightning.allocator.allocation import (
@@ -21,8 +22,9 @@ from flowtrain_lightning.allocator.allocation import (
     Sharding,
 )
 from flowtrain_lightning.allocator.candidates import WHOLE_COPIES, SearchSpace
+from flowtrain_lightning.allocator.coefficients import Efficiency
 from flowtrain_lightning.allocator.description import ModuleDescription
-from flowtrain_lightning.allocator.devices import DEVICES, Cluster, Device, Efficiency, device_from, named_device
+from flowtrain_lightning.allocator.devices import DEVICES, Cluster, Device, device_from, named_device
 from flowtrain_lightning.allocator.dimensions import describe_dimensions
 from flowtrain_lightning.allocator.hf_config import describe_config
 from flowtrain_lightning.allocator.modelled import ModelledCosts

@@ -70,10 +70,15 @@ class Layout:
         if self.shard not in get_args(Sharding):
             known = ", ".join(repr(name) for name in get_args(Sharding))
             raise AllocationError(f"A layout cannot shard by {self.shard!r}; known are {known}.")
-        if self.replicas < 1 or self.data % self.replicas or (self.replicas > 1 and self.shard == "replicate"):
+        if self.replicas != 1 and self.shard not in ("fsdp", "zero3"):
             raise AllocationError(
-                f"A layout of data {self.data}, {self.shard}, cannot have replicas {self.replicas}: it is how many "
-                "groups of data-parallel ranks share weights, so it must divide data, and needs a way to shard."
+                f"A layout has replicas {self.replicas}, but shard {self.shard!r}; only 'fsdp' and 'zero3' shard "
+                "weights in several groups. Leave replicas out."
+            )
+        if self.replicas < 1 or self.data % self.replicas:
+            raise AllocationError(
+                f"A layout has {self.data} data ranks in {self.replicas} replicas; the number of replicas must divide "
+                "that of data ranks."
             )
 
     @property

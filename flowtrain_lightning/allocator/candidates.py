@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.allocator.allocation import BACKBONE, Layout, Recompute, Sharding
-from flowtrain_lightning.allocator.description import Layers
 from flowtrain_lightning.allocator.devices import Cluster
 from flowtrain_lightning.allocator.flops import FloatArray, IntArray
 from flowtrain_lightning.allocator.memory_use import USABLE, MemoryUse, memory_use
@@ -20,6 +19,9 @@ from flowtrain_lightning.allocator.role_time import RoleTime, role_time
 
 SPREAD = 1.25
 """Tokens of the largest microbatch over those of the mean one: they are alike in cost, and so differ in tokens."""
+
+LONG_SHARE = 1024
+"""Tokens of a mean sample that each context rank should have; below, kernels are too short to share."""
 
 EVERY_DEGREE_UP_TO = 1024
 """Devices up to which every data degree is tried; above, those that fill whole nodes: fewer than 1 % are lost."""
@@ -36,6 +38,8 @@ class SearchSpace:
         context: context degrees of the backbone; no media item of an encoder is shared among ranks.
         shard: how weights may be held.
         recompute: what backwards may compute again.
+        shard_nodes: nodes over which fully sharded weights may be there once between them (HSDP), besides all.
+        allows: says of a layout whether it may be used.
     """
 
     tensor: Sequence[int] = (1, 2, 4, 8)
@@ -43,6 +47,8 @@ class SearchSpace:
     context: Sequence[int] = (1, 2, 4, 8)
     shard: Sequence[Sharding] = ("replicate", "zero1", "zero2", "fsdp")
     recompute: Sequence[Recompute] = ("none", "selective", "full")
+    shard_nodes: Sequence[int] = (1, 2, 4, 8)
+    allows: Callable[[Layout], bool] = lambda layout: True
 
 
 WHOLE_COPIES = SearchSpace(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",))
@@ -149,6 +155,12 @@ class CandidateTable:
         """The table with every candidate slower by ``seconds``."""
         return replace(self, seconds=self.seconds + seconds)
 
+    @property
+    def of_whole_layers(self) -> CandidateTable:
+        """The table of those in which a device computes all layers on whole sequences."""
+        whole = np.array([family.replica == 1 for family in self.families], dtype=bool)
+        return self.select(whole[self.family]) if len(self) else self
+
     @cached_property
     def fastest_by_devices(self) -> CandidateTable:
         """The Pareto front of devices and time: no candidate is slower than another one with as few devices.
@@ -182,7 +194,8 @@ def candidates(problem: RoleProblem, space: SearchSpace, as_backbone: bool = Fal
     for family in families_of(problem, space, as_backbone):
         evaluated = evaluate(problem, family)
         time, total = evaluated.time, evaluated.memory.total
-        fits = np.flatnonzero(total <= limit)
+        computing = time.forward + time.backward
+        fits = np.flatnonzero((total <= limit) & (time.exchange <= computing))
         if not len(fits):
             continue
         number = np.full(len(fits), len(families))
@@ -209,21 +222,62 @@ def families_of(problem: RoleProblem, space: SearchSpace, as_backbone: bool = Fa
     pipelines = space.pipeline if backbone else (1,)
     contexts = space.context if problem.role == BACKBONE else (1,)
     for tensor, pipeline, context in product(space.tensor, pipelines, contexts):
-        if not _divides(half.layers, tensor, cluster.per_node) or pipeline > half.depth:
+        if why_undividable(problem, tensor, pipeline, context) is not None:
             continue
         if tensor * context > cluster.per_node and tensor < cluster.per_node:
             continue  # Sequences are shared between nodes only where layers already fill one.
-        data = data_degrees(problem, tensor * pipeline * context)
-        if not len(data):
+        if context > 1 and not _worth_sharing(problem.load.lengths, context):
             continue
+        data = data_degrees(problem, tensor * pipeline * context)
         for shard, recompute in product(space.shard, space.recompute):
             if pipeline > 1 and shard not in ("replicate", "zero1"):
                 continue  # Stages would gather or scatter for every microbatch.
             if recompute != "none" and not (half.trains or problem.receives_gradient):
                 continue
-            degrees = data[data * context > 1] if shard != "replicate" else data
-            if len(degrees):
-                yield Family(degrees, tensor, pipeline, context, shard, recompute)
+            every = Family(data, tensor, pipeline, context, shard, recompute)
+            for family in (every, *_in_groups(every, cluster, space.shard_nodes)):
+                degrees = family.data[family.data * context > 1] if shard != "replicate" else family.data
+                kept = replace(family, data=degrees)
+                if len(degrees) and space.allows(kept.layout(len(degrees) - 1)):
+                    yield kept
+
+
+def why_undividable(problem: RoleProblem, tensor: int, pipeline: int, context: int) -> str | None:
+    """Why a role's heads, layers or nodes cannot be shared by such degrees, as a sentence; None where they can."""
+    role, layers, depth = problem.role, problem.half.layers, problem.half.depth
+    per_node = problem.cluster.per_node
+    if per_node % tensor:
+        return f"Tensor ranks share a node, but {tensor} do not divide its {per_node} devices."
+    for part in layers:
+        for what, count in (
+            ("attention heads", part.heads),
+            ("key-value heads", part.key_value_heads),
+            ("feed-forward width", part.feed_forward if part.experts is None else part.experts.feed_forward),
+        ):
+            if count % tensor:
+                return f"The {role}'s {what}, {count}, cannot be divided among {tensor} tensor ranks."
+    if depth % pipeline:
+        return f"The {role}'s {depth} layers cannot be divided evenly among {pipeline} pipeline stages."
+    if context > 1 and role != BACKBONE:
+        return f"The {role} has context {context}, but no media item is shared among ranks."
+    return None
+
+
+def _worth_sharing(lengths: IntArray, context: int) -> bool:
+    """Whether samples are so long that each of ``context`` ranks has work: most of them, or the longest one."""
+    each = LONG_SHARE * context
+    return bool(lengths.mean() >= each or lengths.max() >= 8 * each)
+
+
+def _in_groups(family: Family, cluster: Cluster, nodes: Sequence[int]) -> Iterator[Family]:
+    """The family with its weights sharded over so many nodes and replicated across them (HSDP)."""
+    if not family.sharded:
+        return
+    for count in nodes:
+        group = count * cluster.per_node // family.tensor
+        fits = (family.holders % group == 0) & (family.holders > group) & (group % family.context == 0)
+        if fits.any():
+            yield replace(family, data=family.data[fits], group=group)
 
 
 def data_degrees(problem: RoleProblem, replica: int) -> FloatArray:
@@ -235,10 +289,3 @@ def data_degrees(problem: RoleProblem, replica: int) -> FloatArray:
         return degrees
     whole = (degrees * replica) % problem.cluster.per_node == 0
     return np.asarray(degrees[whole | (degrees * replica <= problem.cluster.per_node)])
-
-
-def _divides(layers: tuple[Layers, ...], tensor: int, per_node: int) -> bool:
-    """Whether so many tensor ranks can share every layer, inside a node."""
-    if per_node % tensor:
-        return False
-    return all(part.heads % tensor == 0 and part.active_feed_forward % tensor == 0 for part in layers)

@@ -21,7 +21,7 @@ class Device:
         name: what it is called.
         peak: FLOP/s of dense bf16 products, on paper.
         peak_float32: FLOP/s of float32 products, with TF32 where there is one.
-        memory: bytes.
+        memory: bytes that the card reports: what is sold as 80 GB is more, since it is counted in powers of two.
         memory_bandwidth: bytes/s.
         link: bytes/s to devices of the same node.
         network: bytes/s to other nodes.
@@ -90,75 +90,65 @@ class Cluster:
             )
 
 
-@dataclass(frozen=True)
-class Efficiency:
-    """Shares of a device's peaks that one role's computing reaches: assumed, or fitted to a profile.
-
-    Attributes:
-        dense: of the peak FLOP/s, by a large matrix product.
-        attention: of the peak FLOP/s, by fused attention.
-        memory: of the memory bandwidth, by what moves data and hardly computes.
-        exchange: of links and network, by collectives.
-        launch: seconds that starting a layer's kernels takes, forward; twice that backward. Where kernels are shorter
-            than that, starting them is what takes the time.
-        latency: seconds that a collective takes however little it moves.
-        slack: time of a pass over the time of its kernels and collectives: gaps, stragglers, what is not modelled.
-    """
-
-    dense: float
-    attention: float
-    memory: float = 0.8
-    exchange: float = 0.8
-    launch: float = 60e-6
-    latency: float = 15e-6
-    slack: float = 1.1
-
-
-def assumed_efficiency(device: Device) -> Efficiency:
-    """The device's own shares; assumed are 80 % of bandwidths, 15 kernels of 4 µs a layer, 15 µs a collective.
-
-    The slack is what one printed figure shows beyond the sum of its parts: 4.068 s for a step of a 7B language model
-    alone (DIP, arXiv 2504.14145, section 2; ``benchmarks/published.py`` holds that figure out).
-    """
-    return Efficiency(dense=device.dense, attention=device.attention)
-
-
 _MATMUL = "best product: ml-engineering, compute/accelerator, table of maximum achievable matmul FLOPS"
 _FLASH_2 = "attention: FlashAttention-2, arXiv 2307.08691, section 4.1"
+
+_CX7 = "network 8 x 400 Gb/s a node"
 
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
         Device(
-            "a100", 312e12, 156e12, 80e9, 2.04e12, 300e9, 25e9, 8, 108, 0.869, 0.60,
+            "a100", 312e12, 156e12, 85.1e9, 2.04e12, 300e9, 25e9, 8, 108, 0.869, 0.60,
             source=f"NVIDIA A100 80GB SXM data sheet; network 8 x 200 Gb/s a node; {_MATMUL}; {_FLASH_2}",
         ),
         Device(
-            "h100", 989e12, 494e12, 80e9, 3.35e12, 450e9, 50e9, 8, 132, 0.803, 0.34,
-            source=f"NVIDIA H100 SXM data sheet; network 8 x 400 Gb/s a node; {_MATMUL}; {_FLASH_2}",
+            "a800", 312e12, 156e12, 85.1e9, 2.04e12, 200e9, 25e9, 8, 108, 0.869, 0.60,
+            source="as the A100 with 400 GB/s of NVLink in both directions",
         ),
         Device(
-            "h200", 989e12, 494e12, 141e9, 4.8e12, 450e9, 50e9, 8, 132, 0.803, 0.34,
-            source="NVIDIA H200 SXM data sheet; network 8 x 400 Gb/s a node; shares as for the H100",
+            "h100", 989e12, 494e12, 85.5e9, 3.35e12, 450e9, 50e9, 8, 132, 0.803, 0.34,
+            source=f"NVIDIA H100 SXM data sheet; {_CX7}; {_MATMUL}; {_FLASH_2}",
         ),
         Device(
-            "h800", 989e12, 494e12, 80e9, 3.35e12, 200e9, 50e9, 8, 132, 0.803, 0.34,
+            "h200", 989e12, 494e12, 150.1e9, 4.8e12, 450e9, 50e9, 8, 132, 0.803, 0.34,
+            source=f"NVIDIA H200 SXM data sheet; {_CX7}; shares as for the H100",
+        ),
+        Device(
+            "h800", 989e12, 494e12, 85.5e9, 3.35e12, 200e9, 50e9, 8, 132, 0.803, 0.34,
             source="as the H100 with 400 GB/s of NVLink in both directions",
         ),
         Device(
-            "h20", 148e12, 74e12, 96e9, 4.0e12, 450e9, 50e9, 8, 78, 0.90, 0.60,
+            "h20", 148e12, 74e12, 102.0e9, 4.0e12, 450e9, 50e9, 8, 78, 0.90, 0.60,
             source="NVIDIA H20 data sheet; shares assumed: few FLOP/s for its memory, so nearly all are reached",
         ),
         Device(
-            "b200", 2250e12, 1125e12, 180e9, 8.0e12, 900e9, 50e9, 8, 148, 0.776, 0.30,
-            source=f"NVIDIA B200 data sheet; network 8 x 400 Gb/s a node; {_MATMUL}; attention assumed",
+            "l40s", 362e12, 183e12, 47.7e9, 0.864e12, 32e9, 12.5e9, 8, 142, 0.65, 0.45,
+            source="NVIDIA L40S data sheet; links are PCIe 4.0 x16; network 2 x 400 Gb/s a node; shares assumed",
         ),
         Device(
-            "mi300x", 1307e12, 654e12, 192e9, 5.3e12, 448e9, 50e9, 8, 304, 0.601, 0.30,
-            source=f"AMD Instinct MI300X data sheet; network 8 x 400 Gb/s a node; {_MATMUL}; attention assumed",
+            "b200", 2250e12, 1125e12, 191.5e9, 8.0e12, 900e9, 50e9, 8, 148, 0.776, 0.30,
+            source=f"NVIDIA B200 data sheet; {_CX7}; {_MATMUL}; attention assumed",
         ),
         Device(
-            "ascend-910b", 313e12, 78e12, 64e9, 1.6e12, 196e9, 25e9, 8, 20, 0.80, 0.40,
+            "b300", 2250e12, 1125e12, 287e9, 8.0e12, 900e9, 100e9, 8, 148, 0.776, 0.30,
+            source="NVIDIA HGX B300 data sheet; network 8 x 800 Gb/s a node; shares as for the B200",
+        ),
+        Device(
+            "gb200", 2500e12, 1250e12, 197e9, 8.0e12, 900e9, 50e9, 64, 152, 0.776, 0.30,
+            source="NVIDIA GB200 NVL72 data sheet; 64 of its 72 make a node, so that degrees divide it; "
+            "network 400 Gb/s each; shares as for the B200",
+        ),
+        Device(
+            "mi300x", 1307e12, 654e12, 206.1e9, 5.3e12, 448e9, 50e9, 8, 304, 0.601, 0.30,
+            source=f"AMD Instinct MI300X data sheet; {_CX7}; {_MATMUL}; attention assumed",
+        ),
+        Device(
+            "mi325x", 1307e12, 654e12, 274.9e9, 6.0e12, 448e9, 50e9, 8, 304, 0.601, 0.30,
+            source=f"AMD Instinct MI325X data sheet; {_CX7}; shares as for the MI300X",
+        ),
+        Device(
+            "ascend-910b", 313e12, 78e12, 65.8e9, 1.6e12, 196e9, 25e9, 8, 20, 0.80, 0.40,
             source="peak and memory as FlowTrain (arXiv 2606.23087) reports; HCCS 7 x 28 GB/s; shares assumed",
         ),
         Device(

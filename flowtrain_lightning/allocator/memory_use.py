@@ -13,13 +13,15 @@ from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 
 LOGIT_BYTES = 12
 """Bytes per logit at the peak of the loss's backward: log-probabilities and their gradient in float32, and the logits
-and their gradient in bf16 (in float32: the logits, which their gradient replaces)."""
+and their gradient in bf16 (in float32: the logits, which their gradient replaces). A loss in chunks of tokens holds
+those of one chunk."""
 
 USABLE = 0.94
 """Share of the memory that may be planned for; the rest is lost between blocks of torch's caching allocator."""
 
 GATHERED_LAYERS = 2
-"""Layers whose gathered weights exist at the same time under full sharding: the present and the next one."""
+"""Layers whose gathered weights exist at the same time under full sharding: the present and the next one. What is
+outside of layers, such as embeddings and head, is gathered for the whole forward and backward (FSDP2's root)."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,16 @@ def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microba
     half, precision = problem.half, problem.precision
     here = _parameters_of_a_stage(half, family)
     training = here * half.trainable_parameters / max(1, half.parameters)
-    weights = here * (precision.weights + precision.copies) * family.kept_share("weights")
+    # Sharded weights are cast while they are gathered, so that no second copy of them is kept.
+    kept = precision.weights if family.sharded else precision.weights + precision.copies
+    weights = here * kept * family.kept_share("weights")
     gradients = training * precision.gradients * family.kept_share("gradients")
     if family.sharded:
         layer = max((part.layer_parameters for part in half.layers), default=0) / family.tensor
-        weights = weights + GATHERED_LAYERS * layer * precision.computing
-        gradients = gradients + layer * precision.gradients * half.trains
+        outside = sum(part.parameters for part in half.parts if not isinstance(part, Layers)) / family.tensor
+        weights = weights + (GATHERED_LAYERS * layer + outside) * precision.computing
+        whole = (layer + outside) * precision.computing + max(layer, outside) * precision.reduced
+        gradients = gradients + whole * half.trains
     activations, logits, features = _batch_bytes(problem, family, tokens, microbatches)
     return MemoryUse(
         weights,
@@ -101,7 +107,7 @@ def _batch_bytes(
     in_flight = np.minimum(microbatches, most)
     kept = _kept_activations(problem, family) * tokens / family.pipeline
     working = _working_bytes(problem, family) * tokens
-    logits = _logit_bytes(problem, family) * tokens
+    logits = _logit_bytes(problem, family) * np.minimum(tokens, problem.load.loss_chunk or np.inf)
     features = in_flight * tokens * _feature_bytes(problem, family)
     if family.pipeline == 1:
         return in_flight * kept + working, logits, features

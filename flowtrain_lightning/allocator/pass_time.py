@@ -1,4 +1,4 @@
-"""Time of one forward and backward of a half over one microbatch: products, attention, data movement, collectives."""
+"""Time of one forward and backward of a half over one microbatch: kernels, starting them, and collectives."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flowtrain_lightning.allocator.allocation import BACKBONE
+from flowtrain_lightning.allocator.collectives import ring
 from flowtrain_lightning.allocator.description import Dense, Layers
-from flowtrain_lightning.allocator.devices import Cluster, Device, Efficiency
 from flowtrain_lightning.allocator.flops import FLASH_BACKWARD, FloatArray
+from flowtrain_lightning.allocator.kernels import attention_seconds, moving_seconds, product_seconds
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 
-TILE = 128
-"""Side of the tile of a result that one processor computes at a time (NVIDIA, "Matrix multiplication background user's
-guide", tile and wave quantization)."""
+LOSS_BYTES = 32
+"""Bytes that eager code moves per logit, forward and backward together: the copy in float32, log-probabilities, their
+gradient, and its copy in bf16, each written once and read once or twice."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,7 @@ def pass_time(problem: RoleProblem, family: Family, tokens: FloatArray) -> PassT
             forward, backward = forward + part.count * there, backward + part.count * back
             exchange, slowest = exchange + part.count * sent, np.maximum(slowest, there + back + sent)
         flows = flows or part.trainable
-    slack = problem.efficiency.slack
-    return PassTime(slack * forward, slack * backward, slack * exchange, slack * slowest, slack * ends)
+    return PassTime(forward, backward, exchange, slowest, ends)
 
 
 def _dense_seconds(
@@ -72,9 +73,10 @@ def _dense_seconds(
     vectors = tokens * part.per_token / family.context
     outputs = part.outputs / family.tensor
     once = part.copies * product_seconds(vectors, outputs, float(part.inputs), device, share, width)
-    # Reading and writing the result and its gradient; a head's logits become float32 in the loss.
-    moved = part.copies * vectors * outputs * 3 * width / (device.memory_bandwidth * share.memory)
-    return once + moved, (int(part.trainable) + int(flows)) * once + moved * (part.trainable or flows)
+    logits = problem.role == BACKBONE and part is problem.half.parts[-1]
+    each = LOSS_BYTES / 3 if logits else 3.0 * width
+    moved = moving_seconds(part.copies * vectors * outputs * each, device, share)
+    return once + moved, (int(part.trainable) + int(flows)) * once + (1 + logits) * moved * (part.trainable or flows)
 
 
 def _layer_seconds(
@@ -85,8 +87,8 @@ def _layer_seconds(
     device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
     products = _products(problem, part, family, tokens)
     sharers = family.tensor * family.context
-    attention = 4.0 * part.query_width * pairs * tokens / sharers / (device.peak_for(width) * share.attention)
-    moved = tokens * _moved_bytes(part, width) / sharers / (device.memory_bandwidth * share.memory)
+    attention = attention_seconds(part, pairs, tokens / sharers, device, share, width)
+    moved = moving_seconds(tokens * _moved_bytes(part, width) / sharers, device, share)
     forward = np.maximum(products + attention + moved, share.launch)
     tensor, context = _exchange(problem, part, family, tokens)
     sent = tensor + np.maximum(context - attention, 0.0)
@@ -146,75 +148,6 @@ def _exchange(problem: RoleProblem, part: Layers, family: Family, tokens: FloatA
     """
     cluster, share, width = problem.cluster, problem.efficiency, problem.precision.computing
     hidden = tokens / family.context * part.hidden * width
-    speed = ring_bandwidth(cluster, family.tensor, 1)
-    tensor = 4 * gather_seconds(hidden, family.tensor, speed, share)
+    tensor = 4 * ring(cluster, family.tensor, 1, share.exchange).gather(hidden)
     keys = tokens * 2 * part.key_value_width / family.tensor * width
-    context = gather_seconds(keys, family.context, ring_bandwidth(cluster, family.context, family.tensor), share)
-    return tensor, context
-
-
-def product_seconds(
-    m: FloatArray,
-    n: float,
-    k: FloatArray | float,
-    device: Device,
-    share: Efficiency,
-    width: int,
-    groups: int = 1,
-) -> FloatArray:
-    """Time of the product of ``[m, k]`` and ``[k, n]``: the slower of computing and of moving data.
-
-    Computing is slowed by the last wave of tiles, which leaves half of the processors idle on average, since packed
-    microbatches differ in length; a product of less than a wave takes as long as one.
-
-    Args:
-        m: tokens, of each group.
-        n: numbers in a vector of the result.
-        k: the dimension that is summed over.
-        device: where.
-        share: how much of its peaks is reached.
-        width: bytes of a number.
-        groups: equal products side by side, such as those of experts.
-    """
-    waves = groups * (m / TILE) * (n / TILE) / device.units
-    full = waves / np.maximum(1.0, waves + 0.5)
-    computing = groups * 2.0 * m * n * k / (device.peak_for(width) * share.dense * full)
-    moved = groups * width * (m * k + k * n + m * n)
-    moving: FloatArray = moved / (device.memory_bandwidth * share.memory)
-    slower: FloatArray = np.maximum(computing, moving)
-    return slower
-
-
-def ring_bandwidth(cluster: Cluster, members: FloatArray | float, stride: int) -> FloatArray:
-    """Bytes/s per device of a ring over ``members`` devices, every ``stride``-th one.
-
-    A ring that leaves its node uses the network adapter of every member in the node, up to what the links carry.
-
-    Args:
-        cluster: where.
-        members: devices of a ring.
-        stride: devices from one member to the next.
-    """
-    device = cluster.device
-    count = np.asarray(members, dtype=np.float64)
-    local = np.maximum(1.0, np.minimum(count, cluster.per_node // stride))
-    within = count * stride <= cluster.per_node
-    return np.where(within, device.link, np.minimum(device.link, device.network * local))
-
-
-def gather_seconds(
-    size: FloatArray | float, members: FloatArray | float, speed: FloatArray, share: Efficiency
-) -> FloatArray:
-    """Time of a ring's all-gather or reduce-scatter of ``size`` bytes (Thakur et al. 2005, section 3).
-
-    An all-reduce takes twice that.
-
-    Args:
-        size: bytes of the whole.
-        members: devices of the ring.
-        speed: bytes/s per device on paper.
-        share: how much of it is reached.
-    """
-    count = np.asarray(members, dtype=np.float64)
-    moved = np.asarray(size) * (count - 1) / count / (speed * share.exchange)
-    return np.where(count > 1, moved + share.latency, 0.0)
+    return tensor, ring(cluster, family.context, family.tensor, share.exchange).gather(keys)

@@ -9,7 +9,14 @@ from itertools import product
 import numpy as np
 
 from flowtrain_lightning.allocator.allocation import BACKBONE, Allocation, Layout
-from flowtrain_lightning.allocator.candidates import Candidate, CandidateTable, SearchSpace, candidates, usable_bytes
+from flowtrain_lightning.allocator.bands import Band, step_band
+from flowtrain_lightning.allocator.candidates import (
+    Candidate,
+    CandidateTable,
+    SearchSpace,
+    candidates,
+    usable_bytes,
+)
 from flowtrain_lightning.allocator.flops import IntArray
 from flowtrain_lightning.allocator.planner import PlanKind, Prediction
 from flowtrain_lightning.allocator.rank_assignment import assign_ranks, largest_tensor_degree
@@ -36,6 +43,7 @@ class ModelledPlan(Prediction):
         waiting: of ``seconds``, those until the first features are there and after the last gradients.
         mfu: FLOPs that a step must spend over what the whole cluster could meanwhile.
         peak_bytes: memory of the fullest device.
+        band: factors of ``seconds`` between which 80 % of measured steps are expected.
     """
 
     chosen: Mapping[str, Candidate]
@@ -43,10 +51,22 @@ class ModelledPlan(Prediction):
     waiting: float
     mfu: float
     peak_bytes: float
+    band: Band
+
+    @property
+    def seconds_low(self) -> float:
+        """The lower end of the band."""
+        return self.seconds * self.band.low
+
+    @property
+    def seconds_high(self) -> float:
+        """The upper end of the band."""
+        return self.seconds * self.band.high
 
     def cells(self) -> dict[str, str]:
-        """Devices, utilization and memory."""
+        """The band of the time, devices, utilization and memory."""
         return {
+            "80 % band": f"{self.seconds_low:.3g} to {self.seconds_high:.3g}",
             "devices": str(self.devices),
             "MFU": f"{100 * self.mfu:.1f} %",
             "peak GB": f"{self.peak_bytes / 1e9:.1f}",
@@ -89,7 +109,7 @@ def uniform_plan(problems: Problems, space: SearchSpace) -> ModelledPlan | None:
     groups = {}
     for role, table in tables.items():
         families = [table.families[number] for number in table.family]
-        shapes = [(one.tensor, one.pipeline, one.context, one.shard) for one in families]
+        shapes = [(one.tensor, one.pipeline, one.context, one.shard, one.group or 0) for one in families]
         groups[role] = _grouped([(*shape, count) for shape, count in zip(shapes, table.devices, strict=True)])
     return _best_together("uniform", problems, tables, groups)
 
@@ -112,7 +132,7 @@ def separate_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
         seconds = max(one.seconds + waits[role] for role, one in chosen.items())
         if best is None or seconds < best.seconds:
             slowest = max(one.seconds for one in chosen.values())
-            best = _plan("separate", problems, chosen, seconds=seconds, waiting=seconds - slowest)
+            best = plan_from("separate", problems, chosen, seconds=seconds, waiting=seconds - slowest)
     return best
 
 
@@ -150,12 +170,13 @@ def mixed_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
         found = _backbone_beside(problems, backbone, named)
         if found is not None and found[0] < seconds:
             seconds, best = found[0], {**named, BACKBONE: found[1]}
-    return None if best is None else _plan("mixed", problems, best, seconds=seconds)
+    return None if best is None else plan_from("mixed", problems, best, seconds=seconds)
 
 
-def _plan(
+def plan_from(
     kind: PlanKind, problems: Problems, chosen: Mapping[str, Candidate], *, seconds: float, waiting: float = 0.0
 ) -> ModelledPlan:
+    """The plan of chosen layouts, with what follows from them and the time of a step."""
     cluster, separate = problems[BACKBONE].cluster, kind == "separate"
     flops = sum(problem.model_flops for problem in problems.values())
     devices = [candidate.devices for candidate in chosen.values()]
@@ -171,6 +192,7 @@ def _plan(
         waiting=waiting,
         mfu=flops / seconds / (cluster.devices * cluster.device.peak),
         peak_bytes=max(of_roles.values()) if separate else joint_bytes(problems, of_roles),
+        band=step_band(problems, chosen, separate),
     )
 
 
@@ -204,7 +226,7 @@ def _best_together(
             fits = joint_bytes(problems, {role: one.bytes for role, one in chosen.items()}) <= limit
             if fits and total < seconds:
                 seconds, best = total, chosen
-    return None if best is None else _plan(kind, problems, best, seconds=seconds)
+    return None if best is None else plan_from(kind, problems, best, seconds=seconds)
 
 
 def _picked(tables: Tables, indices: Iterable[int]) -> dict[str, Candidate]:

@@ -29,9 +29,9 @@ def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
     roles: dict[str, dict[str, Any]] = {}
     for role, layout in allocation.layouts.items():
         degrees = {name: degree for name, degree in layout.degrees.items() if degree > 1 or name == "data"}
-        if layout.replicas > 1:
-            degrees["replicas"] = layout.replicas
-        roles[role] = {"layout": {**degrees, "shard": layout.shard}, "ranks": number_spans(allocation.ranks[role])}
+        replicas = {"replicas": layout.replicas} if layout.replicas > 1 else {}
+        shared = {**degrees, "shard": layout.shard, **replicas}
+        roles[role] = {"layout": shared, "ranks": number_spans(allocation.ranks[role])}
         if role in allocation.recompute:
             roles[role]["recompute"] = allocation.recompute[role]
     comment = "".join(f"# {line}\n" for line in heading.splitlines())

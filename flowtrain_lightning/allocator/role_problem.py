@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from flowtrain_lightning.allocator.allocation import Layout, PlanningError, Recompute, Sharding
+from flowtrain_lightning.allocator.coefficients import Efficiency, assumed_efficiency
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
-from flowtrain_lightning.allocator.devices import Cluster, Efficiency, assumed_efficiency
+from flowtrain_lightning.allocator.devices import Cluster
 from flowtrain_lightning.allocator.flops import FloatArray, attended_pairs, forward_work, model_flops
 from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_loads
 
@@ -25,6 +26,7 @@ class Precision:
         gradients: of a gradient.
         states: of the optimizer: two moments, and a master weight where there is one.
         computing: of an activation, and of a weight that is sent.
+        reduced: of a gradient while ranks sum it.
     """
 
     weights: int
@@ -32,12 +34,13 @@ class Precision:
     gradients: int
     states: int
     computing: int
+    reduced: int = 4
 
 
 PRECISIONS: Mapping[str, Precision] = {
     "32-true": Precision(weights=4, copies=0, gradients=4, states=8, computing=4),
     "bf16-mixed": Precision(weights=4, copies=2, gradients=4, states=8, computing=2),
-    "bf16-true": Precision(weights=2, copies=0, gradients=2, states=4, computing=2),
+    "bf16-true": Precision(weights=2, copies=0, gradients=2, states=4, computing=2, reduced=2),
     "bf16-master": Precision(weights=2, copies=0, gradients=4, states=12, computing=2),
 }
 """Lightning's name -> bytes. ``bf16-master`` is Megatron-LM's: bf16 weights, float32 gradients, masters and moments."""
@@ -66,6 +69,8 @@ class Family:
         context: ranks that share every sequence.
         shard: how the data-parallel ranks hold the weights.
         recompute: what the backward computes again.
+        group: ranks that hold the weights once between them, where they are sharded in several groups (HSDP); None is
+            all of them.
     """
 
     data: FloatArray
@@ -74,6 +79,7 @@ class Family:
     context: int = 1
     shard: Sharding = "replicate"
     recompute: Recompute = "none"
+    group: int | None = None
 
     @property
     def replica(self) -> int:
@@ -86,23 +92,37 @@ class Family:
         return self.data * self.context
 
     @property
+    def shards(self) -> FloatArray:
+        """``[layouts]`` ranks that divide something among them, where the family divides anything."""
+        if self.shard == "replicate":
+            return np.ones_like(self.data)
+        return self.holders if self.group is None else np.full_like(self.data, self.group)
+
+    @property
+    def copies(self) -> FloatArray:
+        """``[layouts]`` times that the weights are there: whole, or sharded by a group."""
+        return np.asarray(self.holders / self.shards)
+
+    @property
     def sharded(self) -> bool:
         """Whether weights are gathered for every forward and backward."""
         return "weights" in DIVIDED[self.shard]
 
     def kept_share(self, what: str) -> FloatArray:
         """``[layouts]`` share that a rank keeps of ``"weights"``, ``"gradients"`` or ``"states"``."""
-        return 1 / self.holders if what in DIVIDED[self.shard] else np.ones_like(self.data)
+        return 1 / self.shards if what in DIVIDED[self.shard] else np.ones_like(self.data)
 
     def layout(self, number: int) -> Layout:
         """The layout with the ``number``-th data degree."""
-        return Layout(int(self.data[number]), self.tensor, self.pipeline, self.context, self.shard)
+        replicas = int(self.copies[number]) if self.group is not None else 1
+        return Layout(int(self.data[number]), self.tensor, self.pipeline, self.context, self.shard, replicas)
 
 
 def family_of(layout: Layout, recompute: Recompute = "none") -> Family:
     """A single layout as a family."""
     data = np.array([float(layout.data)])
-    return Family(data, layout.tensor, layout.pipeline, layout.context, layout.shard, recompute)
+    group = layout.data * layout.context // layout.replicas if layout.replicas > 1 else None
+    return Family(data, layout.tensor, layout.pipeline, layout.context, layout.shard, recompute, group)
 
 
 @dataclass(frozen=True)

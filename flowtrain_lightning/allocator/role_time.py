@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
+from scipy.special import ndtri
 
+from flowtrain_lightning.allocator.collectives import ring
 from flowtrain_lightning.allocator.flops import FloatArray
-from flowtrain_lightning.allocator.pass_time import PassTime, gather_seconds, pass_time, ring_bandwidth
+from flowtrain_lightning.allocator.pass_time import PassTime, pass_time
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
+from flowtrain_lightning.allocator.sharing_time import sharing_time
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,10 @@ class RoleTime:
         backward: computing backward, with what is computed again.
         exchange: collectives of tensor and context ranks, and activations between stages.
         bubble: stages that wait for the first and the last microbatch.
-        sharding: weights gathered and gradients scattered per microbatch, as far as computing does not hide it.
-        reduction: gradients summed over the data-parallel ranks at the end.
+        stragglers: waiting for the slowest of the ranks, which differ by chance.
+        sharding: weights gathered and gradients scattered per microbatch: what computing does not hide, and by how
+            much what it hides slows it.
+        reduction: gradients summed over the data-parallel ranks, likewise.
         optimizer: the update of the weights.
         microbatches: microbatches of a replica.
         tokens: tokens of a microbatch.
@@ -31,6 +36,7 @@ class RoleTime:
     backward: FloatArray
     exchange: FloatArray
     bubble: FloatArray
+    stragglers: FloatArray
     sharding: FloatArray
     reduction: FloatArray
     optimizer: FloatArray
@@ -71,18 +77,25 @@ def role_time(problem: RoleProblem, family: Family, interleave: int = 1) -> Role
     once = pass_time(problem, family, tokens)
     stage, between = _stage_seconds(problem, family, once, tokens, interleave)
     scale = stage / np.maximum(once.total, 1e-30)
-    sharding, reduction = _sharing(problem, family, once, microbatches)
+    sharding, reduction = sharing_time(problem, family, once, microbatches)
+    busy = microbatches * (once.forward + once.backward) * scale
     return RoleTime(
         forward=microbatches * once.forward * scale,
         backward=microbatches * once.backward * scale,
         exchange=microbatches * (once.exchange * scale + between),
         bubble=(family.pipeline - 1) / interleave * (stage + between),
+        stragglers=busy * problem.efficiency.jitter * slowest_of(family.data * family.replica),
         sharding=sharding,
         reduction=reduction,
         optimizer=_optimizer_seconds(problem, family),
         microbatches=microbatches,
         tokens=tokens,
     )
+
+
+def slowest_of(ranks: FloatArray) -> FloatArray:
+    """Expected largest of so many standard normal numbers (Blom 1958): what the slowest of equal ranks is behind."""
+    return np.asarray(np.where(ranks > 1, ndtri((ranks - 0.375) / (ranks + 0.25)), 0.0))
 
 
 def batches(problem: RoleProblem, family: Family) -> tuple[FloatArray, FloatArray]:
@@ -104,11 +117,9 @@ def _stage_seconds(
     slowest = once.layer * _layers_of_a_stage(once, stages, interleave)
     width = problem.precision.computing * max(part.hidden for part in problem.half.layers)
     size = 2 * interleave * tokens * width / (family.tensor * family.context)
-    speed = ring_bandwidth(problem.cluster, 2.0, max(1, family.tensor * family.context))
-    if family.replica > problem.cluster.per_node:
-        speed = np.asarray(problem.cluster.device.network)
-    share = problem.efficiency
-    return slowest, size / (speed * share.exchange) + 2 * interleave * share.latency
+    stride = problem.cluster.per_node if family.replica > problem.cluster.per_node else family.tensor * family.context
+    neighbour = ring(problem.cluster, 2.0, max(1, stride), problem.efficiency.exchange)
+    return slowest, 2 * interleave * neighbour.send(size / (2 * interleave))
 
 
 def _layers_of_a_stage(once: PassTime, stages: int, interleave: int) -> FloatArray:
@@ -122,40 +133,6 @@ def _layers_of_a_stage(once: PassTime, stages: int, interleave: int) -> FloatArr
         return np.asarray(np.maximum(each, layers - (stages - 1) * each + ends))
     enough = np.ceil((layers + ends) / stages - 1e-9)
     return np.asarray(np.minimum(enough, layers - (stages - 1) * (enough - 1) + ends))
-
-
-def _sharing(
-    problem: RoleProblem, family: Family, once: PassTime, microbatches: FloatArray
-) -> tuple[FloatArray, FloatArray]:
-    """Exposed time of copying, gathering and scattering per step, and the reduction at its end."""
-    half, precision, share = problem.half, problem.precision, problem.efficiency
-    here = half.parameters / (family.tensor * family.pipeline)
-    trained = half.trainable_parameters / (family.tensor * family.pipeline)
-    speed = ring_bandwidth(problem.cluster, family.holders, family.tensor)
-
-    def gather(size: float) -> FloatArray:
-        return gather_seconds(size, family.holders, speed, share) if size else np.zeros_like(family.data)
-
-    # Autocast makes its copies of the weights anew for every microbatch.
-    copied = here * (precision.weights + precision.copies) * (precision.copies > 0) * family.kept_share("weights")
-    copies = microbatches * copied / (problem.cluster.device.memory_bandwidth * share.memory)
-    gradients = gather(trained * precision.gradients)
-    if family.sharded:
-        weights = gather(here * precision.computing)
-        back = weights * (half.trains or problem.receives_gradient) + gradients
-        exposed = _exposed(weights, once.forward, half.depth) + _exposed(back, once.backward, half.depth)
-        return copies + microbatches * exposed, np.zeros_like(family.data)
-    if family.shard == "zero2":
-        exposed = _exposed(gradients, once.backward, half.depth)
-        return copies + microbatches * exposed, gather(trained * precision.weights)
-    if family.shard == "zero1":
-        return copies, gradients + gather(trained * precision.weights)
-    return copies, 2 * gradients
-
-
-def _exposed(exchange: FloatArray, computing: FloatArray, depth: int) -> FloatArray:
-    """What computing does not hide of an exchange that goes on beside it: at least that of the first or last layer."""
-    return np.asarray(np.maximum(exchange - computing, exchange / max(1, depth)))
 
 
 def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:

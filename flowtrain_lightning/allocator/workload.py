@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class Workload:
         global_batch_size: samples of a step.
         token_budget: the most tokens of a backbone microbatch.
         encoder_budget: the most encoder tokens of an encoder batch.
+        loss_chunk: tokens whose logits exist at the same time, with a loss in chunks; None is the microbatch.
 
     Raises:
         PlanningError: no samples, or a number below 1.
@@ -34,10 +36,11 @@ class Workload:
     global_batch_size: int = 256
     token_budget: int = 8192
     encoder_budget: int = 16384
+    loss_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "token_budget", "encoder_budget"):
-            if getattr(self, name) < 1:
+        for name in ("global_batch_size", "token_budget", "encoder_budget", "loss_chunk"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise PlanningError(f"The {name} is {getattr(self, name)}; it must be at least 1.")
         if not len(self.tokens) or self.tokens.min() < 1:
             raise PlanningError("The data must have samples, each of at least one token.")
@@ -57,12 +60,14 @@ class RoleLoad:
         items: samples or media items of a step.
         budget: the most tokens of one forward.
         batches_in_flight: batches whose activations may be kept at the same time, without a pipeline.
+        loss_chunk: tokens whose logits exist at the same time; None is all of a forward.
     """
 
     lengths: IntArray
     items: float
     budget: int
     batches_in_flight: int
+    loss_chunk: int | None = None
 
     @property
     def tokens(self) -> float:
@@ -74,7 +79,7 @@ ENCODER_BATCHES_IN_FLIGHT = 4
 """Batches whose activations an encoder that trains keeps: the strategy's default for ``encoder_activations``."""
 
 
-def typical_workload(module: ModuleDescription, **settings: int) -> Workload:
+def typical_workload(module: ModuleDescription, **settings: Any) -> Workload:
     """What is assumed where nothing is known of the data: one media item a sample, lengths that are log-normal.
 
     Half of the samples have more than 1,200 tokens, half of the media items more than 1,024 tokens of the encoder; one
@@ -91,7 +96,7 @@ def typical_workload(module: ModuleDescription, **settings: int) -> Workload:
         modality: np.rint(1024 * spread[np.arange(count) * step % count]).astype(np.int64)
         for modality, step in zip(module.encoders, (197, 311, 89), strict=False)
     }
-    longest = max(1, settings.get("token_budget", Workload.token_budget))
+    longest = max(1, settings.get("token_budget") or Workload.token_budget)
     return Workload(np.minimum(np.rint(1200 * spread).astype(np.int64), longest), media, **settings)
 
 
@@ -116,5 +121,5 @@ def role_loads(module: ModuleDescription, workload: Workload) -> dict[str, RoleL
         in_flight = ENCODER_BATCHES_IN_FLIGHT if half.trains else 1
         budget = max(workload.encoder_budget, int(lengths.max()))
         loads[module.role_of(modality)] = RoleLoad(lengths, items, budget, in_flight)
-    loads[BACKBONE] = RoleLoad(workload.tokens, size, workload.token_budget, 1)
+    loads[BACKBONE] = RoleLoad(workload.tokens, size, workload.token_budget, 1, workload.loss_chunk)
     return loads

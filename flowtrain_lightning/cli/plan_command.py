@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,24 @@ from flowtrain_lightning.allocator import (
     PlanningError,
     SearchSpace,
     Workload,
-    choose_placement,
     role_problems,
 )
-from flowtrain_lightning.allocator.plan_file import write_plan
+from flowtrain_lightning.allocator.given_plan import given_plan
+from flowtrain_lightning.allocator.plan_file import read_plan, write_plan
 from flowtrain_lightning.allocator.planner import text_table
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli.command_table import command_parser
+from flowtrain_lightning.cli.plan_bill import bill_of
+from flowtrain_lightning.cli.plan_choice import Choices, choose_plans, why_plan_cannot_run
 from flowtrain_lightning.cli.plan_input import read_device, read_module, read_workload
-from flowtrain_lightning.cli.plan_report import PlanReport, why_plan_cannot_run
+from flowtrain_lightning.cli.plan_report import PlanReport
 from flowtrain_lightning.placement.calibration import measured_efficiencies
 from flowtrain_lightning.placement.profile import ProfileError, read_profile
 
 MISTAKES = (PlanningError, ProfileError)
+
+SEARCH = "search"
+"""What ``--token-budget`` says to have the budget found."""
 
 
 def run() -> None:
@@ -47,16 +54,31 @@ def run() -> None:
     module = read_module(options.model).with_frozen(*options.freeze)
     device = read_device(options.device)
     per_node = _devices_per_node(options, device)
-    names = ("global_batch_size", "token_budget", "encoder_budget")
-    workload = read_workload(options.data, module, {name: getattr(options, name) for name in names})
+    searched = options.token_budget == SEARCH
+    settings = {
+        "global_batch_size": options.batch,
+        "token_budget": Workload.token_budget if searched else options.token_budget,
+        "encoder_budget": options.encoder_budget,
+        "loss_chunk": options.loss_chunk,
+    }
+    workload = read_workload(options.data, module, settings)
+    if options.price is not None and options.time_to_train is None:
+        raise PlanningError("--price needs --time-to-train, which says for how many tokens.")
     if options.sweep:
         if options.out is not None:
             raise PlanningError("--out writes one plan, but --sweep makes many; leave out one of them.")
         _sweep(options, module, device, per_node, workload)
         return
-    costs = _costs(options, module, Cluster(device, options.devices, per_node), workload)
+    cluster = Cluster(device, options.devices, per_node)
+    workloads = _with_larger_budgets(workload) if searched else [workload]
+    planned = [_planned(_costs(options, module, cluster, one), per_node) for one in workloads]
+    costs, choices = _fastest([one for one in planned if not isinstance(one, NoPlanError)], planned)
     data = "typical lengths, assumed" if options.data is None else str(options.data)
-    report = PlanReport(choose_placement(costs), costs.problems, module, data)
+    given = None if options.layout is None else given_plan(costs.problems, read_plan(options.layout))
+    shown = choices.recommended.chosen if given is None else given
+    tokens = options.time_to_train
+    bill = None if tokens is None else bill_of(shown, costs.problems, tokens, options.price)
+    report = PlanReport(choices, costs.problems, module, data, given, bill)
     if options.out is not None:
         _write(report, per_node, options.out)
     if options.plot is not None:
@@ -76,11 +98,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, metavar="LENGTHS.parquet", help="columns tokens, image_tokens … (default: typical ones)")
     add("--freeze", action="append", default=[], help="encoder, tower (all but projectors) or backbone; repeatable")
     add("--profile", type=Path, metavar="PROFILE.json", help="how fast this module was measured to be on the device")
-    add("--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
-    add("--token-budget", type=int, default=8192, help="the most tokens of a microbatch (default: %(default)s)")
+    add("--batch", "--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
+    add("--token-budget", type=_budget, default=8192, help="the most tokens of a microbatch, or search (default: 8192)")
+    add("--loss-chunk", type=int, metavar="TOKENS", help="tokens whose logits the loss holds at a time (default: all)")
     add("--encoder-budget", type=int, default=16384, help="of an encoder batch (default: %(default)s)")
     add("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default: %(default)s")
     add("--whole-copies", action="store_true", help="only layouts in which a rank holds all of its half")
+    add("--layout", type=Path, metavar="PLAN.yaml", help="an allocation of your own, shown beside the best one")
+    add("--time-to-train", type=float, metavar="TOKENS", help="hours of training on so many backbone tokens")
+    add("--price", type=float, metavar="PER_HOUR", help="of a device, for the cost of --time-to-train")
     add("--sweep", action="store_true", help="the best plan for 1, 2, 4 … devices")
     add("--json", action="store_true", help="print the figures as JSON")
     add("--out", type=Path, metavar="PLAN.yaml", help="write the recommended plan")
@@ -113,11 +139,40 @@ def _costs(
     return ModelledCosts(problems, WHOLE_COPIES if options.whole_copies else SearchSpace())
 
 
+def _planned(costs: ModelledCosts, per_node: int) -> tuple[ModelledCosts, Choices] | NoPlanError:
+    try:
+        return costs, choose_plans(costs, per_node)
+    except NoPlanError as refusal:
+        return refusal
+
+
+def _with_larger_budgets(workload: Workload) -> list[Workload]:
+    """The workload with token budgets from its longest sample, or the default, to eight times as many."""
+    least = max(int(workload.tokens.max()), workload.token_budget // 2)
+    return [replace(workload, token_budget=least * 2**power) for power in range(4)]
+
+
+def _fastest(found: list[tuple[ModelledCosts, Choices]], planned: Sequence[object]) -> tuple[ModelledCosts, Choices]:
+    """The plans of the token budget with the fastest step; of those that cannot be told apart the smallest budget."""
+    if not found:
+        refusal = planned[0]
+        assert isinstance(refusal, NoPlanError)
+        raise refusal
+    fastest = min(choices.recommended.chosen.seconds for _, choices in found)
+    enough = fastest * (1 + ModelledCosts.margin)
+    return next(one for one in found if one[1].recommended.chosen.seconds <= enough)
+
+
+def _budget(text: str) -> int | str:
+    return text if text == SEARCH else int(text)
+
+
 def _write(report: PlanReport, per_node: int, path: Path) -> None:
-    plan, device = report.choice.chosen, report.problems["backbone"].cluster
+    plan, device = report.choices.recommended.chosen, report.problems["backbone"].cluster
     heading = [
         f"{report.module.name} on {device.devices} {device.device.name}, {per_node} a node: {plan.name}.",
-        f"Predicted: {plan.seconds:.3f} s a step, {plan.samples_per_second:.1f} samples/s, {100 * plan.mfu:.1f} % MFU.",
+        f"Predicted: {plan.seconds:.3f} s a step (80 % band {plan.seconds_low:.3f} to {plan.seconds_high:.3f}), "
+        f"{plan.samples_per_second:.1f} samples/s, {100 * plan.mfu:.1f} % MFU.",
     ]
     if (reason := why_plan_cannot_run(plan, per_node)) is not None:
         heading.append(f"Training does not run it yet: it {reason}")
@@ -132,7 +187,8 @@ def _sweep(
     found: list[dict[str, Any]] = []
     for count in counts:
         try:
-            best = choose_placement(_costs(options, module, Cluster(device, count, per_node), workload)).chosen
+            costs = _costs(options, module, Cluster(device, count, per_node), workload)
+            best = choose_plans(costs, per_node).recommended.chosen
         except NoPlanError:
             found.append({"devices": count, "placement": None})
             continue

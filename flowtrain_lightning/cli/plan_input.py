@@ -41,7 +41,7 @@ def read_device(name: str) -> Device:
     return named_device(name)
 
 
-def read_workload(path: Path | None, module: ModuleDescription, settings: Mapping[str, int]) -> Workload:
+def read_workload(path: Path | None, module: ModuleDescription, settings: Mapping[str, Any]) -> Workload:
     """Lengths from a Parquet file, or typical ones where there is none.
 
     The file has an entry per sample: ``tokens``, and for every modality a list of its media items' encoder tokens

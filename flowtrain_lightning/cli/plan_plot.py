@@ -18,6 +18,7 @@ COLOURS = {
     "backward": "#1b4f91",
     "exchange": "#e8a33d",
     "bubble": "#d9d9d4",
+    "stragglers": "#c4a7d6",
     "sharding": "#1baa6f",
     "reduction": "#b3541e",
     "optimizer": "#7a5195",
@@ -37,12 +38,12 @@ def draw_plan(report: PlanReport, path: Path) -> None:
     """Write a PNG: placements, the step in time, and the memory of the recommended plan."""
     figure = _figure(11, 6.5)
     upper, middle, lower = figure.subplots(3, 1)
-    plan, problems, plans = report.choice.chosen, report.problems, report.choice.predictions
+    plan, problems, plans = report.shown, report.problems, report.choices.recommended.predictions
     bars = upper.barh([one.name for one in plans], [one.samples_per_second for one in plans], color="#8b8b85")
-    bars[plans.index(plan)].set_color("#1baa6f")
+    bars[plans.index(report.choices.recommended.chosen)].set_color("#1baa6f")
     upper.bar_label(bars, [f"{100 * one.mfu:.1f} % MFU" for one in plans], padding=3)
     upper.set_xlabel("samples/s")
-    upper.set_title(report.verdict(), loc="left", fontsize=10)
+    upper.set_title(report.verdict().splitlines()[0], loc="left", fontsize=10)
     phases = step_phases(plan, problems)
     for role, spans in phases.items():
         for span in spans:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
-from flowtrain_lightning.allocator import BACKBONE, AllocationError, ModuleDescription, PlacementChoice
+from flowtrain_lightning.allocator import BACKBONE, ModuleDescription
 from flowtrain_lightning.allocator.candidates import usable_bytes
 from flowtrain_lightning.allocator.placements import ModelledPlan, Problems, joint_bytes
 from flowtrain_lightning.allocator.planner import PLAN_KINDS
-from flowtrain_lightning.placement.request import why_it_cannot_run
+from flowtrain_lightning.cli.plan_bill import Bill
+from flowtrain_lightning.cli.plan_choice import Choices, why_plan_cannot_run
 
 WIDTH = 60
 
@@ -26,6 +28,7 @@ PURPOSES = {
     "backward": "b",
     "exchange": "x",
     "bubble": "p",
+    "stragglers": "t",
     "sharding": "s",
     "reduction": "r",
     "optimizer": "o",
@@ -37,6 +40,7 @@ PURPOSES = {
 LEGEND = {
     "exchange": "exchange among tensor and context ranks",
     "bubble": "pipeline bubble",
+    "stragglers": "waiting for the slowest rank",
     "sharding": "gathering and casting weights",
     "reduction": "reduction of gradients",
     "waiting": "waiting for the first features",
@@ -63,25 +67,37 @@ class PlanReport:
     """What was planned, and for what.
 
     Attributes:
-        choice: the plans.
+        choices: the plans.
         problems: role -> what was planned for.
         module: that is planned for.
         data: where lengths are from, in words.
+        given: the plan of an allocation that was given, which is shown beside the recommended one.
+        bill: what training on so many tokens takes and costs, if that was asked.
     """
 
-    choice: PlacementChoice[ModelledPlan]
+    choices: Choices
     problems: Problems
     module: ModuleDescription
     data: str
+    given: ModelledPlan | None = None
+    bill: Bill | None = None
+
+    @property
+    def shown(self) -> ModelledPlan:
+        """The plan whose parts are shown: the given one, or the recommended one."""
+        return self.choices.recommended.chosen if self.given is None else self.given
 
     def text(self) -> str:
         """Everything, for a terminal."""
-        parts = [self._heading(), self.choice.table(), self.verdict(), self._layouts(), self._memory(), self._time()]
-        return "\n\n".join(parts)
+        parts = [self._heading(), self.choices.recommended.table(), self.verdict()]
+        parts += [] if self.bill is None else [self.bill.text()]
+        return "\n\n".join([*parts, self._layouts(), self._memory(), self._time()])
 
     def values(self) -> dict[str, Any]:
         """Everything, for JSON. Bytes, seconds and shares are plain numbers."""
-        cluster, plans = self.problems[BACKBONE].cluster, {plan.kind: plan for plan in self.choice.predictions}
+        cluster, choice = self.problems[BACKBONE].cluster, self.choices.recommended
+        plans = {plan.kind: plan for plan in choice.predictions}
+        anyway = self.choices.anyway.chosen
         return {
             "model": self.module.name,
             "parameters": {role: half.parameters for role, half in self.module.roles.items()},
@@ -89,30 +105,72 @@ class PlanReport:
             "devices": cluster.devices,
             "devices_per_node": cluster.per_node,
             "data": self.data,
-            "recommended": self.choice.chosen.kind,
-            "reason": self.choice.reason,
-            "why_it_cannot_run": why_plan_cannot_run(self.choice.chosen, cluster.per_node),
-            "gain_of_separation": self.choice.gain_of_separation,
+            "recommended": choice.chosen.kind,
+            "reason": choice.reason,
+            "why_it_cannot_run": why_plan_cannot_run(choice.chosen, cluster.per_node),
+            "gain_of_separation": choice.gain_of_separation,
+            "smallest_full_batch": self.smallest_full_batch(),
             "plans": {kind: self._plan_values(plans[kind]) if kind in plans else None for kind in PLAN_KINDS},
+            "if_every_layout_ran": None if anyway is choice.chosen else self._plan_values(anyway),
+            "given": None if self.given is None else self._plan_values(self.given),
+            "bill": None if self.bill is None else self.bill.values(),
         }
 
     def verdict(self) -> str:
-        """The recommendation with its reason, what is not possible, and whether training runs it today."""
-        plan, possible = self.choice.chosen, {each.kind for each in self.choice.predictions}
-        lines = [f"Recommended: {plan.name}, because {self.choice.reason}."]
-        if impossible := [kind for kind in PLAN_KINDS if kind not in possible]:
-            lines.append(f"Not possible: {', '.join(impossible)}.")
-        reason = why_plan_cannot_run(plan, self.problems[BACKBONE].cluster.per_node)
-        if reason is not None:
-            lines.append(f"Training does not run this plan yet: it {reason}")
+        """The recommendation with its reason, whether training runs it, and what to know of it."""
+        choice, per_node = self.choices.recommended, self.problems[BACKBONE].cluster.per_node
+        plan, anyway = choice.chosen, self.choices.anyway.chosen
+        lines = [f"Recommended: {plan.name}, because {choice.reason}."]
+        if (reason := why_plan_cannot_run(plan, per_node)) is not None:
+            lines.append(f"Training does not run this plan yet, nor any other that fits: it {reason}")
+        elif anyway.seconds * (1 + choice.margin) < plan.seconds:
+            faster = 100 * (plan.seconds / anyway.seconds - 1)
+            lines.append(
+                f"Training does not run yet what is predicted to be {faster:.0f} % faster: {_in_words(anyway)}."
+            )
+        if (samples := self.smallest_full_batch()) is not None:
+            load, devices = self.problems[BACKBONE].load, self.problems[BACKBONE].cluster.devices
+            lines.append(
+                f"The batch of {load.items:,.0f} samples is small for {devices:,} devices: {samples:,} samples would "
+                f"give each of them a microbatch of {load.budget:,} tokens."
+            )
+        if self.given is not None:
+            lines += self._verdict_on_given(self.given)
         return "\n".join(lines)
+
+    def smallest_full_batch(self) -> int | None:
+        """Samples of a step that give every device a full microbatch; None where the batch gives half of that."""
+        load, devices = self.problems[BACKBONE].load, self.problems[BACKBONE].cluster.devices
+        if load.tokens >= devices * load.budget / 2:
+            return None
+        return ceil(devices * load.budget / (load.tokens / load.items))
+
+    def _verdict_on_given(self, given: ModelledPlan) -> list[str]:
+        cluster, best = self.problems[BACKBONE].cluster, self.choices.recommended.chosen
+        gain = given.seconds / best.seconds - 1
+        apart = (
+            f"{100 * gain:.0f} % more than"
+            if gain > self.choices.recommended.margin
+            else "no more than can be told than"
+        )
+        lines = [
+            f"Yours ({given.name}): {given.seconds:.4g} s a step ({given.seconds_low:.3g} to "
+            f"{given.seconds_high:.3g}), {apart} the recommended plan."
+        ]
+        if (over := given.peak_bytes / usable_bytes(cluster)) > 1:
+            lines.append(
+                f"It needs {100 * (over - 1):.0f} % more memory than can be planned for on {cluster.device.name}."
+            )
+        if (reason := why_plan_cannot_run(given, cluster.per_node)) is not None:
+            lines.append(f"Training does not run it yet: it {reason}")
+        return lines
 
     def _plan_values(self, plan: ModelledPlan) -> dict[str, Any]:
         roles = {}
         for role, candidate in plan.chosen.items():
-            details = candidate.details(self.problems[role])
+            details, shard = candidate.details(self.problems[role]), candidate.layout.shard
             roles[role] = {
-                "layout": {**candidate.layout.degrees, "shard": candidate.layout.shard},
+                "layout": {**candidate.layout.degrees, "shard": shard, "replicas": candidate.layout.replicas},
                 "recompute": candidate.recompute,
                 "seconds": details.time.at(0),
                 "microbatches": int(details.time.microbatches[0]),
@@ -121,6 +179,8 @@ class PlanReport:
         return {
             "devices": plan.devices,
             "step_seconds": plan.seconds,
+            "step_seconds_band": [plan.seconds_low, plan.seconds_high],
+            "runs": why_plan_cannot_run(plan, self.problems[BACKBONE].cluster.per_node) is None,
             "waiting_seconds": plan.waiting,
             "samples_per_second": plan.samples_per_second,
             "mfu": plan.mfu,
@@ -139,7 +199,7 @@ class PlanReport:
         )
 
     def _layouts(self) -> str:
-        plan = self.choice.chosen
+        plan = self.shown
         lines = [
             f"  {role:<{_longest(plan)}}  {candidate.layout.describe()}; {candidate.devices} devices; "
             f"recompute {candidate.recompute}"
@@ -150,7 +210,7 @@ class PlanReport:
         return "\n".join([f"Layouts ({plan.name})", *lines])
 
     def _memory(self) -> str:
-        plan, limit = self.choice.chosen, usable_bytes(self.problems[BACKBONE].cluster)
+        plan, limit = self.shown, usable_bytes(self.problems[BACKBONE].cluster)
         lines = [f"Memory of a device, GB (a bar is the {limit / 1e9:.1f} that can be planned for)"]
         total: dict[str, float] = {}
         for role, candidate in plan.chosen.items():
@@ -162,7 +222,7 @@ class PlanReport:
         return "\n".join(lines)
 
     def _time(self) -> str:
-        plan = self.choice.chosen
+        plan = self.shown
         lines = [f"Step, s (a bar is {plan.seconds:.3f} s)"]
         used = set()
         for role, phases in step_phases(plan, self.problems).items():
@@ -172,14 +232,6 @@ class PlanReport:
             lines.append(_line(plan, role, bar({**before, **shown}, plan.seconds), shown, 1.0))
         legend = [f"{PURPOSES[name]} {meaning}" for name, meaning in LEGEND.items() if name in used]
         return "\n".join([*lines, *([f"  {'; '.join(legend)}"] if legend else [])])
-
-
-def why_plan_cannot_run(plan: ModelledPlan, per_node: int) -> str | None:
-    """What of a plan training does not offer today, as the end of a sentence about it; None where it runs."""
-    try:
-        return why_it_cannot_run(plan.allocation(per_node))
-    except AllocationError as error:
-        return f"cannot be put onto ranks. {error}"
 
 
 def step_phases(plan: ModelledPlan, problems: Problems) -> dict[str, list[Phase]]:
@@ -223,6 +275,11 @@ def bar(parts: Mapping[str, float], whole: float) -> str:
         end += amount
         letters += PURPOSES[purpose] * max(0, round(WIDTH * end / whole) - len(letters))
     return letters.ljust(WIDTH)
+
+
+def _in_words(plan: ModelledPlan) -> str:
+    layouts = (f"{role} {one.layout.describe()}" for role, one in plan.chosen.items())
+    return f"{plan.name} with {'; '.join(layouts)}"
 
 
 def _billions(parameters: int) -> str:

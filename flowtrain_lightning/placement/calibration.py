@@ -16,8 +16,9 @@ from flowtrain_lightning.allocator import (
     ModuleDescription,
     RoleProblem,
 )
+from flowtrain_lightning.allocator.coefficients import assumed_efficiency
 from flowtrain_lightning.allocator.description import Half
-from flowtrain_lightning.allocator.devices import assumed_efficiency, maker_device
+from flowtrain_lightning.allocator.devices import maker_device
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.allocator.workload import RoleLoad
@@ -32,8 +33,8 @@ def measured_efficiencies(
 ) -> dict[str, Efficiency]:
     """Role -> the device's shares, all lowered or raised alike, so that predicted passes take as long as measured ones.
 
-    What was measured covers everything that takes time, so there is no slack. Collectives were not measured. Where the
-    profile was made on another known device, its shares are lowered or raised by what was found there.
+    What was measured covers everything that takes time but collectives and waiting for other ranks. Where the profile
+    was made on another known device, its shares are lowered or raised by what was found there.
 
     Args:
         profile: of this module. If its device is not known by its maker's name, it is taken for ``device``.
@@ -73,7 +74,7 @@ def _efficiency(profile: Profile, role: str, half: Half, device: Device, precisi
     measured = profile.roles[role].measured
     receives_gradient = role == BACKBONE and profile.roles[ENCODER].trains
     profiled = maker_device(profile.origin.device) or device
-    there = replace(assumed_efficiency(profiled), slack=1.0)
+    there = assumed_efficiency(profiled)
     cluster, numbers = Cluster(profiled, 1, 1), PRECISIONS[precision]
     most = max(item.tokens for item in measured)
     ratios = []
@@ -87,7 +88,6 @@ def _efficiency(profile: Profile, role: str, half: Half, device: Device, precisi
     assumed = assumed_efficiency(device)
     return replace(
         assumed,
-        slack=1.0,
         dense=assumed.dense / slower,
         attention=assumed.attention / slower,
         memory=assumed.memory / slower,

@@ -5,11 +5,25 @@ from __future__ import annotations
 import pytest
 
 from flowtrain_lightning.allocator import DEVICES, Cluster, PlanningError, device_from, named_device
-from flowtrain_lightning.allocator.devices import assumed_efficiency, maker_device
+from flowtrain_lightning.allocator.coefficients import assumed_efficiency
+from flowtrain_lightning.allocator.devices import maker_device
 
 
 def test_every_known_device_says_where_its_numbers_are_from():
-    assert {"a100", "h100", "h200", "b200", "mi300x", "ascend-910b", "cpu"} <= set(DEVICES)
+    assert {
+        "a100",
+        "h100",
+        "h200",
+        "b200",
+        "gb200",
+        "b300",
+        "h20",
+        "l40s",
+        "mi300x",
+        "mi325x",
+        "ascend-910b",
+        "cpu",
+    } <= set(DEVICES)
     assert all(len(device.source) > 20 for device in DEVICES.values())
 
 
@@ -57,7 +71,7 @@ def test_a_device_that_cannot_be_is_refused(values, words):
 
 
 def test_an_unknown_device_is_answered_with_those_that_are_known():
-    with pytest.raises(PlanningError, match=r"no device 'h1000'\. Did you mean 'h100'\? Known are a100, h100"):
+    with pytest.raises(PlanningError, match=r"no device 'h1000'\. Did you mean 'h100'\? Known are a100, a800, h100"):
         named_device("h1000")
 
 
@@ -79,8 +93,16 @@ def test_each_precision_has_its_peak():
     assert (device.peak_for(2), device.peak_for(4)) == (989e12, 494e12)
 
 
-def test_a_device_brings_its_own_shares_of_its_peaks():
-    assert assumed_efficiency(DEVICES["a100"]).dense == DEVICES["a100"].dense
+def test_training_sustains_less_of_a_devices_peaks_than_kernels_measured_alone():
+    for device in DEVICES.values():
+        share = assumed_efficiency(device)
+        assert 0.5 * device.dense < share.dense < device.dense
+        assert 0.3 * device.attention < share.attention < device.attention
+
+
+def test_memory_is_what_cards_report():
+    assert DEVICES["h100"].memory == 85.5e9
+    assert DEVICES["b200"].memory == 191.5e9
 
 
 def test_fewer_devices_than_a_node_has_are_a_part_of_one():

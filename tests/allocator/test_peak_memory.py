@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flowtrain_lightning.allocator import DEVICES, PRECISIONS, Cluster, RoleProblem
-from flowtrain_lightning.allocator.devices import assumed_efficiency
+from flowtrain_lightning.allocator.coefficients import assumed_efficiency
 from flowtrain_lightning.allocator.dimensions import backbone
 from flowtrain_lightning.allocator.memory_use import memory_use
 from flowtrain_lightning.allocator.role_problem import Family

@@ -55,7 +55,7 @@ def test_a_frozen_encoder_has_no_backward_and_nothing_to_reduce():
 
 def test_a_frozen_backbone_still_passes_gradients_to_the_encoder():
     passing = timed(problem=problems(frozen=("backbone",))["backbone"], data=8)
-    assert 0.5 < passing.backward[0] / timed(data=8).backward[0] < 0.62  # attention has no weights to skip
+    assert 0.5 < passing.backward[0] / timed(data=8).backward[0] < 0.7  # attention and norms have no weights to skip
 
 
 def test_a_pipeline_waits_for_its_first_and_last_microbatch():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from benchmarks.published import compare_hetpar, dip, held_out, optimus, report
+from benchmarks.published import compare_hetpar, dip, optimus, report
 
 
 def middle(predictions):
@@ -22,13 +22,7 @@ def test_four_of_five_winners_are_right():
     assert sum(one.right for one in signs) / len(signs) >= 0.8
 
 
-def test_what_is_held_out_is_not_reported():
-    assert abs(held_out().error) < 0.01
-    assert held_out().what not in {one.what for one in [*optimus(), *dip()]}
-
-
 def test_the_report_shows_every_figure_with_its_error():
     text = report()
     assert text.count(" over H ") == 51
     assert text.count("| HetPar |") == 2 * 43
-    assert "Held out, to set the slack" in text

@@ -28,6 +28,14 @@ per_node: 4
 """
 
 
+MINE = """
+placement: colocated
+roles:
+  encoder: {layout: {data: 8}, ranks: 0-7, recompute: full}
+  backbone: {layout: {data: 8}, ranks: 0-7, recompute: full}
+"""
+
+
 @pytest.fixture
 def plan(monkeypatch, tmp_path, capsys):
     """Plans in this process, in a folder of its own; answers with what was printed."""
@@ -45,7 +53,9 @@ def test_it_prints_placements_layouts_memory_and_the_step(plan):
     printed = plan(*MODEL, "--devices", "8")
     for words in ("smolvlm-2.2b (encoder 0.43B, backbone 1.81B) on 8 h200, 8 a node", "typical lengths, assumed"):
         assert words in printed
-    assert printed.splitlines()[3].split() == ["s/step", "samples/s", "devices", "MFU", "peak", "GB"]
+    assert printed.splitlines()[3].split() == [
+        *("s/step", "samples/s", "80", "%", "band", "devices", "MFU", "peak", "GB")
+    ]
     assert sum(line.startswith("> ") for line in printed.splitlines()) == 1
     assert printed.count("Recommended: ") == 1
     for words in ("Layouts (", "Memory of a device, GB", "Step, s", "forward", "weights", "overhead"):
@@ -70,8 +80,8 @@ def test_the_plan_that_is_written_can_be_read_back(plan, tmp_path):
 
 
 def test_a_plan_that_training_does_not_run_yet_says_so_wherever_it_is_told(plan, tmp_path):
-    arguments = (*MODEL, "--devices", "8")
-    said = "Training does not run this plan yet: it gives the encoder the layout"
+    arguments = ("--model", "gemma-3-12b", "--device", "h200", "--devices", "8")  # too large for whole copies
+    said = "Training does not run this plan yet, nor any other that fits: it gives the encoder the layout"
     assert said in plan(*arguments)
     assert json.loads(plan(*arguments, "--json"))["why_it_cannot_run"].startswith("gives the encoder the layout")
     plan(*arguments, "--out", "plan.yaml")
@@ -85,6 +95,69 @@ def test_a_plan_that_training_runs_says_nothing_against_it(plan, tmp_path):
     assert values["why_it_cannot_run"] is None
     assert "Training does not run" not in plan(*arguments)
     assert read_plan(tmp_path / "plan.yaml").recompute.keys() == {"encoder", "backbone"}
+
+
+def test_the_best_plan_that_training_runs_comes_first(plan):
+    values = json.loads(plan(*MODEL, "--devices", "8", "--json"))
+    assert values["why_it_cannot_run"] is None
+    assert all(one["runs"] for one in values["plans"].values() if one)
+    faster = values["if_every_layout_ran"]
+    assert faster["step_seconds"] <= values["plans"][values["recommended"]]["step_seconds"]
+
+
+def test_a_layout_of_ones_own_is_shown_beside_the_best_plan(plan, tmp_path):
+    (tmp_path / "mine.yaml").write_text(MINE)
+    arguments = (*MODEL, "--devices", "8", "--layout", "mine.yaml")
+    printed = plan(*arguments)
+    assert "Yours (colocated): " in printed
+    assert "Layouts (colocated)\n  encoder   data 8, replicate; 8 devices; recompute full" in printed
+    values = json.loads(plan(*arguments, "--json"))
+    given = values["given"]
+    assert given["step_seconds"] >= 0.94 * values["plans"][values["recommended"]]["step_seconds"]
+    low, high = given["step_seconds_band"]
+    assert low < given["step_seconds"] < high
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("data: 8", "data: 4", "needs 4 ranks, but the role has 8"),
+        ("recompute", "recomputes", "the role 'encoder' has no 'recomputes'; it has layout, ranks, recompute"),
+        ("data: 8", "data: 8, sharded: 2", "has no 'sharded'; it has data, tensor, pipeline, context, shard, replicas"),
+        ("data: 8", "data: 2, pipeline: 4", "27 layers cannot be divided evenly among 4 pipeline stages"),
+        ("data: 8", "data: 8, replicas: 2", "only 'fsdp' and 'zero3' shard weights in several groups"),
+        ("0-7", "0-3", "needs 8 ranks, but the role has 4"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_with_both_sides(plan, tmp_path, old, new, words):
+    (tmp_path / "mine.yaml").write_text(MINE.replace(old, new))
+    with pytest.raises(SystemExit) as end:
+        plan(*MODEL, "--devices", "8", "--layout", "mine.yaml")
+    assert words in str(end.value.code)
+
+
+def test_the_hours_and_the_cost_of_training_are_told_with_their_band(plan):
+    arguments = (*MODEL, "--devices", "8", "--time-to-train", "1e9", "--price", "2.5")
+    values = json.loads(plan(*arguments, "--json"))
+    bill, best = values["bill"], values["plans"][values["recommended"]]
+    assert bill["device_hours"] == pytest.approx(8 * bill["hours"])
+    assert bill["cost"] == pytest.approx(2.5 * bill["device_hours"])
+    assert bill["hours_high"] / bill["hours"] == pytest.approx(best["step_seconds_band"][1] / best["step_seconds"])
+    assert "device hours, which cost" in plan(*arguments)
+
+
+def test_a_batch_too_small_for_the_devices_is_said_with_one_that_would_do(plan):
+    arguments = (*MODEL, "--devices", "512")
+    assert "The batch of 256 samples is small for 512 devices: " in plan(*arguments)
+    enough = json.loads(plan(*arguments, "--json"))["smallest_full_batch"]
+    assert json.loads(plan(*arguments, "--batch", str(enough), "--json"))["smallest_full_batch"] is None
+
+
+def test_a_searched_token_budget_is_no_slower_than_the_default(plan):
+    arguments = (*MODEL, "--devices", "8", "--json")
+    searched, default = (json.loads(plan(*arguments, *more)) for more in (("--token-budget", "search"), ()))
+    seconds = [one["plans"][one["recommended"]]["step_seconds"] for one in (searched, default)]
+    assert seconds[0] <= 1.06 * seconds[1]
 
 
 def test_pictures_are_drawn(plan, tmp_path):
@@ -124,7 +197,7 @@ def test_lengths_come_from_a_file(plan, tmp_path):
     tokens = np.array([100, 300, 200])
     media = pyarrow.array([[64], [], [256, 128]])
     parquet.write_table(pyarrow.table({"tokens": tokens, "image_tokens": media}), tmp_path / "lengths.parquet")
-    arguments = (*MODEL, "--devices", "4", "--global-batch-size", "30", "--data", "lengths.parquet")
+    arguments = (*MODEL, "--devices", "4", "--batch", "30", "--data", "lengths.parquet")
     assert "30 samples with tokens 4,480 of the encoder, 6,000 of the backbone; data: lengths.parquet" in plan(
         *arguments
     )
@@ -184,6 +257,7 @@ def test_whole_copies_keep_to_what_replicates(plan):
         ((*MODEL, "--devices", "8", "--freeze", "tail"), "There is no half 'tail' to freeze; choose from encoder"),
         ((*MODEL, "--devices", "8", "--freeze", "encoder", "--freeze", "backbone"), "nothing trains; freeze less"),
         ((*MODEL, "--devices", "8", "--token-budget", "0"), "token_budget is 0"),
+        ((*MODEL, "--devices", "8", "--price", "2"), "--price needs --time-to-train, which says for how many tokens"),
         ((*MODEL, "--devices", "8", "--data", "nowhere.parquet"), "there is no file nowhere.parquet"),
         ((*MODEL, "--devices", "8", "--out", "no/where.yaml"), "no/where.yaml cannot be written"),
         (("--model", "qwen2.5-vl-72b", "--devices", "8"), "the smallest number that would do is 24"),

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from flowtrain_lightning.allocator import ModelledCosts
-from flowtrain_lightning.cli.plan_report import bar, step_phases, why_plan_cannot_run
+from flowtrain_lightning.cli.plan_choice import why_plan_cannot_run
+from flowtrain_lightning.cli.plan_report import bar, step_phases
 from tests.allocator.problems import problems
 
 PROBLEMS = problems("gemma-3-4b", devices=16)

@@ -122,8 +122,8 @@ def test_a_role_gets_the_layout_that_was_asked_for_beside_the_rule():
 @pytest.mark.parametrize(
     ("roles", "words"),
     [
-        ({"backbone": RoleLayout("fsdp", replicas=3)}, "data 4, fsdp, cannot have replicas 3"),
-        ({"backbone": RoleLayout(replicas=2)}, "data 4, replicate, cannot have replicas 2"),
+        ({"backbone": RoleLayout("fsdp", replicas=3)}, "4 data ranks in 3 replicas"),
+        ({"backbone": RoleLayout(replicas=2)}, "replicas 2, but shard 'replicate'"),
         ({"decoder": RoleLayout("fsdp")}, "There is no role 'decoder'; the roles are 'encoder', 'backbone'"),
         ({"backbone": RoleLayout("zero3")}, "the backbone the layout data 4, zero3"),
     ],

@@ -1,0 +1,102 @@
+"""The coefficients of the models of time: what was fitted, and how far predictions are off.
+
+Everything that is a number and no law of arithmetic stands here or with a `Device`. ``benchmarks/fit_planner.py`` fits
+what `FITTED` names on published step times, and prints the errors on models and devices that it left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from flowtrain_lightning.allocator.devices import Device
+
+LAUNCH = 25 * 8e-6
+"""Seconds in which eager code starts the kernels of a layer's forward: some 25 of them, assumed at 8 µs each."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How much of a device's peaks one role's work reaches: fitted to published steps, or to a profile.
+
+    Attributes:
+        dense: share of the peak FLOP/s, by a large matrix product.
+        attention: share of the peak FLOP/s, by fused attention over long sequences with heads that fill its tiles.
+        memory: share of the memory bandwidth, by norms, sums and activations of eager code, if each read its inputs
+            and wrote its result once.
+        exchange: share of links and network, by collectives.
+        contention: seconds by which a second of hidden exchange slows the computing that hides it; both want memory.
+        jitter: standard deviation of a device's time for the same work, as a share of it. Ranks that meet wait for the
+            slowest.
+        launch: seconds that starting a layer's kernels takes, forward; twice that backward. Where kernels are shorter
+            than that, starting them is what takes the time.
+    """
+
+    dense: float
+    attention: float
+    memory: float
+    exchange: float
+    contention: float
+    jitter: float
+    launch: float = LAUNCH
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What `FITTED` names: fitted on all devices together.
+
+    Attributes:
+        dense_reached: of the best matrix product that was measured on a device alone, what training sustains.
+        attention_reached: of fused attention's rate in its authors' measurements, likewise.
+        memory: see `Efficiency`.
+        exchange: see `Efficiency`.
+        contention: see `Efficiency`.
+        jitter: see `Efficiency`.
+    """
+
+    dense_reached: float = 0.95
+    attention_reached: float = 0.55
+    memory: float = 0.41
+    exchange: float = 0.68
+    contention: float = 0.77
+    jitter: float = 0.006
+
+
+FITTED = tuple(field.name for field in fields(Coefficients))
+"""What ``benchmarks/fit_planner.py`` fits."""
+
+COEFFICIENTS = Coefficients()
+"""The fitted ones: on 114 step times of MPT-760M to MPT-70B on 8 to 512 A100 and H100 (llm-foundry's table,
+mosaicml/llm-foundry, ``scripts/train/benchmarking``)."""
+
+
+ROW_BAND = (-0.10, 0.09)
+"""Logarithm of predicted over published that 80 % of the same rows have where neither their model nor their device was
+fitted: the residuals that ``benchmarks/fit_planner.py`` prints last."""
+
+WIDENING: Mapping[str, float] = {
+    "another code base": 0.12,
+    "another device": 0.10,
+    "tensor or context ranks": 0.12,
+    "a pipeline": 0.12,
+    "a mixture of experts": 0.30,
+    "an encoder": 0.20,
+    "roles on devices of their own": 0.08,
+}
+"""What no row covers -> by how much it widens the band, as a logarithm; assumed. All rows are of one code base's dense
+language models, sharded over data-parallel ranks."""
+
+FITTED_DEVICES = ("a100", "h100")
+"""Devices of the rows."""
+
+
+def assumed_efficiency(device: Device, coefficients: Coefficients = COEFFICIENTS) -> Efficiency:
+    """The device's own shares of its peaks, as far as training sustains them."""
+    return Efficiency(
+        dense=device.dense * coefficients.dense_reached,
+        attention=min(1.0, device.attention * coefficients.attention_reached),
+        memory=coefficients.memory,
+        exchange=coefficients.exchange,
+        contention=coefficients.contention,
+        jitter=coefficients.jitter,
+    )

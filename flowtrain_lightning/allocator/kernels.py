@@ -1,0 +1,76 @@
+"""Time of single kernels by the shape of their work: matrix products, fused attention, and what only moves data."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flowtrain_lightning.allocator.coefficients import Efficiency
+from flowtrain_lightning.allocator.description import Layers
+from flowtrain_lightning.allocator.devices import Device
+from flowtrain_lightning.allocator.flops import FloatArray
+
+TILE = 128
+"""Side of the tile of a result that one processor computes at a time (NVIDIA, "Matrix multiplication background user's
+guide", tile and wave quantization)."""
+
+HEAD_TILE = 32
+"""Fused attention computes heads as if their width were a multiple of this (FlashAttention-2 pads to it)."""
+
+ATTENTION_RAMP = 400
+"""Tokens of a sequence at which fused attention reaches half of its rate (read from FlashAttention-2, arXiv
+2307.08691, figure 5: forward and backward at 512 to 16k tokens)."""
+
+
+def product_seconds(
+    m: FloatArray,
+    n: float,
+    k: float,
+    device: Device,
+    share: Efficiency,
+    width: int,
+    groups: int = 1,
+) -> FloatArray:
+    """Time of the product of ``[m, k]`` and ``[k, n]``: the slower of computing and of moving data.
+
+    Computing is slowed by the last wave of tiles, which leaves half of the processors idle on average, since packed
+    microbatches differ in length; a product of less than a wave takes as long as one.
+
+    Args:
+        m: tokens, of each group.
+        n: numbers in a vector of the result.
+        k: the dimension that is summed over.
+        device: where.
+        share: how much of its peaks is reached.
+        width: bytes of a number.
+        groups: equal products side by side, such as those of experts.
+    """
+    waves = groups * (m / TILE) * (n / TILE) / device.units
+    full = waves / np.maximum(1.0, waves + 0.5)
+    computing = groups * 2.0 * m * n * k / (device.peak_for(width) * share.dense * full)
+    moving = moving_seconds(groups * width * (m * k + k * n + m * n), device, share)
+    slower: FloatArray = np.maximum(computing, moving)
+    return slower
+
+
+def attention_seconds(
+    part: Layers, pairs: float, tokens: FloatArray, device: Device, share: Efficiency, width: int
+) -> FloatArray:
+    """Time of a layer's fused attention, forward. Short sequences and heads that do not fill a tile are slow.
+
+    Args:
+        part: the layers.
+        pairs: pairs of a query and a key that a mean token has.
+        tokens: on this device.
+        device: where.
+        share: how much of its peaks is reached.
+        width: bytes of a number.
+    """
+    length = pairs * (1 + part.causal)
+    filled = part.head_size / (-(-part.head_size // HEAD_TILE) * HEAD_TILE)
+    rate = device.peak_for(width) * share.attention * filled * length / (length + ATTENTION_RAMP)
+    return 4.0 * part.query_width * pairs * tokens / rate
+
+
+def moving_seconds(moved: FloatArray, device: Device, share: Efficiency) -> FloatArray:
+    """Time in which so many bytes are read and written."""
+    return moved / (device.memory_bandwidth * share.memory)

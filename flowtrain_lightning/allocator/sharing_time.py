@@ -1,0 +1,88 @@
+"""Time in which data-parallel ranks share a role: weights cast and gathered, gradients scattered and summed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flowtrain_lightning.allocator.collectives import ring
+from flowtrain_lightning.allocator.flops import FloatArray
+from flowtrain_lightning.allocator.kernels import moving_seconds
+from flowtrain_lightning.allocator.pass_time import PassTime
+from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
+
+
+def sharing_time(
+    problem: RoleProblem, family: Family, once: PassTime, microbatches: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds of a step for casting, gathering and scattering, and for the sum of the gradients.
+
+    Layers are exchanged one by one beside the computing of their neighbours; what is outside of layers is exchanged
+    before the first and after the last one, where nothing hides it.
+
+    Args:
+        problem: the role.
+        family: how it is laid out.
+        once: a microbatch's computing.
+        microbatches: ``[layouts]`` microbatches of a replica and step.
+    """
+    half, precision = problem.half, problem.precision
+    split = family.tensor * family.pipeline
+    here, trained = half.parameters / split, half.trainable_parameters / split
+    holders = ring(problem.cluster, family.shards, family.tensor, problem.efficiency.exchange)
+    depth = max(1, round(half.depth / family.pipeline))
+    outside = 1 - sum(part.parameters for part in half.layers) / max(1, half.parameters)
+    contention = problem.efficiency.contention
+
+    def layered(computing: FloatArray, *sizes: float) -> FloatArray:
+        """Exchange of so many bytes each, by layers beside ``computing``, the part outside of layers alone."""
+        beside, alone = computing / depth, np.zeros_like(computing)
+        exchange = alone
+        for size in sizes:
+            exchange = exchange + holders.gather(size * (1 - outside) / depth)
+            alone = alone + (holders.gather(size * outside) if outside * size else 0.0)
+        return alone + _beside(exchange, beside, depth, contention)
+
+    gradients = _reduction(problem, family, once, trained * precision.reduced)
+    if family.sharded:
+        weights, back = here * precision.computing, trained * precision.reduced
+        flows = half.trains or problem.receives_gradient
+        forward = layered(once.forward, weights)
+        scattered = [back] if half.trains else []
+        backward = layered(once.backward, weights, *scattered) if flows else np.zeros_like(forward)
+        return microbatches * (forward + backward), gradients
+    # Autocast makes its copies of the weights anew for every microbatch.
+    copied = here * (precision.weights + precision.copies) * (precision.copies > 0)
+    copies = microbatches * moving_seconds(
+        np.full_like(family.data, copied), problem.cluster.device, problem.efficiency
+    )
+    updated = holders.gather(trained * precision.computing)
+    if family.shard == "zero2":
+        return copies + microbatches * layered(once.backward, trained * precision.reduced), updated
+    if family.shard == "zero1":
+        return copies, layered(once.backward, trained * precision.reduced) + updated
+    return copies, gradients
+
+
+def _reduction(problem: RoleProblem, family: Family, once: PassTime, size: float) -> FloatArray:
+    """Summing gradients of ``size`` bytes over the replicas of whole or sharded weights, beside the last backward."""
+    if not problem.half.trains:
+        return np.zeros_like(family.data)
+    stride = family.tensor * (int(family.shards[0]) if family.group is not None else 1)
+    replicas = ring(problem.cluster, family.copies, stride, problem.efficiency.exchange)
+    depth = max(1, round(problem.half.depth / family.pipeline))
+    each = replicas.reduce(size / family.shards / depth)
+    return _beside(each, once.backward / depth, depth, problem.efficiency.contention)
+
+
+def _beside(exchange: FloatArray, computing: FloatArray, depth: int, contention: float) -> FloatArray:
+    """Seconds that exchanges of ``depth`` layers add to computing: the first one alone, then what outlasts a layer.
+
+    Args:
+        exchange: ``[layouts]`` seconds of a layer's exchange.
+        computing: ``[layouts]`` seconds of a layer.
+        depth: layers.
+        contention: see `Efficiency`.
+    """
+    outlasting = np.maximum(exchange - computing, 0.0)
+    slowed = contention * np.minimum(exchange, computing)
+    return np.asarray(exchange + (depth - 1) * (outlasting + slowed))

@@ -1,0 +1,78 @@
+"""Which plan to show first: the best one that training runs, and beside it what it does not run yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from flowtrain_lightning.allocator import (
+    ROLES,
+    Allocation,
+    AllocationError,
+    Layout,
+    ModelledCosts,
+    NoPlanError,
+    PlacementChoice,
+    choose_placement,
+)
+from flowtrain_lightning.allocator.placements import ModelledPlan
+from flowtrain_lightning.placement.request import why_it_cannot_run
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The recommended plan, and the one that would be if training ran every layout.
+
+    Attributes:
+        recommended: of the plans that training runs, or of all where it runs none.
+        anyway: of all plans.
+    """
+
+    recommended: PlacementChoice[ModelledPlan]
+    anyway: PlacementChoice[ModelledPlan]
+
+
+@dataclass(frozen=True)
+class _RunnableCosts:
+    """The predictions of modelled costs for what training runs."""
+
+    costs: ModelledCosts
+    per_node: int
+
+    margin: ClassVar[float] = ModelledCosts.margin
+
+    def predictions(self) -> tuple[ModelledPlan, ...]:
+        allowed = replace(self.costs, space=replace(self.costs.space, allows=_runs))
+        runs = [plan for plan in allowed.plans() if why_plan_cannot_run(plan, self.per_node) is None]
+        if not runs:
+            raise NoPlanError("Training runs none of the plans that fit.")
+        return tuple(runs)
+
+
+def choose_plans(costs: ModelledCosts, per_node: int) -> Choices:
+    """The plans to show.
+
+    Raises:
+        NoPlanError: nothing fits at all.
+    """
+    anyway = choose_placement(costs)
+    try:
+        return Choices(choose_placement(_RunnableCosts(costs, per_node)), anyway)
+    except NoPlanError:
+        return Choices(anyway, anyway)
+
+
+def why_plan_cannot_run(plan: ModelledPlan, per_node: int) -> str | None:
+    """What of a plan training does not offer today, as the end of a sentence about it; None where it runs."""
+    try:
+        return why_it_cannot_run(plan.allocation(per_node))
+    except AllocationError as error:
+        return f"cannot be put onto ranks. {error}"
+
+
+def _runs(layout: Layout) -> bool:
+    """Whether training runs a layout at all: both roles in it, at the smallest size of its kind."""
+    replicas = min(2, layout.replicas)
+    small = replace(layout, data=replicas * min(2, layout.data // layout.replicas), replicas=replicas)
+    ranks = tuple(range(small.ranks))
+    return why_it_cannot_run(Allocation("colocated", dict.fromkeys(ROLES, small), dict.fromkeys(ROLES, ranks))) is None

@@ -1,0 +1,39 @@
+"""The band of a predicted step: narrow where rows cover it, wider by what they do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.allocator.bands import step_band
+from flowtrain_lightning.allocator.candidates import Candidate
+from tests.allocator.problems import problems
+
+
+def band(separate=False, device="h100", model="qwen2.5-vl-7b", calibrated=False, **degrees):
+    given = problems(model, device=device)
+    if calibrated:
+        given = {role: replace(p, efficiency=replace(p.efficiency, jitter=0.0)) for role, p in given.items()}
+    chosen = {role: Candidate(role, Layout(**{"data": 8, **degrees}), "none", 1.0, 0.0) for role in given}
+    found = step_band(given, chosen, separate)
+    assert found.low < 1 < found.high
+    return found.high - found.low
+
+
+def test_what_rows_do_not_cover_widens_the_band():
+    plain = band()
+    assert plain < band(device="b200")
+    assert plain < band(separate=True)
+    assert plain < band(tensor=2)
+    assert plain < band(pipeline=2)
+    assert plain < band(model="qwen3-vl-30b-a3b")
+
+
+def test_a_runs_own_measurements_narrow_the_band():
+    assert band(calibrated=True) < 0.7 * band()
+
+
+def test_the_band_of_dense_language_models_holds_about_a_tenth_on_either_side():
+    assert band(calibrated=True) == pytest.approx(0.2, abs=0.05)
