@@ -46,7 +46,7 @@ def read_index(folder: Path) -> Index:
 
     Raises:
         DamagedCheckpointError: names the file, or the tensor.
-        ValueError: of another format.
+        ValueError: the directory is no checkpoint, or of another format.
     """
     index = parse_index(folder)
     _check_files(folder, index)
@@ -58,14 +58,14 @@ def parse_index(folder: Path) -> Index:
     """Reads the index alone, without a look at what it speaks of.
 
     Raises:
-        DamagedCheckpointError: there is none, or it is damaged.
-        ValueError: of another format.
+        DamagedCheckpointError: it is missing, or damaged.
+        ValueError: the directory is no checkpoint, or of another format.
     """
     path = folder / INDEX
     if not path.is_file():
-        raise DamagedCheckpointError(
-            f"{folder} has no {INDEX}: it is no checkpoint of flowtrain, or not all of it was copied."
-        )
+        if any(folder.glob(f"*/rank-{TENSOR_FILES}")):
+            raise DamagedCheckpointError(f"{path} is missing.")
+        raise ValueError(f"{folder} is a directory without flowtrain's {INDEX}: no checkpoint. Give another path.")
     data = path.read_bytes()
     first = _FIRST_LINE.match(data)
     if first is None:

@@ -127,7 +127,7 @@ def read_checkpoint(
 
     Raises:
         DamagedCheckpointError: names the file and the tensor, and another checkpoint.
-        ValueError: the checkpoint is of another format, or holds other objects.
+        ValueError: the directory is no checkpoint, or of another format, or holds other objects.
     """
     with _offering_another(path):
         return _read_dictionary(path, read_index(path), wanted, weights_only, optimizers=optimizers, layouts={})

@@ -171,7 +171,9 @@ def test_another_format_is_refused(directory):
 
 
 def test_another_directory_is_refused(directory):
-    with pytest.raises(ValueError, match=r"has no index\.json: it is no checkpoint of flowtrain, or not all of it was"):
+    with pytest.raises(
+        ValueError, match=r"is a directory without flowtrain's index\.json: no checkpoint\. Give another"
+    ):
         read_checkpoint(directory / "encoder")
 
 
