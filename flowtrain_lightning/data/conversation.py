@@ -117,7 +117,7 @@ class ChatTemplate:
             elif len(starts) == len(rows):
                 break
             else:
-                added = [self._image_id(tokenizer)] * int(rows[len(starts)])
+                added = [self.image_id(tokenizer)] * int(rows[len(starts)])
                 starts.append(len(ids))
             ids += added
             learned += [piece.learned] * len(added)
@@ -157,7 +157,12 @@ class ChatTemplate:
             )
         return self.headers[role]
 
-    def _image_id(self, tokenizer: Tokenizer) -> int:
+    def image_id(self, tokenizer: Tokenizer) -> int:
+        """The id of ``image_token``.
+
+        Raises:
+            ValueError: the vocabulary does not have it.
+        """
         found = tokenizer.token_to_id(self.image_token)
         if found is None:
             raise ValueError(

@@ -14,9 +14,11 @@ from flowtrain_lightning.data.batch import PackedBatch, PackedMedia, RankShard, 
 from flowtrain_lightning.data.collate import LoadedImage, pack_images, pack_sequences
 from flowtrain_lightning.data.conversation import ChatTemplate, TokenSequence
 from flowtrain_lightning.data.formats import DataError, Record
-from flowtrain_lightning.data.image_processor import ImageError, ImageProcessor
+from flowtrain_lightning.data.image_files import ImageError
+from flowtrain_lightning.data.image_processor import ImageProcessor
+from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.sampler import Sampling
-from flowtrain_lightning.data.sources import SampleSource
+from flowtrain_lightning.data.sources.sample_source import SampleSource
 from flowtrain_lightning.data.step_packing import StepPacking
 from flowtrain_lightning.data.token_stream import TokenStream, stream_state
 from flowtrain_lightning.data.tokenization import Tokenizer
@@ -65,7 +67,7 @@ class SampleLoader:
         Raises:
             DataError: it has another number of tokens.
         """
-        sequence = self.template.sequence(record, self.tokenizer, rows, prompt=self.prompt)
+        sequence = token_sequence(record, self.template, self.tokenizer, rows, prompt=self.prompt)
         if self.limit is not None:
             sequence = sequence.cut(self.limit)
         if len(sequence) != tokens:
@@ -88,22 +90,22 @@ class SampleLoader:
         Raises:
             DataError: the image cannot be decoded, or has another size.
         """
-        path = record.images[number]
+        file = record.images[number]
         augment = None
         if self.augment is not None:
             generator = np.random.default_rng([self.seed, epoch, sample, number])
             augment = partial(_augmented, self.augment, generator)
         try:
-            patches, grid = self.images.load(path, augment)
+            patches, grid = self.images.load(file, augment)
         except ImageError as error:
             raise DataError(
-                f"{record.where}: image {path} cannot be used: {error}; correct the record, or leave such records "
+                f"{record.where}: image {file} cannot be used: {error}; correct the record, or leave such records "
                 "out with IndexConfig(unreadable='drop')."
             ) from error
         found = self.images.rows_of_features(*grid)
         if found != rows:
             raise DataError(
-                f"{record.where}: image {path} gives {found} rows of features, but gave {rows} when it was indexed; "
+                f"{record.where}: image {file} gives {found} rows of features, but gave {rows} when it was indexed; "
                 "it was changed meanwhile. Delete the index in the cache folder and start again."
             )
         return LoadedImage(patches, grid, rows)
