@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +27,14 @@ from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measuring import Measure
 from flowtrain_lightning.data.sampler import Sampling
+from flowtrain_lightning.data.sources.hugging_face import HubDataset
 from flowtrain_lightning.data.sources.indexed_source import IndexedSource
-from flowtrain_lightning.data.sources.naming import Data, Mixture, mixture_of, open_stores
+from flowtrain_lightning.data.sources.naming import Data, is_stream, mixture_of, open_stores
 from flowtrain_lightning.data.sources.sample_source import JoinedSources
+from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.data.step_packing import PackingConfig
-from flowtrain_lightning.data.token_stream import TokenSteps, TokenStream, training_stream
+from flowtrain_lightning.data.stream_steps import StreamSteps
+from flowtrain_lightning.data.token_stream import TokenSteps, TokenStream, stream_settings, training_stream
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.packing.compiled import announce_compilation
 
@@ -81,7 +84,7 @@ class FlowDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        train: Data | Mixture | None = None,
+        train: Data | None = None,
         val: Data | None = None,
         test: Data | None = None,
         predict: Data | None = None,
@@ -114,7 +117,7 @@ class FlowDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self._seed = seed
         self._tokenizer = tokenizer
-        self._sources: dict[str, JoinedSources] = {}
+        self._sources: dict[str, JoinedSources | StreamSource] = {}
         # Weakly: Lightning may ask for a loader anew and drop the former, whose workers then end.
         self._loaders: WeakSet[StepLoader] = WeakSet()
         self._training: weakref.ref[StepLoader] | None = None
@@ -134,9 +137,24 @@ class FlowDataModule(L.LightningDataModule):
         """Index the files of the running stage, once for all ranks of a node."""
         running = self.trainer.state.fn if self.trainer is not None else None
         for stage in self._wanted(running):
-            for source in self._open(stage).sources:
-                if isinstance(source, IndexedSource):
-                    rank_zero_info(source.summary)
+            for summary in self._summaries(stage):
+                rank_zero_info(summary)
+
+    def index_ahead(self, processes: int) -> list[str]:
+        """Index the data of all stages ahead of a run.
+
+        Args:
+            processes: that measure.
+
+        Returns:
+            A sentence for each store of records: how many are used, and why the others are not.
+        """
+        return [summary for stage in self.files for summary in self._summaries(stage, processes)]
+
+    def _summaries(self, stage: str, processes: int = 1) -> list[str]:
+        opened = self._open(stage, processes)
+        sources = opened.sources if isinstance(opened, JoinedSources) else ()
+        return [source.summary for source in sources if isinstance(source, IndexedSource)]
 
     def setup(self, stage: str | None = None) -> None:
         """Open the indexes of a stage; every rank does.
@@ -226,17 +244,31 @@ class FlowDataModule(L.LightningDataModule):
             settings |= {"weights": self.files["train"].weights, "temperature": self.files["train"].temperature}
         return {name: repr(value) for name, value in settings.items()}
 
-    def _open(self, stage: str) -> JoinedSources:
+    def _open(self, stage: str, processes: int = 1) -> JoinedSources | StreamSource:
         """The samples of all stores of a stage; measures those that no cache knows."""
         measure = Measure(self.tokenizer, self.template, self.images, self.index.unreadable, stage == "predict")
+        sources = [each.load() if isinstance(each, HubDataset) else each for each in self.files[stage].sources]
+        if any(is_stream(each) for each in sources):
+            return self._open_stream(stage, sources, measure)
         opened = [
-            [IndexedSource(store, measure, self.token_budget, self.index) for store in open_stores(source)]
-            for source in self.files[stage].sources
+            [IndexedSource(store, measure, self.token_budget, self.index, processes) for store in open_stores(source)]
+            for source in sources
         ]
         weights = self.files[stage].shares([[len(each) for each in group] for group in opened])
         return JoinedSources([each for group in opened for each in group], weights)
 
-    def _source(self, name: str) -> JoinedSources:
+    def _open_stream(self, stage: str, sources: Sequence[Any], measure: Measure) -> StreamSource:
+        if len(sources) > 1:
+            raise DataError(
+                f"{stage} has a stream beside other data; mix streams by datasets.interleave_datasets, and give that."
+            )
+        if self.num_workers > 0:
+            raise DataError(
+                f"{stage} is a stream, which is read in order, but num_workers={self.num_workers}; set it to 0."
+            )
+        return StreamSource(sources[0], measure, self.token_budget, self.index)
+
+    def _source(self, name: str) -> JoinedSources | StreamSource:
         if name not in self.files:
             raise DataError(f"FlowDataModule has no {name} data; give it: FlowDataModule({name}='{name}.jsonl', ...).")
         if name not in self._sources:
@@ -262,7 +294,7 @@ class FlowDataModule(L.LightningDataModule):
         strategy = None if self.trainer is None else self.trainer.strategy
         loader = StepLoader(
             steps,
-            files=[each.fingerprint for each in source.sources],
+            files=[each.fingerprint for each in (source.sources if isinstance(source, JoinedSources) else [source])],
             num_workers=self.num_workers,
             pin_memory=strategy is not None and strategy.root_device.type == "cuda",
             prepare=getattr(strategy, "prepare_step", None),
@@ -270,9 +302,17 @@ class FlowDataModule(L.LightningDataModule):
         self._loaders.add(loader)
         return loader
 
-    def _sampling(self, stage: str, source: JoinedSources, shard: RankShard) -> Sampling | TokenStream:
+    def _sampling(
+        self, stage: str, source: JoinedSources | StreamSource, shard: RankShard
+    ) -> Sampling | TokenStream | StreamSteps:
         """Which samples are in each step of a stage."""
         training = stage == "train"
+        if isinstance(source, StreamSource):
+            settings = None
+            if training and self.token_steps is not None:
+                cost = self.packing.in_effect(self.token_budget).cost
+                settings = stream_settings(self.token_steps, self.token_budget, shard.backbone_ranks, cost)
+            return StreamSteps(source, self.global_batch_size, settings, drop_last=training)
         overfits = getattr(self.trainer, "overfit_batches", 0) > 0
         sampling = Sampling(
             source.lengths,

@@ -21,6 +21,7 @@ class IndexedSource:
         token_budget: the most tokens that a sample may have.
         config: what happens to a longer one (one that is cut is left out if no target is left), and where the index
             is kept.
+        processes: that measure the store, where no index of it is kept.
 
     Attributes:
         store: the records.
@@ -31,10 +32,12 @@ class IndexedSource:
         DataError: the store, a record or an image cannot be used, or no sample is left.
     """
 
-    def __init__(self, store: RecordStore, measure: Measure, token_budget: int, config: IndexConfig) -> None:
+    def __init__(
+        self, store: RecordStore, measure: Measure, token_budget: int, config: IndexConfig, processes: int = 1
+    ) -> None:
         self.store = store
         too_long = config.too_long
-        table = index_table(store, measure, config.cache_dir)
+        table = index_table(store, measure, config.cache_dir, processes)
         store.hold(table.content)
         if len(table) == 0:
             raise DataError(f"{store.place}: there is no record in it.")

@@ -15,9 +15,6 @@ from flowtrain_lightning.data.sources.parquet_file import ParquetFile
 from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.data.sources.tar_shard import TarShard
 
-Data = str | Path | HubDataset | Mapping[str, float] | Sequence[str | Path] | Any
-"""What a user may name: one source, a list of several, a mapping of sources to their weights, or a :class:`Mixture`."""
-
 _KINDS: dict[str, Callable[[Path], RecordStore]] = {".parquet": ParquetFile, ".tar": TarShard}
 """Endings of files that are not JSON."""
 
@@ -73,6 +70,10 @@ class Mixture:
         )
 
 
+Data = str | Path | HubDataset | Mixture | Mapping[str, float] | Sequence[str | Path] | Any
+"""What a user may name: one source, a list of several, a mapping of sources to their weights, or a :class:`Mixture`."""
+
+
 def mixture_of(stage: str, given: Any) -> Mixture:
     """What a user gave for a stage, as a mixture of one source or of several.
 
@@ -92,6 +93,11 @@ def mixture_of(stage: str, given: Any) -> Mixture:
     if mixture.weighted and stage != "train":
         raise DataError(f"{stage} gives files weights, which only train may have; give a list of files.")
     return mixture
+
+
+def is_stream(source: Any) -> bool:
+    """Whether it can be read in order only."""
+    return hasattr(source, "__iter__") and not hasattr(source, "__len__") and not isinstance(source, str | Path)
 
 
 def open_stores(source: Any) -> list[RecordStore]:
