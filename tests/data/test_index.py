@@ -181,6 +181,24 @@ def test_a_file_is_measured_anew_once_an_image_can_be_used_that_could_not(file, 
     assert len(scans) == 2
 
 
+def test_several_processes_find_what_one_finds(tmp_path):
+    file = write_set(tmp_path / "d.jsonl", 1100)
+    first, second = (index_table(file, MEASURE, tmp_path / f"{count}", processes=count) for count in (1, 2))
+    for name in ("tokens", "targets", "media_start", "media_rows", "media_patches"):
+        np.testing.assert_array_equal(getattr(first.sizes, name), getattr(second.sizes, name))
+    np.testing.assert_array_equal(first.locations, second.locations)
+    assert (first.content, first.animated) == (second.content, second.animated)
+
+
+def test_of_several_processes_the_first_bad_record_in_the_file_is_named(tmp_path):
+    file = write_records(tmp_path / "d.jsonl", [message_record(number, "a", "b", []) for number in range(1500)])
+    lines = file.read_text().splitlines()
+    lines[700], lines[1400] = "{", "["
+    file.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"d\.jsonl, record 701: not valid JSON"):
+        index_table(file, MEASURE, None, processes=2)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
         index_table(tmp_path / "none.jsonl", MEASURE, None)

@@ -64,7 +64,7 @@ SOURCES = FORMS | {"stream": stream, "tokens": tokens, "text": text, "mixture": 
 
 
 def cases():
-    """Every source with steps of samples, a file and a stream with steps of tokens too; the rest where there is time."""
+    """Every source with steps of samples; a file and a stream with steps of tokens too, others where there is time."""
     for source in SOURCES:
         yield pytest.param(source, "samples", id=source)
         often = source in ("json", "stream")

@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import subprocess
+import sys
 import tarfile
 
 import fsspec
@@ -191,3 +193,23 @@ def test_what_is_no_store_of_records_is_refused_in_a_sentence(tmp_path):
     for opening, words in refused(tmp_path):
         with pytest.raises(DataError, match=words):
             opening()
+
+
+def test_the_package_and_json_files_need_none_of_the_libraries_of_other_stores(tmp_path):
+    file = write_set(tmp_path / "d.jsonl", 3)
+    script = f"""if True:
+        import sys
+        for name in ("datasets", "pyarrow", "upath"):
+            sys.modules[name] = None
+        from pathlib import Path
+        from flowtrain_lightning.data import DataError
+        from flowtrain_lightning.data.sources.naming import open_stores
+        assert len(list(open_stores({str(file)!r})[0].locate())) == 3
+        for given in ("s3://a/b.jsonl", Path({str(file)!r}).rename({str(file)!r} + ".parquet")):
+            try:
+                open_stores(given)
+            except DataError as error:
+                print("flowtrain-lightning[data]" in str(error))
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["True", "True"], done.stderr
