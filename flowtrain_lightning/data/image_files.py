@@ -92,10 +92,7 @@ def decode(file: ImageFile) -> Image:
         orientation = _orientation(image, stream)
         if image.format == "PNG":
             _refuse_damaged_png(stream)
-        try:
-            image.load()
-        except Exception as error:  # Pillow's readers raise whatever they stumble over
-            raise ImageError(f"it cannot be decoded ({error})") from error
+        image.load()
         if image.mode == "I" or image.mode in _SIXTEEN_BITS:
             return _turned(_as_eight_bits(image), orientation)
         return _turned(image, orientation)
@@ -127,7 +124,12 @@ def _opened(file: ImageFile) -> Iterator[tuple[Image, BinaryIO]]:
             raise ImageError(f"it is no image that can be read; known are {', '.join(FORMATS)} ({error})") from error
         _refuse_too_large(image, pillow.MAX_IMAGE_PIXELS)
         _refuse_unknown_range(image)
-        yield image, stream
+        try:
+            yield image, stream
+        except ImageError:
+            raise
+        except Exception as error:  # as above, whatever is asked of the image
+            raise ImageError(f"it cannot be decoded ({type(error).__name__}: {error})") from error
 
 
 @contextmanager

@@ -144,8 +144,8 @@ def drawn_image(chance: random.Random) -> bytes:
         else:
             image = image.convert("L").convert(mode) if mode in ("I", "F") else image.convert(mode)
         kind = chance.choice(FORMATS)
-        if kind == "AVIF":
-            settings.pop("save_all", None)  # in writing these, Pillow can end the whole process
+        if kind == "AVIF":  # in writing other than this, Pillow can end the whole process
+            image, settings = image.convert("RGB"), {}
         image.save(file, kind, **settings)
     except Exception:
         return b""
