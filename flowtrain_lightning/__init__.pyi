@@ -5,8 +5,10 @@ from flowtrain_lightning.allocator import RoleLayout as RoleLayout
 from flowtrain_lightning.checkpoint import FlowCheckpointIO as FlowCheckpointIO
 from flowtrain_lightning.checkpoint import export_checkpoint as export_checkpoint
 from flowtrain_lightning.data import FlowDataModule as FlowDataModule
+from flowtrain_lightning.data import HubDataset as HubDataset
 from flowtrain_lightning.data import ImageProcessor as ImageProcessor
 from flowtrain_lightning.data import IndexConfig as IndexConfig
+from flowtrain_lightning.data import Mixture as Mixture
 from flowtrain_lightning.data import PackedBatch as PackedBatch
 from flowtrain_lightning.data import PackedMedia as PackedMedia
 from flowtrain_lightning.data import PackingConfig as PackingConfig

@@ -32,6 +32,7 @@ COMMANDS = {
     "test": Command("train_command", "one pass over the test set", starts_ranks=True),
     "predict": Command("train_command", "run predict_step over a set", starts_ranks=True),
     "export": Command("export_command", "write a checkpoint directory as one plain Lightning .ckpt file"),
+    "index": Command("index_command", "measure the data ahead of a run, by several processes", starts_ranks=True),
     "profile": Command(
         "profile_command",
         "measure how long the halves of a module take on this device, and what its data ask of them",

@@ -1,8 +1,10 @@
 """Data: samples, media items, packed batches, sources and the data module.
 
-Begin with `datamodule.py` (from settings to loaders) and `batch.py` (what ranks compute on). `formats.py`,
-`tokenization.py`, `conversation.py` and `image_processor.py` read samples; `index.py` and `sources.py` know their
-sizes; `sampler.py` and `token_stream.py` say which are in a step; `step_packing.py` and `dataset.py` plan and load one
+Begin with `datamodule.py` (from settings to loaders) and `batch.py` (what ranks compute on). `sources/` says where
+records lie, `formats.py` and `given_tokens.py` what one means; `conversation.py`, `tokenization.py`,
+`sample_tokens.py`,
+`image_files.py` and `image_processor.py` make tokens and patches of it; `measuring.py` and `index.py` know sizes;
+`sampler.py` and `token_stream.py` say which samples are in a step; `step_packing.py` and `dataset.py` plan and load one
 rank's shard of it; `dataloader.py` gives it out, with `workers.py` where other processes load.
 """
 
@@ -12,10 +14,18 @@ from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.datamodule import FlowDataModule
 from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.formats import DataError, Record, Turn
-from flowtrain_lightning.data.image_processor import ImageError, ImageProcessor
+from flowtrain_lightning.data.image_files import ImageError
+from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.sampler import Sampling
-from flowtrain_lightning.data.sources import FileSource, JoinedSources, SampleSource
+from flowtrain_lightning.data.sources.hugging_face import HubDataset
+from flowtrain_lightning.data.sources.indexed_source import IndexedSource
+from flowtrain_lightning.data.sources.json_file import JsonFile
+from flowtrain_lightning.data.sources.naming import Mixture
+from flowtrain_lightning.data.sources.parquet_file import ParquetFile
+from flowtrain_lightning.data.sources.record_store import RecordStore
+from flowtrain_lightning.data.sources.sample_source import JoinedSources, SampleSource
+from flowtrain_lightning.data.sources.tar_shard import TarShard
 from flowtrain_lightning.data.step_packing import PackingConfig
 from flowtrain_lightning.data.token_stream import TokenSteps
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
@@ -27,23 +37,29 @@ __all__ = [
     "DataError",
     "Entry",
     "Features",
-    "FileSource",
     "FlowDataModule",
+    "HubDataset",
     "ImageError",
     "ImageProcessor",
     "IndexConfig",
+    "IndexedSource",
     "JoinedSources",
+    "JsonFile",
+    "Mixture",
     "PackedBatch",
     "PackedMedia",
     "PackingConfig",
+    "ParquetFile",
     "RankShard",
     "Record",
+    "RecordStore",
     "SampleSource",
     "Sampling",
     "StepBatch",
     "StepDataset",
     "StepLoader",
     "StepPlan",
+    "TarShard",
     "Template",
     "TokenSequence",
     "TokenSteps",

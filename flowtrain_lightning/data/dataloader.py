@@ -17,9 +17,7 @@ from flowtrain_lightning.data.batch import StepBatch
 from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.sampler import StepSampler
 from flowtrain_lightning.data.step_packing import CostChange
-from flowtrain_lightning.data.token_stream import saved_stream, stream_state
 from flowtrain_lightning.data.workers import SharedMemoryBatch, end_with_starter, fork_lock
-from flowtrain_lightning.packing.sample_stream import StreamState
 
 _PREFETCHED = 2
 """Steps that each worker plans and loads ahead."""
@@ -30,6 +28,9 @@ Prepare = Callable[[StepBatch], object]
 
 class StepLoader:
     """Steps of an epoch in order.
+
+    Of a stream the length is not known, and ``len`` raises a TypeError. A batch of it counts as trained on once the
+    next one was asked for, as Lightning does with such loaders.
 
     While a step runs, a thread plans and loads the next one, or takes it from the workers that did, and prepares it.
 
@@ -58,15 +59,15 @@ class StepLoader:
         prepare: Prepare | None = None,
     ) -> None:
         self.steps = steps
-        self.sampler = StepSampler(len(steps), steps.packing)
+        self.sampler = StepSampler(steps.sampling.steps, steps.packing)
         self._files = list(files)
         self._resume: tuple[int, int] | None = None
-        self._position = (0, 0)
-        self._stream: StreamState | None = None
+        self._done = _Position(0, 0, None)
+        self._delivered_last: _Position | None = None
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._prepare = prepare
-        self._loader: DataLoader[SharedMemoryBatch] | None = None
+        self._loader: DataLoader[SharedMemoryBatch | None] | None = None
         self._reading: weakref.ref[_StepIterator] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._coming: Future[_Delivery | None] | None = None
@@ -83,14 +84,14 @@ class StepLoader:
         All in JSON types: ``settings`` decide which samples are in a step, ``packing`` how they are packed, and
         ``changes`` name the cost models that have replaced or will replace those in ``packing``.
         """
-        epoch, step = self._resume or self._position
+        epoch, step = self._resume or self._done[:2]
         return {
             "epoch": epoch,
             "step": step,
             "settings": self._settings_of(self.steps),
             "packing": self.steps.packing.state_dict(),
             "changes": [change.state_dict() for change in self.sampler.changes],
-            "stream": self._stream and saved_stream(self._stream),
+            "stream": self._done.stream,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -111,11 +112,12 @@ class StepLoader:
             rank_zero_info(f"flowtrain: the same samples as before, in every step, are packed otherwise: {told}.")
         self.close()
         self.steps = steps
-        self.sampler.steps, self.sampler.packing = len(steps), steps.packing
+        self.sampler.steps, self.sampler.packing = steps.sampling.steps, steps.packing
         if "cost" in steps.unset_settings:
             self.sampler.changes = [CostChange.from_state(change) for change in state["changes"]]
-        self._stream = state["stream"] and stream_state(state["stream"])
-        self._resume = (int(state["epoch"]), int(state["step"]))
+        self._done = _Position(int(state["epoch"]), int(state["step"]), state["stream"])
+        self._delivered_last = None
+        self._resume = self._done[:2]
         self.sampler.set_epoch(self._resume[0])
 
     def change_costs(self, change: CostChange) -> None:
@@ -131,7 +133,7 @@ class StepLoader:
                 f"Costs were to change in step {change.step} of epoch {change.epoch}, but what holds in step "
                 f"{latest[1]} of epoch {latest[0]} is settled; name a later step."
             )
-        begun = [other for other in changes if other.position <= (self._resume or self._position)]
+        begun = [other for other in changes if other.position <= (self._resume or self._done[:2])]
         self.sampler.changes = [*begun[-1:], *changes[len(begun) :], change]  # those before the last are over
 
     @property
@@ -166,21 +168,37 @@ class StepLoader:
             wait([self._coming])  # else the thread would go on reading from an iterator that begins anew
             self._coming = None
 
-    def _load_next(self, batches: Iterator[SharedMemoryBatch]) -> Future[_Delivery | None]:
+    def _load_next(self, batches: Iterator[SharedMemoryBatch | None]) -> Future[_Delivery | None]:
         """Let the thread bring the next batch, or None at the epoch's end."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="load the next step")
         self._coming = self._thread.submit(_next_batch, batches, self._prepare)
         return self._coming
 
-    def _start(self, iterator: _StepIterator) -> Iterator[SharedMemoryBatch]:
+    def _start(self, iterator: _StepIterator) -> Iterator[SharedMemoryBatch | None]:
         """Begin to read the epoch that the sampler names, for this iterator."""
         self._release()
         self._reading = weakref.ref(iterator)
         epoch = self.sampler.epoch
         self.sampler.first = self._resume[1] if self._resume is not None and self._resume[0] == epoch else 0
         self._resume = None
-        self._position = (epoch, self.sampler.first)
+        self._done = _Position(epoch, self.sampler.first, self._done.stream)
+        self._delivered_last = None
+        return self._iterate()
+
+    def _start_next_epoch(self) -> Iterator[SharedMemoryBatch | None] | None:
+        """Go on with the next epoch where a stream was resumed at its end; None where it was not.
+
+        Lightning, too, begins the next epoch then, but with the iterator of which it has asked a batch already.
+        """
+        if self.sampler.steps is not None or self.sampler.first == 0 or self._delivered_last is not None:
+            return None
+        self.sampler.set_epoch(self.sampler.epoch + 1)
+        self.sampler.first = 0
+        self._done = _Position(self.sampler.epoch, 0, None)
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[SharedMemoryBatch | None]:
         if self._loader is None:
             self._loader = self._build()
         if not self._num_workers:
@@ -188,7 +206,7 @@ class StepLoader:
         with fork_lock.forking():
             return iter(self._loader)
 
-    def _build(self) -> DataLoader[SharedMemoryBatch]:
+    def _build(self) -> DataLoader[SharedMemoryBatch | None]:
         return DataLoader(
             self.steps,
             batch_size=None,
@@ -203,8 +221,17 @@ class StepLoader:
         )
 
     def _delivered(self, delivery: _Delivery) -> None:
-        self._position = (delivery.batch.epoch, delivery.batch.step + 1)
-        self._stream = delivery.stream
+        position = _Position(delivery.batch.epoch, delivery.batch.step + 1, delivery.stream)
+        if self.sampler.steps is not None:
+            self._done = position
+            return
+        # Whoever does not know how many batches come asks for the next one before he trains on the one that he has.
+        self._done = self._delivered_last or self._done
+        self._delivered_last = position
+
+    def _has_ended(self) -> None:
+        self._done = self._delivered_last or self._done
+        self._delivered_last = None
 
     def _settings_of(self, steps: StepDataset) -> dict[str, Any]:
         return {"files": self._files, **steps.sampling.state_dict()}
@@ -215,7 +242,7 @@ class _StepIterator(Iterator[StepBatch]):
 
     def __init__(self, loader: StepLoader) -> None:
         self._loader: StepLoader | None = loader
-        self._batches: Iterator[SharedMemoryBatch] | None = None
+        self._batches: Iterator[SharedMemoryBatch | None] | None = None
         self._coming: Future[_Delivery | None] | None = None
         self._ahead: deque[_Delivery] = deque()
         self._next = 0
@@ -226,6 +253,7 @@ class _StepIterator(Iterator[StepBatch]):
             if self._loader is None:
                 raise RuntimeError("This iterator ended when another one of the same StepLoader began; use that one.")
             if not self._look_ahead(1):
+                self._loader._has_ended()
                 raise StopIteration
             delivery = self._ahead.popleft()
             self._next = delivery.batch.step + 1
@@ -257,7 +285,11 @@ class _StepIterator(Iterator[StepBatch]):
             self._coming = None  # whatever comes of it: after an error the next call tries what follows
             delivery = coming.result()
             if delivery is None:
-                return False
+                next_epoch = self._loader._start_next_epoch()
+                if next_epoch is None:
+                    return False
+                self._batches = next_epoch
+                continue
             # A weak reference: batches in the queue must not keep the iterator, and with it the workers, alive.
             delivery.batch.following = _Following(weakref.ref(self), delivery.batch.step)
             self._ahead.append(delivery)
@@ -265,14 +297,22 @@ class _StepIterator(Iterator[StepBatch]):
         return True
 
 
+class _Position(NamedTuple):
+    """An epoch, how many of its steps were delivered, and where the stream of samples stood then, if there is one."""
+
+    epoch: int
+    step: int
+    stream: dict[str, Any] | None
+
+
 class _Delivery(NamedTuple):
-    """A batch, and the state of the stream of samples once it was delivered."""
+    """A batch, and where the stream of samples stands once it was delivered."""
 
     batch: StepBatch
-    stream: StreamState | None
+    stream: dict[str, Any] | None
 
 
-def _next_batch(batches: Iterator[SharedMemoryBatch], prepare: Prepare | None) -> _Delivery | None:
+def _next_batch(batches: Iterator[SharedMemoryBatch | None], prepare: Prepare | None) -> _Delivery | None:
     with fork_lock.loading():
         if (packed := next(batches, None)) is None:
             return None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -23,11 +24,17 @@ from flowtrain_lightning.data.dataset import Augment, SampleLoader, StepDataset
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import DataError, Record
 from flowtrain_lightning.data.image_processor import ImageProcessor
-from flowtrain_lightning.data.index import IndexConfig, Measure
+from flowtrain_lightning.data.index import IndexConfig
+from flowtrain_lightning.data.measuring import Measure
 from flowtrain_lightning.data.sampler import Sampling
-from flowtrain_lightning.data.sources import Files, FileSource, JoinedSources, WeightedFiles, paths_of
+from flowtrain_lightning.data.sources.hugging_face import HubDataset
+from flowtrain_lightning.data.sources.indexed_source import IndexedSource
+from flowtrain_lightning.data.sources.naming import Data, is_stream, mixture_of, open_stores
+from flowtrain_lightning.data.sources.sample_source import JoinedSources
+from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.data.step_packing import PackingConfig
-from flowtrain_lightning.data.token_stream import TokenSteps, TokenStream, training_stream
+from flowtrain_lightning.data.stream_steps import StreamSteps
+from flowtrain_lightning.data.token_stream import TokenSteps, TokenStream, stream_settings, training_stream
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.packing.compiled import announce_compilation
 
@@ -38,10 +45,11 @@ _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "pr
 
 
 class FlowDataModule(L.LightningDataModule):
-    """Image-text data in JSON files, as steps of packed microbatches.
+    """Image-text data, as steps of packed microbatches.
 
-    Reads JSON Lines and JSON arrays of ``messages`` records (``images`` with ``path``, ``messages`` with ``role`` and
-    ``content``) and of LLaVA records (``image``, ``conversations``); paths of images are relative to the file.
+    Reads JSON Lines, JSON arrays, Parquet files, tar shards and data sets of Hugging Face: records of ``messages``
+    (``images`` with ``path``, ``messages`` with ``role`` and ``content``), LLaVA's (``image``, ``conversations``), text
+    alone (``text``) and tokens (``input_ids``, ``labels``). Paths of images are relative to the file.
 
     A step has ``global_batch_size`` samples over all ranks. How many microbatches that makes follows from
     ``token_budget``; it is the same number on every rank. An epoch's last, smaller step is left out in training, which
@@ -52,11 +60,12 @@ class FlowDataModule(L.LightningDataModule):
     whole run, unless the callback ``AdaptCosts`` is there; a checkpoint brings them back where none are given.
 
     Args:
-        train: training file or files; a mapping of files to weights mixes them in that proportion, see
-            :class:`~flowtrain_lightning.data.sampler.Sampling`.
-        val: validation file or files.
-        test: test file or files.
-        predict: files whose last assistant turns are to be written anew: sequences end with that turn's header.
+        train: training data: a file, a pattern such as ``"shards/*.tar"``, an address that ``fsspec`` knows, a
+            ``HubDataset``, a ``datasets.Dataset``, or a list of these. A ``Mixture``, or a mapping of files to weights,
+            mixes them in that proportion, see :class:`~flowtrain_lightning.data.sampler.Sampling`.
+        val: validation data.
+        test: test data.
+        predict: data whose last assistant turns are to be written anew: sequences end with that turn's header.
         tokenizer: path of a ``tokenizer.json`` or its folder, a ``tokenizers.Tokenizer``, or a Hugging Face tokenizer;
             None takes that of the model that is trained, as do ``images`` and ``template``.
         token_budget: the most tokens of a microbatch.
@@ -77,10 +86,10 @@ class FlowDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        train: WeightedFiles | None = None,
-        val: Files | None = None,
-        test: Files | None = None,
-        predict: Files | None = None,
+        train: Data | None = None,
+        val: Data | None = None,
+        test: Data | None = None,
+        predict: Data | None = None,
         *,
         token_budget: int,
         global_batch_size: int,
@@ -96,9 +105,8 @@ class FlowDataModule(L.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        given: dict[str, WeightedFiles | None] = {"train": train, "val": val, "test": test, "predict": predict}
-        self.files = {stage: paths_of(stage, files) for stage, files in given.items() if files is not None}
-        self.weights = tuple(float(weight) for weight in train.values()) if isinstance(train, Mapping) else None
+        given = {"train": train, "val": val, "test": test, "predict": predict}
+        self.files = {stage: mixture_of(stage, data) for stage, data in given.items() if data is not None}
         self.token_budget = token_budget
         self.global_batch_size = global_batch_size
         self._images = images
@@ -112,7 +120,7 @@ class FlowDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self._seed = seed
         self._tokenizer = tokenizer
-        self._sources: dict[str, JoinedSources] = {}
+        self._sources: dict[str, JoinedSources | StreamSource] = {}
         # Weakly: Lightning may ask for a loader anew and drop the former, whose workers then end.
         self._loaders: WeakSet[StepLoader] = WeakSet()
         self._training: weakref.ref[StepLoader] | None = None
@@ -161,9 +169,24 @@ class FlowDataModule(L.LightningDataModule):
         """Index the files of the running stage, once for all ranks of a node."""
         running = self.trainer.state.fn if self.trainer is not None else None
         for stage in self._wanted(running):
-            for source in self._open(stage).sources:
-                if isinstance(source, FileSource):
-                    rank_zero_info(source.summary)
+            for summary in self._summaries(stage):
+                rank_zero_info(summary)
+
+    def index_ahead(self, processes: int) -> list[str]:
+        """Index the data of all stages ahead of a run.
+
+        Args:
+            processes: that measure.
+
+        Returns:
+            A sentence for each store of records: how many are used, and why the others are not.
+        """
+        return [summary for stage in self.files for summary in self._summaries(stage, processes)]
+
+    def _summaries(self, stage: str, processes: int = 1) -> list[str]:
+        opened = self._open(stage, processes)
+        sources = opened.sources if isinstance(opened, JoinedSources) else ()
+        return [source.summary for source in sources if isinstance(source, IndexedSource)]
 
     def setup(self, stage: str | None = None) -> None:
         """Open the indexes of a stage; every rank does.
@@ -231,6 +254,10 @@ class FlowDataModule(L.LightningDataModule):
         """Changes with the content of the files of a stage: ranks that plan the same steps have the same."""
         return fingerprint([self._source(name).fingerprint for name in self._wanted(stage)])
 
+    def place(self, stage: str) -> Path:
+        """The path beside which the index of a stage's first data is kept."""
+        return open_stores(self.files[stage].sources[0])[0].place
+
     def record(self, stage: str, sample: int) -> Record:
         """The record that a sample of ``"train"``, ``"val"``, ``"test"`` or ``"predict"`` is."""
         return self._source(stage).record(sample)
@@ -241,19 +268,39 @@ class FlowDataModule(L.LightningDataModule):
 
     def _planned_by(self) -> dict[str, str]:
         """What the steps follow from, beside the files: how it reads, by the names of the arguments."""
-        names = ("token_budget", "global_batch_size", "seed", "shuffle", "weights", "images", "template")
+        names = ("token_budget", "global_batch_size", "seed", "shuffle", "images", "template")
         index = replace(self.index, cache_dir=None)  # which every node may have elsewhere
         settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing")}
         settings |= {"index": index, "tokenizer": self.tokenizer.fingerprint}
+        if "train" in self.files:
+            settings |= {"weights": self.files["train"].weights, "temperature": self.files["train"].temperature}
         return {name: repr(value) for name, value in settings.items()}
 
-    def _open(self, stage: str) -> JoinedSources:
-        """The samples of all files of a stage; measures those files that no cache knows."""
-        unreadable, prompt = self.index.unreadable, stage == "predict"
-        measure = Measure(self.tokenizer, self.template, self.images, unreadable, prompt)
-        return JoinedSources([FileSource(path, measure, self.token_budget, self.index) for path in self.files[stage]])
+    def _open(self, stage: str, processes: int = 1) -> JoinedSources | StreamSource:
+        """The samples of all stores of a stage; measures those that no cache knows."""
+        measure = Measure(self.tokenizer, self.template, self.images, self.index.unreadable, stage == "predict")
+        sources = [each.load() if isinstance(each, HubDataset) else each for each in self.files[stage].sources]
+        if any(is_stream(each) for each in sources):
+            return self._open_stream(stage, sources, measure)
+        opened = [
+            [IndexedSource(store, measure, self.token_budget, self.index, processes) for store in open_stores(source)]
+            for source in sources
+        ]
+        weights = self.files[stage].shares([[len(each) for each in group] for group in opened])
+        return JoinedSources([each for group in opened for each in group], weights)
 
-    def _source(self, name: str) -> JoinedSources:
+    def _open_stream(self, stage: str, sources: Sequence[Any], measure: Measure) -> StreamSource:
+        if len(sources) > 1:
+            raise DataError(
+                f"{stage} has a stream beside other data; mix streams by datasets.interleave_datasets, and give that."
+            )
+        if self.num_workers > 0:
+            raise DataError(
+                f"{stage} is a stream, which is read in order, but num_workers={self.num_workers}; set it to 0."
+            )
+        return StreamSource(sources[0], measure, self.token_budget, self.index)
+
+    def _source(self, name: str) -> JoinedSources | StreamSource:
         if name not in self.files:
             raise DataError(f"FlowDataModule has no {name} data; give it: FlowDataModule({name}='{name}.jsonl', ...).")
         if name not in self._sources:
@@ -279,7 +326,7 @@ class FlowDataModule(L.LightningDataModule):
         strategy = None if self.trainer is None else self.trainer.strategy
         loader = StepLoader(
             steps,
-            files=[each.fingerprint for each in source.sources],
+            files=[each.fingerprint for each in (source.sources if isinstance(source, JoinedSources) else [source])],
             num_workers=self.num_workers,
             pin_memory=strategy is not None and strategy.root_device.type == "cuda",
             prepare=getattr(strategy, "prepare_step", None),
@@ -287,14 +334,22 @@ class FlowDataModule(L.LightningDataModule):
         self._loaders.add(loader)
         return loader
 
-    def _sampling(self, stage: str, source: JoinedSources, shard: RankShard) -> Sampling | TokenStream:
+    def _sampling(
+        self, stage: str, source: JoinedSources | StreamSource, shard: RankShard
+    ) -> Sampling | TokenStream | StreamSteps:
         """Which samples are in each step of a stage."""
         training = stage == "train"
+        if isinstance(source, StreamSource):
+            settings = None
+            if training and self.token_steps is not None:
+                cost = self.packing.in_effect(self.token_budget).cost
+                settings = stream_settings(self.token_steps, self.token_budget, shard.backbone_ranks, cost)
+            return StreamSteps(source, self.global_batch_size, settings, drop_last=training)
         overfits = getattr(self.trainer, "overfit_batches", 0) > 0
         sampling = Sampling(
             source.lengths,
             self.global_batch_size,
-            weights=self.weights if training else None,
+            weights=source.weights if training else None,
             seed=self.seed,
             shuffle=training and self.shuffle and not overfits,
             drop_last=training,

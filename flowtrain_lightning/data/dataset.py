@@ -14,14 +14,18 @@ from flowtrain_lightning.data.batch import PackedBatch, PackedMedia, RankShard, 
 from flowtrain_lightning.data.collate import LoadedImage, pack_images, pack_sequences, padding_microbatch
 from flowtrain_lightning.data.conversation import Template, TokenSequence
 from flowtrain_lightning.data.formats import DataError, Record
-from flowtrain_lightning.data.image_processor import ImageError, ImageProcessor
+from flowtrain_lightning.data.image_files import ImageError
+from flowtrain_lightning.data.image_processor import ImageProcessor
+from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.sampler import Sampling
-from flowtrain_lightning.data.sources import SampleSource
+from flowtrain_lightning.data.sources.sample_source import SampleSource
 from flowtrain_lightning.data.step_packing import StepPacking
-from flowtrain_lightning.data.token_stream import TokenStream, stream_state
+from flowtrain_lightning.data.stream_steps import StreamEnded, StreamSteps
+from flowtrain_lightning.data.token_stream import TokenStream, saved_stream, stream_state
 from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.workers import SharedMemoryBatch
 from flowtrain_lightning.packing import IntArray, StepPlan
+from flowtrain_lightning.packing.sample_stream import StreamStep
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,7 +69,7 @@ class SampleLoader:
         Raises:
             DataError: it has another number of tokens.
         """
-        sequence = self.template.sequence(record, self.tokenizer, rows, prompt=self.prompt)
+        sequence = token_sequence(record, self.template, self.tokenizer, rows, prompt=self.prompt)
         if self.limit is not None:
             sequence = sequence.cut(self.limit)
         if len(sequence) != tokens:
@@ -88,29 +92,29 @@ class SampleLoader:
         Raises:
             DataError: the image cannot be decoded, or has another size.
         """
-        path = record.images[number]
+        file = record.images[number]
         augment = None
         if self.augment is not None:
             generator = np.random.default_rng([self.seed, epoch, sample, number])
             augment = partial(_augmented, self.augment, generator)
         try:
-            patches, grid = self.images.load(path, augment)
+            patches, grid = self.images.load(file, augment)
         except ImageError as error:
             raise DataError(
-                f"{record.where}: image {path} cannot be used: {error}; correct the record, or leave such records "
+                f"{record.where}: image {file} cannot be used: {error}; correct the record, or leave such records "
                 "out with IndexConfig(unreadable='drop')."
             ) from error
         found = self.images.rows_of_features(*grid)
         if found != rows:
             raise DataError(
-                f"{record.where}: image {path} gives {found} rows of features, but gave {rows} when it was indexed; "
+                f"{record.where}: image {file} gives {found} rows of features, but gave {rows} when it was indexed; "
                 "it was changed meanwhile. Delete the index in the cache folder and start again."
             )
         return LoadedImage(patches, grid, rows)
 
 
 @dataclass(frozen=True)
-class StepDataset(Dataset[SharedMemoryBatch]):
+class StepDataset(Dataset[SharedMemoryBatch | None]):
     """Steps by epoch, number and the packing that holds in it. Reading one depends on these alone.
 
     Attributes:
@@ -123,28 +127,36 @@ class StepDataset(Dataset[SharedMemoryBatch]):
     """
 
     samples: SampleLoader
-    sampling: Sampling | TokenStream
+    sampling: Sampling | TokenStream | StreamSteps
     shard: RankShard
     packing: StepPacking
     pad_to_budget: bool = False
     unset_settings: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
+        if self.sampling.steps is None:
+            raise TypeError("How many steps an epoch of a stream has is not known.")
         return self.sampling.steps
 
-    def __getitem__(self, step: tuple[int, int, StepPacking]) -> SharedMemoryBatch:
-        batch = self.load(*step)
-        return SharedMemoryBatch.of(batch, self.sampling.state if isinstance(self.sampling, TokenStream) else None)
+    def __getitem__(self, step: tuple[int, int, StepPacking]) -> SharedMemoryBatch | None:
+        try:
+            batch = self.load(*step)
+        except StreamEnded:
+            return None
+        return SharedMemoryBatch.of(batch, self._stream_state())
 
     def plan(self, epoch: int, step: int, packing: StepPacking | None = None) -> StepPlan:
         """The whole step's plan, equal on all ranks; without ``packing``, as the run began."""
         packing, microbatches = packing or self.packing, None
-        if isinstance(self.sampling, TokenStream):
-            found = self.sampling.step(epoch, step)
-            chosen = self.sampling.samples(found.samples)
-            microbatches = packing.arrange(found, self.sampling.settings, self.shard)
+        sampling = self.sampling
+        found = sampling.step(epoch, step)
+        if isinstance(found, StreamStep):
+            assert not isinstance(sampling, Sampling)
+            assert sampling.settings is not None
+            chosen = sampling.samples(found.samples) if isinstance(sampling, TokenStream) else found.samples
+            microbatches = packing.arrange(found, sampling.settings, self.shard)
         else:
-            chosen = self.sampling.step(epoch, step)
+            chosen = found
         return packing.plan(self.samples.source.sizes(chosen), chosen, self.shard, microbatches)
 
     def resumed_from(self, state: Mapping[str, Any]) -> StepDataset:
@@ -152,6 +164,8 @@ class StepDataset(Dataset[SharedMemoryBatch]):
         packing, sampling = self.packing.resumed_from(state["packing"], self.unset_settings), self.sampling
         if isinstance(sampling, TokenStream) and state["stream"] is not None:
             sampling = sampling.resumed_from(state["settings"], stream_state(state["stream"]), self.unset_settings)
+        elif isinstance(sampling, StreamSteps) and state["stream"] is not None:
+            sampling = sampling.resumed_from(state["settings"], state["stream"], self.unset_settings)
         return replace(self, packing=packing, sampling=sampling)
 
     def load(self, epoch: int, step: int, packing: StepPacking | None = None) -> StepBatch:
@@ -177,6 +191,11 @@ class StepDataset(Dataset[SharedMemoryBatch]):
                 smallest = int(plan.sizes.media_patches.argmin())
                 padding_media = self._encoder_batch(plan, np.array([smallest]), epoch, record_of)
         return StepBatch(plan, shard, microbatches, encoder_batches, epoch, step, padding_media)
+
+    def _stream_state(self) -> dict[str, Any] | None:
+        if isinstance(self.sampling, StreamSteps):
+            return self.sampling.state
+        return saved_stream(self.sampling.state) if isinstance(self.sampling, TokenStream) else None
 
     def _microbatch(self, plan: StepPlan, members: IntArray, record_of: Callable[[int], Record]) -> PackedBatch | None:
         if len(members) == 0:

@@ -1,14 +1,15 @@
-"""Formats of data files: JSON Lines or a JSON array, of ``messages`` records or LLaVA's records."""
+"""What a record means, wherever it lies: ``messages``, LLaVA's ``conversations``, text alone, or token ids."""
 
 from __future__ import annotations
 
-import codecs
-import json
-from collections.abc import Iterator, Mapping
+import base64
+import binascii
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from flowtrain_lightning.data.given_tokens import GivenTokens
+from flowtrain_lightning.data.image_files import EncodedImage, ImageFile
 from flowtrain_lightning.data.understood import (
     NotUnderstoodError,
     check_image,
@@ -38,7 +39,7 @@ class Turn:
     Attributes:
         role: who says it.
         text: what is said.
-        learned: False where an assistant's turn shall not be learned (``"weight": 0`` in the file).
+        learned: False where an assistant's turn shall not be learned (``"weight": 0`` in the data).
         others: what else the turn holds, for the template to write: ``tool_calls``, say.
     """
 
@@ -50,77 +51,57 @@ class Turn:
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a data file.
+    """One record of the data.
 
     Attributes:
         where: the file and the record's number and id, for messages.
         id: the record's ``id``, or its number (from 1) where it has none.
-        turns: the conversation.
-        images: one path per marker, in order.
-        fields: the record as it stands in the file.
+        turns: the conversation; empty where the record is text alone or token ids.
+        images: where each image is: one per marker, in order.
+        fields: the record as it stands in the data.
         others: what the record holds beside its turns for the template to write: ``tools``, say.
+        written: what is not a conversation: text alone, which is learned as it stands, or token ids.
     """
 
     where: str
     id: str
     turns: tuple[Turn, ...]
-    images: tuple[Path, ...]
+    images: tuple[ImageFile, ...]
     fields: dict[str, Any]
     others: Mapping[str, Any] = field(default_factory=dict)
+    written: str | GivenTokens | None = None
 
 
-@dataclass(frozen=True)
-class LocatedRecord:
-    """A record, with its offset and length in its file, in bytes."""
+def parse(fields: Any, store: object, number: int, file_of: Callable[[str], ImageFile]) -> Record:
+    """What one JSON value means.
 
-    offset: int
-    length: int
-    record: Record
-
-
-def scan(path: Path) -> Iterator[LocatedRecord]:
-    """All records of a file in order: a JSON array, or JSON Lines (empty lines are skipped).
+    Args:
+        fields: the value.
+        store: where it lies, for messages.
+        number: its number there, from 0.
+        file_of: finds the image that a record calls by some name.
 
     Raises:
-        DataError: there is no such file, or a record cannot be understood.
+        DataError: it is of none of the kinds that are known, or markers and images disagree, or it holds what would
+            change what is learned and is not obeyed.
     """
-    if not path.is_file():
-        raise DataError(f"{path}: there is no such file.")
-    with path.open("rb") as file:
-        start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
-    located = _scan_array(path) if start.startswith(b"[") else _scan_lines(path)
-    for number, (offset, length, fields) in enumerate(located):
-        yield LocatedRecord(offset, length, parse(fields, path, number))
+    try:
+        return _parsed(fields, f"{store}, record {number + 1}", number, file_of)
+    except RecursionError as error:
+        raise DataError(f"{store}, record {number + 1}: it is nested too deep to be understood.") from error
 
 
-def read(path: Path, number: int, offset: int, length: int) -> Record:
-    """The record with this number (from 0), of which ``scan`` told offset and length.
-
-    Raises:
-        DataError: these bytes are no record (the file was changed).
-    """
-    with path.open("rb") as file:
-        file.seek(offset)
-        content = file.read(length)
-    return parse(_decoded(content, path, number), path, number)
-
-
-def parse(fields: Any, path: Path, number: int) -> Record:
-    """What one JSON value means; ``number`` counts from 0.
-
-    Raises:
-        DataError: it is neither a ``messages`` nor a LLaVA record, or markers and images disagree, or it holds what
-            would change what is learned and is not obeyed.
-    """
-    where = f"{path}, record {number + 1}"
+def _parsed(fields: Any, where: str, number: int, file_of: Callable[[str], ImageFile]) -> Record:
     if not isinstance(fields, dict):
         raise DataError(f"{where}: expected a JSON object, got {type(fields).__name__}.")
     name = str(fields.get("id", number + 1))
     where = f"{where} (id {name!r})" if "id" in fields else where
     try:
-        turns, named = _conversation(fields, where)
-        beside = _beside(fields, where)
         others = written_beside_turns(fields)
+        beside = _beside(fields, where)
+        if "messages" not in fields and "conversations" not in fields:
+            return _without_turns(fields, where, name, tuple(_image(image, where, file_of) for image in beside))
+        turns, named = _conversation(fields, where)
     except NotUnderstoodError as error:
         raise DataError(f"{where}: {error}.") from None
     if named and beside:
@@ -132,26 +113,38 @@ def parse(fields: Any, path: Path, number: int) -> Record:
             f"{where}: its text has {markers} {MEDIA_MARKER} markers, but it names {len(images)} images; "
             "give one image for each marker, in order."
         )
-    files = tuple(path.parent / _file_name(image, where) for image in images)
-    return Record(where, name, turns, files, fields, others)
+    return Record(where, name, turns, tuple(_image(image, where, file_of) for image in images), fields, others)
 
 
 def _conversation(fields: dict[str, Any], where: str) -> tuple[tuple[Turn, ...], list[Any]]:
     """The turns, and the images that are named within them."""
     if "messages" in fields:
         turns, named = _turns(fields["messages"], where, "messages", "role", "content")
-    elif "conversations" in fields:
-        turns, named = _turns(fields["conversations"], where, "conversations", "from", "value")
     else:
-        raise DataError(
-            f"{where}: expected 'messages' (with 'images') or 'conversations' (with 'image'), found neither."
-        )
+        turns, named = _turns(fields["conversations"], where, "conversations", "from", "value")
     system = system_of(fields)
     if system is None:
         return turns, named
     if turns[0].role == "system":
         raise DataError(f"{where}: its first turn is the system's, but it has 'system' beside its turns too; keep one.")
     return (Turn("system", system), *turns), named
+
+
+def _without_turns(fields: dict[str, Any], where: str, name: str, images: tuple[ImageFile, ...]) -> Record:
+    """A record of token ids or of text alone."""
+    if "input_ids" in fields:
+        try:
+            return Record(where, name, (), images, fields, written=GivenTokens.of(fields))
+        except ValueError as error:
+            raise DataError(f"{where}: {error}.") from None
+    if "text" in fields:
+        if images:
+            raise DataError(f"{where}: text alone has no images; write text with images as 'messages'.")
+        return Record(where, name, (), (), fields, written=_text_alone(fields, where))
+    raise DataError(
+        f"{where}: expected 'messages' (with 'images'), 'conversations' (with 'image'), 'input_ids' or 'text', found "
+        "none of them."
+    )
 
 
 def _beside(fields: dict[str, Any], where: str) -> list[Any]:
@@ -162,7 +155,7 @@ def _beside(fields: dict[str, Any], where: str) -> list[Any]:
     images = both[0] or both[1]
     for image in images:
         check_image(image)
-    return [image.get("path") if isinstance(image, dict) else image for image in images]
+    return [item.get("path") if isinstance(item, dict) and not item.get("bytes") else item for item in images]
 
 
 def _several(value: Any) -> list[Any]:
@@ -171,15 +164,41 @@ def _several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _file_name(image: Any, where: str) -> str:
+def _image(image: Any, where: str, file_of: Callable[[str], ImageFile]) -> ImageFile:
+    """Where an image is that a record names by its path, or holds: in bytes, or as a ``data:`` address."""
+    if isinstance(image, dict) and isinstance(image.get("bytes"), bytes):
+        return EncodedImage(str(image.get("path") or "of the record"), image["bytes"])
+    if isinstance(image, bytes):
+        return EncodedImage("of the record", image)
     if not isinstance(image, str):
-        raise DataError(f"{where}: every image needs a path, a string.")
-    if "://" in image or image.startswith("data:"):
+        raise DataError(f"{where}: every image needs a path, a string, or the bytes of an image file.")
+    if image.startswith("data:"):
+        return EncodedImage("of the record", _embedded(image, where))
+    if image.startswith(("http://", "https://")):
         raise DataError(
             f"{where}: the image {image[:60]!r} is no file. Images are read from files; save it as one, and name "
             "its path."
         )
-    return image
+    return file_of(image)
+
+
+def _embedded(address: str, where: str) -> bytes:
+    """The bytes of an address such as ``data:image/png;base64,...``."""
+    head, comma, body = address.partition(",")
+    try:
+        if not comma or not head.endswith(";base64"):
+            raise ValueError("it does not say ';base64,'")
+        return base64.b64decode(body, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise DataError(f"{where}: the image {address[:40]!r} cannot be read: {error}.") from error
+
+
+def _text_alone(fields: dict[str, Any], where: str) -> str:
+    text = fields["text"]
+    if not isinstance(text, str) or not text:
+        raise DataError(f"{where}: 'text' must be a string with something in it.")
+    _refuse_halves(text, where)
+    return text
 
 
 def _turns(items: Any, where: str, name: str, role_key: str, text_key: str) -> tuple[tuple[Turn, ...], list[Any]]:
@@ -217,7 +236,10 @@ def _parts(parts: list[Any], where: str) -> tuple[str, list[Any]]:
                 f"{where}: content that is a list holds {{'type': 'text', 'text': ...}} and {{'type': 'image'}}, but "
                 f"here it has {str(part)[:80]}."
             )
-    return text, [image.get("url") if isinstance(image, dict) else image for image in images]
+    return text, [
+        image.get("url", image.get("path")) if isinstance(image, dict) and not image.get("bytes") else image
+        for image in images
+    ]
 
 
 def _refuse_halves(text: str, where: str) -> None:
@@ -229,60 +251,3 @@ def _refuse_halves(text: str, where: str) -> None:
         raise DataError(
             f"{where}: its text holds half of a character, {half}, as is left where an emoji was cut; take it out."
         ) from error
-
-
-def _decoded(content: bytes, path: Path, number: int) -> Any:
-    try:
-        return json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, record {number + 1}: not valid UTF-8 ({error}); save the file as UTF-8.") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, record {number + 1}: not valid JSON ({error}).") from error
-
-
-def _scan_lines(path: Path) -> Iterator[tuple[int, int, Any]]:
-    offset = number = 0
-    with path.open("rb") as file:
-        for line in file:
-            if line.strip():
-                yield offset, len(line), _decoded(line, path, number)
-                number += 1
-            offset += len(line)
-
-
-def _scan_array(path: Path) -> Iterator[tuple[int, int, Any]]:
-    try:
-        text = path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not valid UTF-8 ({error}); save the file as UTF-8.") from error
-    decoder = json.JSONDecoder()
-    position, number = text.index("[") + 1, 0
-    offset = len(text[:position].encode())
-    while True:
-        start = _after_space(text, position)
-        if text[start : start + 1] == "]":
-            if _after_space(text, start + 1) < len(text):
-                raise DataError(
-                    f"{path}: more follows after the JSON array, which ends with record {number}; put all records into "
-                    "one array, or write each on a line of its own."
-                )
-            return
-        if number > 0:
-            if text[start : start + 1] != ",":
-                raise DataError(f"{path}: expected ',' or ']' after record {number}; the JSON array is broken there.")
-            start = _after_space(text, start + 1)
-        try:
-            fields, end = decoder.raw_decode(text, start)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, record {number + 1}: not valid JSON ({error}).") from error
-        # Characters are counted as bytes piece by piece: reading back needs byte offsets.
-        offset += len(text[position:start].encode())
-        length = len(text[start:end].encode())
-        yield offset, length, fields
-        position, offset, number = end, offset + length, number + 1
-
-
-def _after_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position

@@ -5,25 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.data.image_files import ImageError, ImageFile, decode, flatten
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 LARGEST_ASPECT = 200
 """How many times one side of an image may be as long as the other, by Qwen's rule."""
-
-_ORIENTATION = 0x0112  # EXIF tag
-
-
-class ImageError(ValueError):
-    """An image that cannot be used; the message says why, without naming the record."""
 
 
 @dataclass(frozen=True)
@@ -118,33 +112,13 @@ class ImageProcessor:
         """Rows of features, that is backbone tokens, of an image of ``high x wide`` patches."""
         return high * wide // self.merge_size**2
 
-    def header(self, path: Path) -> tuple[int, int]:
-        """Height and width in pixels, read from the image's header alone.
-
-        Raises:
-            ImageError: there is no such file, or it is no image.
-        """
-        with _opened(path) as image:
-            width, height = image.size
-            # Orientations 5 to 8 lie on their side.
-            return (width, height) if _orientation(image) >= 5 else (height, width)
-
-    def check(self, path: Path) -> None:
-        """Decode the whole image once.
-
-        Raises:
-            ImageError: it cannot be decoded.
-        """
-        with _opened(path) as image:
-            _decode(image)
-
     def load(
-        self, path: Path, augment: Callable[[Image], Image] | None = None
+        self, file: ImageFile, augment: Callable[[Image], Image] | None = None
     ) -> tuple[NDArray[np.float32], tuple[int, int]]:
         """The image's patches, and its height and width in patches.
 
         Args:
-            path: the image's file.
+            file: the image.
             augment: changes the image before it is scaled. What it returns is scaled to the size that the original
                 has by the size rule, so it may crop but never changes how many tokens a sample has.
 
@@ -154,13 +128,12 @@ class ImageProcessor:
         Raises:
             ImageError: it cannot be decoded.
         """
-        with _opened(path) as opened:
-            image = _upright(_decode(opened))
+        image = decode(file)
         size = image.height, image.width
         grid = self.size(*size)
         if augment is not None:
             image = augment(image)
-        image = _flat(image, "RGB" if self.channels == 3 else "L")
+        image = flatten(image, "RGB" if self.channels == 3 else "L")
         return self.cut(self.values(image, grid, size), grid), grid
 
     def values(self, image: Image, grid: tuple[int, int], size: tuple[int, int]) -> NDArray[np.float32]:
@@ -174,9 +147,11 @@ class ImageProcessor:
         Returns:
             ``[height, width, channels]`` normalised values.
         """
+        from PIL.Image import Resampling  # there is an image, so Pillow is there
+
         height, width = grid[0] * self.patch_size, grid[1] * self.patch_size
         scaled = self.fixed_size or (height, width)
-        image = image.resize((scaled[1], scaled[0]), _pillow().Resampling.BICUBIC)
+        image = image.resize((scaled[1], scaled[0]), Resampling.BICUBIC)
         pixels = np.asarray(image, dtype=np.float32)[:height, :width].reshape(height, width, self.channels)
         mean, std = np.asarray(self.mean, np.float32), np.asarray(self.std, np.float32)
         normal: NDArray[np.float32] = ((pixels / np.float32(255) - mean) / std).astype(np.float32, copy=False)
@@ -189,55 +164,3 @@ class ImageProcessor:
         # -> block down, block across, patch down, patch across, channel, pixel down, pixel across
         ordered = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
         return np.ascontiguousarray(ordered).reshape(-1, self.patch_dim)
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "Reading images needs Pillow; install it with: pip install 'flowtrain-lightning[data]'"
-        ) from error
-    return Image
-
-
-def _opened(path: Path) -> Image:
-    pillow = _pillow()
-    try:
-        image: Image = pillow.open(path)
-    except FileNotFoundError:
-        raise ImageError("there is no such file") from None
-    except Exception as error:  # Pillow's readers raise whatever they stumble over
-        raise ImageError(f"it is no image that Pillow can read ({error})") from error
-    return image
-
-
-def _decode(image: Image) -> Image:
-    try:
-        image.load()
-    except Exception as error:  # as above
-        raise ImageError(f"it cannot be decoded ({error})") from error
-    return image
-
-
-def _orientation(image: Image) -> int:
-    # Only for formats that keep it in the header: for PNG, asking would decode the whole image.
-    if image.format not in ("JPEG", "MPO"):
-        return 1
-    return int(image.getexif().get(_ORIENTATION, 1))
-
-
-def _upright(image: Image) -> Image:
-    if _orientation(image) == 1:
-        return image
-    from PIL import ImageOps
-
-    return ImageOps.exif_transpose(image)
-
-
-def _flat(image: Image, mode: str) -> Image:
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        colours = image.convert("RGBA")
-        white = _pillow().new("RGBA", colours.size, "white")
-        image = _pillow().alpha_composite(white, colours)
-    return image.convert(mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -121,11 +122,11 @@ class StepSampler(SequentialSampler):
     Steps come in sequence, shuffled or not: what is shuffled is which samples they have.
 
     Args:
-        steps: steps of an epoch.
+        steps: steps of an epoch; None where that is not known before its end.
         packing: how samples are packed, where no change says otherwise.
 
     Attributes:
-        steps: steps of an epoch.
+        steps: steps of an epoch; None where that is not known.
         packing: how samples are packed, where no change says otherwise.
         epoch: the epoch that the next iterator reads; Lightning sets it.
         first: the step at which that iterator begins.
@@ -133,8 +134,8 @@ class StepSampler(SequentialSampler):
         changes: cost models that take the place of those of ``packing``, each from its step on, in order.
     """
 
-    def __init__(self, steps: int, packing: StepPacking) -> None:
-        super().__init__(range(steps))
+    def __init__(self, steps: int | None, packing: StepPacking) -> None:
+        super().__init__(range(steps or 0))
         self.steps = steps
         self.packing = packing
         self.epoch = 0
@@ -147,13 +148,15 @@ class StepSampler(SequentialSampler):
         self.epoch = epoch
 
     def __len__(self) -> int:
+        if self.steps is None:
+            raise TypeError("How many steps an epoch of a stream has is not known.")
         return self.steps
 
     def __iter__(self) -> Iterator[tuple[int, int, StepPacking]]:  # type: ignore[override]
         return self._hand_out(self.epoch, self.first)
 
     def _hand_out(self, epoch: int, first: int) -> Iterator[tuple[int, int, StepPacking]]:
-        for step in range(first, self.steps):
+        for step in count(first) if self.steps is None else range(first, self.steps):
             self.planned = (epoch, step)
             yield epoch, step, self._packing_in(epoch, step)
 

@@ -148,6 +148,34 @@ class TokenStream:
         return np.concatenate(parts)
 
 
+def stream_settings(wanted: TokenSteps, token_budget: int, backbone_ranks: int, cost: CostModel) -> StreamSettings:
+    """How steps of a number of microbatches are cut from any stream of samples.
+
+    Args:
+        wanted: what the user asks of a step.
+        token_budget: the most tokens of a microbatch.
+        backbone_ranks: of this run.
+        cost: what a packed set of sequences costs the backbone.
+
+    Raises:
+        DataError: microbatches cannot be shared out evenly.
+    """
+    microbatches, group = wanted.microbatches, wanted.balance_group or backbone_ranks
+    for what, number in (("backbone ranks", backbone_ranks), ("balance_group", group)):
+        if microbatches % number:
+            raise DataError(
+                f"microbatches={microbatches} cannot be shared out evenly by {number} ({what}); "
+                f"choose a multiple of {number}."
+            )
+    return StreamSettings(
+        token_budget=token_budget,
+        microbatches=microbatches,
+        balance_group=group,
+        cost=cost,
+        max_delay=wanted.max_delay,
+    )
+
+
 def training_stream(
     sampling: Sampling,
     tokens: IntArray,
@@ -170,24 +198,11 @@ def training_stream(
     Raises:
         DataError: microbatches cannot be shared out evenly, or the data do not fill a step.
     """
-    microbatches, group = wanted.microbatches, wanted.balance_group or backbone_ranks
-    for what, number in (("backbone ranks", backbone_ranks), ("balance_group", group)):
-        if microbatches % number:
-            raise DataError(
-                f"microbatches={microbatches} cannot be shared out evenly by {number} ({what}); "
-                f"choose a multiple of {number}."
-            )
-    settings = StreamSettings(
-        token_budget=token_budget,
-        microbatches=microbatches,
-        balance_group=group,
-        cost=cost,
-        max_delay=wanted.max_delay,
-    )
+    settings = stream_settings(wanted, token_budget, backbone_ranks, cost)
     stream = TokenStream(sampling, tokens, settings)
     if stream.steps == 0:
         raise DataError(
-            f"The training data have {tokens.sum()} tokens, too few to fill microbatches={microbatches} of "
+            f"The training data have {tokens.sum()} tokens, too few to fill microbatches={wanted.microbatches} of "
             f"token_budget={token_budget}, so no step would be left; lower one of them."
         )
     return stream

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.data.batch import StepBatch
-from flowtrain_lightning.packing.sample_stream import StreamState
 
 _ALIGNMENT = 64
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
@@ -35,16 +34,16 @@ class SharedMemoryBatch:
         body: the pickled batch, with references instead of tensors.
         block: ``[bytes]`` uint8, all tensors.
         layout: offset in bytes, dtype and shape of every tensor.
-        stream: the state of the stream of samples after this step, where steps are cut from one.
+        stream: where the stream of samples stands after this step, where steps are cut from one; in JSON types.
     """
 
     body: bytes
     block: Tensor
     layout: tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]
-    stream: StreamState | None = None
+    stream: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, batch: StepBatch, stream: StreamState | None = None) -> SharedMemoryBatch:
+    def of(cls, batch: StepBatch, stream: dict[str, Any] | None = None) -> SharedMemoryBatch:
         """Pack a batch; its ``following`` and ``program`` stay behind, as they belong to the rank's process."""
         file = io.BytesIO()
         pickler = _Pickler(file)

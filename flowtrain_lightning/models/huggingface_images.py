@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from flowtrain_lightning.data import ImageProcessor
 from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.data.image_files import ImageFile, read_header
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,9 +49,10 @@ class HuggingFaceImages(ImageProcessor):
         _, high, wide = self.processor.get_number_of_image_patches(height, width)
         return int(high), int(wide)
 
-    def tiles_of(self, path: Path) -> tuple[int, int]:
-        """Rows and columns of the tiles of the image of a file, from its header."""
-        return self.tiles(*self.header(path))
+    def tiles_of(self, file: ImageFile) -> tuple[int, int]:
+        """Rows and columns of the tiles of an image, from its header."""
+        header = read_header(file)
+        return self.tiles(header.height, header.width)
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width in patches of all tiles of an image of ``height x width`` pixels.

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ from flowtrain_lightning.data import DataError, Record, Tokenizer, TokenSequence
 from flowtrain_lightning.data.conversation import ASSISTANT, shifted_labels, turns_to_write
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import MEDIA_MARKER
+from flowtrain_lightning.data.image_files import ImageFile
 from flowtrain_lightning.models.image_words import ImageWords
 from flowtrain_lightning.models.special_tokens import IntArray, SpecialTokens
 
@@ -23,7 +23,7 @@ _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 _LISTED = "{'type': 'text'"
 """How a list of parts looks where a template takes it for text."""
 
-Tiles = Callable[[Path], tuple[int, int]]
+Tiles = Callable[[ImageFile], tuple[int, int]]
 """An image's file -> rows and columns of the tiles that it is cut into."""
 
 

@@ -140,7 +140,7 @@ def generate(trainer: L.Trainer, model: QuickstartVLM, data: FlowDataModule) -> 
     for microbatches in trainer.predict(model, datamodule=data) or []:
         for sample, tokens in (pair for microbatch in microbatches for pair in microbatch):
             record = data.record("predict", sample)
-            answers.append(Answer(record.images[0], record.turns[1].text, data.tokenizer.decode(tokens)))
+            answers.append(Answer(Path(str(record.images[0])), record.turns[1].text, data.tokenizer.decode(tokens)))
     return answers
 
 

@@ -19,13 +19,16 @@ from flowtrain_lightning.data import (
     FlowDataModule,
     ImageProcessor,
     IndexConfig,
+    JsonFile,
     PackingConfig,
     RankShard,
+    Record,
     StepBatch,
     StepLoader,
     TokenSteps,
 )
-from flowtrain_lightning.data.index import Measure
+from flowtrain_lightning.data.measuring import Measure
+from flowtrain_lightning.data.sources.record_store import locations_of
 
 TEMPLATE = ChatTemplate(
     headers={"system": "<S>", "user": "<U>", "assistant": "<A>"},
@@ -100,6 +103,12 @@ def write_set(path: Path, count: int, first: int = 0) -> Path:
         ]
         records.append(message_record(number, "ask" * (number % 4), f"answer {number}", images))
     return write_records(path, records)
+
+
+def records_in(file: Path) -> list[Record]:
+    """All records of a JSON file."""
+    store = JsonFile(file)
+    return store.records(0, locations_of(store))
 
 
 # ---- data modules, loaders and what they give -----------------------------------------------------------------------

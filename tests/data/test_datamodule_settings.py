@@ -136,7 +136,7 @@ def test_all_arguments_can_be_written_in_yaml(file, tmp_path):
     data = configured(file, tmp_path)
     assert data.images == IMAGES
     assert data.template == TEMPLATE
-    assert data.weights == (1.0,)
+    assert data.files["train"].weights == (1.0,)
     assert isinstance(data.tokenizer, Letters)
     assert data.packing == PackingConfig(CostModel(1.0, 0.5, 0.0), sync_every="microbatch")
     assert (data.index.too_long, str(data.index.cache_dir)) == ("truncate", f"{tmp_path}/cache")

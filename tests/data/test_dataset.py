@@ -1,12 +1,13 @@
 """Every layout loads the same steps, and every rank its own shard only; data changed since are named."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from flowtrain_lightning.data import DataError, FileSource, IndexConfig, RankShard, TokenSteps
+from flowtrain_lightning.data import DataError, IndexConfig, IndexedSource, JsonFile, RankShard, TokenSteps
 from flowtrain_lightning.data.dataset import SampleLoader
 from tests.data.support import IMAGES, MEASURE, TEMPLATE, Letters, data_module, write_image, write_set
 
@@ -102,7 +103,7 @@ def test_every_media_token_of_a_microbatch_gets_a_row_of_features(shards, layout
 def opened(monkeypatch):
     seen = []
     plain = Image.open
-    monkeypatch.setattr(Image, "open", lambda path, *rest: seen.append(path) or plain(path, *rest))
+    monkeypatch.setattr(Image, "open", lambda file, **rest: seen.append(file.name) or plain(file, **rest))
     return seen
 
 
@@ -172,7 +173,7 @@ def test_steps_of_microbatches_have_the_same_samples_on_every_layout(shards, lay
 @pytest.fixture
 def samples(tmp_path):
     file = write_set(tmp_path / "d.jsonl", 6)
-    return SampleLoader(FileSource(file, MEASURE, 99, IndexConfig()), Letters(), TEMPLATE, IMAGES, seed=1)
+    return SampleLoader(IndexedSource(JsonFile(file), MEASURE, 99, IndexConfig()), Letters(), TEMPLATE, IMAGES, seed=1)
 
 
 def image(samples, sample, number=0, epoch=0):
@@ -203,7 +204,7 @@ def test_augmentation_draws_from_seed_epoch_sample_and_image_alone(samples):
 def test_an_image_that_broke_after_indexing_is_named(samples):
     path = samples.source.record(1).images[0]
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(DataError, match=r"record 2 \(id 'r1'\): image .*1_0\.png cannot be used: .* decoded"):
+    with pytest.raises(DataError, match=r"record 2 \(id 'r1'\): image .*1_0\.png cannot be used: it is damaged"):
         image(samples, 1)
 
 
@@ -213,11 +214,30 @@ def test_an_image_that_changed_its_size_after_indexing_is_named(samples):
         image(samples, 1)
 
 
-def test_a_file_that_changed_after_indexing_is_named(samples):
-    path = samples.source.path
-    path.write_text(path.read_text().replace("answer 0", "answer_00")[1:])
-    with pytest.raises(DataError, match=r"d\.jsonl, record 1: not valid JSON"):
+def rewrite(path):
+    path.write_text(path.read_text().replace("answer 0", "answer 9"))
+    os.utime(path, (1, 1))
+
+
+CHANGES = {
+    "removed": (lambda path: path.unlink(), r"d\.jsonl: it is gone; it was removed after the run began to read it"),
+    "emptied": (lambda path: path.write_text(""), r"d\.jsonl: it was emptied after the run began .* start again"),
+    "rewritten": (rewrite, r"d\.jsonl: it was rewritten after the run began to read it .* start again"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_data_file_that_changes_while_a_run_reads_it_is_told_as_such(samples, change):
+    how, words = CHANGES[change]
+    how(samples.source.store.path)
+    with pytest.raises(DataError, match=f"(?i){words}"):
         samples.source.record(0)
+
+
+def test_a_data_file_that_was_only_touched_is_read_on(samples):
+    before = samples.source.record(3)
+    os.utime(samples.source.store.path, (1, 1))
+    assert samples.source.record(3) == before
 
 
 def test_a_record_that_changed_its_length_after_indexing_is_named(samples):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from flowtrain_lightning.data import DataError, Turn
-from flowtrain_lightning.data.formats import read, scan
-from tests.data.support import message_record, write_records
+from flowtrain_lightning.data import DataError, JsonFile, Turn
+from flowtrain_lightning.data.sources.record_store import locations_of
+from tests.data.support import message_record, records_in, write_records
 
 LLAVA = {
     "id": "x",
@@ -17,35 +17,34 @@ LLAVA = {
 
 def test_messages_are_read(tmp_path):
     file = write_records(tmp_path / "d.jsonl", [message_record(7, "What?", "This.", ["p/1.png", "p/2.png"])])
-    (found,) = scan(file)
-    assert found.record.id == "r7"
-    assert found.record.turns == (Turn("user", "<image><image>What?"), Turn("assistant", "This."))
-    assert found.record.images == (tmp_path / "p/1.png", tmp_path / "p/2.png")
-    assert found.record.fields["images"] == [{"path": "p/1.png"}, {"path": "p/2.png"}]
+    (found,) = records_in(file)
+    assert found.id == "r7"
+    assert found.turns == (Turn("user", "<image><image>What?"), Turn("assistant", "This."))
+    assert found.images == (tmp_path / "p/1.png", tmp_path / "p/2.png")
+    assert found.fields["images"] == [{"path": "p/1.png"}, {"path": "p/2.png"}]
 
 
 @pytest.mark.parametrize("image", ["a.png", ["a.png"]])
 @pytest.mark.parametrize("write", [lambda records: json.dumps(records, indent=1), lambda records: json.dumps(*records)])
 def test_llava_records_are_read_from_an_array_and_from_lines(tmp_path, image, write):
     (tmp_path / "d.json").write_text(write([{**LLAVA, "image": image}]))
-    (found,) = scan(tmp_path / "d.json")
-    assert [turn.role for turn in found.record.turns] == ["user", "assistant"]
-    assert found.record.images == (tmp_path / "a.png",)
+    (found,) = records_in(tmp_path / "d.json")
+    assert [turn.role for turn in found.turns] == ["user", "assistant"]
+    assert found.images == (tmp_path / "a.png",)
 
 
 @pytest.mark.parametrize("write", [lambda records: json.dumps(records, indent=1), lambda records: json.dumps(*records)])
 def test_a_byte_order_mark_and_the_line_ends_of_windows_are_no_part_of_the_records(tmp_path, write):
     file = tmp_path / "d.json"
     file.write_bytes(b"\xef\xbb\xbf" + write([LLAVA]).replace("\n", "\r\n").encode() + b"\r\n")
-    (found,) = scan(file)
-    assert found.record.id == "x"
-    assert read(file, 0, found.offset, found.length) == found.record
+    (found,) = records_in(file)
+    assert found.id == "x"
 
 
 def test_text_that_is_not_utf_8_is_told(tmp_path):
     (tmp_path / "d.jsonl").write_bytes(json.dumps(LLAVA).encode("utf-16"))
     with pytest.raises(DataError, match=r"d.jsonl, record 1: not valid UTF-8 .*; save the file as UTF-8"):
-        list(scan(tmp_path / "d.jsonl"))
+        records_in(tmp_path / "d.jsonl")
 
 
 def as_parts(*images):
@@ -64,17 +63,17 @@ def as_parts(*images):
     ],
 )
 def test_content_may_be_a_list_of_text_and_images(tmp_path, record):
-    (found,) = scan(write_records(tmp_path / "d.jsonl", [record]))
-    assert found.record.turns == (Turn("user", "<image><image>What?"), Turn("assistant", "This."))
-    assert found.record.images == (tmp_path / "1.png", tmp_path / "2.png")
+    (found,) = records_in(write_records(tmp_path / "d.jsonl", [record]))
+    assert found.turns == (Turn("user", "<image><image>What?"), Turn("assistant", "This."))
+    assert found.images == (tmp_path / "1.png", tmp_path / "2.png")
 
 
 def test_a_record_without_images_needs_no_entry_for_them(tmp_path):
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     records = [{"messages": [{"role": "user", "content": "hi"}]}, {"conversations": turns}]
-    located = list(scan(write_records(tmp_path / "d.jsonl", records)))
-    assert [found.record.images for found in located] == [(), ()]
-    assert [found.record.id for found in located] == ["1", "2"]
+    located = records_in(write_records(tmp_path / "d.jsonl", records))
+    assert [found.images for found in located] == [(), ()]
+    assert [found.id for found in located] == ["1", "2"]
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])
@@ -88,23 +87,35 @@ def test_every_record_is_found_again_by_its_offset(tmp_path, form, ascii_only):
         text = join + join.join(json.dumps(record, ensure_ascii=ascii_only) for record in records)
     file = tmp_path / "d.json"
     file.write_text(text, encoding="utf-8")
-    located = list(scan(file))
-    assert [found.record.id for found in located] == [f"ü{number}" for number in range(5)]
+    located = records_in(file)
+    assert [found.id for found in located] == [f"ü{number}" for number in range(5)]
+    store = JsonFile(file)
+    locations = locations_of(store)
     for number in (3, 0, 4, 2, 1):
-        assert read(file, number, located[number].offset, located[number].length) == located[number].record
+        assert store.records(number, locations[number : number + 1]) == located[number : number + 1]
 
 
 @pytest.mark.parametrize("real", ["train.jsonl", "val.jsonl"])
 def test_real_records_are_read(real_data, real):
-    located = list(scan(real_data / "mini_vl" / real))
-    assert all(found.record.images for found in located)
-    assert located[-1].record.images[0].is_file()
+    located = records_in(real_data / "mini_vl" / real)
+    assert all(found.images for found in located)
+    assert located[-1].images[0].is_file()
 
 
 BROKEN = {
     "not json": ('{"id": 1,', r"record 2.*not valid JSON"),
     "no object": ("[1]", "record 2.*expected a JSON object, got list"),
-    "neither form": ('{"id": "a", "text": ""}', r"record 2 \(id 'a'\).*neither"),
+    "no known form": ('{"id": "a", "texts": ""}', r"record 2 \(id 'a'\).*found none of them"),
+    "no text": ('{"text": ""}', "'text' must be a string with something in it"),
+    "text with images": ('{"text": "a", "images": ["b"]}', "text alone has no images"),
+    "no token": ('{"input_ids": []}', "'input_ids' must be a list with at least one token id"),
+    "no token id": ('{"input_ids": [1, -5]}', "'input_ids' holds -5, which is no token id"),
+    "token of another kind": ('{"input_ids": [1, true]}', "'input_ids' must be a list of whole numbers"),
+    "shifted labels": ('{"input_ids": [1, 2], "labels": [2, -100]}', "'labels' must have, .* not shifted"),
+    "padded tokens": ('{"input_ids": [1, 2], "attention_mask": [1, 0]}', "'attention_mask' leaves tokens out"),
+    "nested too deep": ("[" * 50_000, "record 2: its JSON is nested too deep"),
+    "a record nested too deep": ('{"messages": ' + "[" * 700 + "]" * 700 + "}", "record 2"),
+    "a number of too many digits": ('{"id": ' + "7" * 5000 + "}", "record 2: it holds a number of too many digits"),
     "no turns": ('{"id": "a", "messages": []}', "'messages' must be a list with at least one turn"),
     "turn without text": ('{"messages": [{"role": "user"}]}', "needs 'role' and 'content'"),
     "more markers": (
@@ -128,9 +139,9 @@ BROKEN = {
         '{"images": ["https://a.org/b.png"], "messages": [{"role": "user", "content": "<image>"}]}',
         r"image 'https://a\.org/b\.png' is no file",
     ),
-    "bytes": (
-        '{"messages": [{"role": "user", "content": [{"type": "image", "url": "data:image/png;base64,AA"}]}]}',
-        "image 'data:image/png;base64,AA' is no file",
+    "broken bytes": (
+        '{"messages": [{"role": "user", "content": [{"type": "image", "url": "data:image/png;base64,A"}]}]}',
+        "image 'data:image/png;base64,A' cannot be read",
     ),
     "half of a character": (
         '{"messages": [{"role": "user", "content": "a \\ud83d b"}]}',
@@ -150,7 +161,7 @@ def test_a_broken_record_is_named_with_its_file(tmp_path, broken):
     file = tmp_path / "d.jsonl"
     file.write_text(json.dumps(LLAVA) + "\n" + line + "\n")
     with pytest.raises(DataError, match=words) as caught:
-        list(scan(file))
+        records_in(file)
     assert str(file) in str(caught.value)
 
 
@@ -166,9 +177,9 @@ def test_a_broken_record_is_named_with_its_file(tmp_path, broken):
 def test_a_broken_array_says_where(tmp_path, tail, words):
     (tmp_path / "d.json").write_text("[" + json.dumps(LLAVA) + tail)
     with pytest.raises(DataError, match=words):
-        list(scan(tmp_path / "d.json"))
+        records_in(tmp_path / "d.json")
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
-        list(scan(tmp_path / "none.jsonl"))
+        records_in(tmp_path / "none.jsonl")

@@ -2,15 +2,21 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import ImageFile
 
-from flowtrain_lightning.data import DataError
-from flowtrain_lightning.data import index as index_module
-from flowtrain_lightning.data.index import index_table
+from flowtrain_lightning.data import DataError, JsonFile
+from flowtrain_lightning.data.index import IndexTable
+from flowtrain_lightning.data.index import index_table as table_of_store
+from flowtrain_lightning.data.measuring import Measure
 from tests.data.support import IMAGES, MEASURE, TEMPLATE, Letters, message_record, write_image, write_records, write_set
+
+
+def index_table(file: Path, measure: Measure, cache_dir: Path | None = None, **settings) -> IndexTable:
+    return table_of_store(JsonFile(file), measure, cache_dir, **settings)
 
 
 @pytest.fixture
@@ -22,8 +28,8 @@ def file(tmp_path):
 def scans(monkeypatch):
     """Counts how often a file is measured."""
     seen = []
-    plain = index_module.scan
-    monkeypatch.setattr(index_module, "scan", lambda path: seen.append(path) or plain(path))
+    plain = JsonFile.locate
+    monkeypatch.setattr(JsonFile, "locate", lambda store: seen.append(store.path) or plain(store))
     return seen
 
 
@@ -46,7 +52,7 @@ def test_a_file_is_measured_once(file, scans):
     assert first.content == second.content
     for name in ("tokens", "targets", "media_start", "media_rows", "media_patches"):
         np.testing.assert_array_equal(getattr(first.sizes, name), getattr(second.sizes, name))
-    np.testing.assert_array_equal(first.offsets, second.offsets)
+    np.testing.assert_array_equal(first.locations, second.locations)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +77,7 @@ def test_a_changed_file_is_measured_anew(file, scans):
     before = index_table(file, MEASURE, None)
     write_set(file, 8)
     after = index_table(file, MEASURE, None)
-    assert (len(before.offsets), len(after.offsets)) == (7, 8)
+    assert (len(before.locations), len(after.locations)) == (7, 8)
     assert before.content != after.content
     assert len(scans) == 2
 
@@ -97,7 +103,7 @@ def test_a_damaged_cache_is_measured_anew(file, scans):
 def test_a_folder_for_the_cache_keeps_files_of_one_name_apart(tmp_path, scans):
     files = [write_set(tmp_path / f"{name}/d.jsonl", count) for name, count in (("a", 3), ("b", 4))]
     for _ in range(2):
-        assert [len(index_table(file, MEASURE, tmp_path / "cache").offsets) for file in files] == [3, 4]
+        assert [len(index_table(file, MEASURE, tmp_path / "cache").locations) for file in files] == [3, 4]
     assert len(scans) == 2
     assert not (tmp_path / "a/.flowtrain").exists()
 
@@ -124,7 +130,7 @@ def test_without_any_folder_for_the_cache_it_says_so_and_goes_on(file, scans, tm
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     (file.parent / ".flowtrain").write_text("in the way")
     with pytest.warns(UserWarning, match=r"could not be kept.*cache_dir"):
-        assert len(index_table(file, MEASURE, None).offsets) == 7
+        assert len(index_table(file, MEASURE, None).locations) == 7
 
 
 def test_nothing_half_written_is_left(file):
@@ -145,7 +151,7 @@ def test_only_headers_are_read_unless_bad_images_are_to_be_dropped(file, decoded
     index_table(file, MEASURE, None)
     assert decoded == []
     index_table(file, replace(MEASURE, unreadable="drop"), None)
-    assert len({image.filename for image in decoded}) == 2 * (1 + 2)
+    assert len(decoded) == 2 * (1 + 2)
 
 
 def test_an_image_that_cannot_be_used_stops_or_marks_its_record(file):
@@ -175,6 +181,24 @@ def test_a_file_is_measured_anew_once_an_image_can_be_used_that_could_not(file, 
     assert len(scans) == 2
 
 
+def test_several_processes_find_what_one_finds(tmp_path):
+    file = write_set(tmp_path / "d.jsonl", 1100)
+    first, second = (index_table(file, MEASURE, tmp_path / f"{count}", processes=count) for count in (1, 2))
+    for name in ("tokens", "targets", "media_start", "media_rows", "media_patches"):
+        np.testing.assert_array_equal(getattr(first.sizes, name), getattr(second.sizes, name))
+    np.testing.assert_array_equal(first.locations, second.locations)
+    assert (first.content, first.animated) == (second.content, second.animated)
+
+
+def test_of_several_processes_the_first_bad_record_in_the_file_is_named(tmp_path):
+    file = write_records(tmp_path / "d.jsonl", [message_record(number, "a", "b", []) for number in range(1500)])
+    lines = file.read_text().splitlines()
+    lines[700], lines[1400] = "{", "["
+    file.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"d\.jsonl, record 701: not valid JSON"):
+        index_table(file, MEASURE, None, processes=2)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
         index_table(tmp_path / "none.jsonl", MEASURE, None)
@@ -183,6 +207,6 @@ def test_a_missing_file_is_named(tmp_path):
 def test_real_data_are_indexed_from_headers(real_data, tmp_path, decoded):
     tokenizer = Letters()
     table = index_table(real_data / "mini_vl/val.jsonl", replace(MEASURE, tokenizer=tokenizer), tmp_path)
-    assert len(table.offsets) == 195
+    assert len(table.locations) == 195
     assert len(table.sizes.media_rows) == table.sizes.media_start[-1] > 195
     assert decoded == []

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flowtrain_lightning.data import ChatTemplate, Tokenizer, open_tokenizer
-from flowtrain_lightning.data.formats import Record, scan
+from flowtrain_lightning.data import ChatTemplate, JsonFile, Record, Tokenizer, open_tokenizer
+from flowtrain_lightning.data.sources.record_store import locations_of
 from recipes.quickstart.check import prompts, read_records, swapped, write_records
 from recipes.quickstart.colours import main_colours
 from recipes.quickstart.prepare_data import KEYWORDS, LONG_SIDE
@@ -22,7 +22,8 @@ SIX_MEGABYTES = 6_000_000
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, list[Record]]:
-    return {name: [place.record for place in scan(DATA / f"{name}.jsonl")] for name in ("train", "val")}
+    stores = {name: JsonFile(DATA / f"{name}.jsonl") for name in ("train", "val")}
+    return {name: store.records(0, locations_of(store)) for name, store in stores.items()}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flowtrain_lightning.data import DataError, FileSource, IndexConfig, JoinedSources
+from flowtrain_lightning.data import DataError, IndexConfig, IndexedSource, JoinedSources, JsonFile
 from tests.data.support import IMAGES, MEASURE, message_record, write_image, write_records, write_set
 
 
@@ -26,7 +26,7 @@ def mixed(tmp_path):
 
 
 def source_of(file, budget=100, too_long="error", **measure):
-    return FileSource(file, replace(MEASURE, **measure), budget, IndexConfig(too_long))
+    return IndexedSource(JsonFile(file), replace(MEASURE, **measure), budget, IndexConfig(too_long))
 
 
 def test_samples_are_the_records_of_the_file(mixed):

@@ -1,0 +1,236 @@
+"""Measuring records: tokens, targets, and the patches and rows of their images, by one process or by several."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowtrain_lightning.data.conversation import Template, TokenSequence
+from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.data.formats import DataError, Record
+from flowtrain_lightning.data.image_files import ImageError, decode, read_header
+from flowtrain_lightning.data.image_processor import ImageProcessor
+from flowtrain_lightning.data.sample_tokens import token_sequence
+from flowtrain_lightning.data.sources.record_store import RecordStore
+from flowtrain_lightning.data.tokenization import Tokenizer
+from flowtrain_lightning.packing import IntArray, SampleSizes
+
+Unreadable = Literal["error", "drop"]
+
+_FORMAT = 2
+_WINDOW = 512
+_WINDOWS_AHEAD = 4
+"""Windows that wait for each process, at most."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What decides a record's sizes.
+
+    Attributes:
+        tokenizer: makes ids of text.
+        template: how a conversation is written.
+        images: how large an image becomes.
+        unreadable: ``"error"`` reads only the headers of images and stops at one that cannot be used; ``"drop"``
+            decodes each image whole, and marks such records.
+        prompt: measure what ``predict`` reads.
+    """
+
+    tokenizer: Tokenizer
+    template: Template
+    images: ImageProcessor
+    unreadable: Unreadable
+    prompt: bool
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with anything that may change a size."""
+        rule = [self.template.fingerprint, self.images.fingerprint, self.unreadable, self.prompt]
+        return fingerprint([_FORMAT, self.tokenizer.fingerprint, rule])
+
+    def sequence(self, record: Record, rows: IntArray) -> TokenSequence:
+        """The tokens and labels of a record whose images have so many rows of features."""
+        return token_sequence(record, self.template, self.tokenizer, rows, prompt=self.prompt)
+
+
+class MeasuredImages(NamedTuple):
+    """A record's images.
+
+    Attributes:
+        patches: ``[images]`` patches of each.
+        rows: ``[images]`` rows of features of each.
+        usable: all of them can be used; else they are left out here.
+        animated: how many are animated.
+    """
+
+    patches: IntArray
+    rows: IntArray
+    usable: bool
+    animated: int
+
+
+class MeasuredRecords(NamedTuple):
+    """Records that follow each other.
+
+    Attributes:
+        usable: ``[records]`` False where an image cannot be used; the sizes are then 0.
+        sizes: the sizes of all records.
+        animated: images that are animated.
+    """
+
+    usable: NDArray[np.bool_]
+    sizes: SampleSizes
+    animated: int
+
+
+def measured_images(record: Record, measure: Measure) -> MeasuredImages:
+    """The sizes of a record's images.
+
+    Raises:
+        DataError: one cannot be used, and such records are not to be left out.
+    """
+    patches, rows, animated = [], [], 0
+    for image in record.images:
+        try:
+            header = read_header(image)
+            grid = measure.images.size(header.height, header.width)
+            if measure.unreadable == "drop":
+                decode(image)
+        except ImageError as error:
+            if measure.unreadable == "drop":
+                nothing = np.empty(0, np.int64)
+                return MeasuredImages(nothing, nothing, False, 0)
+            raise DataError(
+                f"{record.where}: image {image} cannot be used: {error}; "
+                "correct the record, or leave such records out with IndexConfig(unreadable='drop')."
+            ) from error
+        animated += header.animated
+        patches.append(math.prod(grid))
+        rows.append(measure.images.rows_of_features(*grid))
+    return MeasuredImages(np.asarray(patches, np.int64), np.asarray(rows, np.int64), True, animated)
+
+
+def measure_records(records: Sequence[Record], measure: Measure, threads: Executor) -> MeasuredRecords:
+    """The sizes of records.
+
+    Args:
+        records: the records.
+        measure: what decides the sizes.
+        threads: which hide the latency of opening images; tokenizers need not be safe in threads.
+
+    Raises:
+        DataError: a record or (unless left out) an image cannot be used.
+    """
+    with_images = threads.map(lambda record: measured_images(record, measure), [r for r in records if r.images])
+    nothing = np.empty(0, np.int64)
+    usable, columns, rows, patches = [], [], [nothing], [nothing]
+    animated = 0
+    for record in records:
+        images = next(with_images) if record.images else MeasuredImages(nothing, nothing, True, 0)
+        tokens = targets = media = 0
+        if images.usable:
+            sequence = measure.sequence(record, images.rows)
+            tokens, targets, media = len(sequence), sequence.targets, len(sequence.media_rows)
+            animated += images.animated
+        usable.append(images.usable)
+        columns.append((tokens, targets, media))
+        rows.append(images.rows[:media])
+        patches.append(images.patches[:media])
+    table = np.asarray(columns, dtype=np.int64).reshape(-1, 3).T.copy()
+    sizes = SampleSizes(
+        tokens=table[0],
+        targets=table[1],
+        media_start=np.concatenate([[0], np.cumsum(table[2])]).astype(np.int64),
+        media_rows=np.concatenate(rows),
+        media_patches=np.concatenate(patches),
+    )
+    return MeasuredRecords(np.asarray(usable, dtype=bool), sizes, animated)
+
+
+def measure_store(
+    store: RecordStore, locations: IntArray, measure: Measure, processes: int, advance: Callable[[int], object]
+) -> MeasuredRecords:
+    """The sizes of all records of a store.
+
+    Args:
+        store: the records.
+        locations: ``[records, 2]`` where they lie.
+        measure: what decides the sizes.
+        processes: that measure; 1 measures in this process.
+        advance: called with the number of records that were measured since it was called last.
+
+    Raises:
+        DataError: a record or (unless left out) an image cannot be used: the first such in the store's order.
+    """
+    found = []
+    windows = ((first, locations[first : first + _WINDOW]) for first in range(0, len(locations), _WINDOW))
+    if processes == 1:
+        with ThreadPoolExecutor() as threads:
+            for first, window in windows:
+                found.append(measure_records(store.records(first, window), measure, threads))
+                advance(len(window))
+    else:
+        for measured in _by_processes(store, windows, measure, processes):
+            found.append(measured)
+            advance(len(measured.usable))
+    return MeasuredRecords(
+        np.concatenate([np.empty(0, bool), *(part.usable for part in found)]),
+        concatenated([part.sizes for part in found]),
+        sum(part.animated for part in found),
+    )
+
+
+def concatenated(parts: Sequence[SampleSizes]) -> SampleSizes:
+    """The sizes of several runs of samples as one."""
+    nothing = np.empty(0, np.int64)
+    counts = np.concatenate([nothing, *(np.diff(part.media_start) for part in parts)])
+    return SampleSizes(
+        tokens=np.concatenate([nothing, *(part.tokens for part in parts)]),
+        targets=np.concatenate([nothing, *(part.targets for part in parts)]),
+        media_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        media_rows=np.concatenate([nothing, *(part.media_rows for part in parts)]),
+        media_patches=np.concatenate([nothing, *(part.media_patches for part in parts)]),
+    )
+
+
+def _by_processes(
+    store: RecordStore, windows: Iterator[tuple[int, IntArray]], measure: Measure, processes: int
+) -> Iterator[MeasuredRecords]:
+    with ProcessPoolExecutor(processes, initializer=_begin_worker, initargs=(store, measure)) as pool:
+        waiting: deque[Future[MeasuredRecords]] = deque()
+        try:
+            for window in windows:
+                waiting.append(pool.submit(_measure_window, *window))
+                if len(waiting) > processes * _WINDOWS_AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Worker(NamedTuple):
+    """What a process that measures was given."""
+
+    store: RecordStore
+    measure: Measure
+    threads: ThreadPoolExecutor
+
+
+_workers: list[_Worker] = []
+
+
+def _begin_worker(store: RecordStore, measure: Measure) -> None:
+    _workers.append(_Worker(store, measure, ThreadPoolExecutor(2)))
+
+
+def _measure_window(first: int, locations: IntArray) -> MeasuredRecords:
+    (worker,) = _workers
+    return measure_records(worker.store.records(first, locations), worker.measure, worker.threads)

@@ -1,0 +1,67 @@
+"""From any kind of record to its token sequence: conversations by the template, the others as they stand."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowtrain_lightning.data.conversation import Template, TokenSequence, shifted_labels
+from flowtrain_lightning.data.formats import DataError, Record
+from flowtrain_lightning.data.given_tokens import GivenTokens
+from flowtrain_lightning.data.tokenization import Tokenizer
+from flowtrain_lightning.packing import IntArray
+
+
+def token_sequence(
+    record: Record, template: Template, tokenizer: Tokenizer, rows: IntArray, *, prompt: bool = False
+) -> TokenSequence:
+    """The tokens and labels of a record.
+
+    Args:
+        record: the record.
+        template: writes conversations.
+        tokenizer: makes ids of text.
+        rows: ``[media items]`` rows of features of the record's media items, in order. Where it names fewer of them
+            than the record has, the sequence ends before the first that is missing.
+        prompt: end with the header of the last assistant turn; what is not a conversation is a prompt as it stands.
+
+    Raises:
+        DataError: the record has what the template cannot write, or other tokens than images.
+    """
+    written = record.written
+    if written is None:
+        return template.sequence(record, tokenizer, rows, prompt=prompt)
+    if isinstance(written, str):
+        ids = np.asarray(tokenizer.encode(written), dtype=np.int64)
+        return _sequence(ids, np.ones(len(ids), dtype=bool), rows[:0], rows[:0])
+    if not record.images:
+        return _sequence(written.ids, written.learned, rows[:0], rows[:0])
+    return _with_images(written, record, template.image_id(tokenizer), rows)
+
+
+def _with_images(given: GivenTokens, record: Record, image_id: int, rows: IntArray) -> TokenSequence:
+    """Every image with as many image tokens as it has rows of features; cut before the first image without rows."""
+    places = np.flatnonzero(given.ids == image_id)
+    images = len(record.images)
+    if len(places) == images:  # one token an image: repeated for every row
+        ids, learned = given.ids, given.learned
+        if len(rows) < images:
+            ids, learned = ids[: places[len(rows)]], learned[: places[len(rows)]]
+            places = places[: len(rows)]
+        counts = np.ones(len(ids), dtype=np.int64)
+        counts[places] = rows
+        starts = (np.cumsum(counts) - counts)[places]
+        return _sequence(np.repeat(ids, counts), np.repeat(learned, counts), starts, rows)
+    if len(rows) == images and len(places) == rows.sum():
+        starts = places[np.cumsum(rows) - rows]
+        if (places == np.repeat(starts - np.cumsum(rows) + rows, rows) + np.arange(len(places))).all():
+            return _sequence(given.ids, given.learned, starts, rows)
+    raise DataError(
+        f"{record.where}: its 'input_ids' have {len(places)} image tokens ({image_id}), but its {images} images need "
+        f"{images} (one for each) or {int(rows.sum())} (one for each row of features, those of an image together)."
+    )
+
+
+def _sequence(ids: IntArray, learned: NDArray[np.bool_], starts: IntArray, rows: IntArray) -> TokenSequence:
+    positions = np.repeat(starts - np.cumsum(rows) + rows, rows) + np.arange(int(rows.sum()))
+    return TokenSequence(ids, shifted_labels(ids, learned), starts, rows, positions)

@@ -1,0 +1,131 @@
+"""A data file that is read at many places while a run lasts, and must stay as it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flowtrain_lightning.data.fingerprint import file_fingerprint
+from flowtrain_lightning.data.formats import DataError
+
+
+def data_path(given: str | Path) -> Path:
+    """A local path, or one behind ``fsspec`` where ``given`` is an address such as ``s3://bucket/train.jsonl``.
+
+    Raises:
+        DataError: what opens addresses is not installed, or knows no such kind.
+    """
+    if isinstance(given, Path) or "://" not in given:
+        return Path(given)
+    try:
+        from upath import UPath
+    except ImportError as error:
+        raise DataError(
+            f"{given}: reading from an address needs universal-pathlib and fsspec; install them with: "
+            "pip install 'flowtrain-lightning[data]'"
+        ) from error
+    try:
+        remote: Any = UPath(given)  # has the methods of a Path
+        remote.fs  # noqa: B018  # asks for the library of this kind of address
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{given}: this kind of address cannot be read: {error}") from error
+    return remote  # type: ignore[no-any-return]
+
+
+def is_local(path: Path) -> bool:
+    """Whether the operating system can open it."""
+    return isinstance(path, Path)
+
+
+class DataFile:
+    """A file whose bytes are read at places.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        path: the file.
+
+    Raises:
+        DataError: there is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._status = self.status()
+        self._held: str | None = None
+
+    def status(self) -> list[int]:
+        """Its size, and when it was changed last.
+
+        Raises:
+            DataError: there is no such file.
+        """
+        try:
+            if not self.path.is_file():
+                raise DataError(f"{self.path}: {self._missing()}")
+            found = self.path.stat()
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.path}: it cannot be opened ({error}).") from error
+        return [found.st_size, getattr(found, "st_mtime_ns", 0)]
+
+    def content(self) -> str:
+        """The fingerprint of its bytes."""
+        return file_fingerprint(self.path)
+
+    def hold(self, content: str) -> None:
+        """From now on refuse to read where its bytes have changed."""
+        self._held = content
+
+    def open(self) -> BinaryIO:
+        """The file, opened for reading.
+
+        Raises:
+            DataError: it was removed or changed.
+        """
+        try:
+            file = self.path.open("rb")
+        except OSError as error:
+            if is_local(self.path) and not self.path.exists():
+                raise DataError(f"{self.path}: it is gone; it was removed after the run began to read it.") from error
+            raise DataError(f"{self.path}: it cannot be opened ({error}).") from error
+        if is_local(self.path):  # elsewhere asking would take as long as reading
+            self._refuse_changed(os.fstat(file.fileno()))
+        return file
+
+    def read(self, offset: int, length: int) -> bytes:
+        """``length`` bytes from ``offset`` on.
+
+        Raises:
+            DataError: the file was removed or changed, or is shorter.
+        """
+        try:
+            with self.open() as file:
+                file.seek(offset)
+                content = file.read(length)
+        except OSError as error:
+            raise DataError(f"{self.path}: it cannot be read ({error}).") from error
+        if len(content) < length:
+            raise DataError(f"{self.path}: it is shorter than when it was indexed; start again to index it anew.")
+        return content
+
+    def _refuse_changed(self, found: os.stat_result) -> None:
+        status = [found.st_size, found.st_mtime_ns]
+        if self._held is None or status == self._status:
+            return
+        if found.st_size == self._status[0] and self.content() == self._held:
+            self._status = status  # only touched
+            return
+        how = "emptied" if found.st_size == 0 else "rewritten"
+        raise DataError(
+            f"{self.path}: it was {how} after the run began to read it ({self._status[0]} bytes then, {found.st_size} "
+            "now), so its records are not those that were planned. Start again to index it anew."
+        )
+
+    def _missing(self) -> str:
+        if self.path.is_dir():
+            return "this is a folder; name its files, several as a list."
+        if is_local(self.path) and self.path.exists():
+            return "this is a pipe or a device, and no file; write its records into a file."
+        return "there is no such file."

@@ -1,0 +1,118 @@
+"""Records in a data set of Hugging Face's ``datasets``: one a row, perhaps with images inside."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.data.formats import DataError, Record, parse
+from flowtrain_lightning.data.sources.parquet_file import without_nulls
+from flowtrain_lightning.data.sources.record_store import Location
+from flowtrain_lightning.packing import IntArray
+
+_HASHED_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A data set by its name, for configuration files; what ``datasets.load_dataset`` takes.
+
+    Attributes:
+        name: on the Hugging Face Hub, or a local folder.
+        split: which part of it.
+        config: which of its configurations; None takes its only one.
+        streaming: read it in order while training, without a copy on disk.
+    """
+
+    name: str
+    split: str = "train"
+    config: str | None = None
+    streaming: bool = False
+
+    def load(self) -> Any:
+        """A ``datasets.Dataset``, or a ``datasets.IterableDataset`` where it streams.
+
+        Raises:
+            DataError: ``datasets`` is not installed, or cannot load it.
+        """
+        try:
+            import datasets
+        except ImportError as error:
+            raise DataError(
+                f"{self.name}: a data set of the Hub needs datasets; install it with: "
+                "pip install 'flowtrain-lightning[data]'"
+            ) from error
+        try:
+            return datasets.load_dataset(self.name, self.config, split=self.split, streaming=self.streaming)
+        except Exception as error:  # whatever the network, the Hub or a builder raises
+            raise DataError(f"{self.name}: it cannot be loaded ({type(error).__name__}: {error}).") from error
+
+
+class HuggingFaceRows:
+    """The rows of a ``datasets.Dataset``. A location is the row's number, and 0.
+
+    Images stay the bytes that they are; whatever format the data set is set to does not count.
+
+    Args:
+        dataset: the data set.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._rows = dataset.with_format("arrow")
+        self._first: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        info = self._rows.info
+        return f"data set {info.dataset_name or self._identity}" + (f", {self._rows.split}" if self._rows.split else "")
+
+    @property
+    def place(self) -> Path:
+        """Where there is no folder, so that its index goes to the user's cache."""
+        return Path("/data sets of Hugging Face") / self._identity
+
+    @property
+    def _identity(self) -> str:
+        # Not public, but what the manual of `datasets` tells to look at: it changes with every change of the rows.
+        return str(self._rows._fingerprint)
+
+    def locate(self) -> Iterator[Location]:
+        """Where each record lies."""
+        return ((row, 0) for row in range(len(self._rows)))
+
+    def records(self, first: int, locations: IntArray) -> list[Record]:
+        """Records that follow each other.
+
+        Raises:
+            DataError: a record cannot be understood.
+        """
+        if len(locations) == 0:
+            return []
+        rows = locations[:, 0]
+        found = self._rows[int(rows[0]) : int(rows[-1]) + 1].to_pylist()
+        return [parse(without_nulls(row), self.name, number, Path) for number, row in enumerate(found, first)]
+
+    def status(self) -> list[int]:
+        """Numbers that change when the rows do."""
+        return [len(self._rows), int(fingerprint(self._identity)[:12], 16)]
+
+    def content(self) -> str:
+        """The fingerprint of all rows."""
+        import pyarrow
+
+        digest = hashlib.blake2b(digest_size=12)
+        for start in range(0, len(self._rows), _HASHED_ROWS):
+            table = self._rows[start : start + _HASHED_ROWS].combine_chunks()
+            sink = pyarrow.BufferOutputStream()
+            with pyarrow.ipc.new_stream(sink, table.schema.remove_metadata()) as writer:
+                writer.write_table(table.replace_schema_metadata(None))
+            digest.update(sink.getvalue())
+        return digest.hexdigest()
+
+    def hold(self, content: str) -> None:
+        """A ``Dataset`` never changes, so there is nothing to refuse."""

@@ -1,0 +1,128 @@
+"""What a user names as data, and the stores of records that these names mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowtrain_lightning.data.formats import DataError
+from flowtrain_lightning.data.sources.data_file import data_path
+from flowtrain_lightning.data.sources.hugging_face import HubDataset, HuggingFaceRows
+from flowtrain_lightning.data.sources.json_file import JsonFile
+from flowtrain_lightning.data.sources.parquet_file import ParquetFile
+from flowtrain_lightning.data.sources.record_store import RecordStore
+from flowtrain_lightning.data.sources.tar_shard import TarShard
+
+_KINDS: dict[str, Callable[[Path], RecordStore]] = {".parquet": ParquetFile, ".tar": TarShard}
+"""Endings of files that are not JSON."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several sources of samples as one.
+
+    Attributes:
+        sources: each a file, a pattern of files such as ``"shards/*.tar"``, an address, a :class:`HubDataset` or a
+            ``datasets.Dataset``.
+        weights: the share of an epoch's samples that each source gives; None follows ``temperature``.
+        temperature: a source gives samples in proportion to its length to the power of ``1 / temperature``: 1 follows
+            the lengths, above it small sources are seen more often. None takes every sample once an epoch.
+    """
+
+    sources: Sequence[Any]
+    weights: Sequence[float] | None = None
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights is not None and self.temperature is not None:
+            raise DataError("A mixture got weights and a temperature; give one of them.")
+        if self.weights is not None and len(self.weights) != len(self.sources):
+            raise DataError(
+                f"A mixture got {len(self.weights)} weights for {len(self.sources)} sources; give one for each."
+            )
+        if self.temperature is not None and not self.temperature > 0:
+            raise DataError(f"A mixture got temperature={self.temperature}; it must be above 0.")
+
+    @property
+    def weighted(self) -> bool:
+        """Sources give other shares than their lengths."""
+        return self.weights is not None or self.temperature is not None
+
+    def shares(self, lengths: Sequence[Sequence[int]]) -> tuple[float, ...] | None:
+        """The weight of each store, in proportion to its length among those of the same source; None without weights.
+
+        Args:
+            lengths: samples of every store, for each source.
+        """
+        totals = [sum(of_source) for of_source in lengths]
+        if self.temperature is not None:
+            weights = [float(total) ** (1 / self.temperature) for total in totals]
+        elif self.weights is not None:
+            weights = [float(weight) for weight in self.weights]
+        else:
+            return None
+        return tuple(
+            weight * (length / total)
+            for weight, total, of_source in zip(weights, totals, lengths, strict=True)
+            for length in of_source
+        )
+
+
+Data = str | Path | HubDataset | Mixture | Mapping[str, float] | Sequence[str | Path] | Any
+"""What a user may name: one source, a list of several, a mapping of sources to their weights, or a :class:`Mixture`."""
+
+
+def mixture_of(stage: str, given: Any) -> Mixture:
+    """What a user gave for a stage, as a mixture of one source or of several.
+
+    Raises:
+        DataError: there is none, or sources have weights in a stage that does not train.
+    """
+    if isinstance(given, Mixture):
+        mixture = given
+    elif isinstance(given, Mapping):
+        mixture = Mixture(list(given), weights=tuple(float(weight) for weight in given.values()))
+    elif isinstance(given, list | tuple):
+        mixture = Mixture(list(given))
+    else:
+        mixture = Mixture([given])
+    if not mixture.sources:
+        raise DataError(f"{stage} is an empty list of files; name at least one, or leave the argument out.")
+    if mixture.weighted and stage != "train":
+        raise DataError(f"{stage} gives files weights, which only train may have; give a list of files.")
+    return mixture
+
+
+def is_stream(source: Any) -> bool:
+    """Whether it can be read in order only."""
+    return hasattr(source, "__iter__") and not hasattr(source, "__len__") and not isinstance(source, str | Path)
+
+
+def open_stores(source: Any) -> list[RecordStore]:
+    """The stores of one source.
+
+    Raises:
+        DataError: it is nothing of the kinds that :class:`Mixture` lists, or cannot be opened.
+    """
+    if isinstance(source, HubDataset):
+        source = source.load()
+    if isinstance(source, str | Path):
+        return [_KINDS.get(path.suffix.lower(), JsonFile)(path) for path in _files(data_path(source))]
+    if hasattr(source, "with_format") and hasattr(source, "__len__"):
+        return [HuggingFaceRows(source)]
+    raise DataError(
+        f"{type(source).__name__} is no data that can be read; give a file, an address, a HubDataset or a "
+        "datasets.Dataset."
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    """The file of this path, or all that it matches, by name."""
+    if "*" not in path.name or path.is_file():
+        return [path]
+    found = sorted(path.parent.glob(path.name), key=str)
+    if not found:
+        raise DataError(f"{path}: no file matches this pattern.")
+    return found

@@ -1,0 +1,94 @@
+"""Records in a Parquet file: one a row, perhaps with images inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from flowtrain_lightning.data.formats import DataError, Record, parse
+from flowtrain_lightning.data.sources.data_file import DataFile
+from flowtrain_lightning.data.sources.record_store import Location
+from flowtrain_lightning.packing import IntArray
+
+_KEPT_GROUPS = 4
+
+
+class ParquetFile(DataFile):
+    """A Parquet file. A location is a row group and the row in it.
+
+    A group is read whole and the last few are kept, so a file that is read in shuffled order should have small ones.
+    Paths of images are relative to the file's folder.
+
+    Raises:
+        DataError: there is no such file, it is no Parquet file, or pyarrow is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with self.open() as file, _explained(path):
+            self._metadata: Any = _parquet().ParquetFile(file).metadata
+        self._group = lru_cache(maxsize=_KEPT_GROUPS)(self._read_group)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.path.name
+
+    @property
+    def place(self) -> Path:
+        """The path beside which its index is kept."""
+        return self.path
+
+    def locate(self) -> Iterator[Location]:
+        """Where each record lies."""
+        for group in range(self._metadata.num_row_groups):
+            for row in range(self._metadata.row_group(group).num_rows):
+                yield group, row
+
+    def records(self, first: int, locations: IntArray) -> list[Record]:
+        """Records that follow each other.
+
+        Raises:
+            DataError: the file was changed, or a record cannot be understood.
+        """
+        self.open().close()  # which refuses a file that has changed, whatever is kept of it
+        found = []
+        for number, (group, row) in enumerate(locations.tolist(), first):
+            fields = self._group(group).slice(row, 1).to_pylist()[0]
+            found.append(parse(without_nulls(fields), self.path, number, self.path.parent.joinpath))
+        return found
+
+    def _read_group(self, group: int) -> Any:
+        with self.open() as file, _explained(self.path):
+            return _parquet().ParquetFile(file, metadata=self._metadata).read_row_group(group)
+
+
+def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """A row of a table without the columns that it leaves empty."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            "Reading Parquet needs pyarrow; install it with: pip install 'flowtrain-lightning[data]'"
+        ) from error
+    return pyarrow.parquet
+
+
+class _explained:
+    """Turns what pyarrow raises into a sentence."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, (OSError, ValueError)) and not isinstance(error, DataError):  # pyarrow's own are both
+            raise DataError(f"{self._path}: it is no Parquet file that can be read ({error}).") from error

@@ -1,0 +1,82 @@
+"""Samples by number, with known sizes: the protocol, and several sources as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.data.formats import Record
+from flowtrain_lightning.data.measuring import concatenated
+from flowtrain_lightning.packing import IntArray, SampleSizes
+
+
+class SampleSource(Protocol):
+    """Samples by number, with sizes that are known before anything is loaded. Equal on all ranks."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever a sample's number would mean another sample."""
+        ...
+
+    def __len__(self) -> int:
+        """Samples in all."""
+        ...
+
+    def sizes(self, samples: IntArray) -> SampleSizes:
+        """The sizes of these samples, in that order."""
+        ...
+
+    def record(self, sample: int) -> Record:
+        """The sample as it stands in the data."""
+        ...
+
+
+class JoinedSources:
+    """Several sources as one: the samples of the first, then those of the second, and so on.
+
+    Args:
+        sources: the sources.
+        weights: of each in a mixture; None takes their lengths.
+
+    Attributes:
+        sources: the sources.
+        weights: of each in a mixture; None takes their lengths.
+    """
+
+    def __init__(self, sources: Sequence[SampleSource], weights: tuple[float, ...] | None = None) -> None:
+        self.sources = tuple(sources)
+        self.weights = weights
+        self._start = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Samples of each source."""
+        return tuple(len(source) for source in self.sources)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any source's fingerprint and with their order."""
+        return fingerprint([source.fingerprint for source in self.sources])
+
+    def __len__(self) -> int:
+        return int(self._start[-1])
+
+    def sizes(self, samples: IntArray) -> SampleSizes:
+        """The sizes of these samples, in that order."""
+        owner = np.searchsorted(self._start, samples, side="right") - 1
+        parts = [
+            source.sizes(samples[owner == number] - self._start[number]) for number, source in enumerate(self.sources)
+        ]
+        # The parts stand source by source; the asked order is restored by one selection.
+        by_source = np.argsort(owner, kind="stable")
+        asked = np.empty(len(samples), dtype=np.int64)
+        asked[by_source] = np.arange(len(samples), dtype=np.int64)
+        return concatenated(parts).select(asked)
+
+    def record(self, sample: int) -> Record:
+        """The sample as it stands in its source."""
+        owner = int(np.searchsorted(self._start, sample, side="right")) - 1
+        return self.sources[owner].record(sample - int(self._start[owner]))

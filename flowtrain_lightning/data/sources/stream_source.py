@@ -1,0 +1,164 @@
+"""Samples of a stream that can only be read in order and whose length is not known."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.data.formats import DataError, Record, parse
+from flowtrain_lightning.data.index import IndexConfig
+from flowtrain_lightning.data.measuring import Measure, concatenated, measure_records
+from flowtrain_lightning.data.sources.parquet_file import without_nulls
+from flowtrain_lightning.packing import IntArray, SampleSizes
+
+_READ_AT_ONCE = 64
+
+
+class StreamPosition(NamedTuple):
+    """A place in an epoch of a stream.
+
+    Attributes:
+        sample: the number of the sample there.
+        read: how many rows of the stream come before it; more than samples, where some were dropped.
+    """
+
+    sample: int = 0
+    read: int = 0
+
+
+class _Held(NamedTuple):
+    """A sample in the window."""
+
+    read: int
+    record: Record
+    sizes: SampleSizes
+
+
+class StreamSource:
+    """Samples by their place in a stream. Those that may still be asked for are kept, in a window that moves along.
+
+    The stream is read anew for every epoch, which it is told by ``set_epoch`` where it has that. Every rank reads it
+    whole and measures each sample, so that all know the same sizes; only images are decoded by one rank alone.
+
+    Args:
+        stream: gives rows like those of a table: a ``datasets.IterableDataset`` or anything that can be iterated again
+            and again, the same on every rank.
+        measure: what decides the sizes.
+        token_budget: the most tokens that a sample may have.
+        config: what happens to a longer one, and to one whose images cannot be used.
+
+    Raises:
+        DataError: the stream can be read only once.
+    """
+
+    def __init__(self, stream: Any, measure: Measure, token_budget: int, config: IndexConfig) -> None:
+        if iter(stream) is stream:
+            raise DataError(
+                f"{type(stream).__name__} can be read only once; give an object whose __iter__ begins anew, such as a "
+                "datasets.IterableDataset."
+            )
+        # As tables a row keeps its images in bytes; decoded, all ranks would decode all images.
+        self._stream = stream.with_format("arrow") if hasattr(stream, "with_format") else stream
+        self._measure = measure
+        self._token_budget = token_budget
+        self._too_long = config.too_long
+        self.name = f"stream {type(stream).__name__}"
+        self.fingerprint = fingerprint(["stream", measure.prompt, config.too_long, config.unreadable])
+        self._rows: Iterator[Any] = iter(())
+        self._window: deque[_Held] = deque()
+        self._first = 0
+        self._read = 0
+        self._ended = False
+
+    def begin(self, epoch: int, position: StreamPosition) -> None:
+        """Read an epoch from a position on."""
+        if hasattr(self._stream, "set_epoch"):
+            self._stream.set_epoch(epoch)
+        self._window.clear()
+        self._first, self._read, self._ended = position.sample, position.read, False
+        self._rows = islice(iter(self._stream), position.read, None)
+
+    def __len__(self) -> int:
+        raise TypeError("A stream has no length that is known.")
+
+    def lengths(self, start: int, end: int) -> IntArray:
+        """Tokens of samples ``start`` to ``end``; fewer where the stream ends."""
+        self._read_until(end)
+        found = islice(self._window, start - self._first, max(end - self._first, 0))
+        return np.concatenate([np.empty(0, np.int64), *(held.sizes.tokens for held in found)])
+
+    def sizes(self, samples: IntArray) -> SampleSizes:
+        """The sizes of these samples, in that order."""
+        return concatenated([self._held(sample).sizes for sample in samples.tolist()])
+
+    def record(self, sample: int) -> Record:
+        """The sample as it stands in the stream."""
+        return self._held(sample).record
+
+    def position(self, sample: int) -> StreamPosition:
+        """Where a sample of the window is, or the next one that will be read."""
+        number = sample - self._first
+        return StreamPosition(sample, self._window[number].read if number < len(self._window) else self._read)
+
+    def forget(self, before: int) -> None:
+        """Let go of the samples before this one, which nobody asks for any more."""
+        while self._window and self._first < before:
+            self._window.popleft()
+            self._first += 1
+
+    def _held(self, sample: int) -> _Held:
+        self._read_until(sample + 1)
+        if sample < self._first:
+            raise LookupError(f"Sample {sample} is over; the window of the stream begins at {self._first}.")
+        return self._window[sample - self._first]
+
+    def _read_until(self, end: int) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            while not self._ended and self._first + len(self._window) < end:
+                rows = list(islice(self._rows, _READ_AT_ONCE))
+                self._ended = len(rows) < _READ_AT_ONCE
+                records = [self._parsed(row, self._read + number) for number, row in enumerate(rows)]
+                found = measure_records(records, self._measure, threads)
+                for number, record in enumerate(records):
+                    sizes = found.sizes.select(np.asarray([number]))
+                    fitting = self._fitting(record, sizes) if found.usable[number] else None
+                    if fitting is not None:
+                        self._window.append(_Held(self._read + number, record, fitting))
+                self._read += len(rows)
+
+    def _parsed(self, row: Any, number: int) -> Record:
+        fields = row.to_pylist()[0] if hasattr(row, "to_pylist") else row
+        if isinstance(fields, dict):
+            fields = without_nulls(fields)
+        return parse(fields, self.name, number, Path)
+
+    def _fitting(self, record: Record, sizes: SampleSizes) -> SampleSizes | None:
+        """The sizes of a sample that fits into the budget or was cut to it; None leaves it out."""
+        tokens = int(sizes.tokens[0])
+        if tokens <= self._token_budget:
+            return sizes
+        if self._too_long == "drop":
+            return None
+        if self._too_long == "error":
+            raise DataError(
+                f"{record.where}: it has {tokens} tokens, more than token_budget={self._token_budget}; raise it, "
+                "shorten the record, or set too_long='drop' or 'truncate' in IndexConfig."
+            )
+        sequence = self._measure.sequence(record, sizes.media_rows).cut(self._token_budget)
+        if sequence.targets == 0 and not self._measure.prompt:
+            return None
+        media = len(sequence.media_rows)
+        return SampleSizes(
+            tokens=np.asarray([len(sequence)]),
+            targets=np.asarray([sequence.targets]),
+            media_start=np.asarray([0, media]),
+            media_rows=sizes.media_rows[:media],
+            media_patches=sizes.media_patches[:media],
+        )

@@ -1,0 +1,215 @@
+"""Records are the same in every kind of store, and so is what is trained on."""
+
+import base64
+import io
+import json
+import subprocess
+import sys
+import tarfile
+
+import fsspec
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from flowtrain_lightning.data import DataError, HubDataset, JsonFile, Mixture, ParquetFile, TarShard
+from flowtrain_lightning.data.image_files import EncodedImage
+from flowtrain_lightning.data.sources.naming import mixture_of, open_stores
+from flowtrain_lightning.data.sources.record_store import locations_of
+from tests.data.support import data_module, records_in, trained, write_set
+
+datasets = pytest.importorskip("datasets")
+
+KINDS = ["json", "parquet", "tar", "datasets", "address"]
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write_set(tmp_path / "d.jsonl", 18)
+
+
+def embedded(record) -> dict:
+    """The record with its images inside, in bytes."""
+    images = [{"bytes": path.read_bytes(), "path": path.name} for path in record.images]
+    return {**record.fields, "images": images}
+
+
+def as_parquet(file):
+    rows = [embedded(record) for record in records_in(file)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file.with_suffix(".parquet"), row_group_size=5)
+    return file.with_suffix(".parquet")
+
+
+def as_tar(file):
+    with tarfile.open(file.with_suffix(".tar"), "w") as tar:
+        for number, record in enumerate(records_in(file)):
+            fields = {name: value for name, value in record.fields.items() if name != "images"}
+            members = [("json", json.dumps(fields).encode())]
+            members += [(f"{index}.png", path.read_bytes()) for index, path in enumerate(record.images)]
+            for ending, content in members:
+                info = tarfile.TarInfo(f"a/{number:05}.{ending}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return file.with_suffix(".tar")
+
+
+def as_dataset(file):
+    images = [{"bytes": datasets.Value("binary"), "path": datasets.Value("string")}]
+    turns = [{"role": datasets.Value("string"), "content": datasets.Value("string")}]
+    rows = [embedded(record) for record in records_in(file)]
+    features = datasets.Features({"id": datasets.Value("string"), "images": images, "messages": turns})
+    return datasets.Dataset.from_list(rows, features=features).cast_column("images", [datasets.Image()])
+
+
+def at_address(file):
+    memory = fsspec.filesystem("memory")
+    for path in (file, *(file.parent / "images").iterdir()):
+        memory.pipe_file(f"/set/{path.relative_to(file.parent)}", path.read_bytes())
+    return "memory://set/d.jsonl"
+
+
+FORMS = {"json": lambda file: file, "parquet": as_parquet, "tar": as_tar, "datasets": as_dataset, "address": at_address}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_store_has_the_records_and_images_of_the_file(file, kind):
+    (store,) = open_stores(FORMS[kind](file))
+    locations = locations_of(store)
+    for expected, found in zip(records_in(file), store.records(0, locations), strict=True):
+        assert (found.id, found.turns) == (expected.id, expected.turns)
+        contents = [image.content if isinstance(image, EncodedImage) else image.read_bytes() for image in found.images]
+        assert contents == [path.read_bytes() for path in expected.images]
+    assert store.records(7, locations[7:9])[1].id == "r8"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_is_the_same_from_every_kind_of_store(file, tmp_path, kind):
+    cached = {"cache_dir": tmp_path / "index"}
+    expected = trained(tmp_path, data_module(file, **cached), max_epochs=2)
+    assert trained(tmp_path, data_module(FORMS[kind](file), **cached), max_epochs=2) == expected
+    data = data_module(FORMS[kind](file), **cached)
+    data.setup("fit")
+    plain = data_module(file, **cached)
+    plain.setup("fit")
+    for batch, other in zip(data.train_dataloader(), plain.train_dataloader(), strict=True):
+        for packed, same in zip(batch.encoder_batches, other.encoder_batches, strict=True):
+            assert (packed is None and same is None) or packed.patches.equal(same.patches)
+
+
+def test_a_dataset_that_changes_a_row_has_another_content_and_identity(file):
+    first, second = as_dataset(file), as_dataset(file)
+    changed = second.map(lambda row, number: {"id": f"{row['id']}{'!' * (number == 3)}"}, with_indices=True)
+    stores = [open_stores(dataset)[0] for dataset in (first, first.select(range(18)), changed)]
+    assert stores[0].content() == stores[1].content() != stores[2].content()
+    assert stores[0].status() != stores[2].status()
+
+
+def test_a_pattern_names_all_files_that_it_matches_in_order(tmp_path):
+    for name in ("b", "a", "c"):
+        write_set(tmp_path / f"part-{name}.jsonl", 3)
+    names = [store.name for store in open_stores(str(tmp_path / "part-*.jsonl"))]
+    assert names == ["part-a.jsonl", "part-b.jsonl", "part-c.jsonl"]
+    with pytest.raises(DataError, match="no file matches this pattern"):
+        open_stores(tmp_path / "other-*.jsonl")
+
+
+def test_weights_of_a_mixture_are_shared_out_within_a_source_by_length():
+    lengths = [[30, 10], [160]]
+    assert mixture_of("train", {"a": 1, "b": 3}).shares(lengths) == (0.75, 0.25, 3.0)
+    assert Mixture(["a", "b"], temperature=1.0).shares(lengths) == (30.0, 10.0, 160.0)
+    np.testing.assert_allclose(
+        Mixture(["a", "b"], temperature=2.0).shares(lengths), [0.75 * 40**0.5, 0.25 * 40**0.5, 160**0.5]
+    )
+    assert mixture_of("train", ["a", "b"]).shares(lengths) is None
+
+
+def test_a_mixture_that_cannot_be_is_refused():
+    for settings, words in (
+        ({"weights": [1.0]}, "1 weights for 2 sources"),
+        ({"weights": [1.0, 1.0], "temperature": 2.0}, "give one of them"),
+        ({"temperature": 0.0}, "it must be above 0"),
+    ):
+        with pytest.raises(DataError, match=words):
+            Mixture(["a", "b"], **settings)
+    with pytest.raises(DataError, match="val gives files weights"):
+        mixture_of("val", {"a": 1.0})
+
+
+def test_a_mixture_of_kinds_with_a_temperature_gives_small_sources_more_often(file, tmp_path):
+    small = as_parquet(write_set(tmp_path / "small/d.jsonl", 2))
+    data = data_module(Mixture([file, small], temperature=4.0), global_batch_size=5)
+    counts = np.bincount(
+        [sample >= 18 for _, _, samples in trained(tmp_path, data, max_epochs=1) for sample in samples]
+    )
+    assert counts.tolist() == [13, 7]  # of 20 samples as 18 ** 0.25 to 2 ** 0.25
+
+
+def test_an_image_beside_a_text_in_a_shard_is_what_the_text_is_about(tmp_path):
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "PNG")
+    with tarfile.open(tmp_path / "d.tar", "w") as tar:
+        for name, content in (("a.png", picture.getvalue()), ("a.txt", b"A square."), ("b.txt", b"alone")):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    store = TarShard(tmp_path / "d.tar")
+    captioned, alone = store.records(0, locations_of(store))
+    assert [(turn.role, turn.text) for turn in captioned.turns] == [("user", "<image>"), ("assistant", "A square.")]
+    assert (captioned.id, captioned.images[0].content) == ("a", picture.getvalue())
+    assert (alone.written, alone.turns) == ("alone", ())
+
+
+def test_an_image_may_stand_in_the_record_itself(tmp_path):
+    (tmp_path / "p.png").write_bytes(b"content")
+    address = "data:image/png;base64," + base64.b64encode(b"content").decode()
+    parts = [{"type": "image_url", "image_url": {"url": address}}]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    (record,) = records_in(tmp_path / "d.jsonl")
+    assert record.images[0].content == b"content"
+
+
+def refused(tmp_path):
+    """What is given, and what is said of it."""
+    (tmp_path / "a.parquet").write_text("no table")
+    (tmp_path / "a.tar").write_bytes(b"\x1f\x8b" + b"\0" * 2000)
+    write_set(tmp_path / "whole.jsonl", 6)
+    whole = as_tar(tmp_path / "whole.jsonl").read_bytes()
+    (tmp_path / "cut.tar").write_bytes(whole[:5000])
+    yield lambda: ParquetFile(tmp_path / "a.parquet"), r"a\.parquet: it is no Parquet file"
+    yield (
+        lambda: locations_of(TarShard(tmp_path / "a.tar")),
+        r"a\.tar: it is no tar file .*unpack a compressed one first",
+    )
+    yield lambda: locations_of(TarShard(tmp_path / "cut.tar")), r"cut\.tar: it is no tar file .*unexpected end of data"
+    yield lambda: JsonFile(tmp_path), "this is a folder"
+    yield lambda: open_stores("nowhere://a/b.jsonl"), "nowhere://a/b.jsonl: this kind of address cannot be read"
+    yield lambda: open_stores(7), "int is no data that can be read"
+    yield lambda: open_stores(HubDataset(str(tmp_path / "none"))), "none: it cannot be loaded"
+
+
+def test_what_is_no_store_of_records_is_refused_in_a_sentence(tmp_path):
+    for opening, words in refused(tmp_path):
+        with pytest.raises(DataError, match=words):
+            opening()
+
+
+def test_the_package_and_json_files_need_none_of_the_libraries_of_other_stores(tmp_path):
+    file = write_set(tmp_path / "d.jsonl", 3)
+    script = f"""if True:
+        import sys
+        for name in ("datasets", "pyarrow", "upath"):
+            sys.modules[name] = None
+        from pathlib import Path
+        from flowtrain_lightning.data import DataError
+        from flowtrain_lightning.data.sources.naming import open_stores
+        assert len(list(open_stores({str(file)!r})[0].locate())) == 3
+        for given in ("s3://a/b.jsonl", Path({str(file)!r}).rename({str(file)!r} + ".parquet")):
+            try:
+                open_stores(given)
+            except DataError as error:
+                print("flowtrain-lightning[data]" in str(error))
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["True", "True"], done.stderr

@@ -1,0 +1,73 @@
+"""A stream is read in order within a window; its steps are the same wherever they are taken up again."""
+
+import pytest
+
+from flowtrain_lightning.data import DataError, IndexConfig
+from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
+from tests.data.sources.test_resuming import Lines
+from tests.data.support import MEASURE, SaveAlways, data_module, message_record, trained
+
+ROWS = [message_record(number, "ask", "a" * (1 + number % 9), []) for number in range(150)]
+
+
+def source_of(rows, budget=64, too_long="error"):
+    source = StreamSource(Lines(rows), MEASURE, budget, IndexConfig(too_long))
+    source.begin(0, StreamPosition())
+    return source
+
+
+def test_samples_of_a_stream_are_its_rows_by_their_place():
+    source = source_of(ROWS)
+    assert source.lengths(3, 6).tolist() == [12, 13, 14]
+    assert source.record(140).id == "r140"
+    assert source.sizes(source.lengths(0, 2) * 0).tokens.tolist() == [9, 9]
+    assert len(source.lengths(148, 200)) == 2
+    assert len(source.lengths(150, 200)) == 0
+
+
+def test_samples_that_are_forgotten_are_not_read_again():
+    source = source_of(ROWS)
+    source.record(20)
+    source.forget(10)
+    assert source.record(10).id == "r10"
+    with pytest.raises(LookupError, match="Sample 9 is over"):
+        source.record(9)
+
+
+def test_a_stream_goes_on_from_a_position_although_rows_were_dropped_before_it():
+    whole = source_of(ROWS, budget=13, too_long="drop")
+    assert [whole.record(sample).id for sample in (4, 5, 6)] == ["r4", "r9", "r10"]
+    position = whole.position(5)
+    assert position == StreamPosition(5, 9)
+    whole.begin(0, position)
+    assert [whole.record(sample).id for sample in (5, 6)] == ["r9", "r10"]
+
+
+def test_long_samples_of_a_stream_are_cut_or_named():
+    assert source_of(ROWS, budget=13, too_long="truncate").lengths(0, 9).tolist() == [9, 10, 11, 12, 13, 13, 13, 13, 13]
+    with pytest.raises(
+        DataError, match=r"stream Lines, record 6 \(id 'r5'\): it has 14 tokens, more than token_budget=13"
+    ):
+        source_of(ROWS, budget=13).lengths(0, 9)
+
+
+def test_a_run_on_a_stream_resumed_from_any_checkpoint_reads_exactly_the_rest(tmp_path):
+    settings = {"max_epochs": 2, "num_sanity_val_steps": 0}
+    rows = ROWS[:18]
+    whole = trained(tmp_path, data_module(Lines(rows)), callbacks=[SaveAlways(tmp_path)], **settings)
+    assert [step for _, step, _ in whole] == [0, 1, 2, 3] * 2
+    for checkpoint in sorted(tmp_path.glob("*.ckpt")):
+        done = int(checkpoint.stem.split("-")[1])
+        assert trained(tmp_path, data_module(Lines(rows)), checkpoint, **settings) == whole[done:], checkpoint
+
+
+def test_what_cannot_be_a_stream_is_refused():
+    with pytest.raises(DataError, match="generator can be read only once"):
+        StreamSource((row for row in ROWS), MEASURE, 64, IndexConfig())
+    for changes, words in (
+        ({"num_workers": 1}, "train is a stream, which is read in order, but num_workers=1"),
+        ({}, "train has a stream beside other data; mix streams by datasets.interleave_datasets"),
+    ):
+        given = Lines(ROWS) if changes else [Lines(ROWS), Lines(ROWS)]
+        with pytest.raises(DataError, match=words):
+            data_module(given, **changes).setup("fit")
