@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.benchmarks.running import run
 
 
+@pytest.mark.timeout(700)  # two runs one after the other, on a machine that may be busy
 def test_both_checkouts_are_measured_in_turns(tmp_path):
-    printed = run("compare_cpu.py", tmp_path, "--ranks", "2", "--steps", "4")
+    printed = run("compare_cpu.py", tmp_path, "--ranks", "2", "--steps", "4", deadline=600)
     results = json.loads((tmp_path / "compare-cpu.json").read_text())
     assert "x base" in printed
     assert set(results["runs"]) == {"this checkout", "base"}
