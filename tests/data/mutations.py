@@ -154,9 +154,8 @@ def drawn_image(chance: random.Random) -> bytes:
 
 def mutated_image(chance: random.Random) -> bytes:
     """An image file, often with some bytes changed, left out or added."""
-    content = bytearray(drawn_image(chance))
-    if not content:
-        return bytes(content)
+    while not (content := bytearray(drawn_image(chance))):
+        pass
     way = chance.randrange(5)
     if way == 1:
         for _ in range(chance.randint(1, 4)):
