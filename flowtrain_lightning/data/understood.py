@@ -14,7 +14,7 @@ _WEIGHTS = ("weight", "loss_scale", "channel_weights")
 _WRITTEN = ("tools",)
 """What stands beside the turns and is for the template to write."""
 
-_IMAGE_PART = frozenset({"type", "image", "path", "url", "image_url", "text"})
+_IMAGE_PART = frozenset({"type", "image", "path", "url", "image_url", "text", "bytes"})
 
 
 class NotUnderstoodError(ValueError):
