@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from flowtrain_lightning.parallel.groups import disconnect_groups
 from tests.exactness.layouts import trainer_for
@@ -21,10 +22,17 @@ def train(
     folder: Path, *, data: str, layout: str, roles: dict[str, Any], steps: int, ckpt_path: str | None = None
 ) -> None:
     """Trains up to so many steps, and keeps a checkpoint and the weights."""
-    trainer = trainer_for(layout, strategy={"roles": roles}, max_steps=steps, default_root_dir=folder)
+    trainer = trainer_for(
+        layout,
+        strategy={"roles": roles},
+        precision="64-true",  # in which key biases, whose gradient is rounding alone, stay what they are
+        max_steps=steps,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(folder, filename="saved", every_n_train_steps=steps)],
+        default_root_dir=folder,
+    )
     module = Deep(lr=1e-3)
     trainer.fit(module, tiny_data(Path(data), global_batch_size=6), ckpt_path=ckpt_path)
-    trainer.save_checkpoint(folder / "saved.ckpt")
     weights = weights_of(module)
     torch.save(weights, folder / f"weights{trainer.global_rank}.pt")
     disconnect_groups()

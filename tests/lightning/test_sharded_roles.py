@@ -69,4 +69,4 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path, data, saved_on,
     expected = weights(run(tmp_path, "train", "whole", "1+1", steps=4, data=data, roles={}))
     found = weights(rest)
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(found[name], weight, rtol=1e-7, atol=1e-9)
