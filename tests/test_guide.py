@@ -15,7 +15,7 @@ import flowtrain_lightning as flow
 from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.data import ImageProcessor
 from tests.exactness.layouts import trainer_for
-from tests.tiny import IMAGES, tiny_data, write_records
+from tests.tiny import IMAGES, CharTokenizer, tiny_data, write_records
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
@@ -50,11 +50,13 @@ def write_pretrained(folder: Path) -> None:
         },
         vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": IMAGES.patch_size},
     )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(ROOT / "recipes/quickstart/tokenizer.json"))
+    config.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     transformers.Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
     sizes = {"patch_size": IMAGES.patch_size, "min_pixels": IMAGES.min_pixels}
     transformers.Qwen2VLImageProcessorPil(**sizes).save_pretrained(folder)
-    tokenizer = str(ROOT / "recipes/quickstart/tokenizer.json")
-    transformers.PreTrainedTokenizerFast(tokenizer_file=tokenizer).save_pretrained(folder)
+    tokenizer.chat_template = (ROOT / "tests/models/chat_templates/qwen2_5_vl.jinja").read_text()
+    tokenizer.save_pretrained(folder)
 
 
 def test_a_pretrained_model_from_hugging_face_trains(tmp_path, monkeypatch):
@@ -77,6 +79,7 @@ def test_another_family_trains(tmp_path):
     config = transformers.InternVLConfig(
         text_config={**TEXT, "num_key_value_heads": 2, "model_type": "qwen2", "vocab_size": 256},
         vision_config={**small, "image_size": [16, 16], "patch_size": [4, 4]},
+        image_token_id=CharTokenizer().token_to_id("<|image_pad|>"),
     )
     module = run(OWN_MODULE, OWN_FAMILY)["InternVLM"](config)
     write_records(tmp_path, 16)
