@@ -18,7 +18,7 @@ NO_ROWS = np.empty(0, np.int64)
 
 
 def read(fields: dict[str, Any]) -> Record:
-    return parse(fields, Path("/d.jsonl"), 0)
+    return parse(fields, "/d.jsonl", 0, Path("/").joinpath)
 
 
 @pytest.mark.parametrize("key", ["image", "images"])

@@ -72,7 +72,7 @@ class Both:
     def record(self, turns: list[dict[str, Any]], **others: Any) -> Record:
         images = sum(turn["content"].count(MEDIA_MARKER) for turn in turns if isinstance(turn["content"], str))
         beside = [str(path) for path in self.images[:images]]
-        return parse({"messages": turns, "images": beside, **others}, Path("/d.jsonl"), 0)
+        return parse({"messages": turns, "images": beside, **others}, "/d.jsonl", 0, Path("/").joinpath)
 
     def sequence(self, record: Record, prompt: bool = False) -> TokenSequence:
         return self.template.sequence(record, self.ours.tokenizer, self.rows(record), prompt=prompt)
