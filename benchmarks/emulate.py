@@ -20,7 +20,7 @@ from benchmarks.measure import read_ranks
 from benchmarks.precedence import may_take_precedence
 from benchmarks.report import draw_schedules, machine_line, table, write_results
 from benchmarks.schedules import SCHEDULES, EmulatedJob
-from flowtrain_lightning.callbacks.timeline import read_timelines
+from flowtrain_lightning.callbacks.timeline_recorder import read_timelines
 
 DEADLINE = 900.0
 TOKEN_BUDGET = 1024

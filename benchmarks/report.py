@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowtrain_lightning.callbacks.timeline import COLOURS
+from flowtrain_lightning.callbacks.timeline_recorder import COLOURS
 from flowtrain_lightning.runtime.timeline import Span
 
 BARS = ("#c9c9c4", "#8b8b85", "#1baa6f", "#2a78d6")
@@ -77,7 +77,7 @@ def draw_schedules(path: Path, schedules: Mapping[str, Sequence[dict[str, Any]]]
 
     Args:
         path: the PNG to write.
-        schedules: title -> timelines of its ranks, see `flowtrain_lightning.callbacks.timeline.read_timelines`.
+        schedules: title -> timelines of its ranks, see `callbacks.timeline_recorder.read_timelines`.
         step: which training step.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

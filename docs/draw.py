@@ -17,7 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from flowtrain_lightning.callbacks.timeline import COLOURS
+from flowtrain_lightning.callbacks.timeline_recorder import COLOURS
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
 from flowtrain_lightning.packing.step_planner import plan_step

@@ -81,7 +81,7 @@ def test_another_family_trains(tmp_path):
         vision_config={**small, "image_size": [16, 16], "patch_size": [4, 4]},
         image_token_id=CharTokenizer().token_to_id("<|image_pad|>"),
     )
-    module = run(OWN_MODULE, OWN_FAMILY)["InternVLM"](config)
+    module = run(OWN_MODULE, OWN_FAMILY)["OneTileVLM"](config)
     write_records(tmp_path, 16)
     images = ImageProcessor(patch_size=4, merge_size=2, fixed_size=(16, 16))
     ran = trainer(tmp_path)

@@ -4,6 +4,6 @@ from flowtrain_lightning.callbacks.adaptive_cost import AdaptCosts
 from flowtrain_lightning.callbacks.monitor import FlowMonitor
 from flowtrain_lightning.callbacks.progress import FlowProgressBar
 from flowtrain_lightning.callbacks.replan import FlowReplan
-from flowtrain_lightning.callbacks.timeline import TimelineRecorder
+from flowtrain_lightning.callbacks.timeline_recorder import TimelineRecorder
 
 __all__ = ["AdaptCosts", "FlowMonitor", "FlowProgressBar", "FlowReplan", "TimelineRecorder"]

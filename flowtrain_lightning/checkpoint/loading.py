@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.allocator import ROLES, Allocation
-from flowtrain_lightning.checkpoint.index import Index
+from flowtrain_lightning.checkpoint.checkpoint_index import Index
 from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError, parse_index, read_checked, read_index
 from flowtrain_lightning.checkpoint.local_shard import LocalShard, local_part
 from flowtrain_lightning.checkpoint.regions import Region, local_region, whole

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from flowtrain_lightning.allocator import ROLES, Allocation
+from flowtrain_lightning.checkpoint.checkpoint_index import Index, joined
 from flowtrain_lightning.checkpoint.files import (
     make_temporary,
     refuse_unseen,
@@ -22,7 +23,6 @@ from flowtrain_lightning.checkpoint.files import (
     write_file,
     written_together,
 )
-from flowtrain_lightning.checkpoint.index import Index, joined
 from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part, stored_file, write_index
 from flowtrain_lightning.checkpoint.optimizer_state import NamedState
 from flowtrain_lightning.checkpoint.plain_values import is_plain

@@ -20,8 +20,8 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from flowtrain_lightning.checkpoint.checkpoint_index import Index, Piece, StoredFile, StoredTensor, piece_key
 from flowtrain_lightning.checkpoint.digest import DIGEST_THREADS, digest_of, tensor_digest
-from flowtrain_lightning.checkpoint.index import Index, Piece, StoredFile, StoredTensor, piece_key
 from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError
 from flowtrain_lightning.checkpoint.regions import Region, local_region
 

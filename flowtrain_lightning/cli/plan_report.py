@@ -205,8 +205,6 @@ class PlanReport:
             f"recompute {candidate.recompute}"
             for role, candidate in plan.chosen.items()
         ]
-        if any(candidate.recompute != "none" for candidate in plan.chosen.values()):
-            lines.append("  (recomputing is up to your module: training does not switch it on)")
         return "\n".join([f"Layouts ({plan.name})", *lines])
 
     def _memory(self) -> str:

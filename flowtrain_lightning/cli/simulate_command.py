@@ -122,7 +122,7 @@ def _values(found: Simulation) -> dict[str, Any]:
 
 
 def _draw(found: Simulation, path: Path) -> None:
-    from flowtrain_lightning.callbacks.timeline import draw_step  # which imports Lightning
+    from flowtrain_lightning.callbacks.timeline_recorder import draw_step  # which imports Lightning
 
     ranks = {rank for of_role in found.allocation.ranks.values() for rank in of_role[:_DRAWN]}
     try:

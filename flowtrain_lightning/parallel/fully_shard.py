@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
+from flowtrain_lightning.allocator.allocation import Recompute
+from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
 from flowtrain_lightning.parallel.gradients import local_part, squared_norm
 
 
@@ -29,7 +29,7 @@ class FullyShardedHalf:
         mesh: one dimension for FSDP2, ``("replica", "shard")`` for HSDP.
         precision: what is gathered and reduced in which dtype.
         reshard_after_forward: gather blocks a second time for their backward; less memory, more communication.
-        recompute: blocks keep no activations and run a second time in the backward.
+        recompute: what of a block runs a second time in the backward, see `recompute_in_backward`.
         offload_parameters: shards and optimizer states lie in host memory.
         offload_activations: what autograd saves lies in host memory between forward and backward.
     """
@@ -43,7 +43,7 @@ class FullyShardedHalf:
         *,
         precision: MixedPrecisionPolicy | None = None,
         reshard_after_forward: bool = True,
-        recompute: bool = False,
+        recompute: Recompute = "none",
         offload_parameters: bool = False,
         offload_activations: bool = False,
     ) -> None:
@@ -52,8 +52,7 @@ class FullyShardedHalf:
         offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if offload_parameters else OffloadPolicy()
         settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
         for block in (block for module in modules.values() for block in repeated_blocks(module)):
-            if recompute:
-                recompute_in_backward(block)
+            recompute_in_backward(block, recompute)
             fully_shard(block, reshard_after_forward=reshard_after_forward, **settings)
         self._root = RoleForward(modules)
         fully_shard(self._root, **settings)
@@ -128,39 +127,3 @@ class RoleForward(nn.Module):
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``."""
         return function(*args)
-
-
-def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The layers that a half is made of: classes with weights that a list of modules holds several times.
-
-    The outermost ones count, in the order in which they stand.
-    """
-    kinds: set[type[nn.Module]] = set()
-    for part in module.modules():
-        if isinstance(part, nn.ModuleList | nn.Sequential):
-            counts = Counter(type(child) for child in part if any(True for _ in child.parameters()))
-            kinds |= {kind for kind, count in counts.items() if count > 1}
-    kinds -= {nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList, nn.Sequential}
-    found: list[nn.Module] = []
-
-    def walk(part: nn.Module) -> None:
-        for child in part.children():
-            if type(child) in kinds:
-                found.append(child)
-            else:
-                walk(child)
-
-    walk(module)
-    return found
-
-
-def recompute_in_backward(block: nn.Module) -> None:
-    """Lets a block keep its inputs only and compute its forward again in the backward. No parameter is renamed."""
-    forward = block.forward
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    block.forward = recomputed  # type: ignore[method-assign]

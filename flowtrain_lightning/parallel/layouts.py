@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.allocation import Recompute
+from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
 from flowtrain_lightning.parallel.engine import HalfEngine
-from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf, recompute_in_backward, repeated_blocks
+from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
@@ -39,7 +39,7 @@ def make_engine(
         module: its half of this role is here.
         role: whose half it is.
         layout: whole copies, or FSDP2.
-        recompute: what backwards compute again: ``"none"``, or ``"full"`` for every repeated block.
+        recompute: what of every repeated block backwards compute again.
         groups: of the calling rank.
         device_type: on which it computes, for example ``"cuda"``.
         precision: of the Trainer.
@@ -47,9 +47,8 @@ def make_engine(
     """
     modules = {path: module.get_submodule(path) for path in module.halves[role]}
     if not layout.shares_weights:
-        if recompute == "full":
-            for block in _blocks(modules):
-                recompute_in_backward(block)
+        for block in (block for half in modules.values() for block in repeated_blocks(half)):
+            recompute_in_backward(block, recompute)
         # Sums of two roles on one GPU, in communicators of their own, could wait for each other.
         early = groups.role_cpu is None or not shares_ranks
         return ReplicatedHalf(half_parameters(module, role), groups.of_role(role), early=early)
@@ -57,12 +56,8 @@ def make_engine(
         modules,
         _mesh(layout, device_type),
         precision=_PRECISION.get(precision),
-        recompute=recompute == "full",
+        recompute=recompute,
     )
-
-
-def _blocks(modules: dict[str, nn.Module]) -> list[nn.Module]:
-    return [block for half in modules.values() for block in repeated_blocks(half)]
 
 
 def _mesh(layout: Layout, device_type: str) -> DeviceMesh:

@@ -131,11 +131,6 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
                 f"its half ({Layout(data=layout.ranks).describe()}), or shards of it by FSDP2 "
                 f"({Layout(data=layout.ranks, shard='fsdp').describe()})."
             )
-        if allocation.recompute.get(role) == "selective":
-            return (
-                f"recomputes some operations of the {role} ('selective'), but today a backward recomputes whole blocks "
-                "('full') or nothing ('none')."
-            )
     if allocation.placement == "mixed":
         return "is mixed, but today every rank has both roles or each has one; take a separate or a colocated plan."
     return None

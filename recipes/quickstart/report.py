@@ -23,7 +23,7 @@ from flowtrain_lightning import FlowTrainStrategy
 from flowtrain_lightning.allocator import Placement
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.callbacks import TimelineRecorder
-from flowtrain_lightning.callbacks.timeline import draw_steps, read_timelines, time_split
+from flowtrain_lightning.callbacks.timeline_recorder import draw_steps, read_timelines, time_split
 from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig
 from recipes.quickstart.check import keywords, prompts, read_records, swapped, write_records
 from recipes.quickstart.module import QuickstartVLM

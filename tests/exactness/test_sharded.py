@@ -54,6 +54,7 @@ QUICK = [
     Case("colocated 2", BOTH, clip=0.2),
     Case("colocated 2", {"backbone": FSDP}, strategy={"encoder_activations": 1}),
     Case("colocated 2", {"encoder": FSDP}),
+    Case("colocated 2", {"encoder": {"recompute": "full"}, "backbone": {"shard": "fsdp", "recompute": "selective"}}),
 ]
 LONG = [
     Case(layout, {"encoder": encoder, "backbone": backbone}, precision, {"encoder_activations": kept})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from flowtrain_lightning.parallel.fully_shard import repeated_blocks
+from flowtrain_lightning.parallel.blocks import repeated_blocks
 from tests.exactness.modules import DeepBackbone
 from tests.forks import Job, read_down, run_jobs
 from tests.parallel.sharding import Layer, Layered

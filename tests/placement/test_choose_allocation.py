@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from flowtrain_lightning.allocator import Allocation, Layout, default_allocation
 from flowtrain_lightning.allocator.plan_file import read_plan
-from flowtrain_lightning.checkpoint.index import Index
+from flowtrain_lightning.checkpoint.checkpoint_index import Index
 from flowtrain_lightning.checkpoint.index_file import write_index
 from flowtrain_lightning.placement.choose_allocation import LaunchContext, PlacementDecision, choose_allocation
 from flowtrain_lightning.placement.request import make_request

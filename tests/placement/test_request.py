@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from jsonargparse import ArgumentParser
 
@@ -87,10 +85,6 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
         ),
         (planned("separate", encoder=1, backbone=Layout(2, shard="zero2")), "the backbone the layout data 2, zero2"),
         (
-            replace(planned("separate", encoder=1, backbone=2), recompute={"backbone": "selective"}),
-            "recomputes some operations of the backbone",
-        ),
-        (
             Allocation("mixed", {"encoder": Layout(2), "backbone": Layout(1)}, {"encoder": (0, 1), "backbone": (0,)}),
             "is mixed, but today",
         ),
@@ -99,7 +93,7 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
             "the roles backbone, image, audio, .* encoder and backbone",
         ),
     ],
-    ids=["tensor ranks", "DeepSpeed", "selective recomputing", "mixed", "two encoders"],
+    ids=["tensor ranks", "DeepSpeed", "mixed", "two encoders"],
 )
 def test_a_plan_that_cannot_run_yet_is_refused(allocation, words):
     with pytest.raises(AllocationError, match=words):

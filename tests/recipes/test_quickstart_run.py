@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from PIL import Image
 
 from flowtrain_lightning import FlowModule, FlowTrainStrategy
-from flowtrain_lightning.callbacks.timeline import read_timelines
+from flowtrain_lightning.callbacks.timeline_recorder import read_timelines
 from flowtrain_lightning.data import FlowDataModule
 from recipes.quickstart import estimate
 from recipes.quickstart.module import QuickstartVLM

@@ -9,7 +9,7 @@ import lightning as L
 from PIL import Image
 
 from flowtrain_lightning.callbacks import TimelineRecorder
-from flowtrain_lightning.callbacks.timeline import draw_step, draw_steps, read_timelines
+from flowtrain_lightning.callbacks.timeline_recorder import draw_step, draw_steps, read_timelines
 from tests.tiny import TinyVLM, tiny_data, write_records
 
 

@@ -1,0 +1,73 @@
+"""The repeated blocks of a half: what they are, and how a backward computes them again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from flowtrain_lightning.allocator.allocation import Recompute
+
+_aten = torch.ops.aten
+_KEPT = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+]
+"""Products of matrices, and attention as one operation: what is dear to compute for the bytes that it takes to keep."""
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The layers that a half is made of: classes with weights that a list of modules holds several times.
+
+    The outermost ones count, in the order in which they stand.
+    """
+    kinds: set[type[nn.Module]] = set()
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList | nn.Sequential):
+            counts = Counter(type(child) for child in part if any(True for _ in child.parameters()))
+            kinds |= {kind for kind, count in counts.items() if count > 1}
+    kinds -= {nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList, nn.Sequential}
+    found: list[nn.Module] = []
+
+    def walk(part: nn.Module) -> None:
+        for child in part.children():
+            if type(child) in kinds:
+                found.append(child)
+            else:
+                walk(child)
+
+    walk(module)
+    return found
+
+
+def recompute_in_backward(block: nn.Module, recompute: Recompute) -> None:
+    """Let a block keep less and compute part of its forward again in the backward. No parameter is renamed.
+
+    Args:
+        block: whose ``forward`` is replaced.
+        recompute: ``"full"`` keeps its inputs only, ``"selective"`` also what products of matrices give, and
+            ``"none"`` leaves the block as it is.
+    """
+    if recompute == "none":
+        return
+    forward = block.forward
+    keeping: dict[str, Any] = {}
+    if recompute == "selective":
+        keeping["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **keeping, **kwargs)
+
+    block.forward = recomputed  # type: ignore[method-assign]
