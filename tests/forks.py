@@ -39,7 +39,7 @@ class Job:
     target: str
     ranks: int
     arguments: dict[str, Any] = field(default_factory=dict)
-    deadline: float = 60.0
+    deadline: float = 240.0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ assert type(trainer.strategy) is flow.FlowTrainStrategy
 
 def run(script):
     """Runs a script in a fresh process."""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -51,7 +51,7 @@ def test_a_training_process_peaks_within_a_tenth_of_the_prediction(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     assert float((use.total - use.overhead)[0]) == pytest.approx(int(done.stdout), rel=0.1)

@@ -125,7 +125,7 @@ def test_workers_of_a_trainer_end_with_its_run(file, tmp_path):
     seen = []
     quiet_trainer(tmp_path, max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(model, data)
     assert len(seen) == 2
-    assert psutil.wait_procs(seen, timeout=5)[1] == []
+    assert psutil.wait_procs(seen, timeout=30)[1] == []
 
 
 def test_a_sample_is_found_again_for_a_report(file):

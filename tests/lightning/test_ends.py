@@ -18,10 +18,10 @@ from tests.lightning.stage import Stage
 from tests.lightning.theatre import launch
 from tests.tiny import TinyVLM
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 SCRIPT = Path(__file__).with_name("long_run.py")
-SECONDS = 120
+SECONDS = 400
 """The longest wait for a start on a busy machine."""
 
 LAUNCHERS = {"lightning": (), "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")}
@@ -36,7 +36,7 @@ def test_sigterm_to_one_rank_ends_all_with_a_checkpoint_that_resumes(one_rank, d
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGTERM)
         assert process.wait(SECONDS) == 0, (folder / "log").read_text()
-    assert not psutil.wait_procs(family, timeout=5)[1]
+    assert not psutil.wait_procs(family, timeout=30)[1]
     assert "received SIGTERM; saved" in (folder / "log").read_text()
     _resume(one_rank, folder / "preempted.ckpt")
 

@@ -49,7 +49,7 @@ def run(program, *arguments, folder):
     (folder / "program.py").write_text(WITHOUT_LINUX + program)
     command = [sys.executable, str(folder / "program.py"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=environment)
 
 
 def test_auto_trains_and_flowtrain_says_that_it_needs_linux(tmp_path):

@@ -41,7 +41,7 @@ def test_plans_are_the_same_with_and_without_numba():
             [sys.executable, "-c", SCRIPT.format(without=without)],
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=600,
             check=True,
         ).stdout
         for without in (False, True)
@@ -67,7 +67,7 @@ def test_compilation_is_announced_once_and_not_where_the_cache_has_the_loops(tmp
             [sys.executable, "-c", ANNOUNCING],
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=600,
             check=True,
             env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
         ).stdout

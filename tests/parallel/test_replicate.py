@@ -35,7 +35,7 @@ def finish(parameters: Iterable[nn.Parameter], scale: float) -> None:
 
 def on_two_ranks(folder: Path) -> None:
     """What each of two ranks does; it writes down the gradients and the number of collectives."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank = dist.get_rank()
     made = parameters()
     made["both"].grad = torch.full((2, 3), 1.0 + rank)
@@ -141,7 +141,7 @@ def test_a_rank_alone_scales_its_gradients_without_any_group():
 
 def use_layers_unlike(folder: Path) -> None:
     """Each rank uses other layers in its last backward than before, and than the other rank; buckets are small."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     replicate_module._BUCKET_BYTES = 16
     rank = dist.get_rank()
     layers = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(5))

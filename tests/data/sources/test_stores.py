@@ -211,5 +211,5 @@ def test_the_package_and_json_files_need_none_of_the_libraries_of_other_stores(t
             except DataError as error:
                 print("flowtrain-lightning[data]" in str(error))
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout.split() == ["True", "True"], done.stderr
