@@ -1,0 +1,55 @@
+"""What is refused where ranks hold shards of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.trainer.refusals import refuse_frozen_backbone, refuse_optimizers, refuse_sharded_before
+from tests.tiny import TinyVLM
+
+
+@pytest.fixture
+def sharded() -> Iterator[nn.Module]:
+    """A module in shards, of which one rank holds all."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    yield module
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+def test_an_optimizer_that_needs_whole_weights_is_refused_on_shards(sharded: nn.Module, kind: Any) -> None:
+    matrices = [parameter for parameter in sharded.parameters() if parameter.ndim == 2]
+    with pytest.raises(TypeError, match=f"{kind.__name__} is not known to treat every element .* Use one of SGD, Adam"):
+        refuse_optimizers([kind(matrices, lr=0.1)])
+
+
+def test_an_optimizer_of_elements_is_taken_on_shards(sharded: nn.Module) -> None:
+    refuse_optimizers([torch.optim.AdamW(sharded.parameters(), lr=0.1)])
+
+
+def test_a_module_that_another_trainer_has_left_in_shards_is_refused(sharded: nn.Module) -> None:
+    with pytest.raises(ValueError, match="The weight 'weight' is in shards, which an earlier run of another Trainer"):
+        refuse_sharded_before(sharded)
+
+
+def test_a_frozen_and_sharded_backbone_beside_an_encoder_that_trains_is_refused() -> None:
+    module = TinyVLM()
+    module.configure_model()
+    module.backbone.requires_grad_(False)
+    layouts = {"encoder": Layout(1), "backbone": Layout(2, shard="fsdp")}
+    with pytest.raises(ValueError, match="All weights of the backbone are frozen and sharded"):
+        refuse_frozen_backbone(layouts, module)
+    refuse_frozen_backbone({**layouts, "backbone": Layout(2)}, module)
+    module.encoder.requires_grad_(False)
+    refuse_frozen_backbone(layouts, module)
