@@ -224,7 +224,7 @@ def written_together(path: Path, cross: CrossGroup) -> Iterator[None]:
     """Inside, this rank writes its part of ``path``; afterwards all ranks have written, or all raise. All enter it.
 
     Any other error, such as that of a killed data worker, which PyTorch raises wherever a process happens to be, leaves
-    it at once, as everywhere else: the other ranks are told by the watchdog.
+    it at once, as everywhere else: the other ranks are told by the health monitor.
 
     Args:
         path: the checkpoint.

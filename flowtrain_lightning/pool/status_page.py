@@ -48,7 +48,7 @@ class Status:
         phase: what it does; a phase that waits for others begins with ``"wait"``.
         step: in which step; -1 before the first.
         progress: how often it entered a phase.
-        heartbeat: how often its watchdog looked around.
+        heartbeat: how often its health monitor looked around.
         heartbeat_time: when it last did, in seconds of ``time.monotonic()``, which all processes share.
         sigterm: whether it was asked to end by SIGTERM.
         blames: the rank that it holds to blame for its own end, or None.

@@ -35,7 +35,7 @@ if __name__ == "__main__":
     trainer = L.Trainer(strategy="auto", accelerator="cpu", devices=1, max_steps=2, **quiet)
     trainer.fit(TinyVLM(), tiny_data(folder, num_workers=1))
     print("loss", float(trainer.callback_metrics["train_loss"]))
-    compatibility.platform = types.SimpleNamespace(system=lambda: "Darwin")
+    refusals.platform = types.SimpleNamespace(system=lambda: "Darwin")
     L.Trainer(strategy="flowtrain", accelerator="cpu", devices=2)
 """
 

@@ -1,4 +1,4 @@
-"""A run's ranks on two hosts: process groups, pool and watchdog reach all of them."""
+"""A run's ranks on two hosts: process groups, pool and health monitor reach all of them."""
 
 import os
 import signal

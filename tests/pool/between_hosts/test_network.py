@@ -133,7 +133,7 @@ def wait_for_features(rank, ranks, job, hang_timeout=None):
     except PeerFailed as error:
         print(time.monotonic(), error, flush=True)
         if hang_timeout is not None:
-            time.sleep(20)  # the watchdog ends this process earlier, and the one that is stopped
+            time.sleep(20)  # the health monitor ends this process earlier, and the one that is stopped
         os._exit(7)
     for peer in range(ranks):
         if peer != rank:

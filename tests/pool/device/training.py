@@ -9,7 +9,7 @@ from typing import Any
 
 from flowtrain_lightning.pool import open_device_tier
 from flowtrain_lightning.pool.device.device_entries import DeviceEntries
-from flowtrain_lightning.runtime import room_keeper
+from flowtrain_lightning.runtime import pool_capacity
 from tests.exactness.train import train
 from tests.pool.device.simulated import simulated
 
@@ -28,6 +28,6 @@ def train_over_device(folder: Path, **settings: Any) -> None:
         return open_device_tier(mesh, simulated(mesh.rank), nbytes=1 << 13, required=True)
 
     DeviceEntries.put = counted
-    room_keeper.choose_device_tier = choose
+    pool_capacity.choose_device_tier = choose
     train(folder, **settings)
     (folder / f"counts{os.environ['RANK']}.json").write_text(json.dumps(counts))
