@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -53,10 +53,9 @@ class MetricAccumulator:
         self._options: dict[str, dict[str, Any]] = {}
         self._agreed: list[str] = []
         self._pending: list[tuple[str, float | Tensor]] = []
-        self._totals: Tensor | None = (
-            None  # summed loss, target tokens, and the last number of tokens that is none, or 0
-        )
-        self._sums: dict[str, Tensor] = {}  # name -> weighted sum, weight
+        self._losses: list[Tensor] = []  # of the microbatches that are closed
+        self._tokens: list[Number] = []
+        self._values: dict[str, list[tuple[int, float | Tensor]]] = {}  # name -> microbatch and value
 
     def record(self, name: str, value: Number, options: dict[str, Any]) -> None:
         """Takes a value that was logged in the current microbatch.
@@ -77,27 +76,18 @@ class MetricAccumulator:
             )
         if name not in self._options:
             self._options[name] = {option: chosen for option, chosen in options.items() if option not in _NOT_NEEDED}
-        self._pending.append((name, value.detach().double().reshape(()) if isinstance(value, Tensor) else float(value)))
+        self._pending.append((name, value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else float(value)))
 
     def close_microbatch(self, loss: Tensor, tokens: Number) -> None:
-        """Weighs the values of the microbatch that just ended; the next ``record`` belongs to the next one."""
-        device = loss.device
-        if isinstance(tokens, Tensor):
-            weight = tokens.detach().to(device, torch.float64, non_blocking=True).reshape(())
-        else:
-            weight = torch.full((), tokens, dtype=torch.float64, device=device)
-        if self._totals is None:
-            self._totals = torch.zeros(3, dtype=torch.float64, device=device)
-        is_count = (weight >= 0) & (weight < torch.inf)
-        no_count = torch.where(is_count, self._totals[2], weight)
-        added = torch.stack([loss.detach().double().reshape(()), weight])
-        self._totals = torch.cat([self._totals[:2] + added, no_count.reshape(1)])
+        """Keeps what the microbatch that just ended gave; the next ``record`` belongs to the next one.
+
+        Nothing is computed before the step ends, and then over all microbatches at once.
+        """
         for name, value in self._pending:
-            of_device = value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            weighed = torch.where(weight > 0, weight * of_device, 0.0)  # a mean over no targets may be NaN
-            pair = torch.stack([weighed, weight])
-            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+            self._values.setdefault(name, []).append((len(self._losses), value))
         self._pending.clear()
+        self._losses.append(loss.detach())
+        self._tokens.append(tokens.detach().double() if isinstance(tokens, Tensor) else tokens)
 
     def agree(self, stop: bool, sum_over_ranks: SumOverRanks, gather_over_ranks: GatherOverRanks) -> StepReport:
         """Sums over all backbone ranks and begins the next step's metrics.
@@ -112,7 +102,7 @@ class MetricAccumulator:
         """
         vector = sum_over_ranks(self._vector(stop))
         if vector[_FIXED - 1] > 0:
-            new = [(name, self._options[name]) for name in self._sums if name not in self._agreed]
+            new = [(name, self._options[name]) for name in self._values if name not in self._agreed]
             self._agree_on_names(gather_over_ranks(new))
             vector = sum_over_ranks(self._vector(stop))
         loss, tokens, stopping, _, *sums = vector.tolist()
@@ -129,21 +119,32 @@ class MetricAccumulator:
 
     def clear(self) -> None:
         """Forgets what was collected, as of a step that has failed; the names that are agreed stay so."""
-        self._totals, self._sums = None, {}
-        self._pending.clear()
+        for collected in (self._losses, self._tokens, self._values, self._pending):
+            collected.clear()
 
     def _vector(self, stop: bool) -> Tensor:
-        totals = torch.zeros(3, dtype=torch.float64) if self._totals is None else self._totals
-        nothing = totals.new_zeros(2)
+        device = self._losses[0].device if self._losses else torch.device("cpu")
+        losses, tokens = _on_device(self._losses, device), _on_device(self._tokens, device)
+        sums = [self._weighed(name, tokens) for name in self._agreed]
         # All that was collected comes from the device at once.
-        numbers = torch.cat([totals, *(self._sums.get(name, nothing) for name in self._agreed)]).tolist()
-        if (no_count := numbers[2]) != 0:
-            raise ValueError(
-                f"`loss` (or `backbone_step`) returned {no_count:g} as its number of target tokens, by which the "
-                "step's summed loss is divided. Return how many labels count in the microbatch: 0 or more."
-            )
-        new = len(self._sums.keys() - set(self._agreed))
-        return torch.tensor([*numbers[:2], float(stop), float(new), *numbers[3:]], dtype=torch.float64)
+        loss, *numbers = torch.cat([losses.sum().reshape(1), tokens, *sums]).tolist()
+        counts, sums_of_names = numbers[: len(tokens)], numbers[len(tokens) :]
+        for count in counts:
+            if not 0 <= count < torch.inf:
+                raise ValueError(
+                    f"`loss` (or `backbone_step`) returned {count:g} as its number of target tokens, by which the "
+                    "step's summed loss is divided. Return how many labels count in the microbatch: 0 or more."
+                )
+        new = len(self._values.keys() - set(self._agreed))
+        return torch.tensor([loss, sum(counts), float(stop), float(new), *sums_of_names], dtype=torch.float64)
+
+    def _weighed(self, name: str, tokens: Tensor) -> Tensor:
+        """A name's values times target tokens, and these tokens, summed over the microbatches that had the name."""
+        microbatches = [microbatch for microbatch, _ in self._values.get(name, ())]
+        values = [value for _, value in self._values.get(name, ())]
+        weights = tokens[microbatches]
+        weighed = torch.where(weights > 0, weights * _on_device(values, tokens.device), 0.0)  # a mean over none is NaN
+        return torch.stack([weighed.sum(), weights.sum()])
 
     def _agree_on_names(self, found: Iterable[Iterable[tuple[str, dict[str, Any]]]]) -> None:
         options_of: dict[str, dict[str, Any]] = {}
@@ -152,3 +153,10 @@ class MetricAccumulator:
         for name in sorted(options_of):
             self._agreed.append(name)
             self._options[name] = options_of[name]
+
+
+def _on_device(numbers: Sequence[Number], device: torch.device) -> Tensor:
+    """``[numbers]`` float64; in one piece where they are plain numbers."""
+    if any(isinstance(number, Tensor) for number in numbers):
+        return torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device).reshape(()) for n in numbers])
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
