@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -47,6 +48,19 @@ class StepRunner(Protocol):
         """What ``log`` records outside of microbatches; raises where ranks log different names."""
 
 
+@dataclass
+class _LoggingPlace:
+    """Where ``log`` is called from now; apart from the module, whose own attributes are slow to set.
+
+    Attributes:
+        metrics: of the microbatch that runs; None outside of microbatches.
+        refused_in: what runs instead, in which nothing can be logged.
+    """
+
+    metrics: MetricAccumulator | None = None
+    refused_in: str | None = None
+
+
 class FlowModule(L.LightningModule):
     """A vision-language model in two halves: an encoder of media and a backbone of tokens.
 
@@ -68,8 +82,7 @@ class FlowModule(L.LightningModule):
         self._resident: tuple[str, ...] = ROLES
         self._built: tuple[str, ...] | None = None
         self._runner: StepRunner | None = None
-        self._metrics: MetricAccumulator | None = None
-        self._no_logging_in: str | None = None
+        self._logging = _LoggingPlace()
 
     # ---- what a user writes -------------------------------------------------------------------------------------
 
@@ -212,14 +225,14 @@ class FlowModule(L.LightningModule):
         order, and the values of backbone ranks count: with ``sync_dist=True`` their mean (or sum, minimum, maximum, by
         ``reduce_fx``), otherwise rank 0's. Over an epoch, each such call weighs alike unless ``batch_size`` is given.
         """
-        if self._no_logging_in is not None:
+        if self._logging.refused_in is not None:
             raise RuntimeError(
-                f"log({name!r}) was called in {self._no_logging_in}, where other ranks cannot hear it in time. Log in "
-                "`merge`, `loss` or `backbone_step` instead."
+                f"log({name!r}) was called in {self._logging.refused_in}, where other ranks cannot hear it in time. "
+                "Log in `merge`, `loss` or `backbone_step` instead."
             )
-        if self._metrics is not None:
+        if self._logging.metrics is not None:
             names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-            self._metrics.record(name, value, dict(zip(names, args, strict=False)) | kwargs)
+            self._logging.metrics.record(name, value, dict(zip(names, args, strict=False)) | kwargs)
         else:
             if self._runner is not None and not kwargs.get("rank_zero_only"):
                 agreed = self._runner.agree_on_logged(name, value)
@@ -229,20 +242,20 @@ class FlowModule(L.LightningModule):
     @contextmanager
     def logging_into(self, metrics: MetricAccumulator) -> Iterator[None]:
         """Inside, ``log`` collects into ``metrics``."""
-        self._metrics = metrics
+        self._logging.metrics = metrics
         try:
             yield
         finally:
-            self._metrics = None
+            self._logging.metrics = None
 
     @contextmanager
     def logging_refused(self, where: str) -> Iterator[None]:
         """Inside, ``log`` raises."""
-        self._no_logging_in = where
+        self._logging.refused_in = where
         try:
             yield
         finally:
-            self._no_logging_in = None
+            self._logging.refused_in = None
 
     def log_report(self, stage: str, report: StepReport) -> Tensor:
         """Logs what all ranks agreed on, alike on every rank, and returns the mean loss."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ports import free_port
+from tests.warm import warm_up
 
 ROOT = Path(__file__).parents[1]
 
@@ -88,7 +89,7 @@ def read_down(folder: Path) -> list[Any]:
 
 
 class _Server:
-    """The process that has imported everything. It ends when this process does."""
+    """The process that has imported everything and computed once. It ends when this process does."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -122,6 +123,7 @@ def _server() -> _Server:
 
 
 def _serve() -> None:
+    warm_up()
     # Ranks that still run when the tests have ended abruptly must not outlive them.
     parent = os.getppid()
     for line in sys.stdin:

@@ -76,7 +76,9 @@ class MetricAccumulator:
             )
         if name not in self._options:
             self._options[name] = {option: chosen for option, chosen in options.items() if option not in _NOT_NEEDED}
-        self._pending.append((name, value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else float(value)))
+        self._pending.append(
+            (name, value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else float(value))
+        )
 
     def close_microbatch(self, loss: Tensor, tokens: Number) -> None:
         """Keeps what the microbatch that just ended gave; the next ``record`` belongs to the next one.

@@ -172,15 +172,17 @@ class AwaitingBackward:
         outputs: its features with their graph, or None where the forward will be computed again.
         gradients: what has arrived so far, shaped as the features; None for a tensor of them that took no part in the
             loss.
-        missing: key of gradients that are not here yet -> the first of their rows.
+        missing: key of gradients that are not here yet -> their rows.
     """
 
     def __init__(self, step: Step, batch: EncoderBatchWork, features: tuple[Tensor, ...]) -> None:
         self.batch = batch
         self.outputs = None if batch.recomputes else features
         self.gradients: list[Tensor | None] = [None] * len(features)
-        starts = accumulate(batch.rows, initial=0)
-        self.missing = {Key(step.gradients, step.index, entry): next(starts) for entry in batch.entries}
+        self._absent: set[int] = set()  # which tensors some entry had no gradient for, before any had one
+        rows = [slice(end - count, end) for count, end in zip(batch.rows, accumulate(batch.rows), strict=True)]
+        keys = [Key(step.gradients, step.index, entry) for entry in batch.entries]
+        self.missing = dict(zip(keys, rows, strict=True))
 
     def is_complete(self) -> bool:
         """All gradients are here."""
@@ -191,14 +193,21 @@ class AwaitingBackward:
         for key in arrived:
             lease = context.pool.get(key)
             assert lease is not None, "it has arrived"
-            start = self.missing.pop(key)
+            rows = self.missing.pop(key)
             for level, part in enumerate(lease.tensors):
-                if not part.shape[0]:
-                    continue  # no rows stand for no gradient
-                whole = self.gradients[level]
-                if whole is None:
-                    shape = (sum(self.batch.rows), *part.shape[1:])
-                    whole = torch.zeros(shape, dtype=part.dtype, device=context.compute.device)
-                    self.gradients[level] = whole
-                whole[start : start + part.shape[0]].copy_(part)
+                self._take(level, rows, part, context.compute.device)
             lease.release()
+
+    def _take(self, level: int, rows: slice, part: Tensor, device: torch.device) -> None:
+        whole = self.gradients[level]
+        if not part.shape[0]:  # no rows stand for no gradient
+            if whole is None:
+                self._absent.add(level)
+            else:
+                whole[rows].zero_()
+            return
+        if whole is None:
+            allocate = torch.zeros if level in self._absent else torch.empty  # each row is written once
+            whole = allocate((sum(self.batch.rows), *part.shape[1:]), dtype=part.dtype, device=device)
+            self.gradients[level] = whole
+        whole[rows].copy_(part)

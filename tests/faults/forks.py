@@ -1,4 +1,4 @@
-"""Runs jobs whose processes are forked from one that has everything imported: a start takes no time.
+"""Runs jobs whose processes are forked from one that has computed once: a start takes no time.
 
 A job's first process is forked here, and where Lightning's launcher would start the script anew for every other rank
 the first process forks itself: so each is whose child it would be, and only the imports are saved.
@@ -21,6 +21,7 @@ from lightning.pytorch.strategies.launchers import subprocess_script
 from tests.faults import train
 from tests.faults.job import ROOT, Ended, Job
 from tests.faults.observing import observe
+from tests.warm import warm_up
 
 
 class Forks:
@@ -92,6 +93,7 @@ class ForkedRank:
 
 def main() -> None:
     """Run the jobs that come through stdin. In a forked process: be the first one of a job."""
+    warm_up()
     while True:
         try:
             job: Job = pickle.load(sys.stdin.buffer)
