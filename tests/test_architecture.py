@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "flowtrain_lightning"
 NAME = PACKAGE.name
 
 PLANNING = {"packing", "allocator"}
-RANKS = {*PLANNING, "pool", "data", "parallel", "compute"}
+RANKS = {*PLANNING, "attention", "pool", "data", "parallel", "compute"}
 RUNS = {*RANKS, "checkpoint", "module", "runtime"}
 STARTS = {*RUNS, "placement", "trainer", "strategy"}
 
@@ -27,7 +27,7 @@ ROOMS = {
     "allocator": {"packing"},
     "pool": set(),
     "data": {"packing"},
-    "parallel": {"allocator"},
+    "parallel": {"allocator", "attention"},
     "compute": RANKS,
     "checkpoint": RANKS - {"pool", "compute"},
     "module": RUNS - {"packing", "pool", "runtime"},
@@ -38,7 +38,7 @@ ROOMS = {
     "registration": {"strategy"},
     "metrics": STARTS,
     "callbacks": STARTS,
-    "models": {"attention", "data", "compute", "module"},
+    "models": {"allocator", "attention", "data", "parallel", "compute", "module"},
     "cli": {*STARTS, "callbacks"},
 }
 """Each room, or module beside the rooms, and the rooms that it may import; from below."""

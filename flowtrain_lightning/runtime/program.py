@@ -134,7 +134,7 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     batches: dict[int, EncoderBatchWork] = {}
     order: tuple[Work, ...] = ()
     has_both = shard.encoder_rank is not None and shard.backbone_rank is not None
-    in_turns = has_both and (shard.pads_microbatches or shard.pads_encoder_batches)
+    in_turns = has_both and shard.in_lockstep
     if shard.encoder_rank is not None:
         own = of_batch[shard.encoder_rank]
         if shard.pads_encoder_batches or in_turns:

@@ -10,7 +10,7 @@ import torch
 
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
-from tests.lightning.sharded import SHARDED
+from tests.lightning.sharded import SHARDED, TENSOR
 from tests.tiny import write_records
 
 LAYOUTS = ["2+2", "colocated 2"]
@@ -59,7 +59,13 @@ def test_a_run_goes_on_from_its_checkpoint_on_the_same_shards_bit_for_bit(tmp_pa
 
 @pytest.mark.parametrize(
     ("saved_on", "goes_on"),
-    [(("2+2", SHARDED), ("1+1", {})), (("1+2", {}), ("2+2", SHARDED)), (("colocated 2", SHARDED), ("1+4", SHARDED))],
+    [
+        (("2+2", SHARDED), ("1+1", {})),
+        (("1+2", {}), ("2+2", SHARDED)),
+        (("colocated 2", SHARDED), ("1+4", SHARDED)),
+        (("1+2", TENSOR), ("1+1", {})),
+        (("1+1", {}), ("1+2", TENSOR)),
+    ],
 )
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path, data, saved_on, goes_on):
     (layout, roles), (other, other_roles) = saved_on, goes_on
