@@ -37,6 +37,7 @@ class RankShard:
         pads_encoder_batches: encoder ranks gather weights together, so each runs an encoder batch where any has one.
         in_lockstep: ranks need each other to compute a layer of some role, so that two lanes of one rank take turns in
             a fixed order.
+        shares_encoder_batches: several ranks compute each encoder batch together.
     """
 
     backbone_rank: int | None
@@ -48,6 +49,7 @@ class RankShard:
     pads_microbatches: bool = False
     pads_encoder_batches: bool = False
     in_lockstep: bool = False
+    shares_encoder_batches: bool = False
 
     @classmethod
     def plain(cls, rank: int, ranks: int) -> RankShard:

@@ -28,6 +28,7 @@ def rank_shard(allocation: Allocation, rank: int) -> RankShard:
         pads_microbatches=layouts[BACKBONE].gathers_weights,
         pads_encoder_batches=layouts[ENCODER].gathers_weights,
         in_lockstep=any(layout.shares_weights for layout in layouts.values()),
+        shares_encoder_batches=layouts[ENCODER].ranks_of_member > 1,
     )
 
 

@@ -42,6 +42,7 @@ encoders:
 backbone: {layers: 16, hidden: 1024, feed_forward: 4096, heads: 16, vocabulary: 32000}
 """
 
+
 @pytest.fixture
 def plan(monkeypatch, tmp_path, capsys):
     """Plans in this process, in a folder of its own; answers with what was printed."""
