@@ -35,9 +35,17 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: weight for rank in ranks for name, weight in rank.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_stages_give_what_they_give_on_whole_copies(tmp_path, data, layout):
-    found = read_down(run(tmp_path, "all_stages", "sharded", layout, data=data, roles=SHARDED))
+@pytest.mark.parametrize(
+    ("layout", "roles"),
+    [
+        ("2+2", SHARDED),
+        ("colocated 2", SHARDED),
+        ("1+2", TENSOR),
+        pytest.param("1+2", {"backbone": {"context": 2}}, marks=pytest.mark.full),
+    ],
+)
+def test_stages_give_what_they_give_on_whole_copies(tmp_path, data, layout, roles):
+    found = read_down(run(tmp_path, "all_stages", "sharded", layout, data=data, roles=roles))
     expected = read_down(run(tmp_path, "all_stages", "whole", layout, data=data, roles={}))
     for one, other in zip(found, expected, strict=True):
         assert one["predicted"] == other["predicted"]
