@@ -56,7 +56,7 @@ def make_engine(
         ValueError: the module does not say how the half is divided among tensor ranks, or says what cannot be.
     """
     modules = {path: module.get_submodule(path) for path in module.halves[role]}
-    mesh = _mesh(layout, device_type) if layout.shares_weights else None
+    mesh = _mesh(layout, device_type) if layout.shard == "fsdp" or layout.tensor > 1 else None
     summed = []
     if layout.tensor > 1:
         assert mesh is not None
@@ -67,6 +67,7 @@ def make_engine(
             recompute_in_backward(block, recompute)
         # Sums of two roles on one GPU, in communicators of their own, could wait for each other.
         early = groups.role_cpu is None or not shares_ranks
+        # No mesh of one dimension: it would be the default group, in which early sums could meet other collectives.
         group = groups.of_role(role) if mesh is None else mesh.get_group("data")
         engine = ReplicatedHalf(half_parameters(module, role), group, early=early)
     else:

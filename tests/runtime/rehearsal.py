@@ -201,7 +201,9 @@ class NumbersCompute:
             self.most_kept = max(self.most_kept, self.kept)
         return (features.repeat_interleave(torch.tensor(media.rows), dim=0),)
 
-    def microbatch(self, batch: Any, features: dict[str, Any], *, stage: str, step: Any, number: int) -> Tensor:
+    def microbatch(
+        self, batch: Any, features: dict[str, Any], *, stage: str, step: Any, number: int, counts: bool = True
+    ) -> Tensor:
         self.gather("backbone", "microbatch")
         loss = self.backbone.weight.sum() * len(batch.samples)
         if "image" in features:
