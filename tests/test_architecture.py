@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "flowtrain_lightning"
 NAME = PACKAGE.name
 
 PLANNING = {"packing", "allocator"}
-RANKS = {*PLANNING, "attention", "pool", "data", "parallel", "compute"}
+RANKS = {*PLANNING, "pool", "data", "parallel", "compute"}
 RUNS = {*RANKS, "checkpoint", "module", "runtime"}
 STARTS = {*RUNS, "placement", "trainer", "strategy"}
 
