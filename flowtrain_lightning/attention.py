@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of whole sequences: queries, keys and values -> what is attended to."""
+
+_around: Callable[[Kernel, Tensor, Tensor, Tensor], Tensor] | None = None
+# Of the process and not of a thread: autograd computes forwards again in threads of its own.
+
+
+@contextmanager
+def attending_by(around: Callable[[Kernel, Tensor, Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Inside, `varlen_attention` leaves it to ``around`` what its kernel gets: for ranks that share sequences."""
+    global _around
+    former, _around = _around, around
+    try:
+        yield
+    finally:
+        _around = former
 
 
 def varlen_attention(
@@ -41,6 +59,15 @@ def varlen_attention(
             f"varlen_attention got {heads} query heads for {key_heads} key heads, "
             "but needs a whole number of query heads per key head; change one of the two."
         )
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _attend(query, key, value, cu_seqlens, max_seqlen, causal)
+
+    return kernel(query, key, value) if _around is None else _around(kernel, query, key, value)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool) -> Tensor:
+    """By the fastest kernel that is there."""
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         flash_attention = _flash_attention()
         if flash_attention is not None:

@@ -20,7 +20,8 @@ from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, StepBatch
-from flowtrain_lightning.parallel import clip_to_norm, clip_to_value
+from flowtrain_lightning.parallel import TensorPlan, clip_to_norm, clip_to_value
+from flowtrain_lightning.parallel.context_parallel import shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
 
 # What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.
@@ -138,7 +139,12 @@ class FlowModule(L.LightningModule):
         """
         if stage == "predict":
             return self.generate(batch, features)
-        return self.loss(self.get_submodule(self.halves["backbone"][0])(**self.merge(batch, features)), batch)
+        backbone = self.get_submodule(self.halves["backbone"][0])
+        with shared_tokens(len(batch.tokens)) as own:  # None but where context ranks share sequences
+            if own is None:
+                return self.loss(backbone(**self.merge(batch, features)), batch)
+            arguments = self.slice_tokens(self.merge(batch, with_summed_gradients(features)), own)
+            return self.loss(backbone(**arguments), batch.slice_tokens(own))
 
     def generate(self, batch: PackedBatch, features: Features) -> list[tuple[int, list[int]]]:
         """Greedy continuation of every sequence, at most ``max_new_tokens`` up to ``end_token``.
@@ -147,6 +153,36 @@ class FlowModule(L.LightningModule):
             data set index and new token ids of every sequence.
         """
         return generate_greedily(self, batch, features)
+
+    def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
+        """How the layers of a half are divided among tensor-parallel ranks; only ``tensor`` of a layout asks for it.
+
+        Args:
+            role: whose half it is.
+            ranks: how many there are; heads and widths must be multiples of it.
+
+        Returns:
+            path of a module (``*`` stands for one part of a path) -> its style, see
+            `flowtrain_lightning.parallel.TensorStyle`. What is not named is whole on every rank. In the forward, a
+            layer between ``"colwise"`` and ``"rowwise"`` ones sees only this rank's share of heads or of the width.
+        """
+        raise NotImplementedError(
+            f"The {role} is to be divided among {ranks} tensor ranks, but {type(self).__name__} does not say how. "
+            "Define tensor_plan, or give the role a layout without a tensor degree, such as shard 'fsdp'."
+        )
+
+    def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
+        """This rank's tokens of what ``merge`` returned; only ``context`` of a layout asks for it.
+
+        Args:
+            arguments: what ``merge`` returned for the whole microbatch.
+            own: the tokens on which this rank computes.
+
+        Returns:
+            the same arguments with whatever there is of each token cut to ``own``. Bounds of sequences stay those of
+            the whole microbatch: attention, which must be `flowtrain_lightning.varlen_attention`, sees all tokens.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define slice_tokens for context ranks.")
 
     def logits(self, outputs: Any) -> Tensor:
         """The backbone's outputs -> ``[tokens, vocabulary]``, for ``generate``.

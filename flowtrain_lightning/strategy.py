@@ -59,6 +59,7 @@ from flowtrain_lightning.trainer.refusals import (
     refuse_storage_options,
     refuse_unlike_nodes,
     refuse_unmet_nodes,
+    refuse_unshared_sequences,
     refuse_unsupported,
 )
 
@@ -79,8 +80,8 @@ class FlowTrainStrategy(ParallelStrategy):
             file that `flowtrain profile` wrote takes the place of measuring. A run that goes on from a checkpoint keeps
             the allocation on which it was saved, unless a file is given here.
         roles: role -> its layout, where ``encoder_ranks`` or ``placement`` says who does what:
-            ``{"backbone": RoleLayout(shard="fsdp")}`` shards the backbone's weights over its ranks. Others hold whole
-            copies.
+            ``{"backbone": RoleLayout(shard="fsdp")}`` shards the backbone's weights over its ranks, and
+            ``RoleLayout(tensor=2)`` lets pairs of them share every layer. Others hold whole copies.
         ranks_per_device: processes that share one device.
         encoder_activations: encoder batches per rank whose activations a trainable encoder keeps for its backward.
             Beyond that it waits, or where waiting would block computes a forward again; with 0, each runs twice. More
@@ -174,10 +175,9 @@ class FlowTrainStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For loaders that Lightning shards itself: by backbone rank; an encoder rank repeats the first part."""
-        backbones = self.allocation.ranks[BACKBONE]
-        rank = self.global_rank
-        return {"num_replicas": len(backbones), "rank": backbones.index(rank) if rank in backbones else 0}
+        """For loaders that Lightning shards itself: by backbone data-parallel rank; encoder ranks repeat the first."""
+        member = self.allocation.member_of(BACKBONE, self.global_rank)
+        return {"num_replicas": self.allocation.layouts[BACKBONE].data, "rank": member or 0}
 
     # ---- processes, devices and nodes ---------------------------------------------------------------------------
 
@@ -323,6 +323,7 @@ class FlowTrainStrategy(ParallelStrategy):
         if self._sharded is None or self._sharded[0] is not module:
             refuse_sharded_before(module)
             refuse_frozen_backbone(allocation.layouts, module)
+            refuse_unshared_sequences(allocation.layouts, module)
             for role in self.job.roles:
                 broadcast_half(half_tensors(module, role))
             engines = {
@@ -401,11 +402,11 @@ class FlowTrainStrategy(ParallelStrategy):
         return obj if self._job is None else self._job.groups.cross.broadcast_message(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The sum, mean, minimum or maximum over the backbone ranks, whose results count; every rank gets it."""
+        """The sum, mean, minimum or maximum over data-parallel ranks of the backbone, on every rank."""
         if not isinstance(tensor, Tensor) or self._job is None:
             return tensor
         operation = str(reduce_op).lower().rpartition(".")[2].replace("avg", "mean")
-        backbones = self.allocation.ranks[BACKBONE]
+        backbones = [ranks[0] for ranks in self.allocation.members(BACKBONE)]
         return self._job.groups.cross.reduce_over(backbones, tensor.detach().cpu(), operation).to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -27,7 +27,7 @@ ROOMS = {
     "allocator": {"packing"},
     "pool": set(),
     "data": {"packing"},
-    "parallel": {"allocator"},
+    "parallel": {"allocator", "attention"},
     "compute": RANKS,
     "checkpoint": RANKS - {"pool", "compute"},
     "module": RUNS - {"packing", "pool", "runtime"},
@@ -38,7 +38,7 @@ ROOMS = {
     "registration": {"strategy"},
     "metrics": STARTS,
     "callbacks": STARTS,
-    "models": {"attention", "data", "compute", "module"},
+    "models": {"allocator", "attention", "data", "parallel", "compute", "module"},
     "cli": {*STARTS, "callbacks"},
 }
 """Each room, or module beside the rooms, and the rooms that it may import; from below."""

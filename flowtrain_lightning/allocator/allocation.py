@@ -92,9 +92,19 @@ class Layout:
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
+    def ranks_of_member(self) -> int:
+        """Ranks of one data-parallel member: those that work on the same samples."""
+        return self.ranks // self.data
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Data-parallel members need each other to compute a layer, so that all must work in one order."""
+        return self.shard in ("fsdp", "zero3")
+
+    @property
     def shares_weights(self) -> bool:
         """A rank needs others to compute a layer, so that they must work in one order."""
-        return self.shard in ("fsdp", "zero3") or max(self.tensor, self.pipeline, self.context) > 1
+        return self.gathers_weights or self.ranks_of_member > 1
 
     @property
     def is_whole_copies(self) -> bool:
@@ -116,11 +126,29 @@ class RoleLayout:
         shard: how the ranks hold the weights, see `Layout`.
         replicas: groups of ranks that each hold all weights, see `Layout`.
         recompute: what a backward computes again.
+        tensor: ranks that share every layer, see `Layout`.
+        context: ranks that share every sequence, see `Layout`.
     """
 
     shard: Sharding = "replicate"
     replicas: int = 1
     recompute: Recompute = "none"
+    tensor: int = 1
+    context: int = 1
+
+    def over(self, ranks: int) -> Layout:
+        """The layout of so many ranks.
+
+        Raises:
+            AllocationError: they cannot be divided so.
+        """
+        together = self.tensor * self.context
+        if together < 1 or ranks % together:
+            raise AllocationError(
+                f"{count_ranks(ranks)} cannot be divided into groups of tensor {self.tensor} x context {self.context}; "
+                "the product must divide the number of ranks."
+            )
+        return Layout(ranks // together, self.tensor, context=self.context, shard=self.shard, replicas=self.replicas)
 
 
 @dataclass(frozen=True)
@@ -163,9 +191,9 @@ class Allocation:
 
     @property
     def colocated_encoder_ranks(self) -> tuple[int, ...] | None:
-        """For each backbone rank the encoder rank on the same rank, or -1; None where no rank plays both roles."""
-        encoders = self.ranks[ENCODER]
-        found = tuple(encoders.index(rank) if rank in encoders else -1 for rank in self.ranks[BACKBONE])
+        """For each member of the backbone the encoder's on its first rank, or -1; None where no rank has both roles."""
+        at_first = (self.member_of(ENCODER, ranks[0]) for ranks in self.members(BACKBONE))
+        found = tuple(-1 if member is None else member for member in at_first)
         return found if max(found) >= 0 else None
 
     def with_roles(self, roles: Mapping[str, RoleLayout]) -> Allocation:
@@ -176,12 +204,22 @@ class Allocation:
         """
         if unknown := sorted(set(roles) - set(self.layouts)):
             raise AllocationError(f"There is no role {unknown[0]!r}; the roles are {_names(self.layouts)}.")
-        layouts = {
-            role: replace(self.layouts[role], shard=wanted.shard, replicas=wanted.replicas)
-            for role, wanted in roles.items()
-        }
+        layouts = {role: wanted.over(len(self.ranks[role])) for role, wanted in roles.items()}
         recompute = {role: wanted.recompute for role, wanted in roles.items() if wanted.recompute != "none"}
         return replace(self, layouts={**self.layouts, **layouts}, recompute={**self.recompute, **recompute})
+
+    def members(self, role: str) -> tuple[tuple[int, ...], ...]:
+        """The global ranks of each data-parallel member of a role, which work on the same samples.
+
+        Neighbours are together: of tensor ranks first, then of context ranks.
+        """
+        ranks, size = self.ranks[role], self.layouts[role].ranks_of_member
+        return tuple(ranks[first : first + size] for first in range(0, len(ranks), size))
+
+    def member_of(self, role: str, rank: int) -> int | None:
+        """The data-parallel member of ``role`` that global ``rank`` belongs to, or None where it has no lane for it."""
+        within = self.rank_within(role, rank)
+        return None if within is None else within // self.layouts[role].ranks_of_member
 
     def rank_within(self, role: str, rank: int) -> int | None:
         """The index of global ``rank`` among the ranks of ``role``, or None where it has no lane for that role."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flowtrain_lightning.allocator import (
+    BACKBONE,
+    ENCODER,
     ROLES,
     Allocation,
     AllocationError,
@@ -71,8 +73,9 @@ def why_plan_cannot_run(plan: ModelledPlan, per_node: int) -> str | None:
 
 
 def _runs(layout: Layout) -> bool:
-    """Whether training runs a layout at all: both roles in it, at the smallest size of its kind."""
+    """Whether training runs a layout at all: the backbone in it, at the smallest size of its kind."""
     replicas = min(2, layout.replicas)
     small = replace(layout, data=replicas * min(2, layout.data // layout.replicas), replicas=replicas)
     ranks = tuple(range(small.ranks))
-    return why_it_cannot_run(Allocation("colocated", dict.fromkeys(ROLES, small), dict.fromkeys(ROLES, ranks))) is None
+    layouts = {ENCODER: Layout(small.ranks), BACKBONE: small}
+    return why_it_cannot_run(Allocation("colocated", layouts, dict.fromkeys(ROLES, ranks))) is None

@@ -65,10 +65,6 @@ class Compute:
         self._name = type(module).__name__
         self._convert_input = trainer.precision_plugin.convert_input
 
-    def in_lockstep(self, role: str) -> bool:
-        """Whether the ranks of a role that this one has must run its forwards together."""
-        return self._engines[role].in_lockstep
-
     def encode(self, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
         """Features of one encoder batch, always as a tuple: ``[sum(media.rows), ...]`` each.
 
@@ -106,7 +102,14 @@ class Compute:
         return features
 
     def microbatch(
-        self, batch: PackedBatch, features: Features, *, stage: str, step: tuple[int, int], number: int
+        self,
+        batch: PackedBatch,
+        features: Features,
+        *,
+        stage: str,
+        step: tuple[int, int],
+        number: int,
+        counts: bool = True,
     ) -> Any:
         """The user's ``backbone_step``: the summed loss, or what it returns for predictions.
 
@@ -121,7 +124,8 @@ class Compute:
         if stage == "predict":
             with self._module.logging_refused("predictions"), self._explains_absent_weights(BACKBONE):
                 return self._engines[BACKBONE].call(self._module.backbone_step, batch, features, stage)
-        metrics = self.metrics[stage] if batch.samples else MetricAccumulator()  # padding counts for nothing
+        # Padding counts for nothing, and a microbatch that tensor ranks share counts once.
+        metrics = self.metrics[stage] if batch.samples and counts else MetricAccumulator()
         with self._module.logging_into(metrics), self._explains_absent_weights(BACKBONE):
             output = self._engines[BACKBONE].call(self._module.backbone_step, batch, features, stage)
             match output:

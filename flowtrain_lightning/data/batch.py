@@ -24,16 +24,20 @@ class RankShard:
     """What one rank loads of every step.
 
     Attributes:
-        backbone_rank: the rank within the backbone role, or None where the rank has no backbone lane.
-        backbone_ranks: ranks of the backbone role.
-        encoder_rank: the rank within the encoder role, or None where the rank has no encoder lane.
-        encoder_ranks: ranks of the encoder role.
+        backbone_rank: the data-parallel rank within the backbone role, which tensor ranks have in common; None where
+            the rank has no backbone lane.
+        backbone_ranks: data-parallel ranks of the backbone role.
+        encoder_rank: the data-parallel rank within the encoder role, or None where the rank has no encoder lane.
+        encoder_ranks: data-parallel ranks of the encoder role.
         colocated_encoder_ranks: for each backbone rank the encoder rank on the same rank, or -1; None where no rank
             plays both roles.
         local: every rank encodes just the media that it reads, one encoder batch per microbatch (plain Lightning).
-        pads_microbatches: backbone ranks share weights, so each runs a microbatch at every position: where it has none,
-            one that counts for nothing.
-        pads_encoder_batches: encoder ranks share weights, so each runs an encoder batch where any of them has one.
+        pads_microbatches: backbone ranks gather weights together, so each runs a microbatch at every position: where it
+            has none, one that counts for nothing.
+        pads_encoder_batches: encoder ranks gather weights together, so each runs an encoder batch where any has one.
+        in_lockstep: ranks need each other to compute a layer of some role, so that two lanes of one rank take turns in
+            a fixed order.
+        shares_encoder_batches: several ranks compute each encoder batch together.
     """
 
     backbone_rank: int | None
@@ -44,6 +48,8 @@ class RankShard:
     local: bool = False
     pads_microbatches: bool = False
     pads_encoder_batches: bool = False
+    in_lockstep: bool = False
+    shares_encoder_batches: bool = False
 
     @classmethod
     def plain(cls, rank: int, ranks: int) -> RankShard:
@@ -134,6 +140,10 @@ class PackedBatch:
     max_seqlen: int
     media_positions: dict[str, Tensor]
     samples: tuple[int, ...]
+
+    def slice_tokens(self, own: slice) -> PackedBatch:
+        """Some of the tokens, with their labels and positions; bounds and media positions stay those of all."""
+        return replace(self, tokens=self.tokens[own], labels=self.labels[own], position_ids=self.position_ids[own])
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedBatch:
         """The same microbatch on ``device``."""

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.data import IGNORED_LABEL, Features, FlowDataModule, PackedBatch
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.processor import Processor, processor_of
+from flowtrain_lightning.models.tensor_plans import decoder_plan, perceptron_plan
 from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.parallel import TensorPlan
 
 
 class HuggingFaceVLM(FlowModule):
@@ -232,6 +235,18 @@ class HuggingFaceVLM(FlowModule):
     def _head(self, hidden: Tensor) -> Tensor:
         scores: Tensor = self.model.get_output_embeddings()(hidden)
         return scores
+
+    def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
+        """Layers, embedding and head of the decoder; perceptrons of the tower."""
+        if role == BACKBONE:
+            names = {module: name for name, module in self.named_modules()}
+            return decoder_plan(self._text, self.model.get_output_embeddings(), names, ranks)
+        return perceptron_plan({path: self.get_submodule(path) for path in self.halves[role]}, ranks)
+
+    def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
+        """Embeddings and positions of some tokens."""
+        embeddings, positions = arguments["inputs_embeds"], arguments["position_ids"]
+        return {**arguments, "inputs_embeds": embeddings[:, own], "position_ids": positions[..., own]}
 
     def configure_optimizers(self) -> Any:
         """AdamW on what trains; matrices decay, vectors do not."""

@@ -57,6 +57,17 @@ class QwenVLM(HuggingFaceVLM):
             arguments |= {"visual_pos_masks": mask[None], "deepstack_visual_embeds": deepstack}
         return arguments
 
+    def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
+        """Embeddings and positions of some tokens, and the deepstack features that stand for them."""
+        cut = super().slice_tokens(arguments, own)
+        if "visual_pos_masks" in arguments:
+            mask = arguments["visual_pos_masks"]
+            before, within = int(mask[:, : own.start].sum()), int(mask[:, own].sum())
+            rows = slice(before, before + within)
+            cut["visual_pos_masks"] = mask[:, own]
+            cut["deepstack_visual_embeds"] = [level[rows] for level in arguments["deepstack_visual_embeds"]]
+        return cut
+
     def _check_patches(self, media: PackedMedia, tower: Any) -> None:
         wanted, given = tower.in_channels * tower.patch_size**2, media.patches.shape[1]
         if given != wanted:

@@ -33,8 +33,9 @@ def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     for gradient in gradients:
         groups: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            groups = tuple(mesh.get_group(n) for n, placed in enumerate(gradient.placements) if placed.is_shard())
+            mesh, placements = gradient.device_mesh, gradient.placements
+            # Not by `is_shard`: what FSDP2 and tensor ranks both cut along one dimension is another kind of shard.
+            groups = tuple(mesh.get_group(n) for n, placed in enumerate(placements) if not placed.is_replicate())
         by_groups.setdefault(groups, []).append(local_part(gradient))
     for groups, parts in by_groups.items():
         squares = nn.utils.get_total_norm(parts).double().square()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.parallel.random_streams import enter_stream, own_streams
+from flowtrain_lightning.parallel.tensor_plan import TensorPlan
 
 Halves = Mapping[str, tuple[str, ...]]
 """Role -> paths of the modules that its half is made of."""
@@ -33,6 +34,9 @@ class HalvedModule(Protocol):
 
     def configure_backbone(self) -> None:
         """Builds the backbone half."""
+
+    def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
+        """How the layers of a half are divided among tensor-parallel ranks."""
 
     def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, nn.Parameter]]:
         """As of `torch.nn.Module`."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.allocation import Recompute
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
+from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.engine import HalfEngine
 from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
+from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
+from flowtrain_lightning.parallel.tensor_plan import divide_layers
 
 _PRECISION = {
     "bf16-mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -35,34 +39,60 @@ def make_engine(
 ) -> HalfEngine:
     """Put a layout onto one half of a module, whose weights are equal on all ranks of the role.
 
+    Context ranks of a data-parallel rank hold the same weights and see other tokens, so that weights are sharded, and
+    gradients summed, over both alike.
+
     Args:
         module: its half of this role is here.
         role: whose half it is.
-        layout: whole copies, or FSDP2.
+        layout: whole copies or FSDP2 over data-parallel ranks, with any tensor and context degree.
         recompute: what of every repeated block backwards compute again.
         groups: of the calling rank.
         device_type: on which it computes, for example ``"cuda"``.
         precision: of the Trainer.
         shares_ranks: the other role has the same ranks.
+
+    Raises:
+        ValueError: the module does not say how the half is divided among tensor ranks, or says what cannot be.
     """
     modules = {path: module.get_submodule(path) for path in module.halves[role]}
-    if not layout.shares_weights:
+    mesh = _mesh(layout, device_type) if layout.shard == "fsdp" or layout.tensor > 1 else None
+    summed = []
+    if layout.tensor > 1:
+        assert mesh is not None
+        summed = divide_layers(modules, module.tensor_plan(role, layout.tensor), mesh["tensor"])
+    engine: HalfEngine
+    if layout.shard == "replicate":
         for block in (block for half in modules.values() for block in repeated_blocks(half)):
             recompute_in_backward(block, recompute)
         # Sums of two roles on one GPU, in communicators of their own, could wait for each other.
         early = groups.role_cpu is None or not shares_ranks
-        return ReplicatedHalf(half_parameters(module, role), groups.of_role(role), early=early)
-    return FullyShardedHalf(
-        modules,
-        _mesh(layout, device_type),
-        precision=_PRECISION.get(precision),
-        recompute=recompute,
-    )
+        # No mesh of one dimension: it would be the default group, in which early sums could meet other collectives.
+        group = groups.of_role(role) if mesh is None else mesh.get_group("data")
+        engine = ReplicatedHalf(half_parameters(module, role), group, early=early)
+    else:
+        assert mesh is not None
+        over = mesh["replica", "shard"] if layout.replicas > 1 else mesh["shard"]
+        engine = FullyShardedHalf(modules, over, precision=_PRECISION.get(precision), recompute=recompute)
+    if layout.tensor > 1:
+        assert mesh is not None
+        engine = TensorParallelHalf(engine, summed, mesh.get_group("tensor"))
+    if layout.context > 1:
+        engine = ContextParallelHalf(engine, _context_group(layout, device_type))
+    return engine
 
 
 def _mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The ranks of the role: a line for FSDP2, groups of neighbours for HSDP."""
-    if layout.replicas == 1:
-        return init_device_mesh(device_type, (layout.data,), mesh_dim_names=("shard",))
-    shape = (layout.replicas, layout.data // layout.replicas)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replica", "shard"))
+    """The ranks of the role, which are the default group: those that see other tokens, then neighbours of a layer."""
+    data = {"data": layout.data * layout.context}
+    if layout.shard == "fsdp":
+        replicas = {"replica": layout.replicas} if layout.replicas > 1 else {}
+        data = {**replicas, "shard": layout.data // layout.replicas * layout.context}
+    sizes = {**data, **({"tensor": layout.tensor} if layout.tensor > 1 else {})}
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
+    """The ranks that share this one's sequences, and have the same share of every layer."""
+    shape = (layout.data, layout.context, layout.tensor)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "context", "tensor")).get_group("context")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowtrain_lightning.allocator import (
+    BACKBONE,
     ROLES,
     Allocation,
     AllocationError,
@@ -125,11 +126,15 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
             f"name them {' and '.join(ROLES)}."
         )
     for role, layout in allocation.layouts.items():
-        if layout.shard not in ("replicate", "fsdp") or layout.ranks != layout.data:
+        if role != BACKBONE and layout.context > 1:
+            return (
+                f"gives the {role} context {layout.context}, but only the backbone has sequences to share; set it to 1."
+            )
+        if layout.shard not in ("replicate", "fsdp") or layout.pipeline > 1:
             return (
                 f"gives the {role} the layout {layout.describe()}, but today the ranks of a role hold whole copies of "
-                f"its half ({Layout(data=layout.ranks).describe()}), or shards of it by FSDP2 "
-                f"({Layout(data=layout.ranks, shard='fsdp').describe()})."
+                f"its half ({Layout(data=layout.ranks).describe()}), shards of it by FSDP2 "
+                f"({Layout(data=layout.ranks, shard='fsdp').describe()}), either with tensor or context ranks."
             )
     if allocation.placement == "mixed":
         return "is mixed, but today every rank has both roles or each has one; take a separate or a colocated plan."

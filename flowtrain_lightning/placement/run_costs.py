@@ -18,15 +18,17 @@ from flowtrain_lightning.placement.measured import PlanSteps, Processors
 
 def rank_shard(allocation: Allocation, rank: int) -> RankShard:
     """Which part of every step a rank loads."""
-    shares = {role: layout.shares_weights for role, layout in allocation.layouts.items()}
+    layouts = allocation.layouts
     return RankShard(
-        backbone_rank=allocation.rank_within(BACKBONE, rank),
-        backbone_ranks=len(allocation.ranks[BACKBONE]),
-        encoder_rank=allocation.rank_within(ENCODER, rank),
-        encoder_ranks=len(allocation.ranks[ENCODER]),
+        backbone_rank=allocation.member_of(BACKBONE, rank),
+        backbone_ranks=layouts[BACKBONE].data,
+        encoder_rank=allocation.member_of(ENCODER, rank),
+        encoder_ranks=layouts[ENCODER].data,
         colocated_encoder_ranks=allocation.colocated_encoder_ranks,
-        pads_microbatches=shares[BACKBONE],
-        pads_encoder_batches=shares[ENCODER],
+        pads_microbatches=layouts[BACKBONE].gathers_weights,
+        pads_encoder_batches=layouts[ENCODER].gathers_weights,
+        in_lockstep=any(layout.shares_weights for layout in layouts.values()),
+        shares_encoder_batches=layouts[ENCODER].ranks_of_member > 1,
     )
 
 

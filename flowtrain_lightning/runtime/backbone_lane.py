@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -23,12 +24,24 @@ class BackboneLane:
 
     Args:
         context: what the lane works with.
-        encoder_ranks: global rank of every encoder rank.
+        encoders: for each data-parallel rank of the encoder, its global ranks.
+        answers: this rank returns the gradients of features, and predictions; of ranks that share a microbatch, which
+            all have the same, the first does.
+        counts: its losses and logged values count; of tensor ranks, which all have the same, those of the first do.
     """
 
-    def __init__(self, context: LaneContext, encoder_ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        context: LaneContext,
+        encoders: Sequence[tuple[int, ...]],
+        *,
+        answers: bool = True,
+        counts: bool = True,
+    ) -> None:
         self._context = context
-        self._encoder_ranks = encoder_ranks
+        self._encoders = encoders
+        self._answers = answers
+        self._counts = counts
 
     def run(self, step: Step, spec: FeatureSpec | None, outputs: list[Any]) -> Schedule:
         """Works through the step's microbatches in the plan's order.
@@ -40,7 +53,7 @@ class BackboneLane:
         """
         # Made before the first features are here, when this lane has nothing else to do.
         waiting = deque(MicrobatchFeatures(step, work) for work in step.program.microbatches)
-        if step.trains and spec is not None:
+        if step.trains and spec is not None and self._answers:
             while not self._context.pool.reserve(step.reserved_gradients(spec), ahead=True):
                 yield "bytes for gradients in the pool"
         for number, packed in enumerate(step.batch.microbatches):
@@ -54,7 +67,7 @@ class BackboneLane:
             waiting.popleft()
             if packed is not None:
                 leaves = self._compute(step, number, packed, features, outputs)
-                if step.trains:
+                if step.trains and self._answers:
                     yield from self._return_gradients(step, features.work, leaves)
             yield Progress.UNIT
 
@@ -81,11 +94,12 @@ class BackboneLane:
             stage=step.stage,
             step=step.name,
             number=number * len(step.plan.microbatches) + rank,
+            counts=self._counts,
         )
         step.executed[BACKBONE].append(f"microbatch {number}")
         is_padding = not packed.samples
         if step.stage == "predict":
-            outputs += [] if is_padding else [result]
+            outputs += [] if is_padding or not self._answers else [result]
         elif step.stage == "train" and result.requires_grad:
             last = number == step.program.last_microbatch
             context.compute.backward(
@@ -99,10 +113,10 @@ class BackboneLane:
         for entry, slices in work.slices.items():
             # No rows stand for no gradient: what took no part in the loss keeps None, as it would in one process.
             gradients = [leaf.detach()[:0] if leaf.grad is None else _rows(leaf.grad, slices) for leaf in leaves]
-            key, reader = Key(step.gradients, step.index, entry), self._encoder_ranks[work.owners[entry]]
+            key, readers = Key(step.gradients, step.index, entry), self._encoders[work.owners[entry]]
             # An encoder that trains never works ahead, so that region is free for gradients. Were they to share one
             # with features, two ranks with both lanes could each fill it with what the other must read first.
-            while self._context.pool.put(key, gradients, [reader], ahead=True) is None:
+            while self._context.pool.put(key, gradients, readers, ahead=True) is None:
                 yield "bytes for gradients in the pool"
                 start = self._context.timeline.start()
         self._context.timeline.stop(start, BACKBONE, COMMUNICATION, "gradients", step.stage, step.index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -28,12 +28,14 @@ class EncoderLane:
 
     Args:
         context: what the lane works with.
-        backbone_ranks: global rank of every backbone rank.
+        readers: for each data-parallel rank of the backbone, its global ranks.
+        publishes: this rank puts features into the pool; of tensor ranks, which all have the same, the first does.
     """
 
-    def __init__(self, context: LaneContext, backbone_ranks: tuple[int, ...]) -> None:
+    def __init__(self, context: LaneContext, readers: Sequence[tuple[int, ...]], *, publishes: bool = True) -> None:
         self._context = context
-        self._backbone_ranks = backbone_ranks
+        self._readers = readers
+        self._publishes = publishes
         self._published: dict[tuple[str, int], int] = {}  # stage and step -> encoder batches that were worked ahead
 
     def run(self, step: Step, spec: FeatureSpec) -> Schedule:
@@ -45,14 +47,14 @@ class EncoderLane:
         """
         pool, batches = self._context.pool, step.program.encoder_batches
         done = self._published.pop((step.stage, step.index), 0)
-        while not pool.reserve(step.reserved_features(spec, done)):
+        while self._publishes and not pool.reserve(step.reserved_features(spec, done)):
             yield _ROOM
         if step.trains:
             yield from self._train(step)
             return
         for number, batch in batches.items():
             if number >= done:
-                while not pool.has_room([Key(step.features, step.index, entry) for entry in batch.entries]):
+                while not self._has_room(step, batch):
                     yield _ROOM
                 step.executed[ENCODER].append(f"forward {number}")
                 yield from self._publish(step, batch, self._forward(step, batch, keep=False))
@@ -85,14 +87,12 @@ class EncoderLane:
         return False
 
     def _train(self, step: Step) -> Schedule:
-        pool = self._context.pool
         waiting: deque[AwaitingBackward] = deque()
         for kind, number in step.program.encoder_order:
             batch = step.program.encoder_batches[number]
             step.executed[ENCODER].append(f"{kind} {number}")
             if kind == "forward":
-                keys = [Key(step.features, step.index, entry) for entry in batch.entries]
-                yield from self._collect_until(partial(pool.has_room, keys), waiting, step, _ROOM)
+                yield from self._collect_until(partial(self._has_room, step, batch), waiting, step, _ROOM)
                 features = self._forward(step, batch, keep=not batch.recomputes)
                 waiting.append(AwaitingBackward(step, batch, features))
                 for reason in self._publish(step, batch, features):
@@ -114,6 +114,10 @@ class EncoderLane:
                 return
             yield Progress.PART if collected else reason
 
+    def _has_room(self, step: Step, batch: EncoderBatchWork) -> bool:
+        keys = [Key(step.features, step.index, entry) for entry in batch.entries]
+        return not self._publishes or self._context.pool.has_room(keys)
+
     def _forward(self, step: Step, batch: EncoderBatchWork, *, keep: bool) -> tuple[Tensor, ...]:
         context, rank = self._context, step.batch.shard.encoder_rank
         is_padding = batch.number == PADDING
@@ -131,13 +135,13 @@ class EncoderLane:
     def _publish(
         self, step: Step, batch: EncoderBatchWork, features: tuple[Tensor, ...], ahead: bool = False
     ) -> Schedule:
-        if batch.number == PADDING:
+        if batch.number == PADDING or not self._publishes:
             return
         start = self._context.timeline.start()
         parts = zip(*(torch.split(feature.detach(), batch.rows) for feature in features), strict=True)
         for entry, reader, part in zip(batch.entries, batch.readers, parts, strict=True):
             key = Key(step.features, step.index, entry)
-            while self._context.pool.put(key, part, [self._backbone_ranks[reader]], ahead=ahead) is None:
+            while self._context.pool.put(key, part, self._readers[reader], ahead=ahead) is None:
                 yield _ROOM
                 start = self._context.timeline.start()
         self._context.timeline.stop(start, ENCODER, COMMUNICATION, "features", step.stage, step.index)

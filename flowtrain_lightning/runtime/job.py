@@ -88,6 +88,15 @@ class Job:
         """The roles of this rank."""
         return tuple(role for role in ROLES if self.rank in self.allocation.ranks[role])
 
+    def is_first(self, role: str) -> bool:
+        """Whether this rank is the first of a data-parallel rank of ``role``: it speaks for those with its samples."""
+        return any(self.rank == ranks[0] for ranks in self.allocation.members(role))
+
+    def is_first_tensor_rank(self, role: str) -> bool:
+        """Whether this rank of ``role`` is the first of those that compute the same layers on the same tokens."""
+        within = self.allocation.rank_within(role, self.rank)
+        return within is not None and within % self.allocation.layouts[role].tensor == 0
+
     @property
     def mesh(self) -> Mesh:
         """Connects this rank with the others, until it leaves."""

@@ -148,17 +148,17 @@ class PoolCapacity:
 
     def _agree_on_spec(self, step: Step) -> FeatureSpec:
         """What a row of features is, found by encoding the first batch of the first rank that has one."""
-        encoder_rank = min(entry.encoder_rank for entry in step.plan.entries)
-        source = self._job.allocation.ranks[ENCODER][encoder_rank]
-        found = None
-        if self._job.rank == source or (ENCODER in self._job.roles and self._compute.in_lockstep(ENCODER)):
+        job, encoder_rank = self._job, min(entry.encoder_rank for entry in step.plan.entries)
+        layout, members = job.allocation.layouts[ENCODER], job.allocation.members(ENCODER)
+        source, found = members[encoder_rank][0], None
+        if job.rank in (job.allocation.ranks[ENCODER] if layout.gathers_weights else members[encoder_rank]):
             own = (media for media in step.batch.encoder_batches if media is not None)
             media = next(own, step.batch.padding_media)
             assert media is not None
-            self._job.mesh.page.enter("first forward of the encoder", step.index)
+            job.mesh.page.enter("first forward of the encoder", step.index)
             spec = self._probe(media)
             found = spec.shapes, tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
-        shapes, dtypes = self._job.groups.cross.broadcast_message(found, source)
+        shapes, dtypes = job.groups.cross.broadcast_message(found, source)
         return FeatureSpec(shapes, tuple(getattr(torch, name) for name in dtypes))
 
     def _probe(self, media: PackedMedia) -> FeatureSpec:

@@ -68,6 +68,8 @@ class StepProgram:
         entry_rows: for each encoder rank the rows of the entries of each of its batches, for what the pool must hold.
         turns: whose turn it is, on a rank of two roles of which one shares weights with other ranks: after a forward or
             a microbatch come the others' in one order. None where lanes take turns as they can go on.
+        holds_all: the pool has bytes for all of the step: a rank that waits for others inside of a computation takes
+            nothing out of it meanwhile, and must not keep them from coming.
     """
 
     encoder_batches: dict[int, EncoderBatchWork]
@@ -76,6 +78,7 @@ class StepProgram:
     last_microbatch: int
     entry_rows: tuple[tuple[tuple[int, ...], ...], ...]
     turns: Turns | None = None
+    holds_all: bool = False
     _sizes: dict[FeatureSpec, PoolDemand] = field(default_factory=dict)
 
     def pool_demand(self, spec: FeatureSpec) -> PoolDemand:
@@ -99,9 +102,9 @@ class PoolDemand:
     def __init__(self, program: StepProgram, spec: FeatureSpec) -> None:
         sized = [[spec.entry_nbytes(batch) for batch in of_rank] for of_rank in program.entry_rows]
         self.ample = max((sum(map(sum, of_rank)) for of_rank in sized), default=0)
-        if program.turns is None:
+        if not program.holds_all:
             self.least = max((assign_offsets(_held_by_batch(of_rank)).capacity for of_rank in sized), default=0)
-        else:  # a lane that waits for bytes would keep the other from its turn, which gives them back
+        else:
             self.least = self.ample = sum(sum(map(sum, of_rank)) for of_rank in sized)
         batches = program.encoder_batches.values()
         own = _held_by_batch([spec.entry_nbytes(batch.rows) for batch in batches if batch.entries])
@@ -113,7 +116,7 @@ class PoolDemand:
             for entry, nbytes in zip(microbatch.slices, spec.entry_nbytes(rows), strict=True):
                 # An encoder lane copies gradients whenever it has its turn: none is held until another one was put.
                 self.gradients[entry] = Reservation(nbytes, released_after=len(self.gradients))
-        if program.turns is not None:
+        if program.holds_all:
             self.features, self.gradients = _held_to_the_end(self.features), _held_to_the_end(self.gradients)
 
 
@@ -134,7 +137,7 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     batches: dict[int, EncoderBatchWork] = {}
     order: tuple[Work, ...] = ()
     has_both = shard.encoder_rank is not None and shard.backbone_rank is not None
-    in_turns = has_both and (shard.pads_microbatches or shard.pads_encoder_batches)
+    in_turns = has_both and shard.in_lockstep
     if shard.encoder_rank is not None:
         own = of_batch[shard.encoder_rank]
         if shard.pads_encoder_batches or in_turns:
@@ -156,7 +159,9 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         for of_rank in of_batch
     )
     turns = Turns(len(microbatches), tuple(batches), max(kept_batches, 1)) if in_turns else None
-    return StepProgram(batches, order, microbatches, last_microbatch, rows, turns)
+    # A lane that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
+    holds_all = in_turns or shard.shares_encoder_batches
+    return StepProgram(batches, order, microbatches, last_microbatch, rows, turns, holds_all)
 
 
 def _encoder_batch(plan: StepPlan, number: int, numbers: Sequence[int], recomputes: bool) -> EncoderBatchWork:

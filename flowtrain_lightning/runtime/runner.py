@@ -181,9 +181,12 @@ class RoleRunner:
             self._frozen.refuse_changes(stage)
         if self._capacity.ensure_capacity(step, anew=changes_course):
             assert self._capacity.context is not None
-            ranks = self._job.allocation.ranks
-            self._backbone_lane = BackboneLane(self._capacity.context, ranks[ENCODER])
-            self._encoder_lane = EncoderLane(self._capacity.context, ranks[BACKBONE])
+            context, job = self._capacity.context, self._job
+            encoders, backbones = (job.allocation.members(role) for role in (ENCODER, BACKBONE))
+            self._backbone_lane = BackboneLane(
+                context, encoders, answers=job.is_first(BACKBONE), counts=job.is_first_tensor_rank(BACKBONE)
+            )
+            self._encoder_lane = EncoderLane(context, backbones, publishes=job.is_first(ENCODER))
         assert self._capacity.context is not None
         return step, self._capacity.context
 

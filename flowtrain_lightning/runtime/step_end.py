@@ -59,12 +59,25 @@ class StepEnd:
             RuntimeError: says what this rank has run.
         """
         executed = {role: step.executed[role] for role in roles}
-        digest = blake2b(json.dumps(executed).encode(), digest_size=8).hexdigest()
-        if len(set(self._job.groups.gather_over_role(digest))) > 1:
+        digests = {
+            role: blake2b(json.dumps(work).encode(), digest_size=8).hexdigest() for role, work in executed.items()
+        }
+        of_ranks = self._job.groups.gather_over_role(digests)
+        if any(of_ranks[rank][role] != digests[role] for role in executed for rank in self._in_step_with(role)):
             raise RuntimeError(
                 f"Ranks that share weights have worked in different orders in step {step.index} ({step.stage}), so its "
                 f"gradients may be wrong. This rank has run {executed}. This is a fault of flowtrain: please report it."
             )
+
+    def _in_step_with(self, role: str) -> Sequence[int]:
+        """The ranks of the default group that must work in one order with this one, counted within the role."""
+        allocation = self._job.allocation
+        layout, within = allocation.layouts[role], allocation.rank_within(role, self._job.rank)
+        assert within is not None
+        if layout.gathers_weights:
+            return range(layout.ranks)
+        first = within - within % layout.ranks_of_member
+        return range(first, first + layout.ranks_of_member)
 
     def agree(self, context: LaneContext, step: Step, note: Note | None) -> StepReport:
         """On every backbone rank: the report of a step whose lanes have ended.
@@ -104,7 +117,7 @@ class StepEnd:
             note: what this rank tells of it; None on all ranks where nobody asked for notes.
             work_ahead: does a piece of work of a later step meanwhile; False where there is none to do now.
         """
-        pool, rank = context.pool, step.batch.shard.encoder_rank
+        pool, rank = context.pool, self._job.allocation.rank_within(ENCODER, self._job.rank)
         if note is not None:
             if note and not self._job.mesh.has_left(self._speaker):
                 assert rank is not None

@@ -152,11 +152,36 @@ def refuse_frozen_backbone(layouts: Mapping[str, Layout], module: FlowModule) ->
     Raises:
         ValueError: says what was given and what to do.
     """
-    if layouts[BACKBONE].shares_weights and half_trains(module, ENCODER) and not half_trains(module, BACKBONE):
+    if layouts[BACKBONE].gathers_weights and half_trains(module, ENCODER) and not half_trains(module, BACKBONE):
         raise ValueError(
             "All weights of the backbone are frozen and sharded while the encoder trains: a microbatch without media "
             "items has no backward then, which other ranks wait for. Let some of its weights train, or take whole "
             "copies of the backbone."
+        )
+
+
+def refuse_unshared_sequences(layouts: Mapping[str, Layout], module: FlowModule) -> None:
+    """Raises where context ranks are to share sequences that nobody would slice for them.
+
+    Args:
+        layouts: role -> its layout.
+        module: that trains.
+
+    Raises:
+        ValueError: says what was given and what to do.
+    """
+    if layouts[BACKBONE].context == 1:
+        return
+    kind, instead = type(module), "or give the backbone a layout without a context degree"
+    if kind.slice_tokens is FlowModule.slice_tokens:
+        raise ValueError(
+            f"The backbone has context {layouts[BACKBONE].context}, but {kind.__name__} does not say how its sequences "
+            f"are sliced. Define slice_tokens, {instead}."
+        )
+    if kind.backbone_step is not FlowModule.backbone_step:
+        raise ValueError(
+            f"The backbone has context {layouts[BACKBONE].context}, but {kind.__name__} overrides backbone_step, in "
+            f"which sequences are sliced. Define merge and loss instead of it, {instead}."
         )
 
 

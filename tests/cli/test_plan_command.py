@@ -35,6 +35,13 @@ roles:
   backbone: {layout: {data: 8}, ranks: 0-7, recompute: full}
 """
 
+TWO_ENCODERS = """
+encoders:
+  image: {layers: 12, hidden: 768, feed_forward: 3072, heads: 12, patch: 16, merge: 2}
+  audio: {layers: 6, hidden: 512, feed_forward: 2048, heads: 8, bins: 80}
+backbone: {layers: 16, hidden: 1024, feed_forward: 4096, heads: 16, vocabulary: 32000}
+"""
+
 
 @pytest.fixture
 def plan(monkeypatch, tmp_path, capsys):
@@ -80,13 +87,21 @@ def test_the_plan_that_is_written_can_be_read_back(plan, tmp_path):
 
 
 def test_a_plan_that_training_does_not_run_yet_says_so_wherever_it_is_told(plan, tmp_path):
-    arguments = ("--model", "qwen2.5-vl-72b", "--device", "h100", "--devices", "24")  # too large without tensor ranks
-    said = "Training does not run this plan yet, nor any other that fits: it gives the encoder the layout"
+    (tmp_path / "two.yaml").write_text(TWO_ENCODERS)
+    arguments = ("--model", "two.yaml", "--device", "h100", "--devices", "8")
+    said = "Training does not run this plan yet, nor any other that fits: it has the roles encoder_image, encoder_audio"
     assert said in plan(*arguments)
-    assert json.loads(plan(*arguments, "--json"))["why_it_cannot_run"].startswith("gives the encoder the layout")
+    assert json.loads(plan(*arguments, "--json"))["why_it_cannot_run"].startswith("has the roles encoder_image")
     plan(*arguments, "--out", "plan.yaml")
-    assert "# Training does not run it yet: it gives the encoder" in (tmp_path / "plan.yaml").read_text()
+    assert "# Training does not run it yet: it has the roles" in (tmp_path / "plan.yaml").read_text()
     assert "not yet" in plan(*arguments, "--sweep")
+
+
+def test_a_plan_with_tensor_ranks_runs(plan):
+    arguments = ("--model", "qwen2.5-vl-72b", "--device", "h100", "--devices", "24")  # too large without them
+    values = json.loads(plan(*arguments, "--json"))
+    assert values["why_it_cannot_run"] is None
+    assert values["plans"][values["recommended"]]["roles"]["backbone"]["layout"]["tensor"] > 1
 
 
 def test_a_plan_that_training_runs_says_nothing_against_it(plan, tmp_path):

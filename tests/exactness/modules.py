@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from flowtrain_lightning.attention import varlen_attention
 from flowtrain_lightning.data import PackedBatch, PackedMedia
+from flowtrain_lightning.parallel import TensorPlan, TensorStyle
 from tests.tiny import WIDTH, Backbone, Block, Encoder, TinyVLM
 
 
@@ -90,4 +92,74 @@ class Deep(TinyVLM):
         self.backbone = DeepBackbone()
 
 
-KINDS: dict[str, type[TinyVLM]] = {"tiny": TinyVLM, "unused level": UnusedLevel, "whole": Whole, "deep": Deep}
+class DividedBlock(nn.Module):
+    """Attention of four heads over two of keys and values, with a norm for each head; and a perceptron."""
+
+    heads, shared = 4, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = WIDTH // self.heads
+        self.norm, self.head_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(self.size)
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key = nn.Linear(WIDTH, self.shared * self.size, bias=False)  # whose gradient would be 0
+        self.value = nn.Linear(WIDTH, self.shared * self.size)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool) -> Tensor:
+        query, key, value = (
+            part(self.norm(x)).unflatten(-1, (-1, self.size)) for part in (self.query, self.key, self.value)
+        )
+        query = self.head_norm(query)
+        x = x + self.out(varlen_attention(query, key, value, cu_seqlens, max_seqlen, causal).flatten(1))
+        return x + self.narrow(self.widen(x).tanh())
+
+
+class DividedEncoder(Encoder):
+    """Two blocks that tensor ranks can divide."""
+
+    def __init__(self, levels: int, dropout: float) -> None:
+        super().__init__(levels, dropout)
+        self.block = DividedBlock()
+
+
+class DividedBackbone(DeepBackbone):
+    """Blocks that tensor ranks can divide, and one tensor for the embedding and the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.more = DividedBlock(), nn.ModuleList(DividedBlock() for _ in range(2))
+
+
+class Divided(Deep):
+    """Halves that tensor ranks can divide."""
+
+    def configure_encoder(self) -> None:
+        self.encoder = DividedEncoder(self.hparams["levels"], self.hparams["dropout"])
+        if self.hparams["freeze_encoder"]:
+            self.encoder.requires_grad_(False)
+
+    def configure_backbone(self) -> None:
+        self.backbone = DividedBackbone()
+
+    def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
+        return {**arguments, "x": arguments["x"][own], "position_ids": arguments["position_ids"][own]}
+
+    def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
+        styles: dict[str, TensorStyle] = dict.fromkeys(("query", "key", "value", "widen"), "colwise")
+        styles |= dict.fromkeys(("out", "narrow"), "rowwise") | {"head_norm": "replicated_with_grad_allreduce"}
+        blocks = ("encoder.block",) if role == "encoder" else ("backbone.block", "backbone.more.*")
+        plan: dict[str, TensorStyle] = {f"{block}.{name}": style for block in blocks for name, style in styles.items()}
+        if role == "backbone":
+            plan |= {"backbone.embed": "embedding_rowwise", "backbone.head": "colwise_gather_output"}
+        return plan
+
+
+KINDS: dict[str, type[TinyVLM]] = {
+    "tiny": TinyVLM,
+    "unused level": UnusedLevel,
+    "whole": Whole,
+    "deep": Deep,
+    "divided": Divided,
+}

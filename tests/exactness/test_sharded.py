@@ -30,9 +30,10 @@ class Case:
     strategy: dict[str, Any] = field(default_factory=dict)
     clip: float | None = None
     freeze: bool = False
+    kind: str = "deep"
 
     def __str__(self) -> str:
-        roles = "; ".join(f"{role} {'-'.join(map(str, wanted.values()))}" for role, wanted in self.roles.items())
+        roles = "; ".join(f"{role} {_in_words(wanted)}" for role, wanted in self.roles.items() if wanted)
         more = [self.precision, *(f"{name} {value}" for name, value in self.strategy.items())]
         more += ["clipped"] * (self.clip is not None) + ["frozen encoder"] * self.freeze
         return f"{self.layout}: {roles}, {', '.join(more)}"
@@ -43,6 +44,12 @@ class Case:
 
 
 BOTH = {"encoder": FSDP, "backbone": FSDP}
+
+
+def _in_words(wanted: dict[str, Any]) -> str:
+    return "-".join(value if isinstance(value, str) else f"{name} {value}" for name, value in wanted.items())
+
+
 QUICK = [
     Case("1+2", {"backbone": FSDP}),
     Case("2+1", {"encoder": FSDP}),
@@ -85,13 +92,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     def run(case: Case, *, reference: bool = False) -> Run:
         arguments: dict[str, Any] = {
             "data": str(folder / "data"),
-            "kind": "deep",
+            "kind": case.kind,
             "precision": case.precision,
             "clip": case.clip,
             "module": case.module,
         }
         if reference:
-            name = f"plain {case.precision} {case.clip} {case.freeze}"
+            name = f"plain {case.kind} {case.precision} {case.clip} {case.freeze}"
             jobs[name] = "tests.exactness.reference:train", 1, arguments
         else:
             name = str(case).replace(":", "").replace("; ", " ").replace(", ", " ")
@@ -104,6 +111,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_on_shards_is_that_of_the_plain_loop(run: Callable[..., Run], case: Case):
+    check_against_plain_loop(run, case)
+
+
+def check_against_plain_loop(run: Callable[..., Run], case: Case) -> None:
+    """Losses, gradients and weights of a run are those of a plain PyTorch loop."""
     found, expected = run(case), run(case, reference=True)
     assert error(found.initial, expected.initial) == 0.0
     assert found.losses == pytest.approx(expected.losses, rel=LIMIT[case.precision])

@@ -10,12 +10,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from flowtrain_lightning.parallel.groups import disconnect_groups
 from tests.exactness.layouts import trainer_for
-from tests.exactness.modules import Deep
+from tests.exactness.modules import Divided
 from tests.exactness.train import weights_of
 from tests.forks import write_down
 from tests.tiny import tiny_data
 
 SHARDED = {"encoder": {"shard": "fsdp"}, "backbone": {"shard": "fsdp"}}
+TENSOR = {"backbone": {"tensor": 2}}
 
 
 def train(
@@ -31,7 +32,7 @@ def train(
         callbacks=[ModelCheckpoint(folder, filename="saved", every_n_train_steps=steps)],
         default_root_dir=folder,
     )
-    module = Deep(lr=1e-3)
+    module = Divided(lr=1e-3)
     trainer.fit(module, tiny_data(Path(data), global_batch_size=6), ckpt_path=ckpt_path)
     weights = weights_of(module)
     torch.save(weights, folder / f"weights{trainer.global_rank}.pt")
@@ -41,7 +42,7 @@ def train(
 def all_stages(folder: Path, *, data: str, layout: str, roles: dict[str, Any]) -> None:
     """Fits with validation, validates, tests and predicts, and fits on, with one Trainer."""
     trainer = trainer_for(layout, strategy={"roles": roles}, max_epochs=1, default_root_dir=folder)
-    module, records = Deep(lr=1e-3), tiny_data(Path(data), global_batch_size=6)
+    module, records = Divided(lr=1e-3), tiny_data(Path(data), global_batch_size=6)
     trainer.fit(module, records)
     fitted = {name: float(value) for name, value in trainer.callback_metrics.items()}
     validated = trainer.validate(module, records, verbose=False)

@@ -10,7 +10,7 @@ import torch
 
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
-from tests.lightning.sharded import SHARDED
+from tests.lightning.sharded import SHARDED, TENSOR
 from tests.tiny import write_records
 
 LAYOUTS = ["2+2", "colocated 2"]
@@ -35,9 +35,17 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: weight for rank in ranks for name, weight in rank.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_stages_give_what_they_give_on_whole_copies(tmp_path, data, layout):
-    found = read_down(run(tmp_path, "all_stages", "sharded", layout, data=data, roles=SHARDED))
+@pytest.mark.parametrize(
+    ("layout", "roles"),
+    [
+        ("2+2", SHARDED),
+        ("colocated 2", SHARDED),
+        ("1+2", TENSOR),
+        pytest.param("1+2", {"backbone": {"context": 2}}, marks=pytest.mark.full),
+    ],
+)
+def test_stages_give_what_they_give_on_whole_copies(tmp_path, data, layout, roles):
+    found = read_down(run(tmp_path, "all_stages", "sharded", layout, data=data, roles=roles))
     expected = read_down(run(tmp_path, "all_stages", "whole", layout, data=data, roles={}))
     for one, other in zip(found, expected, strict=True):
         assert one["predicted"] == other["predicted"]
@@ -59,7 +67,13 @@ def test_a_run_goes_on_from_its_checkpoint_on_the_same_shards_bit_for_bit(tmp_pa
 
 @pytest.mark.parametrize(
     ("saved_on", "goes_on"),
-    [(("2+2", SHARDED), ("1+1", {})), (("1+2", {}), ("2+2", SHARDED)), (("colocated 2", SHARDED), ("1+4", SHARDED))],
+    [
+        (("2+2", SHARDED), ("1+1", {})),
+        (("1+2", {}), ("2+2", SHARDED)),
+        (("colocated 2", SHARDED), ("1+4", SHARDED)),
+        (("1+2", TENSOR), ("1+1", {})),
+        (("1+1", {}), ("1+2", TENSOR)),
+    ],
 )
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path, data, saved_on, goes_on):
     (layout, roles), (other, other_roles) = saved_on, goes_on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from flowtrain_lightning.parallel.groups import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
@@ -11,11 +12,20 @@ from tests.exactness.train import Recorder
 from tests.models.tiny import FAMILIES
 
 
-def train(folder: Path, *, data: str, layout: str, family: str, precision: str = "64-true") -> None:
+def train(
+    folder: Path,
+    *,
+    data: str,
+    layout: str,
+    family: str,
+    precision: str = "64-true",
+    roles: dict[str, dict[str, Any]] | None = None,
+) -> None:
     """Trains ``STEPS`` steps; every rank writes down what it computed, and all a checkpoint, ``last.ckpt``."""
     chosen, recorder = FAMILIES[family], Recorder()
     trainer = trainer_for(
         layout,
+        strategy={"roles": roles} if roles else None,
         precision=precision,
         max_steps=STEPS,
         limit_val_batches=0,

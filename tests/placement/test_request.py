@@ -80,9 +80,10 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
     ("allocation", "words"),
     [
         (
-            planned("separate", encoder=1, backbone=Layout(1, tensor=2)),
-            r"data 1, tensor 2, replicate, .* \(data 2, fsdp",
+            planned("separate", encoder=1, backbone=Layout(1, pipeline=2)),
+            r"data 1, pipeline 2, replicate, .* \(data 2, fsdp",
         ),
+        (planned("separate", encoder=Layout(1, context=2), backbone=1), "the encoder context 2, but only the backbone"),
         (planned("separate", encoder=1, backbone=Layout(2, shard="zero2")), "the backbone the layout data 2, zero2"),
         (
             Allocation("mixed", {"encoder": Layout(2), "backbone": Layout(1)}, {"encoder": (0, 1), "backbone": (0,)}),
@@ -93,7 +94,7 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
             "the roles backbone, image, audio, .* encoder and backbone",
         ),
     ],
-    ids=["tensor ranks", "DeepSpeed", "mixed", "two encoders"],
+    ids=["pipeline", "context of the encoder", "DeepSpeed", "mixed", "two encoders"],
 )
 def test_a_plan_that_cannot_run_yet_is_refused(allocation, words):
     with pytest.raises(AllocationError, match=words):
@@ -104,6 +105,8 @@ def test_a_plan_that_runs_has_no_reason_against_it():
     assert why_it_cannot_run(PLAN) is None
     assert why_it_cannot_run(default_allocation(2, "colocated")) is None
     assert why_it_cannot_run(planned("separate", encoder=1, backbone=Layout(4, shard="fsdp", replicas=2))) is None
+    shared = Layout(2, tensor=2, context=2, shard="fsdp")
+    assert why_it_cannot_run(planned("separate", encoder=Layout(1, tensor=2), backbone=shared)) is None
 
 
 def test_a_role_gets_the_layout_that_was_asked_for_beside_the_rule():
@@ -113,10 +116,19 @@ def test_a_role_gets_the_layout_that_was_asked_for_beside_the_rule():
     assert found.recompute == {"backbone": "full"}
 
 
+def test_ranks_that_share_layers_and_sequences_leave_fewer_data_ranks():
+    roles = {"backbone": RoleLayout(tensor=2, context=2)}
+    found = make_request(None, None, 1, "auto", roles).answer(9)
+    assert found.layouts["backbone"] == Layout(2, tensor=2, context=2)
+    assert found.members("backbone") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert [found.member_of("backbone", rank) for rank in (0, 3, 4, 8)] == [0, 0, 1, None]
+
+
 @pytest.mark.parametrize(
     ("roles", "words"),
     [
         ({"backbone": RoleLayout("fsdp", replicas=3)}, "4 data ranks in 3 replicas"),
+        ({"backbone": RoleLayout(tensor=3)}, "4 ranks cannot be divided into groups of tensor 3 x context 1"),
         ({"backbone": RoleLayout(replicas=2)}, "replicas 2, but shard 'replicate'"),
         ({"decoder": RoleLayout("fsdp")}, "There is no role 'decoder'; the roles are 'encoder', 'backbone'"),
         ({"backbone": RoleLayout("zero3")}, "the backbone the layout data 4, zero3"),

@@ -168,7 +168,7 @@ class StageLease:
 
 def least_bytes(plan: StepPlan, spec: FeatureSpec, in_turns: bool = False) -> int:
     """Bytes of the pool with which a step of this plan cannot block, on any rank."""
-    shard = RankShard(0, 1, 0, 1, pads_microbatches=True) if in_turns else RankShard(None, 0, None, 0)
+    shard = RankShard(0, 1, 0, 1, in_lockstep=True) if in_turns else RankShard(None, 0, None, 0)
     return make_program(plan, shard, 0).pool_demand(spec).least
 
 
@@ -201,7 +201,9 @@ class NumbersCompute:
             self.most_kept = max(self.most_kept, self.kept)
         return (features.repeat_interleave(torch.tensor(media.rows), dim=0),)
 
-    def microbatch(self, batch: Any, features: dict[str, Any], *, stage: str, step: Any, number: int) -> Tensor:
+    def microbatch(
+        self, batch: Any, features: dict[str, Any], *, stage: str, step: Any, number: int, counts: bool = True
+    ) -> Tensor:
         self.gather("backbone", "microbatch")
         loss = self.backbone.weight.sum() * len(batch.samples)
         if "image" in features:
@@ -281,15 +283,18 @@ class Rehearsal:
                 encoders,
                 pads_microbatches="backbone" in sharing,
                 pads_encoder_batches="encoder" in sharing,
+                in_lockstep=bool(sharing),
             )
             step = Step(batch_of(plan, part), make_program(plan, part, kept_batches), "train", 0, trains)
             context = LaneContext(self.pools[rank], self.compute[rank], Page(), Timeline())  # type: ignore[arg-type]
             lanes = []
             spec = SPEC if plan.entries else None
             if part.backbone_rank is not None:
-                lanes.append(("backbone", BackboneLane(context, encoder_ranks).run(step, spec, [])))
+                lanes.append(
+                    ("backbone", BackboneLane(context, [(each,) for each in encoder_ranks]).run(step, spec, []))
+                )
             if part.encoder_rank is not None and spec is not None:
-                lanes.append(("encoder", EncoderLane(context, backbone_ranks).run(step, spec)))
+                lanes.append(("encoder", EncoderLane(context, [(each,) for each in backbone_ranks]).run(step, spec)))
             if (turns := step.program.turns) is not None:
                 order = turns.order(trains)
                 parts.append(partial(run_turns, context, dict(lanes), order, step))

@@ -36,7 +36,9 @@ def test_encoder_ranks_that_share_weights_have_one_order_of_work(sizes, encoders
 def test_no_turn_comes_before_what_it_waits_for(sizes, ranks, kept, trains):
     plan = plan_of(sizes, ranks, ranks)
     for rank in range(ranks):
-        program = make_program(plan, RankShard(rank, ranks, rank, ranks, pads_microbatches=True), kept)
+        program = make_program(
+            plan, RankShard(rank, ranks, rank, ranks, pads_microbatches=True, in_lockstep=True), kept
+        )
         assert program.turns is not None
         left = list(program.encoder_order if trains else [w for w in program.encoder_order if w[0] == "forward"])
         forwarded, computed = [], 0

@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flowtrain_lightning.allocator import Layout
-from flowtrain_lightning.trainer.refusals import refuse_frozen_backbone, refuse_optimizers, refuse_sharded_before
+from flowtrain_lightning.data import Features, PackedBatch
+from flowtrain_lightning.trainer.refusals import (
+    refuse_frozen_backbone,
+    refuse_optimizers,
+    refuse_sharded_before,
+    refuse_unshared_sequences,
+)
 from tests.tiny import TinyVLM
 
 
@@ -53,3 +59,23 @@ def test_a_frozen_and_sharded_backbone_beside_an_encoder_that_trains_is_refused(
     refuse_frozen_backbone({**layouts, "backbone": Layout(2)}, module)
     module.encoder.requires_grad_(False)
     refuse_frozen_backbone(layouts, module)
+
+
+def test_sequences_that_nobody_slices_are_refused_with_context_ranks() -> None:
+    layouts = {"encoder": Layout(1), "backbone": Layout(1, context=2)}
+    refuse_unshared_sequences({**layouts, "backbone": Layout(2)}, TinyVLM())
+    with pytest.raises(ValueError, match="TinyVLM does not say how its sequences are sliced"):
+        refuse_unshared_sequences(layouts, TinyVLM())
+
+    class Slicing(TinyVLM):
+        def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
+            return arguments
+
+    refuse_unshared_sequences(layouts, Slicing())
+
+    class Stepping(Slicing):
+        def backbone_step(self, batch: PackedBatch, features: Features, stage: str) -> Any:
+            return super().backbone_step(batch, features, stage)
+
+    with pytest.raises(ValueError, match="Stepping overrides backbone_step"):
+        refuse_unshared_sequences(layouts, Stepping())

@@ -1,0 +1,86 @@
+"""How the halves of Hugging Face models are divided among tensor-parallel ranks.
+
+`transformers` has plans for the layers of most decoders. What it lacks is here: embeddings, heads, the norms of
+attention heads, decoders without a plan (Qwen3-VL), and towers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from flowtrain_lightning.parallel import TensorPlan, TensorStyle
+
+_DECODER: Mapping[str, TensorStyle] = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+"""Of decoders that are built as Llama's and have no plan."""
+
+_HEAD_NORMS = ("q_norm", "k_norm")
+
+_PERCEPTRONS = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("fc1",), "fc2"),
+    (("linear_fc1",), "linear_fc2"),
+    (("linear_1",), "linear_2"),
+)
+"""How towers and projectors name the layers of a perceptron: those that widen, and the one that narrows."""
+
+
+def decoder_plan(decoder: Any, head: nn.Module, names: Mapping[nn.Module, str], ranks: int) -> TensorPlan:
+    """The plan of a decoder, its embedding and its head.
+
+    Args:
+        decoder: of Hugging Face, without head.
+        head: makes scores of what the decoder returns.
+        names: module -> its path.
+        ranks: tensor-parallel ranks.
+
+    Raises:
+        ValueError: they cannot share the attention heads evenly.
+    """
+    config, path = decoder.config, names[decoder]
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if getattr(config, name) % ranks:
+            raise ValueError(
+                f"{type(decoder).__name__} has {name} {getattr(config, name)}, which {ranks} tensor ranks cannot share "
+                "evenly; take a tensor degree that divides it."
+            )
+    styles: dict[str, TensorStyle] = dict(getattr(config, "base_model_tp_plan", None) or _DECODER)
+    attention = decoder.layers[0].self_attn
+    for norm in (name for name in _HEAD_NORMS if hasattr(attention, name)):
+        styles[f"layers.*.self_attn.{norm}"] = "replicated_with_grad_allreduce"
+    plan = {f"{path}.{name}": style for name, style in styles.items()}
+    if config.vocab_size % ranks == 0:
+        plan |= {names[decoder.get_input_embeddings()]: "embedding_rowwise", names[head]: "colwise_gather_output"}
+    return plan
+
+
+def perceptron_plan(modules: Mapping[str, nn.Module], ranks: int) -> TensorPlan:
+    """The plan of towers and projectors: their perceptrons are divided, and attention is whole on every rank.
+
+    Most towers have queries, keys and values in one layer, whose outputs cannot be cut into equal parts by head.
+
+    Args:
+        modules: path -> module.
+        ranks: tensor-parallel ranks; a perceptron whose width they do not divide stays whole.
+    """
+    plan: dict[str, TensorStyle] = {}
+    found = {name: part for path, half in modules.items() for name, part in half.named_modules(prefix=path)}
+    for name, part in found.items():
+        layers = dict(part.named_children())
+        for widening, narrowing in _PERCEPTRONS:
+            last = layers.get(narrowing)
+            if not isinstance(last, nn.Linear) or not layers.keys() >= set(widening) or last.in_features % ranks:
+                continue
+            plan |= {f"{name}.{each}": "colwise" for each in widening}
+            plan[f"{name}.{narrowing}"] = "rowwise"
+    return plan

@@ -1,0 +1,222 @@
+"""Context parallelism by Ulysses: ranks share every sequence, and trade tokens for heads around attention.
+
+Outside of attention a rank computes on its slice of a microbatch's tokens. Before attention all slices are exchanged
+for all tokens of its share of the heads, and back behind it, so that the kernel sees whole sequences: DeepSpeed-Ulysses
+(arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flowtrain_lightning.attention import Kernel, attending_by
+from flowtrain_lightning.parallel.engine import HalfEngine
+
+
+class ContextParallelHalf:
+    """A half whose sequences are shared by context ranks, each of which holds the same weights; see `HalfEngine`.
+
+    Args:
+        across: sums gradients over data-parallel and context ranks alike: each has a summand.
+        group: the context ranks.
+    """
+
+    in_lockstep = True
+
+    def __init__(self, across: HalfEngine, group: dist.ProcessGroup) -> None:
+        self.parameters = across.parameters
+        self._across = across
+        self._exchange = HeadExchange(group)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter wants a gradient."""
+        return self._across.trains
+
+    def begin_step(self) -> None:
+        """Before the first forward of a step that trains."""
+        self._across.begin_step()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs one forward, in which `shared_tokens` shares a microbatch."""
+        with _offering(self._exchange):
+            return self._across.call(function, *args)
+
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Inside, one backward runs, of the microbatch that was shared last."""
+        with self._across.backward(last=last), attending_by(self._exchange):  # what is computed again attends again
+            yield
+
+    def finish_gradients(self, scale: float) -> None:
+        """After the step's last backward."""
+        self._across.finish_gradients(scale)
+
+    def squared_norm(self, gradients: list[Tensor]) -> Tensor:
+        """The squared 2-norm of these gradients over all ranks of the role."""
+        return self._across.squared_norm(gradients)
+
+
+class HeadExchange:
+    """Attention of context ranks: every rank gives its tokens away and gets all tokens of its share of the heads.
+
+    Args:
+        group: the context ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._lengths = [0] * self._ranks
+
+    def share(self, tokens: int) -> slice:
+        """The slice of so many tokens on which this rank computes from now on; lengths differ by one at most."""
+        each, more = divmod(tokens, self._ranks)
+        self._lengths = [each + (rank < more) for rank in range(self._ranks)]
+        ends = list(accumulate(self._lengths))
+        return slice(ends[self._rank] - self._lengths[self._rank], ends[self._rank])
+
+    def __call__(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of this rank's tokens, ``[own tokens, heads, head_dim]``.
+
+        Args:
+            kernel: attends within whole sequences.
+            query: ``[own tokens, heads, head_dim]``.
+            key: ``[own tokens, key_heads, head_dim]``; heads are repeated where there are too few for all ranks.
+            value: as ``key``.
+
+        Raises:
+            ValueError: there are other tokens than this rank's, or heads that cannot be shared evenly.
+        """
+        heads, key_heads = query.shape[1], key.shape[1]
+        if query.shape[0] != self._lengths[self._rank]:
+            raise ValueError(
+                f"Attention got {query.shape[0]} tokens on a context rank that computes on "
+                f"{self._lengths[self._rank]} of them. `slice_tokens` must cut all that the backbone gets token by "
+                "token, and nothing else may be added."
+            )
+        if heads % self._ranks:
+            raise ValueError(
+                f"{heads} attention heads cannot be shared by {self._ranks} context ranks evenly; take a context "
+                "degree that divides them."
+            )
+        repeats = self._ranks // gcd(key_heads, self._ranks)
+        if heads // key_heads % repeats:
+            repeats = heads // key_heads
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        attended = kernel(*(self._to_heads(each) for each in (query, key, value)))
+        return self._to_tokens(attended)
+
+    def _to_heads(self, own: Tensor) -> Tensor:
+        """``[own tokens, heads, size]`` -> ``[all tokens, own heads, size]``."""
+        tokens, heads, size = own.shape
+        by_rank = own.view(tokens, self._ranks, heads // self._ranks, size).transpose(0, 1).flatten(0, 1)
+        return _traded(by_rank, [tokens] * self._ranks, self._lengths, self.group)
+
+    def _to_tokens(self, own: Tensor) -> Tensor:
+        """``[all tokens, own heads, size]`` -> ``[own tokens, heads, size]``."""
+        tokens = self._lengths[self._rank]
+        by_rank = _traded(own, self._lengths, [tokens] * self._ranks, self.group)
+        return by_rank.view(self._ranks, tokens, *own.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+
+_offered: HeadExchange | None = None
+
+
+@contextmanager
+def _offering(exchange: HeadExchange) -> Iterator[None]:
+    global _offered
+    former, _offered = _offered, exchange
+    try:
+        yield
+    finally:
+        _offered = former
+
+
+@contextmanager
+def shared_tokens(tokens: int) -> Iterator[slice | None]:
+    """Inside, attention is that of context ranks, if the half is in such a layout.
+
+    Args:
+        tokens: of the microbatch.
+
+    Yields:
+        those on which this rank computes; None where it computes on all.
+    """
+    if _offered is None:
+        yield None
+        return
+    own = _offered.share(tokens)
+    with attending_by(_offered):
+        yield own
+
+
+def with_summed_gradients(
+    features: Mapping[str, Tensor | tuple[Tensor, ...]],
+) -> dict[str, Tensor | tuple[Tensor, ...]]:
+    """Features whose gradients will be the sums over the context ranks, since each uses some of the rows."""
+
+    def summed(tensor: Tensor) -> Tensor:
+        if _offered is None or not tensor.requires_grad:
+            return tensor
+        same: Tensor = _SummedGradient.apply(tensor, _offered.group)  # type: ignore[no-untyped-call]
+        return same
+
+    return {
+        modality: tuple(map(summed, given)) if isinstance(given, tuple) else summed(given)
+        for modality, given in features.items()
+    }
+
+
+class _Traded(torch.autograd.Function):
+    """All-to-all along the first dimension, with parts of different lengths."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        """What the other ranks have for this one."""
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _trade(tensor, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of what this rank has given, back from the others."""
+        return _trade(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _traded(tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    result: Tensor = _Traded.apply(tensor, sent, received, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _trade(tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    result = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    dist.all_to_all_single(result, tensor.contiguous(), list(received), list(sent), group=group)
+    return result
+
+
+class _SummedGradient(torch.autograd.Function):
+    """Does nothing, and sums the gradient over a group."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        """The tensor."""
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The sum of all ranks' gradients."""
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

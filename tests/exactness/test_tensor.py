@@ -1,0 +1,57 @@
+"""Roles whose ranks share layers (tensor) or sequences (context): training is that of a plain PyTorch loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.exactness.compare import Run
+from tests.exactness.test_layouts import LIMIT
+from tests.exactness.test_sharded import Case, check_against_plain_loop, run  # noqa: F401
+
+FSDP = {"shard": "fsdp"}
+TENSOR = {"tensor": 2}
+CONTEXT = {"context": 2}
+TENSOR_ACROSS = {"tensor": 2, "shard": "fsdp"}
+CONTEXT_ACROSS = {"context": 2, "shard": "fsdp"}
+
+
+def divided(layout: str, encoder: dict, backbone: dict, precision: str = "64-true", kept: int = 1, **more) -> Case:
+    """A case of halves that can be divided."""
+    strategy = {"encoder_activations": kept}
+    return Case(layout, {"encoder": encoder, "backbone": backbone}, precision, strategy, kind="divided", **more)
+
+
+QUICK = [
+    divided("2+2", TENSOR, TENSOR, "32-true", clip=0.2),
+    divided("1+4", {}, TENSOR_ACROSS, clip=0.2),
+    divided("colocated 4", FSDP, {**TENSOR, "recompute": "full"}, kept=0),
+    divided("1+4", {}, {**CONTEXT, "recompute": "full"}, clip=0.2),
+    divided("colocated 4", TENSOR, CONTEXT_ACROSS, "32-true"),
+    divided("1+4", {}, {"context": 4}, freeze=True),
+]
+LONG = [
+    divided(layout, encoder, backbone, precision, kept)
+    for precision in LIMIT
+    for layout in ("4+4", "colocated 4")
+    for encoder, backbone in (
+        (TENSOR, TENSOR),
+        ({}, TENSOR_ACROSS),
+        (TENSOR_ACROSS, CONTEXT),
+        (FSDP, {**TENSOR, **CONTEXT}),
+        (FSDP, CONTEXT_ACROSS),
+    )
+    for kept in (0, 2)
+]
+CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
+    pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_on_shared_layers_and_sequences_is_that_of_the_plain_loop(
+    run: Callable[..., Run],  # noqa: F811
+    case: Case,
+):
+    check_against_plain_loop(run, case)

@@ -1,0 +1,73 @@
+"""Hugging Face's models train with tensor and context ranks as on one process, and their checkpoints open there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.exactness.compare import error, read_run
+from tests.exactness.data import write_steps
+from tests.exactness.layouts import ranks_of
+from tests.exactness.train import Named
+from tests.forks import Job, run_jobs
+from tests.models.tiny import FAMILIES
+
+pytest.importorskip("transformers")
+
+TENSOR = {"tensor": 2}
+BOTH = {"encoder": TENSOR, "backbone": TENSOR}
+CONTEXT = {"backbone": {"context": 2}}
+QUICK = [("qwen3_vl", "1+2", {"backbone": TENSOR}), ("qwen3_vl", "1+2", CONTEXT), ("llava with clip", "2+2", BOTH)]
+LONG = [
+    (family, layout, roles)
+    for family in ("qwen2_5_vl", "qwen2_vl, tied", "llava with siglip", "internvl")
+    for layout, roles in (("2+2", BOTH), ("colocated 2", CONTEXT), ("1+4", {"backbone": {**TENSOR, "shard": "fsdp"}}))
+]
+CASES = [pytest.param(*case, id=" ".join(map(str, case))) for case in QUICK] + [
+    pytest.param(*case, id=" ".join(map(str, case)), marks=pytest.mark.full) for case in LONG
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run of a family on a layout."""
+    folder = tmp_path_factory.mktemp("divided")
+    write_steps(folder / "data")
+
+    def trained(family: str, layout: str, roles: dict[str, Any]) -> Path:
+        name = f"{family} {layout} {len(list(folder.iterdir()))}"
+        arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "roles": roles}
+        job = Job(name, "tests.models.training:train", ranks_of(layout), arguments, deadline=150)
+        return run_jobs(folder, [job])[name].check().folder
+
+    return trained
+
+
+@pytest.mark.parametrize(("family", "layout", "roles"), CASES)
+def test_ranks_that_share_layers_or_sequences_compute_what_one_process_does(trained, family, layout, roles):
+    folder = trained(family, layout, roles)
+    found, expected = read_run(folder), read_run(trained(family, "auto", {}))
+    assert error(found.initial, expected.initial) == 0.0
+    assert found.losses == pytest.approx(expected.losses, rel=1e-9)
+    assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= 1e-9
+    assert error(*map(_without_key_biases, (found.weights[-1], expected.weights[-1]))) <= 1e-9
+    opened = FAMILIES[family].kind.load_from_checkpoint(folder / "last.ckpt")
+    weights = {name: weight.detach().double() for name, weight in opened.named_parameters()}
+    assert error(weights, found.weights[-1]) <= 1e-6
+
+
+def _without_key_biases(weights: Named) -> Named:
+    """Weights less what softmax takes no notice of: its gradient is rounding, which AdamW scales up to steps."""
+    return {name: weight for name, weight in weights.items() if not name.endswith("k_proj.bias")}
+
+
+def test_heads_that_tensor_ranks_cannot_share_evenly_are_refused():
+    family = FAMILIES["qwen3_vl"]
+    module = family.kind(family.config)
+    module.configure_model()
+    assert module.tensor_plan("backbone", 2)["model.lm_head"] == "colwise_gather_output"
+    with pytest.raises(ValueError, match=r"num_key_value_heads 2, which 4 tensor ranks cannot share"):
+        module.tensor_plan("backbone", 4)
