@@ -37,7 +37,7 @@ ROOMS = {
     "strategy": STARTS,
     "registration": {"strategy"},
     "metrics": STARTS,
-    "callbacks": STARTS,
+    "callbacks": {*STARTS, "metrics"},
     "models": {"attention", "data", "compute", "module"},
     "cli": {*STARTS, "callbacks"},
 }

@@ -1,8 +1,8 @@
 """A device from which nothing can be read: whoever would wait for a GPU fails on it.
 
 On the meta device a tensor has no values. So ``item``, ``tolist``, ``nonzero``, masks as indices, the truth of a
-tensor, ``repeat_interleave`` without a size, and copies to the host raise there, in a forward as in a backward. What else waits
-for a GPU, or is no copy from pinned memory that goes on by itself, raises in `NeverWaiting`.
+tensor, ``repeat_interleave`` without a size, and copies to the host raise there, in a forward as in a backward. What
+else waits for a GPU, as a copy that does not go on by itself, raises in `NeverWaiting`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from flowtrain_lightning.parallel.blocks import repeated_blocks
 Compile = Literal["none", "blocks"]
 
 
-def compile_blocks(module: nn.Module, backend: str = "inductor") -> None:
+def compile_blocks(module: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Lets PyTorch compile each repeated layer in place, for any number of tokens; names of weights stay.
 
     All layers of a kind run the same code, so one compilation serves all of them.
