@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -37,7 +38,7 @@ def varlen_attention(
 
     In half precision on CUDA this is flash-attn where it is installed, else PyTorch's ``varlen_attn``. Everywhere
     else it is PyTorch's ``scaled_dot_product_attention``, one sequence after another: exact in any precision, and
-    on CPU also the fastest way.
+    on CPU also the fastest way. On CUDA it waits there for the lengths of the sequences.
 
     Args:
         query: ``[tokens, heads, head_dim]`` floats, the sequences one after another.
@@ -68,7 +69,8 @@ def varlen_attention(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool) -> Tensor:
     """By the fastest kernel that is there."""
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+    # Bounds that lie on a device are never read by the host, which would wait for all that the device still has to do.
+    if cu_seqlens.device.type in ("cuda", "meta") and query.dtype in (torch.float16, torch.bfloat16):
         flash_attention = _flash_attention()
         if flash_attention is not None:
             packed: Tensor = flash_attention(
@@ -92,25 +94,43 @@ def _flash_attention() -> Callable[..., Any] | None:
 def _torch_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool
 ) -> Tensor:
-    """PyTorch's own kernel for packed sequences (CUDA, half precision)."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if query.shape[1] != key.shape[1]:
-        shared = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
-    window = (-1, 0) if causal else (-1, -1)
-    packed = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=window)
+    """PyTorch's own kernel for packed sequences (CUDA, half precision), which shares key heads without copies."""
+    kernel, options = torch_varlen_kernel()
+    packed = kernel(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        window_size=(-1, 0) if causal else (-1, -1),
+        **options,
+    )
     assert isinstance(packed, Tensor)  # a pair only where auxiliary outputs are asked for
     return packed
+
+
+@cache
+def torch_varlen_kernel() -> tuple[Callable[..., Any], dict[str, bool]]:
+    """PyTorch's kernel for packed sequences, and what it must be told to take fewer key heads than query heads.
+
+    PyTorch 2.11's takes them as they are, and later ones as soon as they are told to.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _per_sequence(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, causal: bool) -> Tensor:
     """One call per sequence: no mask, no padding, and no other sequence within reach."""
     lengths = cu_seqlens.diff().tolist()
-    grouped = query.shape[1] != key.shape[1]
+    shared = query.shape[1] // key.shape[1]
+    if query.is_cuda and shared > 1:  # with grouped heads only the slowest kernel takes float32
+        key, value, shared = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1), 1
     outputs = []
     for packed in zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in packed)
-        output = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        output = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared > 1)
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs) if outputs else query

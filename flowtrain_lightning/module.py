@@ -103,6 +103,17 @@ class FlowModule(L.LightningModule):
         """
         raise NotImplementedError
 
+    def prepare_media(self, media: PackedMedia) -> Mapping[str, Tensor]:
+        """What ``encode`` needs that follows from the sizes of media alone, such as positions; by default nothing.
+
+        It runs on the host while earlier steps train, in the loader's thread. So ``encode`` finds it on the device, in
+        ``media.inputs``, and reads nothing from there: whoever reads from a GPU waits for all that it has to do.
+
+        Returns:
+            name -> a CPU tensor.
+        """
+        return {}
+
     def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
         """Encoder ranks: packed media of one modality -> features.
 

@@ -28,6 +28,7 @@ from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import HalfEngine, broadcast_half
+from flowtrain_lightning.parallel.groups import collective_backend
 from flowtrain_lightning.parallel.halves import half_tensors, without_absent_halves
 from flowtrain_lightning.parallel.job_store import root_store
 from flowtrain_lightning.parallel.layouts import make_engine
@@ -198,12 +199,6 @@ class FlowTrainStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank // self.ranks_per_device]
 
     @property
-    def backend(self) -> str:
-        """Of the roles' process groups."""
-        # NCCL refuses two ranks of one group on the same device.
-        return "nccl" if self.root_device.type == "cuda" and self.ranks_per_device == 1 else "gloo"
-
-    @property
     def fault_folder(self) -> Path:
         """Where ``fault-rank<rank>.txt`` is written."""
         root = str(self.flow_module.trainer.default_root_dir)
@@ -233,7 +228,7 @@ class FlowTrainStrategy(ParallelStrategy):
         refuse_foreign_module(trainer.lightning_module)
         refuse_unsupported(trainer)
         refuse_unmet_nodes(trainer)
-        self._request.answer(self.num_nodes * self.num_processes, self.num_nodes)
+        self._request.answer(self.num_nodes * self.num_processes, self.num_nodes, self.ranks_per_device)
 
     # ---- start and end ------------------------------------------------------------------------------------------
 
@@ -262,7 +257,9 @@ class FlowTrainStrategy(ParallelStrategy):
                 self.global_rank,
                 self._decision.allocation,
                 self._health,
-                backend=self.backend,
+                backend=collective_backend(
+                    self.root_device.type, self.global_rank, self._decision.allocation, self.ranks_per_device
+                ),
                 hang_timeout=self.hang_timeout,
                 timeout=self.timeout,
                 fault_folder=self.fault_folder,
@@ -272,7 +269,7 @@ class FlowTrainStrategy(ParallelStrategy):
         rank_zero_info(f"flowtrain: {self._decision.text}")
 
     def _choose_allocation(self) -> PlacementDecision:
-        given = self._request.answer(self.world_size, self.num_nodes)
+        given = self._request.answer(self.world_size, self.num_nodes, self.ranks_per_device)
         if given is not None:
             return PlacementDecision(given, "there is one rank" if self.world_size == 1 else "it was asked for")
         assert self._rank_launcher is not None
@@ -384,6 +381,8 @@ class FlowTrainStrategy(ParallelStrategy):
                 # A module that lies on no half was refused: its weights may have no memory to move.
                 if not any(parameter.is_meta for parameter in self.flow_module.parameters()):
                     self.flow_module.cpu()
+        for optimizer in self._named_optimizers:
+            optimizer.to_host()
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()

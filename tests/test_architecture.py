@@ -37,7 +37,7 @@ ROOMS = {
     "strategy": STARTS,
     "registration": {"strategy"},
     "metrics": STARTS,
-    "callbacks": STARTS,
+    "callbacks": {*STARTS, "metrics"},
     "models": {"allocator", "attention", "data", "parallel", "compute", "module"},
     "cli": {*STARTS, "callbacks"},
 }

@@ -28,18 +28,20 @@ def default_allocation(
     placement: Placement | None = None,
     encoder_ranks: int | None = None,
     devices_per_node: int | None = None,
+    ranks_per_device: int = 1,
 ) -> Allocation:
     """Allocate replicated data-parallel roles by rule.
 
     One device has both roles. On several, a quarter of the ranks, but at least one, encodes. The last ranks of each
     node encode, so that features stay within the node; where encoder ranks do not divide evenly the last nodes have
-    one more. Rank 0 is always a backbone rank.
+    one more. Where ranks share devices, one of each device encodes. Rank 0 is always a backbone rank.
 
     Args:
         devices: ranks in all.
         placement: ``"colocated"`` gives both roles to every rank, ``"separate"`` one to each; None follows the rule.
         encoder_ranks: how many ranks encode; None follows the rule.
         devices_per_node: ranks of each node; None means that all are on one node.
+        ranks_per_device: ranks that share a device. Encoder ranks are spread over as many devices as there are.
 
     Raises:
         AllocationError: the settings contradict each other, or leave a role without ranks.
@@ -49,26 +51,28 @@ def default_allocation(
     if placement == "colocated" or (devices == 1 and placement is None and encoder_ranks is None):
         everyone = tuple(range(devices))
         return _replicated("colocated", encoder=everyone, backbone=everyone)
-    encoders = max(1, devices // BACKBONE_SHARE) if encoder_ranks is None else encoder_ranks
+    share = BACKBONE_SHARE if ranks_per_device == 1 else ranks_per_device
+    encoders = max(1, devices // share) if encoder_ranks is None else encoder_ranks
     if encoders >= devices:
         raise AllocationError(
             f"{encoders} encoder ranks leave no backbone rank on {_devices(devices)}; use at most {devices - 1}."
             if devices > 1
             else 'Separate roles need at least 2 devices, but there is 1; use placement="colocated".'
         )
-    encoder = _last_of_each_node(encoders, devices // per_node, per_node)
+    encoder = _last_of_each_node(encoders, devices // per_node, per_node, ranks_per_device)
     backbone = tuple(rank for rank in range(devices) if rank not in encoder)
     return _replicated("separate", encoder=encoder, backbone=backbone)
 
 
-def _last_of_each_node(encoders: int, nodes: int, per_node: int) -> tuple[int, ...]:
+def _last_of_each_node(encoders: int, nodes: int, per_node: int, ranks_per_device: int) -> tuple[int, ...]:
     """The encoder ranks, ascending. Fewer encoders than ranks in all, so node 0 always keeps its first rank."""
     each, more = divmod(encoders, nodes)
+    # The last rank of every device, from the last device on; then the one before it of every device, and so on.
+    last_first = sorted(range(per_node), key=lambda rank: (rank % ranks_per_device, rank), reverse=True)
     found: list[int] = []
     for node in range(nodes):
         count = each + (node >= nodes - more)
-        end = (node + 1) * per_node
-        found += range(end - count, end)
+        found += sorted(node * per_node + rank for rank in last_first[:count])
     return tuple(found)
 
 

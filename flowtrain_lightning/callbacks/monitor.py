@@ -1,54 +1,133 @@
-"""Logs what every rank spends its time on and what its part of the pool does."""
+"""Logs how fast a run is, and what every rank spends its time, its memory and its part of the pool on."""
 
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
-from flowtrain_lightning.data import StepBatch
+from flowtrain_lightning.allocator import BACKBONE, ENCODER
+from flowtrain_lightning.allocator.devices import maker_device
+from flowtrain_lightning.data import StepBatch, StepLoader
+from flowtrain_lightning.metrics import FlopUtilization, PackingUse, PlanMetric, Throughput
+from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.packing.cost_model import DEFAULT_COST
+from flowtrain_lightning.placement.flop_counter import count_flops
+from flowtrain_lightning.placement.probes import load_probes
+from flowtrain_lightning.placement.profile import ProfileError
 from flowtrain_lightning.runtime.runner import RoleRunner
 
 
 class FlowMonitor(L.Callback):
-    """Sends metrics of all ranks to the Trainer's loggers, as ``flowtrain/encoder 0/stall``.
+    """Sends metrics of all ranks to the Trainer's loggers, in groups, which Weights & Biases shows as sections.
 
-    For every lane: the shares of ``compute``, ``stall`` and ``communication`` in its time. For every rank:
-    ``pool_put`` and ``pool_read`` in bytes per second, ``pool_waiting`` and ``pool_peak`` as shares, and how often an
-    entry was refused since there was no room. No rank waits for another one to tell its metrics: those of encoder
-    ranks may be of some steps before.
+    ``throughput/``, ``packing/`` and ``mfu/`` are of all ranks together, and there under plain Lightning too; see
+    `flowtrain_lightning.metrics`. ``time/`` has for every lane the shares of compute, stall and communication in its
+    time; ``pool/`` for every rank what its part of the pool does; ``memory/`` the most bytes that it has had. No rank
+    waits for another one to tell its metrics: those of encoder ranks may be of some steps before.
 
     Args:
         every_n_steps: steps between two reports; None takes the Trainer's ``log_every_n_steps``.
+        peak_flops: FLOP/s of one device on paper, by which ``mfu/`` is measured; None takes those of the known GPUs,
+            and leaves it out on others. To count what a model computes takes rank 0 some seconds before the first step.
 
     Raises:
-        ValueError: fewer than 1 step.
+        ValueError: fewer than 1 step, or a peak that is not above 0.
     """
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
+    def __init__(self, every_n_steps: int | None = None, peak_flops: float | None = None) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps is {every_n_steps}; it must be at least 1.")
+        if peak_flops is not None and peak_flops <= 0:
+            raise ValueError(f"peak_flops is {peak_flops}; it must be above 0.")
         self.every_n_steps = every_n_steps
+        self.peak_flops = peak_flops
+        self._metrics: dict[str, PlanMetric] = {}
+        self._step_ended = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Has the metrics told in the steps' reports."""
+        """Has the metrics of ranks told in the steps' reports, and counts FLOPs."""
         runner: RoleRunner | None = getattr(trainer.strategy, "runner", None)
         if runner is not None:
             runner.metrics_every = math.gcd(runner.metrics_every, self._every(trainer))
+        if trainer.is_global_zero:
+            self._metrics = _packing_metrics(trainer) | _utilization(trainer, pl_module, self.peak_flops)
+        self._step_ended = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
-        """Every so many steps, rank 0 logs what all ranks told."""
-        runner: RoleRunner | None = getattr(trainer.strategy, "runner", None)
+        """Takes in the step; every so many steps, rank 0 logs what all ranks told."""
+        seconds, self._step_ended = time.monotonic() - self._step_ended, time.monotonic()
+        for metric in self._metrics.values():
+            metric.update(batch.plan, seconds)
         every = self._every(trainer)
-        if runner is None or not every or trainer.global_step % every or not trainer.is_global_zero:
+        if not every or trainer.global_step % every or not trainer.is_global_zero:
             return
-        told = [note["metrics"] for note in runner.report.notes if "metrics" in note]
-        metrics = {f"flowtrain/{name}": value for of_rank in told for name, value in of_rank.items()}
+        found = {
+            f"{group}/{name}": float(value)
+            for group, metric in self._metrics.items()
+            for name, value in metric.compute().items()
+        }
+        runner: RoleRunner | None = getattr(trainer.strategy, "runner", None)
+        told = [] if runner is None else [note["metrics"] for note in runner.report.notes if "metrics" in note]
+        for of_rank in told:
+            found |= of_rank
+        for metric in self._metrics.values():
+            metric.reset()
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step - 1)  # beside the step's own loss, counted from 0
+            logger.log_metrics(found, step=trainer.global_step - 1)  # beside the step's own loss, counted from 0
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Validation is no training time."""
+        self._step_ended = time.monotonic()
 
     def _every(self, trainer: L.Trainer) -> int:
         return self.every_n_steps or int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+
+
+def _packing_metrics(trainer: L.Trainer) -> dict[str, PlanMetric]:
+    """Throughput, and what packing leaves unused, where a FlowDataModule packs."""
+    loader = trainer.train_dataloader
+    if not isinstance(loader, StepLoader):
+        return {"throughput": Throughput()}
+    steps = loader.steps
+    use = PackingUse(
+        steps.packing.token_budget,
+        steps.pad_to_budget,
+        steps.packing.cost,
+        steps.packing.encoder_cost or DEFAULT_COST,
+    )
+    return {"throughput": Throughput(), "packing": use}
+
+
+def _utilization(trainer: L.Trainer, module: L.LightningModule, peak: float | None) -> dict[str, PlanMetric]:
+    """MFU, where the peak is known and the module's FLOPs can be counted."""
+    peak = _peak(trainer) if peak is None else peak
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if peak is None or data is None or not isinstance(module, FlowModule):
+        return {}
+    allocation = getattr(trainer.strategy, "allocation", None)
+    everyone = tuple(range(trainer.world_size))
+    ranks = {BACKBONE: everyone, ENCODER: everyone} if allocation is None else allocation.ranks
+    try:
+        with trainer.precision_plugin.forward_context():
+            return {"mfu": FlopUtilization(count_flops(module, load_probes(data)), ranks, peak)}
+    except ProfileError as error:
+        rank_zero_warn(f"{error} FlowMonitor says nothing about MFU.")
+        return {}
+
+
+def _peak(trainer: L.Trainer) -> float | None:
+    """FLOP/s on paper of this rank's GPU, in the precision of the run."""
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return None
+    known = maker_device(torch.cuda.get_device_name(device))
+    shared = getattr(trainer.strategy, "ranks_per_device", 1)
+    width = 2 if "16" in str(trainer.precision) else 4
+    return None if known is None else known.peak_for(width) / shared

@@ -44,6 +44,13 @@ class NamedOptimizer:
             ],
         }
 
+    def to_host(self) -> None:
+        """Moves its state off the device: for after a run, as the weights are moved."""
+        for entries in self._optimizer.state.values():
+            for name, value in entries.items():
+                if isinstance(value, Tensor):
+                    entries[name] = value.cpu()
+
     def load(self, saved: NamedState) -> None:
         """Takes this rank's part of a state by name, or of a plain PyTorch state (parameters by number).
 

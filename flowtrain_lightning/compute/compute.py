@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER
+from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.random_streams import enter_stream
+
+_COPY_STREAMS = 4
 
 
 class UserMethods(Protocol):
@@ -46,6 +49,8 @@ class Compute:
         metrics: one accumulator for each stage, since a name may be logged with other options in validation than in
             training.
         spec: what a row of features was found to be, for which bytes are reserved; None where nobody reserves any.
+        copies: streams for what comes through the pool: the microbatches, or encoder batches, that wait at the same
+            time take one each.
 
     Args:
         module: the user's.
@@ -61,6 +66,8 @@ class Compute:
         self._engines = engines
         self.metrics: defaultdict[str, MetricAccumulator] = defaultdict(MetricAccumulator)
         self.spec: FeatureSpec | None = None
+        self.copies = [CopyStream(device) for _ in range(_COPY_STREAMS)]
+        self._inputs = CopyStream(device)
         self._module = module
         self._name = type(module).__name__
         self._convert_input = trainer.precision_plugin.convert_input
@@ -78,7 +85,9 @@ class Compute:
             ValueError: it returned another number of rows than the plan promises, or rows that take more bytes than
                 when it was first tried.
         """
-        media = media.to(self.device, non_blocking=True)
+        with self._inputs.copying():
+            media = media.to(self.device, non_blocking=True)
+        self._inputs.hand_over(media.tensors)
         media = media.with_patches(self._convert_input(media.patches))
         enter_stream(ENCODER, *step, number)
         with self._module.logging_refused("encode"), self._explains_absent_weights(ENCODER):
@@ -119,7 +128,9 @@ class Compute:
         Raises:
             TypeError: a step with a loss returned something else than one summed loss and a number of tokens.
         """
-        batch = batch.to(self.device, non_blocking=True)
+        with self._inputs.copying():
+            batch = batch.to(self.device, non_blocking=True)
+        self._inputs.hand_over(batch.tensors)
         enter_stream(BACKBONE, *step, number)
         if stage == "predict":
             with self._module.logging_refused("predictions"), self._explains_absent_weights(BACKBONE):
@@ -130,7 +141,7 @@ class Compute:
             output = self._engines[BACKBONE].call(self._module.backbone_step, batch, features, stage)
             match output:
                 case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
-                    if loss.is_meta:
+                    if loss.is_meta and self.device.type != "meta":
                         raise RuntimeError("The loss is on device meta and has no value.")
                 case _:
                     raise TypeError(
@@ -171,7 +182,8 @@ class Compute:
         with ExitStack() as around:
             for role in roles:
                 around.enter_context(self._engines[role].backward(last=last))
-            around.enter_context(torch.autocast(self.device.type, enabled=False))
+            if torch.amp.is_autocast_available(self.device.type):
+                around.enter_context(torch.autocast(self.device.type, enabled=False))
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
     def _refuse_wider_rows(self, features: tuple[Tensor, ...], expected: FeatureSpec) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,9 +65,11 @@ class PackedMedia:
         modality: for example ``"image"``.
         patches: ``[patches, patch_dim]`` floats; the media items one after another, each in its encoder's order.
         cu_seqlens: ``[media items + 1]`` int32, where the patches of each media item begin and end.
-        grid: ``[media items, 2]`` int64, patches along height and width.
+        grid: ``[media items, 2]`` int64, patches along height and width. It stays on the host, where it steers what is
+            computed: reading it from a device would wait for all that the device still has to do.
         max_seqlen: patches of the largest media item.
         rows: ``[media items]`` rows of features that the encoder must return for each media item, in order.
+        inputs: what the module's ``prepare_media`` has worked out of the sizes; empty where nobody has asked it.
     """
 
     modality: str
@@ -76,17 +78,27 @@ class PackedMedia:
     grid: Tensor
     max_seqlen: int
     rows: tuple[int, ...]
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedMedia:
-        """The same media items on ``device``."""
+        """The same media items on ``device``, all but ``grid``."""
         if self.patches.device == device:
             return self
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
         return replace(
             self,
-            patches=self.patches.to(device, non_blocking=non_blocking),
-            cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
-            grid=self.grid.to(device, non_blocking=non_blocking),
+            patches=move(self.patches),
+            cu_seqlens=move(self.cu_seqlens),
+            inputs={name: move(tensor) for name, tensor in self.inputs.items()},
         )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that move to a device."""
+        return self.patches, self.cu_seqlens, *self.inputs.values()
 
     def with_patches(self, patches: Tensor) -> PackedMedia:
         """The same media items with other patches, for example in another precision."""
@@ -131,6 +143,7 @@ class PackedBatch:
         media_positions: modality -> ``[rows]`` int64: the index in ``tokens`` of every row of features, in the order in
             which ``merge`` gets them. A modality that does not occur is absent.
         samples: data set index of every sequence (padding not counted); ``()`` where all is padding.
+        targets: ``[targets]`` int64, where in ``tokens`` the labels count, ascending.
     """
 
     tokens: Tensor
@@ -140,6 +153,7 @@ class PackedBatch:
     max_seqlen: int
     media_positions: dict[str, Tensor]
     samples: tuple[int, ...]
+    targets: Tensor
 
     def slice_tokens(self, own: slice) -> PackedBatch:
         """Some of the tokens, with their labels and positions; bounds and media positions stay those of all."""
@@ -160,7 +174,14 @@ class PackedBatch:
             position_ids=move(self.position_ids),
             cu_seqlens=move(self.cu_seqlens),
             media_positions={modality: move(positions) for modality, positions in self.media_positions.items()},
+            targets=move(self.targets),
         )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors."""
+        own = self.tokens, self.labels, self.position_ids, self.cu_seqlens, self.targets
+        return *own, *self.media_positions.values()
 
 
 class StepBatch:

@@ -65,6 +65,7 @@ def pack_sequences(
         max_seqlen=max(lengths),
         media_positions={IMAGE: torch.from_numpy(positions)} if len(positions) else {},
         samples=tuple(samples),
+        targets=torch.from_numpy(np.flatnonzero(labels != IGNORED_LABEL)),
     )
 
 
@@ -79,6 +80,7 @@ def padding_microbatch() -> PackedBatch:
         max_seqlen=_PADDING_LENGTH,
         media_positions={},
         samples=(),
+        targets=tokens[:0],
     )
 
 

@@ -7,13 +7,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from flowtrain_lightning.data.batch import StepBatch
+from flowtrain_lightning.data.batch import PackedMedia, StepBatch
 from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.sampler import StepSampler
 from flowtrain_lightning.data.step_packing import CostChange
@@ -24,6 +27,9 @@ _PREFETCHED = 2
 
 Prepare = Callable[[StepBatch], object]
 """Works out what a step needs that follows from its plan, while the step before runs."""
+
+PrepareMedia = Callable[[PackedMedia], Mapping[str, Tensor]]
+"""Works out what an encoder needs that follows from the sizes of its media; see `FlowModule.prepare_media`."""
 
 
 class StepLoader:
@@ -44,6 +50,7 @@ class StepLoader:
         num_workers: processes that load; with 0 the training process loads. They live until :meth:`close`.
         pin_memory: batches lie in page-locked memory.
         prepare: called with every batch, in the thread that loads; the result is the batch's ``program``.
+        prepare_media: called with every encoder batch, in that thread; the result is its ``inputs``.
     """
 
     batch_sampler = None
@@ -57,6 +64,7 @@ class StepLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         prepare: Prepare | None = None,
+        prepare_media: PrepareMedia | None = None,
     ) -> None:
         self.steps = steps
         self.sampler = StepSampler(steps.sampling.steps, steps.packing)
@@ -67,6 +75,7 @@ class StepLoader:
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._prepare = prepare
+        self._prepare_media = partial(_with_inputs, prepare_media, pin_memory) if prepare_media is not None else None
         self._loader: DataLoader[SharedMemoryBatch | None] | None = None
         self._reading: weakref.ref[_StepIterator] | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -172,7 +181,7 @@ class StepLoader:
         """Let the thread bring the next batch, or None at the epoch's end."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="load the next step")
-        self._coming = self._thread.submit(_next_batch, batches, self._prepare)
+        self._coming = self._thread.submit(_next_batch, batches, self._prepare, self._prepare_media)
         return self._coming
 
     def _start(self, iterator: _StepIterator) -> Iterator[SharedMemoryBatch | None]:
@@ -312,15 +321,29 @@ class _Delivery(NamedTuple):
     stream: dict[str, Any] | None
 
 
-def _next_batch(batches: Iterator[SharedMemoryBatch | None], prepare: Prepare | None) -> _Delivery | None:
+def _next_batch(
+    batches: Iterator[SharedMemoryBatch | None],
+    prepare: Prepare | None,
+    prepare_media: Callable[[PackedMedia | None], PackedMedia | None] | None,
+) -> _Delivery | None:
     with fork_lock.loading():
         if (packed := next(batches, None)) is None:
             return None
         batch = packed.open()
         _ = batch.plan.entries  # computed here, not when the step begins
+        if prepare_media is not None:
+            batch.encoder_batches = tuple(map(prepare_media, batch.encoder_batches))
+            batch.padding_media = prepare_media(batch.padding_media)
         if prepare is not None:
             batch.program = prepare(batch)
         return _Delivery(batch, packed.stream)
+
+
+def _with_inputs(prepare: PrepareMedia, pin_memory: bool, media: PackedMedia | None) -> PackedMedia | None:
+    if media is None:
+        return None
+    inputs = prepare(media)
+    return replace(media, inputs={name: one.pin_memory() for name, one in inputs.items()} if pin_memory else inputs)
 
 
 class _Following:

@@ -330,6 +330,7 @@ class FlowDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=strategy is not None and strategy.root_device.type == "cuda",
             prepare=getattr(strategy, "prepare_step", None),
+            prepare_media=getattr(getattr(self.trainer, "lightning_module", None), "prepare_media", None),
         )
         self._loaders.add(loader)
         return loader

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from flowtrain_lightning.allocator import BACKBONE
-from flowtrain_lightning.data import IGNORED_LABEL, Features, FlowDataModule, PackedBatch
+from flowtrain_lightning.compute.compile_blocks import Compile, compile_blocks
+from flowtrain_lightning.compute.cross_entropy import summed_cross_entropy
+from flowtrain_lightning.data import Features, FlowDataModule, PackedBatch
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.processor import Processor, processor_of
 from flowtrain_lightning.models.tensor_plans import decoder_plan, perceptron_plan
@@ -38,7 +39,9 @@ class HuggingFaceVLM(FlowModule):
         frozen: path or paths of modules of the Hugging Face model that do not train, such as ``"model.visual"``.
         recompute: keep only what each layer is given and compute the rest a second time for the backward (gradient
             checkpointing): far less memory, up to a third more time.
-        lr: of AdamW.
+        compile: ``"blocks"`` lets PyTorch compile the repeated layers of both halves, once for all numbers of tokens;
+            ``"none"`` leaves them as they are.
+        lr: of AdamW, which is fused on GPUs.
         weight_decay: of AdamW, on matrices only.
         max_new_tokens: how many tokens a prediction has at most; it ends sooner at the token that the model ends with.
         processor: the name or folder of Hugging Face whose tokenizer, chat template and image processor the data module
@@ -61,6 +64,7 @@ class HuggingFaceVLM(FlowModule):
         *,
         frozen: str | Sequence[str] = (),
         recompute: bool = False,
+        compile: Compile = "none",
         lr: float = 1e-5,
         weight_decay: float = 0.0,
         max_new_tokens: int = 32,
@@ -80,6 +84,7 @@ class HuggingFaceVLM(FlowModule):
                 "model": config.to_dict(),
                 "frozen": [frozen] if isinstance(frozen, str) else list(frozen),
                 "recompute": recompute,
+                "compile": compile,
                 "lr": lr,
                 "weight_decay": weight_decay,
                 "max_new_tokens": max_new_tokens,
@@ -159,6 +164,8 @@ class HuggingFaceVLM(FlowModule):
                 warnings.simplefilter("ignore", FutureWarning)  # its new name is known from transformers 5.23 on only
                 self.model.gradient_checkpointing_enable()
             self.model.disable_input_require_grads()  # else the backward goes through frozen parts too
+        if self.hparams["compile"] == "blocks":
+            compile_blocks(self.model)
         for path in self.hparams["frozen"]:
             self._frozen(path).requires_grad_(False)
         self._tables = _tables(self.model)
@@ -223,10 +230,9 @@ class HuggingFaceVLM(FlowModule):
 
     def loss(self, outputs: Any, batch: PackedBatch) -> tuple[Tensor, int]:
         """Summed cross entropy. Logits, which are the widest tensors of all, are made at target tokens only."""
-        targets = (batch.labels != IGNORED_LABEL).nonzero()[:, 0]
-        logits = self._head(outputs.last_hidden_state[0, targets])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return functional.cross_entropy(logits, batch.labels[targets], reduction="sum"), len(targets)
+        hidden = outputs.last_hidden_state[0].index_select(0, batch.targets)
+        labels = batch.labels.index_select(0, batch.targets)
+        return summed_cross_entropy(self._head, hidden, labels), len(batch.targets)
 
     def logits(self, outputs: Any) -> Tensor:
         """``[tokens, vocabulary]``, for ``generate``."""
@@ -255,7 +261,11 @@ class HuggingFaceVLM(FlowModule):
             {"params": [p for p in training if p.ndim > 1], "weight_decay": self.hparams["weight_decay"]},
             {"params": [p for p in training if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=self.hparams["lr"])
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams["lr"])
+        if all(parameter.is_cuda or parameter.is_meta for parameter in training):
+            for group in optimizer.param_groups:  # not by AdamW's argument, which refuses what lives on other ranks
+                group["fused"] = True
+        return optimizer
 
 
 def _refuse_seeing_ahead(model: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
@@ -31,17 +32,48 @@ class QwenVLM(HuggingFaceVLM):
         """Builds the model; its tower attends within all images of an encoder batch at once."""
         super().configure_whole()
         pack_attention(self.model.model.visual)
+        depths = getattr(self.model.config.vision_config, "deepstack_visual_indexes", ())
+        for layer, number in zip(self._text.layers, range(len(depths)), strict=False):
+            layer.register_forward_hook(partial(_add_deepstack, number), with_kwargs=True)
+
+    def prepare_media(self, media: PackedMedia) -> dict[str, Tensor]:
+        """Positions and windows of patches, by ``transformers``' own functions, and the offsets of `image_offsets`."""
+        from transformers import vision_utils
+
+        tower = self.model.model.visual
+        grid, merge = _clips(media.grid), tower.config.spatial_merge_size
+        found = {
+            "position_ids": vision_utils.get_vision_position_ids(grid, merge),
+            _OFFSETS: image_offsets(media, merge),
+        }
+        if self.model.config.model_type == "qwen2_5_vl":
+            sides = tower.config.window_size, tower.config.patch_size
+            found["window_index"], found["cu_window_seqlens"] = vision_utils.get_vision_window_index(
+                grid, merge, *sides
+            )
+        if self.model.config.model_type == "qwen3_vl":
+            found["interp_indices"], found["interp_weights"] = (
+                vision_utils.get_vision_interpolation_indices_and_weights(
+                    grid,
+                    num_grid_per_side=tower.num_grid_per_side,
+                    mode=tower.interpolation_mode,
+                    align_corners=tower.interpolation_align_corners,
+                    spatial_merge_size=merge,
+                )
+            )
+        return found
 
     def encode(self, media: PackedMedia) -> tuple[Tensor, ...]:
         """Patches of images -> ``[sum(media.rows), width]``, more of these for Qwen3-VL, and the offsets."""
         tower = self.model.model.visual
         self._check_patches(media, tower.config)
-        grid = functional.pad(media.grid, (1, 0), value=1)  # an image is a clip of one moment,
         frames = media.patches.view(len(media.patches), tower.config.in_channels, 1, -1)  # in as many equal frames
         frames = frames.expand(-1, -1, tower.config.temporal_patch_size, -1)  # as the tower takes together
+        inputs = dict(media.inputs or _moved(self.prepare_media(media), media.patches.device))
+        offsets = inputs.pop(_OFFSETS)
         bounds = {"max_length_q": media.max_seqlen, "max_length_k": media.max_seqlen}
-        output = tower(frames.flatten(1), grid_thw=grid, **bounds)
-        offsets = image_offsets(media, tower.config.spatial_merge_size)
+        grid = _clips(media.grid)  # on the host, where the tower no more needs it
+        output = tower(frames.flatten(1), grid_thw=grid, cu_seqlens=media.cu_seqlens, **inputs, **bounds)
         return (output.pooler_output, *getattr(output, "deepstack_features", ()), offsets)
 
     def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
@@ -52,9 +84,7 @@ class QwenVLM(HuggingFaceVLM):
         arguments = super().merge(batch, {"image": rows})
         arguments["position_ids"] = mrope_positions(batch, "image", offsets)[:, None]
         if deepstack:
-            mask = torch.zeros_like(batch.tokens, dtype=torch.bool)
-            mask[batch.media_positions["image"]] = True
-            arguments |= {"visual_pos_masks": mask[None], "deepstack_visual_embeds": deepstack}
+            arguments |= {"deepstack": deepstack, "deepstack_positions": batch.media_positions["image"]}
         return arguments
 
     def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
@@ -77,6 +107,29 @@ class QwenVLM(HuggingFaceVLM):
             )
 
 
+_OFFSETS = "offsets"
+
+
+def _clips(grid: Tensor) -> Tensor:
+    """``[images, 3]``: an image is a clip of one moment."""
+    return functional.pad(grid, (1, 0), value=1)
+
+
+def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+def _add_deepstack(number: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], hidden: Tensor) -> Tensor:
+    """A forward hook of a text layer of Qwen3-VL: adds what the tower has for it at the tokens of images.
+
+    The model itself would do it by a mask, of which it must know how many tokens it picks: that is a wait.
+    """
+    deepstack = kwargs.get("deepstack")
+    if deepstack is None:
+        return hidden
+    return hidden.index_add(1, kwargs["deepstack_positions"], deepstack[number].to(hidden.dtype)[None])
+
+
 def image_offsets(media: PackedMedia, merge_size: int) -> Tensor:
     """What is known of the M-RoPE positions of images' features without knowing their sequence.
 
@@ -88,15 +141,14 @@ def image_offsets(media: PackedMedia, merge_size: int) -> Tensor:
         merge_size: side of the block of patches that becomes one row of features.
 
     Returns:
-        ``[sum(media.rows), 4]`` int64: how far time, height and width lie from where plain counting is, and, at the
-        last row of features of an image, how far plain counting has run ahead behind it (else 0).
+        ``[sum(media.rows), 4]`` int64 on the host: how far time, height and width lie from where plain counting is,
+        and, at the last row of features of an image, how far plain counting has run ahead behind it (else 0).
     """
-    device, total = media.grid.device, sum(media.rows)
     blocks = media.grid // merge_size
-    count = torch.tensor(media.rows, device=device)
+    count = torch.tensor(media.rows)
     end = count.cumsum(0)
-    image = torch.repeat_interleave(torch.arange(len(count), device=device), count, output_size=total)
-    within = torch.arange(total, device=device) - (end - count)[image]
+    image = torch.repeat_interleave(torch.arange(len(count)), count)
+    within = torch.arange(sum(media.rows)) - (end - count)[image]
     wide = blocks[image, 1]
     ahead = torch.zeros_like(within).index_copy(0, end - 1, count - blocks.max(dim=1).values)
     return torch.stack([-within, within // wide - within, within % wide - within, ahead], dim=1)

@@ -22,6 +22,6 @@ def tile_images(media: PackedMedia, high: int) -> Tensor:
     """
     counts = [int(down) // high for down in media.grid[:, 0]]
     wide = int(media.grid[0, 1])
-    grid = torch.tensor([[high, wide]] * sum(counts), device=media.grid.device)
+    grid = torch.tensor([[high, wide]] * sum(counts))
     rows = [rows // count for rows, count in zip(media.rows, counts, strict=True) for _ in range(count)]
     return replace(media, grid=grid, rows=tuple(rows)).images()

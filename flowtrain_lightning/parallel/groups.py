@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from flowtrain_lightning.allocator import BACKBONE, ROLES, Allocation
 from flowtrain_lightning.parallel.job_store import readable_rendezvous_errors, root_store
 from flowtrain_lightning.parallel.messages import MAX_MESSAGE_BYTES, decode_message, encode_message
 
@@ -221,6 +222,29 @@ def _as_tensor(message: bytes, size: int) -> Tensor:
 def _refuse_long(size: int) -> None:
     if not 0 <= size <= MAX_MESSAGE_BYTES:
         raise ValueError(f"Another rank announced a message of {size:,} bytes; {MAX_MESSAGE_BYTES:,} are the most.")
+
+
+def collective_backend(device_type: str, rank: int, allocation: Allocation, ranks_per_device: int) -> str:
+    """Which backend the default group of a rank has.
+
+    NCCL refuses two ranks of one group on the same GPU, so each group is looked at by itself: with an encoder rank and
+    a backbone rank on every GPU, each role has its GPUs for itself.
+
+    Args:
+        device_type: on what the ranks compute.
+        rank: global rank.
+        allocation: which ranks play which role.
+        ranks_per_device: consecutive ranks that share a device.
+    """
+    world = next(ranks for ranks in default_groups(allocation) if rank in ranks)
+    alone = len({each // ranks_per_device for each in world}) == len(world)
+    return "nccl" if device_type == "cuda" and alone else "gloo"
+
+
+def default_groups(allocation: Allocation) -> tuple[tuple[int, ...], ...]:
+    """The global ranks of every default group: a role, or where roles share ranks all of them."""
+    separate = allocation.placement == "separate"
+    return tuple(allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
 
 
 _connected: tuple[Any, Groups] | None = None

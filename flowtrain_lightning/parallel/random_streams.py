@@ -24,7 +24,7 @@ def own_streams() -> Iterator[None]:
     if torch.get_default_device().type == "cuda" and torch.cuda.is_available():
         # Else its generator could not be seeded before the first weights are drawn there.
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if _uses_cuda() else []
     with torch.random.fork_rng(devices=devices):
         yield
 
@@ -38,7 +38,7 @@ def enter_stream(*name: object) -> None:
     seed = int.from_bytes(digest[:8], "little") >> 1
     # torch.manual_seed would note the call stack for every kind of accelerator that is not there: milliseconds.
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if _uses_cuda():
         torch.cuda.manual_seed_all(seed)
 
 
@@ -48,7 +48,7 @@ def random_states() -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if _uses_cuda() else None,
         "python": (version, list(numbers), gauss),
         "numpy": (str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(cached)),
     }
@@ -57,9 +57,14 @@ def random_states() -> dict[str, Any]:
 def restore_random_states(states: Mapping[str, Any]) -> None:
     """Takes up what ``random_states`` gave."""
     torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
+    if states["cuda"] is not None and _uses_cuda():
         torch.cuda.set_rng_state(states["cuda"])
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def _uses_cuda() -> bool:
+    """Whether this process computes on GPUs. A run on CPUs never makes a context on one, which forks could not use."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -84,8 +84,10 @@ class ReplicatedHalf:
             return
         for bucket in self._buckets[self._left :]:
             bucket.send(self._group)
+        flags = [bucket.receive(scale) for bucket in self._buckets]
+        used = iter(torch.cat(flags).tolist() if flags else [])  # the one wait of the host for the device in a step
         for bucket in self._buckets:
-            bucket.receive(scale)
+            bucket.write_back(used)
         self._buckets, self._left = [], 0
 
     def squared_norm(self, gradients: list[Tensor]) -> Tensor:
@@ -129,15 +131,20 @@ class _Bucket:
             start += value.numel()
         self._flat, self._work = flat, dist.all_reduce(flat, group=group, async_op=True)
 
-    def receive(self, scale: float) -> None:
-        """Waits for the sums and puts them into the gradients, times ``scale``."""
+    def receive(self, scale: float) -> Tensor:
+        """Waits for the sums, which it scales, and returns the flags, a float32 for each parameter."""
         assert self._flat is not None, "it was sent"
         self._work.wait()
-        values = [local_part(parameter.data) for parameter in self.parameters]
-        used = self._flat[-len(values) :].tolist()
+        flags = self._flat[-len(self.parameters) :].float()
         self._flat.mul_(scale)
+        return flags
+
+    def write_back(self, used: Iterator[float]) -> None:
+        """Puts the sums into the gradients of the parameters whose flags, which come next, are not 0."""
+        assert self._flat is not None, "it was received"
         start = 0
-        for parameter, value, flag in zip(self.parameters, values, used, strict=True):
+        for parameter in self.parameters:
+            value, flag = local_part(parameter.data), next(used)
             if flag > 0:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)

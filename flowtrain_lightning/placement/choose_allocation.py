@@ -168,7 +168,9 @@ def _decide(launch: LaunchContext) -> PlacementDecision:
         saved = _as_saved(checkpoint, launch.ranks)
         if saved is not None:
             return saved
-    rule = default_allocation(launch.ranks, devices_per_node=launch.ranks // launch.nodes)
+    rule = default_allocation(
+        launch.ranks, devices_per_node=launch.ranks // launch.nodes, ranks_per_device=launch.ranks_per_device
+    )
     data = launch.trainer.datamodule  # type: ignore[attr-defined]
     if profile == OFF:
         return PlacementDecision(rule, "it is the rule of thumb, as profile='off' leaves planning out")
@@ -207,7 +209,15 @@ def _planned(launch: LaunchContext, data: FlowDataModule) -> PlacementDecision:
     if not isinstance(profile, Profile):
         profile = measured_profile(trainer, launch.module, data)
     processors = processors_of(trainer.strategy.root_device, launch.ranks, launch.ranks_per_device, launch.nodes)
-    costs = MeasuredCosts(profile, first_steps(data), launch.ranks, processors, launch.kept_batches, launch.nodes)
+    costs = MeasuredCosts(
+        profile,
+        first_steps(data),
+        launch.ranks,
+        processors,
+        launch.kept_batches,
+        launch.nodes,
+        launch.ranks_per_device,
+    )
     choice = choose_placement(costs)
     return PlacementDecision(choice.chosen.allocation, choice.reason, costs, choice)
 

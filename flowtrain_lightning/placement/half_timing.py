@@ -56,12 +56,12 @@ class HalfTimes:
     feature_bytes: int
 
 
-def profiling_trainer(accelerator: str, precision: Any) -> L.Trainer:
-    """A Trainer for one run of `time_halves`."""
+def profiling_trainer(accelerator: str, precision: Any, device: int | None = None) -> L.Trainer:
+    """A Trainer for one run of `time_halves`, on the device of this number where there are several."""
     with _quiet():
         return L.Trainer(
             accelerator=accelerator,
-            devices=1,
+            devices=1 if device is None else [device],
             precision=precision,
             max_epochs=1,
             callbacks=[OptimizerClock()],

@@ -73,6 +73,8 @@ class MeasuredCosts:
         processors: which of the ranks share what they compute on.
         kept_batches: encoder batches whose activations each encoder rank keeps.
         nodes: on which the ranks run, as many on each.
+        ranks_per_device: ranks that share a device. With more than one, each of them has one role: two copies of both
+            halves on a device would only take its memory.
     """
 
     margin: ClassVar[float] = 0.01
@@ -83,6 +85,7 @@ class MeasuredCosts:
     processors: Processors
     kept_batches: int
     nodes: int = 1
+    ranks_per_device: int = 1
 
     def predictions(self) -> tuple[MeasuredPrediction, ...]:
         """Colocated roles, and separate ones with encoder ranks spread evenly over the nodes.
@@ -94,7 +97,7 @@ class MeasuredCosts:
             NoPlanError: the steps cannot be dealt to so many ranks.
         """
         together = None
-        if self.profile.whole:  # else both halves did not fit on a device together
+        if self.profile.whole and self.ranks_per_device == 1:  # else both halves did not fit on a device together
             together = self.predict(default_allocation(self.ranks, "colocated"))
         found = (*([together] if together is not None else []), *search_splits(self.ranks - 1, self._separate))
         if not found:
@@ -110,7 +113,8 @@ class MeasuredCosts:
         return predict_steps(plans, allocation, self.profile, self.processors, self.kept_batches)
 
     def _separate(self, encoder_ranks: int) -> MeasuredPrediction | None:
-        return self.predict(default_allocation(self.ranks, "separate", encoder_ranks, self.ranks // self.nodes))
+        per_node = self.ranks // self.nodes
+        return self.predict(default_allocation(self.ranks, "separate", encoder_ranks, per_node, self.ranks_per_device))
 
 
 def search_splits(most: int, predict: Callable[[int], MeasuredPrediction | None]) -> list[MeasuredPrediction]:

@@ -82,6 +82,7 @@ def measure_if_asked(trainer: L.Trainer, module: FlowModule) -> None:
         module,
         data,
         accelerator=trainer.strategy.root_device.type,
+        device_number=trainer.strategy.root_device.index,
         precision=trainer.precision,
         seconds=_MEASURED_SECONDS,
         progress=False,

@@ -47,6 +47,7 @@ def profile_module(
     data: FlowDataModule,
     *,
     accelerator: str = "auto",
+    device_number: int | None = None,
     precision: Any = "32-true",
     seconds: float = 20.0,
     reduction: bool = True,
@@ -63,6 +64,7 @@ def profile_module(
         module: best not built yet.
         data: its training data are used.
         accelerator: as for the Trainer.
+        device_number: of the device, where there are several of its kind.
         precision: as for the Trainer.
         seconds: about how long to measure; every size is measured at least once.
         reduction: also measure how long two ranks take to sum gradients; on CPUs only.
@@ -73,7 +75,7 @@ def profile_module(
         DataError: there are no training data, or they cannot be read.
         ProfileError: the halves do not fit, and their layers are not alike.
     """
-    trainer = profiling_trainer(accelerator, precision)
+    trainer = profiling_trainer(accelerator, precision, device_number)
     device, precision = trainer.strategy.root_device, trainer.precision
     data.prepare_data()
     data.setup("fit")
@@ -85,7 +87,7 @@ def profile_module(
     whole = times is not None
     if times is None:
         del built
-        trainer = profiling_trainer(accelerator, precision)
+        trainer = profiling_trainer(accelerator, precision, device_number)
         gc.collect()  # what ran out of memory is in circles of references
         rank_zero_warn(
             f"{type(module).__name__} does not fit on {device_name(device)} whole. Each half is measured with one and "
@@ -94,7 +96,7 @@ def profile_module(
         with trainer.precision_plugin.module_init_context():
             built = copy_on_meta(module)
         times = extrapolate_layers(
-            module, probes, lambda shallow: run(shallow, profiling_trainer(accelerator, precision))
+            module, probes, lambda shallow: run(shallow, profiling_trainer(accelerator, precision, device_number))
         )
     counted = _flops(trainer, built, probes) if flops else {}
     return Profile(

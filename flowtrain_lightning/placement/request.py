@@ -44,12 +44,13 @@ class PlacementRequest:
     profile: Profile | str
     roles: Mapping[str, RoleLayout] = field(default_factory=dict)
 
-    def answer(self, ranks: int, nodes: int = 1) -> Allocation | None:
+    def answer(self, ranks: int, nodes: int = 1, ranks_per_device: int = 1) -> Allocation | None:
         """The allocation that follows from the request alone, or None where there is something to find out.
 
         Args:
             ranks: of the run.
             nodes: on which they run, as many on each.
+            ranks_per_device: how many of them share a device.
 
         Raises:
             AllocationError: with what was asked for and what there is.
@@ -59,7 +60,9 @@ class PlacementRequest:
             refuse_what_cannot_run(self.allocation, self.source)
             return self.allocation
         if ranks == 1 or self.placement is not None or self.encoder_ranks is not None:
-            found = default_allocation(ranks, self.placement, self.encoder_ranks, ranks // nodes).with_roles(self.roles)
+            per_node = ranks // nodes
+            by_rule = default_allocation(ranks, self.placement, self.encoder_ranks, per_node, ranks_per_device)
+            found = by_rule.with_roles(self.roles)
             refuse_what_cannot_run(found, "What was asked for")
             return found
         return None

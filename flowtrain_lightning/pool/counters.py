@@ -35,6 +35,8 @@ class PoolCounters:
         current: the region of the step that runs.
         ahead: the region of later steps.
         device: device memory of entries whose readers have not all given them back.
+        fallbacks: entries of tensors on the device that were put into host memory all the same, since the block was
+            full or one of their readers cannot read it.
     """
 
     transport: str
@@ -49,3 +51,4 @@ class PoolCounters:
     current: Occupancy
     ahead: Occupancy
     device: Occupancy = Occupancy(0, 0, 0)
+    fallbacks: int = 0

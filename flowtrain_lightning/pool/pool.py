@@ -327,6 +327,7 @@ class Pool:
             current=self._segment.current.occupancy,
             ahead=self._segment.ahead.occupancy,
             device=Occupancy(0, 0, 0) if self._device is None else self._device.occupancy,
+            fallbacks=0 if self._device is None else self._device.fallbacks,
         )
 
     def _learn(self, record: ControlRecord) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowtrain_lightning.allocator import BACKBONE
+from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.features import FeatureSpec, as_features
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.pool import Key
@@ -52,7 +53,8 @@ class BackboneLane:
             outputs: to which predictions are appended.
         """
         # Made before the first features are here, when this lane has nothing else to do.
-        waiting = deque(MicrobatchFeatures(step, work) for work in step.program.microbatches)
+        streams = cycle(self._context.compute.copies)
+        waiting = deque(MicrobatchFeatures(step, work, next(streams)) for work in step.program.microbatches)
         if step.trains and spec is not None and self._answers:
             while not self._context.pool.reserve(step.reserved_gradients(spec), ahead=True):
                 yield "bytes for gradients in the pool"
@@ -75,7 +77,8 @@ class BackboneLane:
         arrived = self._context.pool.arrived(features.missing)
         if arrived:
             start = self._context.timeline.start()
-            features.fetch(arrived, self._context)
+            with features.copies.copying():
+                features.fetch(arrived, self._context)
             self._context.timeline.stop(start, BACKBONE, COMMUNICATION, "features", step.stage, step.index)
         return bool(arrived)
 
@@ -85,6 +88,7 @@ class BackboneLane:
         """Forward and backward of one microbatch; returns its features as leaves of the graph."""
         context, rank = self._context, step.batch.shard.backbone_rank
         assert rank is not None
+        features.copies.hand_over(features.tensors)
         leaves = tuple(t.requires_grad_(step.trains and t.is_floating_point()) for t in features.tensors)
         context.enter(f"compute microbatch {number}", step)
         start = context.timeline.start()
@@ -127,12 +131,14 @@ class MicrobatchFeatures:
 
     Attributes:
         work: which entries they are, and where their rows belong.
+        copies: the stream on which they are fetched.
         missing: key of an entry that is not here yet -> its number.
         tensors: the features; ``()`` before the first entry is here, and where the microbatch has no media.
     """
 
-    def __init__(self, step: Step, work: MicrobatchWork) -> None:
+    def __init__(self, step: Step, work: MicrobatchWork, copies: CopyStream) -> None:
         self.work = work
+        self.copies = copies
         self.missing = {Key(step.features, step.index, entry): entry for entry in work.slices}
         self.tensors: tuple[Tensor, ...] = ()
 

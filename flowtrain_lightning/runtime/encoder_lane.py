@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.allocator import ENCODER
+from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.program import PADDING, EncoderBatchWork
@@ -153,9 +154,15 @@ class EncoderLane:
         if arrived:
             start = self._context.timeline.start()
             for batch, keys in arrived:
-                batch.collect(keys, self._context)
+                with self._copies(batch.batch).copying():
+                    batch.collect(keys, self._context)
             self._context.timeline.stop(start, ENCODER, COMMUNICATION, "gradients", step.stage, step.index)
         return bool(arrived)
+
+    def _copies(self, batch: EncoderBatchWork) -> CopyStream:
+        """The stream on which the gradients of an encoder batch are collected."""
+        streams = self._context.compute.copies
+        return streams[batch.number % len(streams)]
 
     def _backward(self, step: Step, waiting: AwaitingBackward, *, last: bool) -> None:
         context, batch = self._context, waiting.batch
@@ -164,6 +171,7 @@ class EncoderLane:
             outputs = self._forward(step, batch, keep=True)
         context.enter(f"backward of encoder batch {batch.number}", step)
         start = context.timeline.start()
+        self._copies(batch).hand_over(waiting.gradients)
         context.compute.backward((ENCODER,), outputs, tuple(waiting.gradients), last=last)
         context.timeline.stop(start, ENCODER, COMPUTE, "backward", step.stage, step.index, batch.number)
 

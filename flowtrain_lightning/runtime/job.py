@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation
-from flowtrain_lightning.parallel.groups import connect_groups
+from flowtrain_lightning.parallel.groups import connect_groups, default_groups
 from flowtrain_lightning.parallel.job_store import node_names
 from flowtrain_lightning.pool import (
     Mesh,
@@ -38,7 +38,7 @@ class Job:
         rank: global rank.
         allocation: which ranks play which role.
         health: watches over this process and the others.
-        backend: of the roles' process groups.
+        backend: of this rank's default group.
         hang_timeout: seconds without progress of any rank after which all end.
         timeout: the same until every rank has begun its first step.
         fault_folder: where ``fault-rank<r>.txt`` is written.
@@ -69,8 +69,7 @@ class Job:
         self._health = health
         health.name_ranks(self.labels)
         address = _reachable_address() if nodes > 1 else None
-        separate = allocation.placement == "separate"
-        worlds = tuple(allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
+        worlds = default_groups(allocation)
         seconds = timeout.total_seconds()
         self.groups = connect_groups(rank, worlds, backend, collective_timeout(hang_timeout, timeout))
         if nodes > 1:

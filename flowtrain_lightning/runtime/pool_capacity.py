@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from flowtrain_lightning.pool import (
     TierChoice,
     choose_device_tier,
 )
+from flowtrain_lightning.pool.device.device_opening import CLOSE_SECONDS
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.schedule import LaneContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
@@ -73,6 +75,7 @@ class PoolCapacity:
         self._region_bytes = 0
         self._last_counters: PoolCounters | None = None
         self._tier: DeviceTier | None = None
+        self._tier_bytes = 0  # that were asked for when it was opened
 
     @property
     def counters(self) -> PoolCounters | None:
@@ -111,8 +114,8 @@ class PoolCapacity:
             self.context.pool.close()
             self.context = None
         if self._tier is not None:
-            self._tier.close()
-            self._tier = None
+            self._tier.close(CLOSE_SECONDS)
+            self._tier, self._tier_bytes = None, 0
 
     def _choose_bytes(self, least: int, ample: int) -> int:
         """Bytes of each half of the pool."""
@@ -135,10 +138,13 @@ class PoolCapacity:
     def _open(self, step: Step) -> None:
         former, page, nbytes = self.context, self._job.mesh.page, self._region_bytes
         page.enter("wait for all ranks to open the pool", step.index)
-        if self._tier is None:
+        if self._tier_bytes < nbytes:
+            if self._tier is not None:
+                self._tier.close(math.inf)  # all ranks come here, and nobody has anything left to read in it
             # As much as one half of the pool: a rank with one role uses one half, and what is too much goes through
-            # host memory, which has bytes for everything. It is kept for all later pools.
+            # host memory, which has bytes for everything. It is kept until the pool grows.
             self._tier = choose_device_tier(self._settings.tier, self._job.mesh, self._compute.device, nbytes)
+            self._tier_bytes = nbytes
             if self._tier is not None:
                 rank_zero_info(f"flowtrain: {self._tier.sentence}")
         pool = Pool.open(self._job.mesh, nbytes, nbytes, self._settings.network, self._tier)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+
+import torch
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.packing import IntArray
@@ -48,14 +51,16 @@ class RankMetrics:
             counters: of this rank's part of the pool; None where there is none yet.
 
         Returns:
-            for every lane the shares of ``compute``, ``stall`` and ``communication`` in its time, from 0 to 1; for the
-            rank ``pool_put`` and ``pool_read`` in bytes per second, ``pool_waiting``, the share of time in which it
-            waited for something to come through the pool, ``pool_refused``, how often an entry found no room, and
-            ``pool_peak``, the share of its bytes that was taken at most since the pool was opened.
+            under ``time/`` for every lane the shares of ``compute``, ``stall`` and ``communication`` in its time, from
+            0 to 1; under ``memory/`` the most bytes that the rank has had so far, on its GPU or else on the host; under
+            ``pool/`` ``put`` and ``read`` in bytes per second, ``waiting``, the share of time in which it waited for
+            something to come through the pool, ``refused``, how often an entry found no room, ``peak``, the share of
+            its bytes that was taken at most since the pool was opened, and ``fallbacks``, how many entries from a GPU
+            went through host memory.
         """
         now = time.monotonic()
         elapsed, self._taken = now - self._taken, now
-        metrics = self._shares()
+        metrics = self._shares() | {f"memory/{self._label}": float(peak_memory())}
         if counters is not None:
             metrics |= self._of_pool(counters, elapsed)
         return metrics
@@ -69,17 +74,18 @@ class RankMetrics:
                 for kind in (COMPUTE, STALL, COMMUNICATION)
             }
             whole = sum(spent.values())
-            metrics |= {f"{lane}/{kind}": seconds / whole if whole else 0.0 for kind, seconds in spent.items()}
+            metrics |= {f"time/{lane} {kind}": seconds / whole if whole else 0.0 for kind, seconds in spent.items()}
         self._totals = totals
         return metrics
 
     def _of_pool(self, counters: PoolCounters, elapsed: float) -> dict[str, float]:
         former, self._counters = self._counters, counters
         if former is None or counters.entries < former.entries or counters.waits < former.waits:  # it was opened anew
-            put = read = refused = 0
+            put = read = refused = fallbacks = 0
             waited = 0.0
         else:
             put, read, refused = former.bytes, former.leased_bytes, former.refused
+            fallbacks = former.fallbacks
             waited = former.wait_seconds
         capacity = counters.current.capacity + counters.ahead.capacity
         taken = {
@@ -87,9 +93,17 @@ class RankMetrics:
             "read": (counters.leased_bytes - read) / elapsed,
             "waiting": (counters.wait_seconds - waited) / elapsed,
             "refused": counters.refused - refused,
+            "fallbacks": counters.fallbacks - fallbacks,
             "peak": (counters.current.peak + counters.ahead.peak) / capacity if capacity else 0.0,
         }
-        return {f"{self._label}/pool_{name}": float(value) for name, value in taken.items()}
+        return {f"pool/{self._label} {name}": float(value) for name, value in taken.items()}
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has had so far: of tensors on GPUs, where it uses one, else of the host's."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def step_timings(step: Step, timeline: Timeline) -> Timings:

@@ -105,19 +105,18 @@ class VisionEncoder(nn.Module):
         merged = merge_size**2 * width
         self.merger = nn.Sequential(nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, feature_width))
 
-    def forward(self, patches: Tensor, grid: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    def forward(self, patches: Tensor, positions: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """Features of packed pictures.
 
         Args:
             patches: ``[patches, patch_dim]``, block after block, so that neighbours in the tensor merge.
-            grid: ``[pictures, 2]`` rows and columns of patches.
+            positions: ``[patches, 2]`` row and column of every patch; see `patch_positions`.
             cu_seqlens: ``[pictures + 1]`` int32.
             max_seqlen: patches of the largest picture.
 
         Returns:
             ``[patches / merge_size ** 2, feature_width]``.
         """
-        positions = patch_positions(grid, self.merge_size).to(patches.device)
         # Half of each head turns by the patch's row, the other half by its column.
         angles = [rotary_angles(position, self.head_dim // 2, base=100.0) for position in positions.unbind(1)]
         packing = Packing(cu_seqlens, max_seqlen, torch.cat(angles, dim=-1))

@@ -10,8 +10,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
 from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
-from flowtrain_lightning.data.batch import IGNORED_LABEL
-from recipes.quickstart.model import LanguageModel, VisionEncoder
+from recipes.quickstart.model import LanguageModel, VisionEncoder, patch_positions
 
 
 class QuickstartVLM(FlowModule):
@@ -85,9 +84,14 @@ class QuickstartVLM(FlowModule):
             heads=sizes["backbone_heads"],
         )
 
+    def prepare_media(self, media: PackedMedia) -> dict[str, Tensor]:
+        """Row and column of every patch, ahead of time."""
+        return {"positions": patch_positions(media.grid, self.hparams["merge_size"])}
+
     def encode(self, media: PackedMedia) -> Tensor:
         """Packed pictures -> ``[sum(media.rows), feature_width]`` features."""
-        features: Tensor = self.encoder(media.patches, media.grid, media.cu_seqlens, media.max_seqlen)
+        positions = (media.inputs or self.prepare_media(media))["positions"].to(media.patches.device)
+        features: Tensor = self.encoder(media.patches, positions, media.cu_seqlens, media.max_seqlen)
         return features
 
     def merge(self, batch: PackedBatch, features: dict[str, Tensor | tuple[Tensor, ...]]) -> dict[str, Any]:
@@ -106,9 +110,8 @@ class QuickstartVLM(FlowModule):
 
     def loss(self, outputs: Tensor, batch: PackedBatch) -> tuple[Tensor, int]:
         """Summed cross entropy over the assistant's tokens, and their number."""
-        learned = batch.labels != IGNORED_LABEL
-        loss = torch.nn.functional.cross_entropy(outputs[learned].float(), batch.labels[learned], reduction="sum")
-        return loss, int(learned.sum())
+        scores, labels = (tensor.index_select(0, batch.targets) for tensor in (outputs, batch.labels))
+        return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum"), len(batch.targets)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW with warm-up and cosine, stepped after every step."""

@@ -20,7 +20,7 @@ def train(folder: Path, *, data: str, layout: str, freeze_encoder: bool = False,
         limit_val_batches=0,
         log_every_n_steps=every_n_steps,
         logger=CSVLogger(folder, "log", ""),
-        callbacks=[FlowMonitor(every_n_steps)],
+        callbacks=[FlowMonitor(every_n_steps, peak_flops=1e12)],
         default_root_dir=folder,
     )
     trainer.fit(TinyVLM(freeze_encoder=freeze_encoder), datamodule=tiny_data(Path(data)))

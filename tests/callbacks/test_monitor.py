@@ -13,7 +13,12 @@ from tests.forks import Job, run_jobs
 from tests.tiny import write_records
 
 KINDS = ("compute", "stall", "communication")
-POOL = ("pool_put", "pool_read", "pool_waiting", "pool_refused", "pool_peak")
+POOL = ("put", "read", "waiting", "refused", "peak", "fallbacks")
+OF_ALL = {
+    *(f"throughput/{what}_per_second" for what in ("samples", "tokens", "media_items")),
+    *(f"packing/{what}" for what in ("fill", "padding", "backbone_imbalance", "encoder_imbalance")),
+    *(f"mfu/{what}" for what in ("all", "encoder", "backbone")),
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +39,9 @@ def logged(folder: Path, data: Path, layout: str, **arguments: object) -> list[d
     log = run_jobs(folder, [job])["train"].check().folder / "log/metrics.csv"
     with log.open(newline="") as file:
         rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-    prefix = "flowtrain/"
-    told = [row for row in rows if any(name.startswith(prefix) for name in row)]
+    told = [row for row in rows if any("/" in name for name in row)]
     assert {row["step"] for row in told} == {row["step"] for row in rows if "train_loss" in row}
-    return [{name.removeprefix(prefix): row[name] for name in row if name.startswith(prefix)} for row in told]
+    return [{name: row[name] for name in row if "/" in name} for row in told]
 
 
 @pytest.mark.parametrize(
@@ -61,22 +65,24 @@ def logged(folder: Path, data: Path, layout: str, **arguments: object) -> list[d
 def test_every_lane_and_every_rank_is_logged(tmp_path, data, layout, lanes, ranks):
     told = logged(tmp_path, data, layout)
     everything = {name for figures in told for name in figures}
-    assert everything == {f"{lane}/{kind}" for lane in lanes for kind in KINDS} | {
-        f"{rank}/{name}" for rank in ranks for name in POOL
+    assert everything == {f"time/{lane} {kind}" for lane in lanes for kind in KINDS} | OF_ALL | {
+        name for rank in ranks for name in (f"memory/{rank}", *(f"pool/{rank} {name}" for name in POOL))
     }
     last = {name: figure for figures in told for name, figure in figures.items()}
     for lane in lanes:
-        assert sum(last[f"{lane}/{kind}"] for kind in KINDS) == pytest.approx(1)
+        assert sum(last[f"time/{lane} {kind}"] for kind in KINDS) == pytest.approx(1)
     for rank in ranks:
-        assert last[f"{rank}/pool_put"] > 0
-        assert 0 < last[f"{rank}/pool_peak"] <= 1
-        assert 0 <= last[f"{rank}/pool_waiting"] <= 1
+        assert last[f"pool/{rank} put"] > 0
+        assert 0 < last[f"pool/{rank} peak"] <= 1
+        assert 0 <= last[f"pool/{rank} waiting"] <= 1
+    assert 0 < last["packing/fill"] <= 1
+    assert 0 < last["mfu/all"] <= last["mfu/encoder"] + last["mfu/backbone"] < 1
 
 
 @pytest.mark.full
 def test_an_encoder_that_works_ahead_is_not_made_to_wait(tmp_path, data):
     told = logged(tmp_path, data, "1+1", freeze_encoder=True, every_n_steps=1)
-    assert any("encoder 0/compute" in figures for figures in told)
+    assert any("time/encoder 0 compute" in figures for figures in told)
 
 
 def test_fewer_steps_than_one_are_refused():

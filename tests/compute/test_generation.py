@@ -65,6 +65,7 @@ def packed(*sequences: list[int], media: list[int] | None = None, padding: int =
         max_seqlen=max(lengths),
         media_positions={} if media is None else {"image": torch.tensor(media)},
         samples=tuple(range(len(sequences))),
+        targets=tokens[:0],
     )
 
 

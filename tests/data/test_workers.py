@@ -26,7 +26,7 @@ def batch_of_one_step():
     sizes = SampleSizes(one, one, np.array([0, 1]), one, one)
     plan = plan_step(sizes, np.array([5]), backbone_ranks=1, encoder_ranks=1, token_budget=9)
     numbers = torch.arange(3)
-    packed = PackedBatch(numbers, -numbers, numbers, numbers.int(), 3, {"image": numbers[1:]}, (5,))
+    packed = PackedBatch(numbers, -numbers, numbers, numbers.int(), 3, {"image": numbers[1:]}, (5,), numbers[:1])
     media = PackedMedia("image", torch.rand(5, 3), torch.tensor([0, 5], dtype=torch.int32), numbers[None], 5, (1,))
     return StepBatch(plan, RankShard.plain(0, 1), (packed, None), (media, None), epoch=2, step=4)
 

@@ -20,7 +20,7 @@ def encoder_inputs(seed: int = 0) -> dict[str, Tensor | int]:
     patches = [rows * columns for rows, columns in GRIDS]
     return {
         "patches": torch.randn(sum(patches), 12, dtype=torch.float64, generator=generator),
-        "grid": torch.tensor(GRIDS),
+        "positions": patch_positions(torch.tensor(GRIDS), 2),
         "cu_seqlens": torch.tensor([0, *np.cumsum(patches)], dtype=torch.int32),
         "max_seqlen": max(patches),
     }
@@ -71,7 +71,12 @@ def test_a_picture_does_not_see_its_neighbours_in_the_batch(encoder: VisionEncod
 
 def test_a_picture_s_features_are_the_same_alone_and_among_others(encoder: VisionEncoder) -> None:
     inputs = encoder_inputs()
-    alone = encoder(inputs["patches"][8:20], torch.tensor([GRIDS[1]]), torch.tensor([0, 12], dtype=torch.int32), 12)  # type: ignore[index]
+    alone = encoder(
+        inputs["patches"][8:20],
+        patch_positions(torch.tensor([GRIDS[1]]), 2),
+        torch.tensor([0, 12], dtype=torch.int32),
+        12,
+    )  # type: ignore[index]
     torch.testing.assert_close(encoder(**inputs)[2:5], alone, rtol=1e-12, atol=1e-12)
 
 

@@ -338,7 +338,7 @@ def _microbatch(plan: StepPlan, members: np.ndarray, pads: bool = False) -> Pack
     rows = int(plan.sizes.select(members).media_rows.sum())
     nothing = torch.zeros(0, dtype=torch.int64)
     places = {"image": torch.arange(rows)} if rows else {}
-    return PackedBatch(nothing, nothing, nothing, nothing, 0, places, tuple(members.tolist()))
+    return PackedBatch(nothing, nothing, nothing, nothing, 0, places, tuple(members.tolist()), nothing)
 
 
 def _media(plan: StepPlan, media: np.ndarray) -> PackedMedia | None:

@@ -40,26 +40,29 @@ def test_shares_are_of_the_time_since_the_last_call():
     metrics = RankMetrics({"encoder": "encoder 1"}, "encoder 1", timeline)
     spend(timeline, COMPUTE, 3.0)
     spend(timeline, STALL, 1.0)
-    assert metrics.take(None) == {
-        "encoder 1/compute": 0.75,
-        "encoder 1/stall": 0.25,
-        "encoder 1/communication": 0.0,
+    told = metrics.take(None)
+    assert told.pop("memory/encoder 1") > 1e6, "of this process"
+    assert told == {
+        "time/encoder 1 compute": 0.75,
+        "time/encoder 1 stall": 0.25,
+        "time/encoder 1 communication": 0.0,
     }
     spend(timeline, STALL, 9.0)
-    assert metrics.take(None)["encoder 1/stall"] == 1.0
-    assert metrics.take(None)["encoder 1/stall"] == 0.0
+    assert metrics.take(None)["time/encoder 1 stall"] == 1.0
+    assert metrics.take(None)["time/encoder 1 stall"] == 0.0
 
 
 def test_the_pool_is_told_as_rates_and_shares():
     metrics = RankMetrics({}, "encoder 1", Timeline())
     time.sleep(0.01)
     first = metrics.take(COUNTERS)
-    assert first["encoder 1/pool_put"] == pytest.approx(6 * first["encoder 1/pool_read"]) != 0
-    assert first["encoder 1/pool_peak"] == 0.2
+    assert first["pool/encoder 1 put"] == pytest.approx(6 * first["pool/encoder 1 read"]) != 0
+    assert first["pool/encoder 1 peak"] == 0.2
     time.sleep(0.01)
-    second = metrics.take(replace(COUNTERS, entries=4, refused=3))
-    assert second["encoder 1/pool_put"] == 0
-    assert second["encoder 1/pool_refused"] == 1
+    second = metrics.take(replace(COUNTERS, entries=4, refused=3, fallbacks=2))
+    assert second["pool/encoder 1 put"] == 0
+    assert second["pool/encoder 1 refused"] == 1
+    assert second["pool/encoder 1 fallbacks"] == 2
 
 
 def test_a_pool_that_was_opened_anew_is_told_from_its_beginning():
@@ -67,8 +70,8 @@ def test_a_pool_that_was_opened_anew_is_told_from_its_beginning():
     metrics.take(COUNTERS)
     time.sleep(0.01)
     told = metrics.take(replace(COUNTERS, entries=1, bytes=1000, refused=1, waits=1))
-    assert told["encoder 1/pool_put"] > 0
-    assert told["encoder 1/pool_refused"] == 1
+    assert told["pool/encoder 1 put"] > 0
+    assert told["pool/encoder 1 refused"] == 1
 
 
 def step_of(part: RankShard, index: int = 20) -> Step:

@@ -9,7 +9,6 @@ import ctypes
 from collections.abc import Callable
 from mmap import mmap
 from typing import Any
-from uuid import UUID
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ class CudaRuntime:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._driver = _Driver()
         self.name = str(self._device)
-        self.card = _card(self._device)
         self.side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def current(self) -> torch.cuda.Stream:
@@ -60,21 +58,24 @@ class CudaRuntime:
             pointer, handle = ctypes.c_uint64(), _IpcHandle()
             self._driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
             self._driver.call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
-            memory = _tensor_at(pointer.value, nbytes, self._device)
-        return DeviceBlock(memory, bytes(handle), self._calling(self._device, "cuMemFree_v2", pointer))
+            memory = tensor_at(pointer.value, nbytes, self._device)
+        return DeviceBlock(memory, bytes(handle), self._calling("cuMemFree_v2", pointer))
 
-    def open_block(self, card: bytes, handle: bytes, nbytes: int) -> DeviceBlock:
-        """``cuIpcOpenMemHandle``, in the context of the card on which the memory lies."""
-        device = _device_of(card)
-        with _Context(device):
+    def open_block(self, handle: bytes, nbytes: int) -> DeviceBlock:
+        """``cuIpcOpenMemHandle``, in this rank's own context, whichever card the memory lies on.
+
+        A context on the owner's card would take hundreds of megabytes of it for every reader, and could not be made
+        where each rank sees its own card alone.
+        """
+        with _Context(self._device):
             pointer, opened = ctypes.c_uint64(), _IpcHandle.from_buffer_copy(handle)
             self._driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, _ENABLE_PEER_ACCESS)
             size = ctypes.c_size_t()
             self._driver.call("cuMemGetAddressRange_v2", None, ctypes.byref(size), pointer)
             if size.value < nbytes:
                 raise PoolError(f"its owner tells of {nbytes:,} bytes, but there are {size.value:,}")
-            memory = _tensor_at(pointer.value, nbytes, device)
-        return DeviceBlock(memory, handle, self._calling(device, "cuIpcCloseMemHandle", pointer))
+            memory = tensor_at(pointer.value, nbytes, self._device)
+        return DeviceBlock(memory, handle, self._calling("cuIpcCloseMemHandle", pointer))
 
     def make_event(self) -> DeviceEvent:
         """An interprocess event, made at once."""
@@ -82,9 +83,9 @@ class CudaRuntime:
         event.record(self.side)  # which is when PyTorch makes it, on the device of that stream
         return event
 
-    def open_event(self, card: bytes, handle: bytes) -> DeviceEvent:
-        """``cudaIpcOpenEventHandle``."""
-        event: DeviceEvent = torch.cuda.Event.from_ipc_handle(_device_of(card), handle)  # type: ignore[no-untyped-call]
+    def open_event(self, handle: bytes) -> DeviceEvent:
+        """``cudaIpcOpenEventHandle``, in the own context too."""
+        event: DeviceEvent = torch.cuda.Event.from_ipc_handle(self._device, handle)  # type: ignore[no-untyped-call]
         return event
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -101,17 +102,15 @@ class CudaRuntime:
                 self._driver.call("cuMemHostRegister_v2", pointer, ctypes.c_size_t(len(memory)), _PORTABLE)
         except PoolError:
             return lambda: None
-        return self._calling(self._device, "cuMemHostUnregister", pointer)
+        return self._calling("cuMemHostUnregister", pointer)
 
     def synchronize(self) -> None:
         """``cudaDeviceSynchronize``."""
         torch.cuda.synchronize(self._device)
 
-    def _calling(
-        self, device: torch.device, function: str, pointer: ctypes.c_uint64 | ctypes.c_void_p
-    ) -> Callable[[], None]:
+    def _calling(self, function: str, pointer: ctypes.c_uint64 | ctypes.c_void_p) -> Callable[[], None]:
         def call() -> None:
-            with _Context(device):
+            with _Context(self._device):
                 self._driver.call(function, pointer)
 
         return call
@@ -156,30 +155,57 @@ class _Context:
         self._guard.__exit__(*error)  # type: ignore[no-untyped-call]
 
 
-def _tensor_at(pointer: int, nbytes: int, device: torch.device) -> Tensor:
-    """A tensor over memory that PyTorch does not own, by the public array interface."""
+class _DLDevice(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int32), ("number", ctypes.c_int32)]
 
-    class Memory:
-        __cuda_array_interface__ = {  # noqa: RUF012  # as the interface wants it
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 2,
-        }
 
-    tensor = torch.as_tensor(Memory(), device=device)
-    if tensor.data_ptr() != pointer:
-        raise PoolError(f"PyTorch made a copy of device memory on {device} where it was asked to look at it.")
+class _DLTensor(ctypes.Structure):
+    """``DLTensor`` of the DLPack standard, version 0."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("dimensions", ctypes.c_int32),
+        ("type_code", ctypes.c_uint8),
+        ("type_bits", ctypes.c_uint8),
+        ("type_lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _DLManagedTensor(ctypes.Structure):
+    """``DLManagedTensor``. Its last field would free the memory; the pool does that."""
+
+    _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+_CPU, _CUDA = 1, 2  # of ``DLDeviceType``
+_UNSIGNED = 1  # of ``DLDataTypeCode``
+
+
+def tensor_at(pointer: int, nbytes: int, device: torch.device) -> Tensor:
+    """A tensor over memory that PyTorch does not own, ``(nbytes,)`` uint8, by DLPack.
+
+    DLPack says on which device the tensor is. The array interface would ask the driver, which names the card on which
+    the memory lies: another one where a reader has opened the block of a peer.
+
+    Args:
+        pointer: an address that ``device`` can reach.
+        nbytes: how much lies there.
+        device: whose kernels and copies use it; with its number if there are several.
+    """
+    shape = (ctypes.c_int64 * 1)(nbytes)
+    kind = _CUDA if device.type == "cuda" else _CPU
+    described = _DLTensor(pointer, _DLDevice(kind, device.index or 0), 1, _UNSIGNED, 8, 1, shape, None, 0)
+    managed = _DLManagedTensor(described, None, None)
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    tensor: Tensor = torch.from_dlpack(new_capsule(ctypes.addressof(managed), b"dltensor", None))  # type: ignore[attr-defined]
+    _kept_descriptions.append((managed, shape))  # PyTorch looks at them for as long as the tensor lives
     return tensor
 
 
-def _card(device: torch.device) -> bytes:
-    return UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes
-
-
-def _device_of(card: bytes) -> torch.device:
-    for index in range(torch.cuda.device_count()):
-        device = torch.device("cuda", index)
-        if _card(device) == card:
-            return device
-    raise PoolError("this process does not see the peer's GPU; is CUDA_VISIBLE_DEVICES different on each rank?")
+_kept_descriptions: list[tuple[_DLManagedTensor, Any]] = []
+"""Of blocks that were opened: a few hundred bytes each, a few blocks in a process."""

@@ -51,6 +51,9 @@ class StoredEntry:
 class DeviceEntries:
     """The books of one pool over a tier, on one rank. An entry that does not fit here goes into host memory.
 
+    Attributes:
+        fallbacks: how many did, though their tensors lie on the device.
+
     Args:
         tier: used by no other pool as long as this one is open.
         memory: the own segment in host memory.
@@ -68,6 +71,7 @@ class DeviceEntries:
         self._reading: dict[int, int] = {}  # address of what this rank has leased -> slot
         self._used = self._peak = 0
         self._closed = False
+        self.fallbacks = 0
         self._unpin = tier.runtime.pin(memory)
         # Whatever a former pool had in the block is void, and no stream is at it once all ranks have come here.
         tier.runtime.synchronize()
@@ -93,10 +97,11 @@ class DeviceEntries:
             The record that publishes it in device memory; None when it belongs into host memory: not all of its tensors
             lie on this device, one of its readers cannot read the block, or the block is full.
         """
-        if not self._tier.readers.keys() >= set(readers) or not tensors or not all(map(self._runtime.holds, tensors)):
+        if not tensors or not all(map(self._runtime.holds, tensors)):
             return None
-        location = self._allocate(record.size)
+        location = self._allocate(record.size) if self._tier.readers.keys() >= set(readers) else None
         if location is None:
+            self.fallbacks += 1
             return None
         stored = StoredEntry(location, record.size, tuple(readers), set(readers))
         published = record._replace(address=record.address | DEVICE_BIT)

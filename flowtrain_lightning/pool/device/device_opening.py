@@ -19,7 +19,6 @@ from torch import Tensor
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from flowtrain_lightning.pool.device.cuda_ipc import CudaRuntime
 from flowtrain_lightning.pool.device.device_tier import (
-    CARD_BYTES,
     HANDLE_BYTES,
     DeviceBlock,
     DeviceRuntime,
@@ -38,7 +37,7 @@ _PATTERN_BYTES = 4096
 _POLL_SECONDS = 1.0
 _LONGEST_REASON = 500
 CLOSE_SECONDS = 2.0
-"""How long a rank that closes its tier waits until its peers have let go of its block."""
+"""How long a rank that ends waits until its peers have let go of its block."""
 
 
 def choose_device_tier(choice: TierChoice, mesh: Mesh, device: torch.device, nbytes: int) -> DeviceTier | None:
@@ -137,11 +136,14 @@ class _Opening:
             close=self.close,
         )
 
-    def close(self) -> None:
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Let go of the peers' blocks, and of the own one when no peer reads it any more. All ranks call it.
 
         A peer that does not say so in time may still read it; then its memory is freed when this process ends. So is
         everything when a peer has failed, whose events this rank's streams may wait for in vain.
+
+        Args:
+            seconds: how long to wait for peers.
         """
         self._link = self._mesh.begin_link()  # records of the former one that came meanwhile were dropped for a pool's
         readable, self._readable = dict(self._readable), {}
@@ -154,7 +156,7 @@ class _Opening:
                 if not self._mesh.has_left(rank):
                     self._send(rank, Kind.BLOCK_CLOSED)
             readers = self._readers.keys() - {self._rank}
-            self.wait_until(lambda: self._closed >= readers, CLOSE_SECONDS)
+            self.wait_until(lambda: self._closed >= readers, seconds)
             if self._own is not None and self._closed >= readers:
                 self._own.close()
         self._own = None
@@ -174,7 +176,7 @@ class _Opening:
         runtime.synchronize()  # so that no peer's stream waits for ever if this process ends now
         self._readable[self._rank] = ReadableBlock(block, published, done)
         self._readers[self._rank] = done
-        return runtime.card + block.handle + b"".join(event.ipc_handle() for event in published)
+        return block.handle + b"".join(event.ipc_handle() for event in published)
 
     def _take(self, record: ControlRecord) -> None:
         peer = record.sender
@@ -206,10 +208,10 @@ class _Opening:
 
     def _open_block(self, owner: int, record: ControlRecord) -> bytes:
         runtime, slots = self._runtime, record.number
-        card, handles = _parts(record.payload, slots + 1)
-        block = runtime.open_block(card, handles[0], record.size)
+        handles = _handles(record.payload, slots + 1)
+        block = runtime.open_block(handles[0], record.size)
         try:
-            published = [runtime.open_event(card, handle) for handle in handles[1:]]
+            published = [runtime.open_event(handle) for handle in handles[1:]]
             done = [runtime.make_event() for _ in range(slots)]
             pattern = _pattern(owner, record.size)
             published[0].wait(runtime.current())
@@ -223,7 +225,7 @@ class _Opening:
             block.close()
             raise
         self._readable[owner] = ReadableBlock(block, published, done)
-        return runtime.card + b"".join(handles)
+        return b"".join(handles)
 
     def _open_reader(self, reader: int, record: ControlRecord) -> None:
         """Take the events of a peer that reads the own block, or its reason why it cannot."""
@@ -231,8 +233,8 @@ class _Opening:
             self._refuse(f"rank {reader} cannot read the block of rank {self._rank}", record.payload)
             return
         try:
-            card, handles = _parts(record.payload, self._slots)
-            done = [self._runtime.open_event(card, handle) for handle in handles]
+            handles = _handles(record.payload, self._slots)
+            done = [self._runtime.open_event(handle) for handle in handles]
             done[0].wait(self._runtime.side)
         except (RuntimeError, OSError) as error:
             self._refuse(f"rank {self._rank} cannot wait for rank {reader}", str(error).encode())
@@ -253,9 +255,8 @@ def _pattern(rank: int, nbytes: int) -> Tensor:
     return ((torch.arange(min(nbytes, _PATTERN_BYTES)) * 37 + rank * 101 + 13) % 251).to(torch.uint8)
 
 
-def _parts(payload: bytes | bytearray, handles: int) -> tuple[bytes, list[bytes]]:
-    """Card and handles in what a peer has sent."""
-    if len(payload) != CARD_BYTES + handles * HANDLE_BYTES:
-        raise PoolError(f"{len(payload)} bytes came where those of {handles} handles were expected")
-    starts = range(CARD_BYTES, len(payload), HANDLE_BYTES)
-    return bytes(payload[:CARD_BYTES]), [bytes(payload[start : start + HANDLE_BYTES]) for start in starts]
+def _handles(payload: bytes | bytearray, count: int) -> list[bytes]:
+    """The handles that a peer has sent."""
+    if len(payload) != count * HANDLE_BYTES:
+        raise PoolError(f"{len(payload)} bytes came where those of {count} handles were expected")
+    return [bytes(payload[start : start + HANDLE_BYTES]) for start in range(0, len(payload), HANDLE_BYTES)]

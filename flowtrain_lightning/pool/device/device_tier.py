@@ -18,9 +18,6 @@ from torch import Tensor
 HANDLE_BYTES = 64
 """Size of what names a block or an event to another process."""
 
-CARD_BYTES = 16
-"""Size of what names a device, equal in all processes."""
-
 
 class DeviceEvent(Protocol):
     """A mark in a stream, as ``torch.cuda.Event``. A wait is for the latest mark that was set when it was issued."""
@@ -56,9 +53,6 @@ class DeviceRuntime(Protocol):
     name: str
     """For messages."""
 
-    card: bytes
-    """Which device it is, of ``CARD_BYTES``."""
-
     side: Any
     """The stream of the pool's own copies."""
 
@@ -77,14 +71,14 @@ class DeviceRuntime(Protocol):
     def allocate(self, nbytes: int) -> DeviceBlock:
         """Make a block that others can open."""
 
-    def open_block(self, card: bytes, handle: bytes, nbytes: int) -> DeviceBlock:
-        """Map the block of another process that lies on ``card``."""
+    def open_block(self, handle: bytes, nbytes: int) -> DeviceBlock:
+        """Map the block of another process, on this device or another one, so that this device reaches it."""
 
     def make_event(self) -> DeviceEvent:
         """An event that others can open. The process that makes it records it; others wait for it."""
 
-    def open_event(self, card: bytes, handle: bytes) -> DeviceEvent:
-        """The event that another process has made on ``card``."""
+    def open_event(self, handle: bytes) -> DeviceEvent:
+        """The event that another process has made, on this device or another one."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy on the side stream; the source's memory is kept for as long. The calling thread goes on at once."""
@@ -132,7 +126,8 @@ class DeviceTier:
         readers: rank -> the events that it records when it has done with entries of the own block; only ranks that can
             read them, the own one among them.
         refusals: between which ranks entries go through host memory, and why.
-        close: lets go of all blocks once every peer has done so too. Views of entries end here.
+        close: lets go of all blocks once every peer has done so too, and waits at most so many seconds for that
+            (a short time, where none is given). Views of entries end here.
     """
 
     rank: int
@@ -142,7 +137,7 @@ class DeviceTier:
     readable: Mapping[int, ReadableBlock]
     readers: Mapping[int, Events]
     refusals: tuple[str, ...]
-    close: Callable[[], None]
+    close: Callable[..., None]
 
     @property
     def sentence(self) -> str:

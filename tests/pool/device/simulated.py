@@ -18,10 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.pool.device.device_tier import CARD_BYTES, HANDLE_BYTES, DeviceBlock
+from flowtrain_lightning.pool.device.device_tier import HANDLE_BYTES, DeviceBlock
 from flowtrain_lightning.pool.pool_errors import PoolError
 
-CARD = b"simulated".ljust(CARD_BYTES, b"\0")
 _MOST_EVENTS = 1024
 _WORD = 8
 
@@ -146,7 +145,7 @@ class Event:
 
 
 class SimulatedRuntime:
-    """One rank's device. All lie on one card.
+    """One rank's device: a card of its own or one that it shares, which for the order of streams is the same.
 
     Args:
         side: the stream of the pool's copies.
@@ -162,7 +161,6 @@ class SimulatedRuntime:
 
     def __init__(self, side: Stepped | Eager, current: Stepped | Eager, blind: bool = False) -> None:
         self.name = "a simulated device"
-        self.card = CARD
         self.side = side
         self.current_stream = current
         self._blind = blind
@@ -191,8 +189,8 @@ class SimulatedRuntime:
         block = torch.frombuffer(memory, dtype=torch.uint8)
         return DeviceBlock(block, _handle(name), lambda: self.closed.append(("freed", name)))
 
-    def open_block(self, card: bytes, handle: bytes, nbytes: int) -> DeviceBlock:
-        memory = torch.frombuffer(self._open(card, handle), dtype=torch.uint8)
+    def open_block(self, handle: bytes, nbytes: int) -> DeviceBlock:
+        memory = torch.frombuffer(self._open(handle), dtype=torch.uint8)
         assert len(memory) == nbytes
         return DeviceBlock(memory, handle, lambda: self.closed.append(("closed", handle.rstrip(b"\0").decode())))
 
@@ -200,9 +198,9 @@ class SimulatedRuntime:
         first, self._made = 2 * self._made, self._made + 1
         return Event(self.events[first : first + 2], f"{self._events_name}:{first}")
 
-    def open_event(self, card: bytes, handle: bytes) -> Event:
+    def open_event(self, handle: bytes) -> Event:
         name, _, first = handle.rstrip(b"\0").decode().rpartition(":")
-        memory = memoryview(self._open(card, _handle(name))).cast("Q")
+        memory = memoryview(self._open(_handle(name))).cast("Q")
         return Event(memory[int(first) : int(first) + 2], name)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -234,8 +232,8 @@ class SimulatedRuntime:
         os.truncate(descriptor, nbytes)
         return f"/proc/{os.getpid()}/fd/{descriptor}", mmap.mmap(descriptor, nbytes)
 
-    def _open(self, card: bytes, handle: bytes) -> mmap.mmap:
-        if self._blind or card != CARD:
+    def _open(self, handle: bytes) -> mmap.mmap:
+        if self._blind:
             raise PoolError("invalid device context")
         descriptor = os.open(handle.rstrip(b"\0").decode(), os.O_RDWR)
         try:

@@ -1,0 +1,121 @@
+"""Inside of microbatches and encoder batches the host never waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.features import as_features
+from flowtrain_lightning.data import ImageProcessor
+from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.parallel import ReplicatedHalf
+from flowtrain_lightning.parallel.halves import half_parameters
+from flowtrain_lightning.parallel.random_streams import own_streams
+from recipes.quickstart.module import QuickstartVLM
+from tests.tiny import IMAGES, tiny_data, write_records
+from tests.waits import NeverWaiting, Waits
+
+pytest.importorskip("transformers")
+from tests.models.tiny import FAMILIES
+
+META = torch.device("meta")
+MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava with clip", "llava with siglip")
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("records")
+    write_records(folder, 8)
+    return folder
+
+
+def quickstart() -> tuple[FlowModule, ImageProcessor]:
+    return QuickstartVLM(patch_dim=IMAGES.patch_dim, encoder_width=16, encoder_depth=2, backbone_width=16), IMAGES
+
+
+def family(name: str) -> tuple[FlowModule, ImageProcessor]:
+    chosen = FAMILIES[name]
+    return chosen.kind(chosen.config, recompute=name == "qwen3_vl"), chosen.images
+
+
+def run_step(module: FlowModule, images: ImageProcessor, records: Path) -> list[str]:
+    """A step's encoder batches and microbatches, forward and backward, on a device from which nothing can be read."""
+    data = tiny_data(records, images=images, global_batch_size=8)
+    data.prepare_data()
+    data.setup("fit")
+    module.configure_model()
+    module.to(torch.bfloat16)
+    # The loader would do it; here no Trainer has told it of the module.
+    prepare_media = module.prepare_media
+    batch = next(iter(data.train_dataloader()))
+    on_device = {id(p): nn.Parameter(torch.empty_like(p, device=META), p.requires_grad) for p in module.parameters()}
+    for part in module.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            setattr(part, name, on_device[id(weight)])
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            setattr(part, name, buffer.to(META))
+    trainer = L.Trainer(accelerator="cpu", precision="bf16-true", logger=False, enable_checkpointing=False)
+    engines = {role: ReplicatedHalf(half_parameters(module, role)) for role in ROLES}
+    compute, done = Compute(module, trainer, META, engines), []
+    for number, (packed, media) in enumerate(zip(batch.microbatches, batch.encoder_batches, strict=True)):
+        features = {}
+        if media is not None:
+            media = replace(media, inputs=prepare_media(media))
+        with NeverWaiting(), own_streams():
+            if media is not None:
+                outputs = compute.encode(media, step=(0, 0), number=number)
+                leaves = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in outputs)
+                features = as_features(media.modality, leaves)
+                done.append(ENCODER)
+            loss = compute.microbatch(packed, features, stage="train", step=(0, 0), number=number)
+            compute.backward((BACKBONE,), (loss,), (torch.ones_like(loss),), last=True)
+            done.append(BACKBONE)
+            if media is not None:
+                compute.backward((ENCODER,), outputs, tuple(leaf.grad for leaf in leaves), last=True)
+    assert all(p.grad is not None for p in half_parameters(module, BACKBONE) if p.requires_grad)
+    return done
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_of_a_hugging_face_model_never_waits(records, name):
+    done = run_step(*family(name), records)
+    assert ENCODER in done
+    assert BACKBONE in done
+
+
+def test_a_step_of_the_quickstart_never_waits(records):
+    assert {ENCODER, BACKBONE} <= set(run_step(*quickstart(), records))
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: (x > 0).nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.masked_fill_(x > 0, 0).__setitem__(x > 0, 1.0),
+        lambda x: bool(x.any()),
+        lambda x: torch.repeat_interleave(x.long()),
+        lambda x: torch.tensor([1, 2], device=x.device),
+        lambda x: torch.arange(3).to(x.device),
+        lambda x: x.cpu(),
+        lambda x: torch.unique(x),
+    ],
+)
+def test_whatever_waits_is_noticed(waiting):
+    with NeverWaiting(), pytest.raises((Waits, RuntimeError, NotImplementedError)):
+        waiting(torch.empty(4, device=META))
+
+
+def test_what_goes_on_by_itself_is_allowed():
+    with NeverWaiting():
+        moved = torch.arange(3).to(META, non_blocking=True)
+        assert torch.zeros(3, device=META).index_add(0, moved, torch.ones(3, device=META)).is_meta
