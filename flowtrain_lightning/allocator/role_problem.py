@@ -54,6 +54,9 @@ DIVIDED: Mapping[Sharding, tuple[str, ...]] = {
 }
 """What the ranks that hold the same weights divide among them (ZeRO, arXiv 1910.02054, section 5)."""
 
+_DRAWN_LENGTHS = 64
+"""Lengths whose work is computed; that of others is read off between them."""
+
 _ITEMS_OF_A_RANK = 16
 """So many of a rank's costliest items are looked at for the bound of `RoleProblem.unevenness`."""
 
@@ -164,12 +167,9 @@ class RoleProblem:
         """``[items of a step]`` work of each sample or media item relative to the mean one, falling."""
         lengths = np.sort(self.load.lengths)[::-1]
         distinct, inverse = np.unique(lengths, return_inverse=True)
-        if len(distinct) > 256:
-            picked = np.linspace(0, len(distinct) - 1, 256).round().astype(np.int64)
-            few = [forward_work(self.half, distinct[one : one + 1]).total for one in picked]
-            costs = np.interp(distinct, distinct[picked], few)
-        else:
-            costs = np.array([forward_work(self.half, distinct[one : one + 1]).total for one in range(len(distinct))])
+        picked = np.unique(np.linspace(0, len(distinct) - 1, _DRAWN_LENGTHS).round().astype(np.int64))
+        few = [forward_work(self.half, distinct[one : one + 1]).total for one in picked]
+        costs = np.interp(distinct, distinct[picked], few)
         costs = costs[inverse]
         count = max(1, round(self.load.items))
         drawn = costs[np.arange(count) * len(costs) // count]
@@ -181,7 +181,11 @@ class RoleProblem:
 
         With the items sorted by falling work, k + 1 of the first k · ranks + 1 share a rank (the pigeonhole bound).
         """
-        costs = self._costliest_first
+        return self._unevenness_by_degree[data.astype(np.int64) - 1]
+
+    @cached_property
+    def _unevenness_by_degree(self) -> FloatArray:
+        costs, data = self._costliest_first, np.arange(1.0, self.cluster.devices + 1)
         mean = len(costs) / data
         busiest = np.ones_like(data)
         for k in range(_ITEMS_OF_A_RANK):

@@ -42,8 +42,7 @@ class _RunnableCosts:
     margin: ClassVar[float] = ModelledCosts.margin
 
     def predictions(self) -> tuple[ModelledPlan, ...]:
-        allowed = replace(self.costs, space=replace(self.costs.space, allows=_runs))
-        runs = [plan for plan in allowed.plans() if why_plan_cannot_run(plan, self.per_node) is None]
+        runs = [plan for plan in self.costs.plans(_runs) if why_plan_cannot_run(plan, self.per_node) is None]
         if not runs:
             raise NoPlanError("Training runs none of the plans that fit.")
         return tuple(runs)
