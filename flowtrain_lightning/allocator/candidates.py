@@ -35,6 +35,7 @@ class SearchSpace:
         context: context degrees of the backbone; no media item of an encoder is shared among ranks.
         shard: how weights may be held.
         recompute: what backwards may compute again.
+        expert: data ranks among which a mixture's experts may be divided.
         shard_nodes: nodes over which fully sharded weights may be there once between them (HSDP), besides all.
     """
 
@@ -43,10 +44,11 @@ class SearchSpace:
     context: Sequence[int] = (1, 2, 4, 8)
     shard: Sequence[Sharding] = ("replicate", "zero1", "zero2", "fsdp")
     recompute: Sequence[Recompute] = ("none", "selective", "full")
+    expert: Sequence[int] = (1, 4, 8, 16)
     shard_nodes: Sequence[int] = (1, 2, 4, 8, 16)
 
 
-WHOLE_COPIES = SearchSpace(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",))
+WHOLE_COPIES = SearchSpace(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",), expert=(1,))
 """Layouts in which every rank of a role holds all of its half."""
 
 
@@ -237,7 +239,7 @@ def families_of(problem: RoleProblem, space: SearchSpace, as_backbone: bool = Fa
                 degrees = family.data[family.data * context > 1] if shard != "replicate" else family.data
                 kept = replace(family, data=degrees)
                 if len(degrees):
-                    yield kept
+                    yield from _with_experts_divided(problem, kept, space.expert)
 
 
 def why_undividable(problem: RoleProblem, tensor: int, pipeline: int, context: int) -> str | None:
@@ -259,6 +261,16 @@ def why_undividable(problem: RoleProblem, tensor: int, pipeline: int, context: i
     if context > 1 and role != BACKBONE:
         return f"The {role} has context {context}, but no media item is shared among ranks."
     return None
+
+
+def _with_experts_divided(problem: RoleProblem, family: Family, degrees: Sequence[int]) -> Iterator[Family]:
+    """The family with every number of ranks among which its mixture's experts may be divided."""
+    mixtures = [part.experts.count for part in problem.half.layers if part.experts is not None]
+    for degree in degrees:
+        possible = family.data % degree == 0
+        fits = all(count % degree == 0 for count in mixtures) and (family.group or degree) % degree == 0
+        if degree == 1 or (mixtures and fits and possible.any()):
+            yield replace(family, data=family.data[possible], expert=degree)
 
 
 def _worth_sharing(lengths: IntArray, context: int) -> bool:

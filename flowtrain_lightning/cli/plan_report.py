@@ -32,6 +32,7 @@ PURPOSES = {
     "sharding": "s",
     "reduction": "r",
     "optimizer": "o",
+    "offload": "h",
     "waiting": "w",
     "idle": ".",
 }
@@ -43,6 +44,7 @@ LEGEND = {
     "stragglers": "waiting for the slowest rank",
     "sharding": "gathering and casting weights",
     "reduction": "reduction of gradients",
+    "offload": "activations to the host's memory and back",
     "waiting": "waiting for the first features",
 }
 
@@ -107,7 +109,7 @@ class PlanReport:
             "data": self.data,
             "recommended": choice.chosen.kind,
             "reason": choice.reason,
-            "why_it_cannot_run": why_plan_cannot_run(choice.chosen, cluster.per_node),
+            "why_it_cannot_run": why_plan_cannot_run(choice.chosen, self.problems),
             "gain_of_separation": choice.gain_of_separation,
             "smallest_full_batch": self.smallest_full_batch(),
             "plans": {kind: self._plan_values(plans[kind]) if kind in plans else None for kind in PLAN_KINDS},
@@ -118,10 +120,10 @@ class PlanReport:
 
     def verdict(self) -> str:
         """The recommendation with its reason, whether training runs it, and what to know of it."""
-        choice, per_node = self.choices.recommended, self.problems[BACKBONE].cluster.per_node
-        plan, anyway = choice.chosen, self.choices.anyway.chosen
+        choice, anyway = self.choices.recommended, self.choices.anyway.chosen
+        plan = choice.chosen
         lines = [f"Recommended: {plan.name}, because {choice.reason}."]
-        if (reason := why_plan_cannot_run(plan, per_node)) is not None:
+        if (reason := why_plan_cannot_run(plan, self.problems)) is not None:
             lines.append(f"Training does not run this plan yet, nor any other that fits: it {reason}")
         elif anyway.seconds * (1 + choice.margin) < plan.seconds:
             faster = 100 * (plan.seconds / anyway.seconds - 1)
@@ -161,7 +163,7 @@ class PlanReport:
             lines.append(
                 f"It needs {100 * (over - 1):.0f} % more memory than can be planned for on {cluster.device.name}."
             )
-        if (reason := why_plan_cannot_run(given, cluster.per_node)) is not None:
+        if (reason := why_plan_cannot_run(given, self.problems)) is not None:
             lines.append(f"Training does not run it yet: it {reason}")
         return lines
 
@@ -180,7 +182,7 @@ class PlanReport:
             "devices": plan.devices,
             "step_seconds": plan.seconds,
             "step_seconds_band": [plan.seconds_low, plan.seconds_high],
-            "runs": why_plan_cannot_run(plan, self.problems[BACKBONE].cluster.per_node) is None,
+            "runs": why_plan_cannot_run(plan, self.problems) is None,
             "waiting_seconds": plan.waiting,
             "samples_per_second": plan.samples_per_second,
             "mfu": plan.mfu,

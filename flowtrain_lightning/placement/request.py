@@ -125,6 +125,10 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
             f"name them {' and '.join(ROLES)}."
         )
     for role, layout in allocation.layouts.items():
+        if layout.expert > 1:
+            return (
+                f"divides the {role}'s experts among {layout.expert} ranks, which no run does today; leave expert out."
+            )
         if layout.shard not in ("replicate", "fsdp") or layout.ranks != layout.data:
             return (
                 f"gives the {role} the layout {layout.describe()}, but today the ranks of a role hold whole copies of "
