@@ -102,8 +102,7 @@ class Layout:
     @property
     def shares_weights(self) -> bool:
         """A rank needs others to compute a layer, so that they must work in one order."""
-        degrees = (self.tensor, self.pipeline, self.context, self.expert)
-        return self.shard in ("fsdp", "zero3") or max(degrees) > 1
+        return self.shard in ("fsdp", "zero3") or max(self.tensor, self.pipeline, self.context) > 1
 
     @property
     def is_whole_copies(self) -> bool:

@@ -78,6 +78,7 @@ def why_plan_cannot_run(plan: ModelledPlan, problems: Problems) -> str | None:
 def _runs(layout: Layout) -> bool:
     """Whether training runs a layout at all: both roles in it, at the smallest size of its kind."""
     replicas = min(2, layout.replicas)
-    small = replace(layout, data=replicas * min(2, layout.data // layout.replicas), replicas=replicas)
+    each = max(layout.expert, min(2, layout.data // layout.replicas))
+    small = replace(layout, data=replicas * each, replicas=replicas)
     ranks = tuple(range(small.ranks))
     return why_it_cannot_run(Allocation("colocated", dict.fromkeys(ROLES, small), dict.fromkeys(ROLES, ranks))) is None

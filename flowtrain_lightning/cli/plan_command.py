@@ -100,7 +100,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=int, help="in how many nodes (default: as many devices a node as usual)")
     add("--data", type=Path, metavar="LENGTHS.parquet", help="columns tokens, image_tokens … (default: typical ones)")
     add("--freeze", action="append", default=[], help="encoder, tower (all but projectors) or backbone; repeatable")
-    add("--profile", type=Path, metavar="PROFILE.json", help="how fast this module was measured to be on the device")
+    add(
+        "--profile",
+        "--calibrate",
+        type=Path,
+        metavar="PROFILE.json",
+        help="how fast this module was measured to be on the device",
+    )
     add("--batch", "--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
     add("--token-budget", type=_budget, default=8192, help="the most tokens of a microbatch, or search (default: 8192)")
     add("--loss-chunk", type=int, metavar="TOKENS", help="tokens whose logits the loss holds at a time (default: all)")

@@ -99,6 +99,7 @@ class PlanReport:
         """Everything, for JSON. Bytes, seconds and shares are plain numbers."""
         cluster, choice = self.problems[BACKBONE].cluster, self.choices.recommended
         plans = {plan.kind: plan for plan in choice.predictions}
+        reason = why_plan_cannot_run(choice.chosen, self.problems)
         anyway = self.choices.anyway.chosen
         return {
             "model": self.module.name,
@@ -107,9 +108,10 @@ class PlanReport:
             "devices": cluster.devices,
             "devices_per_node": cluster.per_node,
             "data": self.data,
-            "recommended": choice.chosen.kind,
+            "recommended": choice.chosen.kind if reason is None else None,
+            "best": choice.chosen.kind,
             "reason": choice.reason,
-            "why_it_cannot_run": why_plan_cannot_run(choice.chosen, self.problems),
+            "why_it_cannot_run": reason,
             "gain_of_separation": choice.gain_of_separation,
             "smallest_full_batch": self.smallest_full_batch(),
             "plans": {kind: self._plan_values(plans[kind]) if kind in plans else None for kind in PLAN_KINDS},
@@ -122,10 +124,11 @@ class PlanReport:
         """The recommendation with its reason, whether training runs it, and what to know of it."""
         choice, anyway = self.choices.recommended, self.choices.anyway.chosen
         plan = choice.chosen
-        lines = [f"Recommended: {plan.name}, because {choice.reason}."]
         if (reason := why_plan_cannot_run(plan, self.problems)) is not None:
-            lines.append(f"Training does not run this plan yet, nor any other that fits: it {reason}")
-        elif anyway.seconds * (1 + choice.margin) < plan.seconds:
+            lines = [f"None is recommended: training runs no plan that fits. The best one, {plan.name}, {reason}"]
+        else:
+            lines = [f"Recommended: {plan.name}, because {choice.reason}."]
+        if reason is None and anyway.seconds * (1 + choice.margin) < plan.seconds:
             faster = 100 * (plan.seconds / anyway.seconds - 1)
             lines.append(
                 f"Training does not run yet what is predicted to be {faster:.0f} % faster: {_in_words(anyway)}."

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from flowtrain_lightning.allocator import DEVICES, Cluster, ModelledCosts, SearchSpace
-from flowtrain_lightning.allocator.candidates import candidates, data_degrees, families_of, usable_bytes, why_undividable
+from flowtrain_lightning.allocator.candidates import (
+    candidates,
+    data_degrees,
+    families_of,
+    usable_bytes,
+    why_undividable,
+)
 from flowtrain_lightning.allocator.memory_use import memory_use
 from flowtrain_lightning.allocator.placements import colocated_plan, separate_plans
 from flowtrain_lightning.allocator.role_problem import Family

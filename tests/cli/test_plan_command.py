@@ -81,7 +81,7 @@ def test_the_plan_that_is_written_can_be_read_back(plan, tmp_path):
 
 def test_a_plan_that_training_does_not_run_yet_says_so_wherever_it_is_told(plan, tmp_path):
     arguments = ("--model", "qwen2.5-vl-72b", "--device", "h100", "--devices", "24")  # too large without tensor ranks
-    said = "Training does not run this plan yet, nor any other that fits: it gives the encoder the layout"
+    said = "None is recommended: training runs no plan that fits. The best one, uniform, gives the encoder the layout"
     assert said in plan(*arguments)
     assert json.loads(plan(*arguments, "--json"))["why_it_cannot_run"].startswith("gives the encoder the layout")
     plan(*arguments, "--out", "plan.yaml")
