@@ -51,6 +51,7 @@ class Layout:
         shard: how the data-parallel ranks hold the weights.
         replicas: groups into which the data-parallel ranks are divided, neighbours together. Weights are sharded
             within a group, and every group holds all of them (HSDP); 1 shards over all.
+        expert: neighbouring data ranks among which the experts of a mixture are divided.
 
     Raises:
         AllocationError: a degree below 1, an unknown ``shard``, or groups of unequal size.
@@ -62,9 +63,10 @@ class Layout:
     context: int = 1
     shard: Sharding = "replicate"
     replicas: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        for name, degree in self.degrees.items():
+        for name, degree in {**self.degrees, "expert": self.expert}.items():
             if degree < 1:
                 raise AllocationError(f"The {name} degree of a layout is {degree}; it must be at least 1.")
         if self.shard not in get_args(Sharding):
@@ -79,6 +81,12 @@ class Layout:
             raise AllocationError(
                 f"A layout has {self.data} data ranks in {self.replicas} replicas; the number of replicas must divide "
                 "that of data ranks."
+            )
+
+        if self.data % self.expert:
+            raise AllocationError(
+                f"A layout has {self.data} data ranks that divide experts among {self.expert} of them; the expert "
+                "degree must divide that of data ranks."
             )
 
     @property
@@ -115,7 +123,8 @@ class Layout:
         """The layout in a few words, for the log: degrees of 1 are left out, but for ``data``."""
         degrees = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1 or name == "data"]
         replicas = [f"{self.replicas} replicas"] if self.replicas > 1 else []
-        return ", ".join([*degrees, self.shard, *replicas])
+        experts = [f"expert {self.expert}"] if self.expert > 1 else []
+        return ", ".join([*degrees, *experts, self.shard, *replicas])
 
 
 @dataclass(frozen=True)

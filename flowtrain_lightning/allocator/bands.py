@@ -55,6 +55,8 @@ def _uncovered(problem: RoleProblem, one: Candidate) -> Iterator[str]:
         yield "another code base"
         if device.name not in FITTED_DEVICES:
             yield "another device"
+        if problem.precision.multiplied < 2:
+            yield "fp8"
         if problem.role != BACKBONE:
             yield "an encoder"
         if any(part.experts is not None for part in problem.half.layers):

@@ -23,9 +23,6 @@ SPREAD = 1.25
 LONG_SHARE = 1024
 """Tokens of a mean sample that each context rank should have; below, kernels are too short to share."""
 
-EVERY_DEGREE_UP_TO = 1024
-"""Devices up to which every data degree is tried; above, those that fill whole nodes: fewer than 1 % are lost."""
-
 
 @dataclass(frozen=True)
 class SearchSpace:
@@ -38,8 +35,8 @@ class SearchSpace:
         context: context degrees of the backbone; no media item of an encoder is shared among ranks.
         shard: how weights may be held.
         recompute: what backwards may compute again.
+        expert: data ranks among which a mixture's experts may be divided.
         shard_nodes: nodes over which fully sharded weights may be there once between them (HSDP), besides all.
-        allows: says of a layout whether it may be used.
     """
 
     tensor: Sequence[int] = (1, 2, 4, 8)
@@ -47,11 +44,11 @@ class SearchSpace:
     context: Sequence[int] = (1, 2, 4, 8)
     shard: Sequence[Sharding] = ("replicate", "zero1", "zero2", "fsdp")
     recompute: Sequence[Recompute] = ("none", "selective", "full")
-    shard_nodes: Sequence[int] = (1, 2, 4, 8)
-    allows: Callable[[Layout], bool] = lambda layout: True
+    expert: Sequence[int] = (1, 4, 8, 16)
+    shard_nodes: Sequence[int] = (1, 2, 4, 8, 16)
 
 
-WHOLE_COPIES = SearchSpace(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",))
+WHOLE_COPIES = SearchSpace(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",), expert=(1,))
 """Layouts in which every rank of a role holds all of its half."""
 
 
@@ -155,11 +152,14 @@ class CandidateTable:
         """The table with every candidate slower by ``seconds``."""
         return replace(self, seconds=self.seconds + seconds)
 
-    @property
-    def of_whole_layers(self) -> CandidateTable:
-        """The table of those in which a device computes all layers on whole sequences."""
-        whole = np.array([family.replica == 1 for family in self.families], dtype=bool)
-        return self.select(whole[self.family]) if len(self) else self
+    def of_families(self, wanted: Callable[[Family], bool]) -> CandidateTable:
+        """The table of those whose family is wanted."""
+        mask = np.array([wanted(family) for family in self.families], dtype=bool)
+        return self.select(mask[self.family]) if len(mask) else self
+
+    def on(self, devices: float) -> CandidateTable:
+        """The table of those that have so many devices."""
+        return self.select(self.devices == devices)
 
     @cached_property
     def fastest_by_devices(self) -> CandidateTable:
@@ -238,8 +238,8 @@ def families_of(problem: RoleProblem, space: SearchSpace, as_backbone: bool = Fa
             for family in (every, *_in_groups(every, cluster, space.shard_nodes)):
                 degrees = family.data[family.data * context > 1] if shard != "replicate" else family.data
                 kept = replace(family, data=degrees)
-                if len(degrees) and space.allows(kept.layout(len(degrees) - 1)):
-                    yield kept
+                if len(degrees):
+                    yield from _with_experts_divided(problem, kept, space.expert)
 
 
 def why_undividable(problem: RoleProblem, tensor: int, pipeline: int, context: int) -> str | None:
@@ -263,6 +263,16 @@ def why_undividable(problem: RoleProblem, tensor: int, pipeline: int, context: i
     return None
 
 
+def _with_experts_divided(problem: RoleProblem, family: Family, degrees: Sequence[int]) -> Iterator[Family]:
+    """The family with every number of ranks among which its mixture's experts may be divided."""
+    mixtures = [part.experts.count for part in problem.half.layers if part.experts is not None]
+    for degree in degrees:
+        possible = family.data % degree == 0
+        fits = all(count % degree == 0 for count in mixtures) and (family.group or degree) % degree == 0
+        if degree == 1 or (mixtures and fits and possible.any()):
+            yield replace(family, data=family.data[possible], expert=degree)
+
+
 def _worth_sharing(lengths: IntArray, context: int) -> bool:
     """Whether samples are so long that each of ``context`` ranks has work: most of them, or the longest one."""
     each = LONG_SHARE * context
@@ -281,11 +291,16 @@ def _in_groups(family: Family, cluster: Cluster, nodes: Sequence[int]) -> Iterat
 
 
 def data_degrees(problem: RoleProblem, replica: int) -> FloatArray:
-    """Data degrees for replicas of so many devices: each has at least one sample or media item of a step."""
-    devices = problem.cluster.devices
-    most = min(devices // replica, max(1, int(problem.load.items)))
+    """Data degrees for replicas of so many devices: each has at least one sample or media item of a step.
+
+    Of several nodes a role has whole ones, or a power of two of one's devices, or it leaves so many to other roles.
+    """
+    cluster = problem.cluster
+    most = min(cluster.devices // replica, max(1, int(problem.load.items)))
     degrees: FloatArray = np.arange(1.0, most + 1)
-    if devices <= EVERY_DEGREE_UP_TO:
+    if cluster.devices <= cluster.per_node:
         return degrees
-    whole = (degrees * replica) % problem.cluster.per_node == 0
-    return np.asarray(degrees[whole | (degrees * replica <= problem.cluster.per_node)])
+    taken = degrees * replica
+    parts = 2.0 ** np.arange(np.log2(cluster.per_node))
+    neat = (taken % cluster.per_node == 0) | np.isin(taken, parts) | np.isin(cluster.devices - taken, parts)
+    return np.asarray(degrees[neat])

@@ -80,6 +80,7 @@ WIDENING: Mapping[str, float] = {
     "tensor or context ranks": 0.12,
     "a pipeline": 0.12,
     "a mixture of experts": 0.30,
+    "fp8": 0.15,
     "an encoder": 0.20,
     "roles on devices of their own": 0.08,
 }

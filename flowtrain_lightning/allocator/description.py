@@ -27,6 +27,11 @@ class Embedding:
         """Numbers that it holds."""
         return self.entries * self.width
 
+    @property
+    def trained_parameters(self) -> int:
+        """Those that train."""
+        return self.parameters * self.trainable
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -52,6 +57,11 @@ class Dense:
     def parameters(self) -> int:
         """Numbers that it holds. Biases are left out: they are below a thousandth."""
         return 0 if self.tied else self.inputs * self.outputs * self.copies
+
+    @property
+    def trained_parameters(self) -> int:
+        """Those that train."""
+        return self.parameters * self.trainable
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,7 @@ class Layers:
         experts: the mixture in place of the feed-forward network.
         unused: the result is computed but never read, so that nothing flows back.
         trainable: whether they train.
+        adapters: rank of the low-rank adapters (LoRA) that train beside every matrix but those of experts; 0 is none.
     """
 
     count: int
@@ -102,6 +113,7 @@ class Layers:
     experts: Experts | None = None
     unused: bool = False
     trainable: bool = True
+    adapters: int = 0
 
     @property
     def query_width(self) -> int:
@@ -126,15 +138,34 @@ class Layers:
         return self.experts.chosen * self.experts.feed_forward + self.experts.shared
 
     @property
+    def expert_parameters(self) -> int:
+        """Numbers of one layer's experts."""
+        if self.experts is None:
+            return 0
+        return (3 if self.gated else 2) * self.hidden * self.experts.count * self.experts.feed_forward
+
+    @property
+    def adapted_width(self) -> int:
+        """Inputs and outputs of one layer's matrices that have adapters, all together."""
+        attention = 4 * self.hidden + 2 * (self.query_width + self.key_value_width)
+        inner = self.feed_forward if self.experts is None else self.experts.shared
+        return attention + (3 if self.gated else 2) * (self.hidden + inner) * (inner > 0)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Those that train: all, or adapters."""
+        return self.parameters if self.trainable else self.count * self.adapters * self.adapted_width
+
+    @property
     def layer_parameters(self) -> int:
-        """Numbers of one layer, its two norms included."""
+        """Numbers of one layer, its two norms and adapters included."""
         matrices = 3 if self.gated else 2
         if self.experts is None:
             feed_forward = matrices * self.hidden * self.feed_forward
         else:
             width = self.experts.count * self.experts.feed_forward + self.experts.shared
             feed_forward = matrices * self.hidden * width + self.hidden * self.experts.count
-        return self.attention_parameters + feed_forward + 2 * self.hidden
+        return self.attention_parameters + feed_forward + 2 * self.hidden + self.adapters * self.adapted_width
 
     @property
     def parameters(self) -> int:
@@ -165,12 +196,12 @@ class Half:
     @property
     def trainable_parameters(self) -> int:
         """Numbers of the parts that train."""
-        return sum(part.parameters for part in self.parts if part.trainable)
+        return sum(part.trained_parameters for part in self.parts)
 
     @property
     def trains(self) -> bool:
         """Whether any part trains."""
-        return any(part.trainable for part in self.parts)
+        return self.trainable_parameters > 0
 
     @property
     def layers(self) -> tuple[Layers, ...]:
@@ -189,6 +220,11 @@ class Half:
         if isinstance(last, Dense):
             return last.outputs * last.copies, last.per_token
         return (last.hidden if isinstance(last, Layers) else last.width), 1.0
+
+    def adapted(self, rank: int) -> Half:
+        """This half with nothing that trains but adapters of so low a rank in its layers."""
+        parts = self.frozen().parts
+        return replace(self, parts=tuple(replace(p, adapters=rank) if isinstance(p, Layers) else p for p in parts))
 
     def frozen(self, keep_projector: bool = False) -> Half:
         """This half with nothing that trains, or with nothing but what follows the last layer.
@@ -239,6 +275,16 @@ class ModuleDescription:
     def receives_gradient(self, role: str) -> bool:
         """Whether gradients must flow out of a role's half into what is before it: encoders that train."""
         return role == BACKBONE and any(half.trains for half in self.encoders.values())
+
+    def with_adapters(self, rank: int) -> ModuleDescription:
+        """This module with low-rank adapters (LoRA) in the backbone's layers, in place of its weights, to train.
+
+        Raises:
+            PlanningError: a rank below 1.
+        """
+        if rank < 1:
+            raise PlanningError(f"Adapters of rank {rank} cannot be made; the rank must be at least 1.")
+        return replace(self, backbone=self.backbone.adapted(rank))
 
     def with_frozen(self, *halves: str) -> ModuleDescription:
         """This module with some of it frozen.

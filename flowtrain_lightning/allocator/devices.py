@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -29,6 +29,8 @@ class Device:
         units: processors that share a matrix product tile by tile (streaming multiprocessors, AI cores).
         dense: share of the peak that the best matrix product reaches.
         attention: share of the peak that fused attention reaches, forward and backward together.
+        peak_float8: FLOP/s of dense fp8 products, on paper; None where there are none.
+        host: bytes/s to and from the host's memory, as copies reach it.
         overhead: bytes that context, libraries and communication buffers take.
         source: where the numbers are from.
 
@@ -47,6 +49,8 @@ class Device:
     units: int
     dense: float
     attention: float
+    peak_float8: float | None = None
+    host: float = 50e9
     overhead: float = 2 * GIB
     source: str = "given by the user"
 
@@ -61,6 +65,8 @@ class Device:
 
     def peak_for(self, width: int) -> float:
         """FLOP/s on paper with numbers of ``width`` bytes."""
+        if width < 2 and self.peak_float8 is not None:
+            return self.peak_float8
         return self.peak if width <= 2 else self.peak_float32
 
 
@@ -100,59 +106,72 @@ DEVICES: Mapping[str, Device] = {
     for device in (
         Device(
             "a100", 312e12, 156e12, 85.1e9, 2.04e12, 300e9, 25e9, 8, 108, 0.869, 0.60,
+            host=25e9,
             source=f"NVIDIA A100 80GB SXM data sheet; network 8 x 200 Gb/s a node; {_MATMUL}; {_FLASH_2}",
         ),
         Device(
             "a800", 312e12, 156e12, 85.1e9, 2.04e12, 200e9, 25e9, 8, 108, 0.869, 0.60,
+            host=25e9,
             source="as the A100 with 400 GB/s of NVLink in both directions",
         ),
         Device(
             "h100", 989e12, 494e12, 85.5e9, 3.35e12, 450e9, 50e9, 8, 132, 0.803, 0.34,
+            peak_float8=1979e12,
             source=f"NVIDIA H100 SXM data sheet; {_CX7}; {_MATMUL}; {_FLASH_2}",
         ),
         Device(
             "h200", 989e12, 494e12, 150.1e9, 4.8e12, 450e9, 50e9, 8, 132, 0.803, 0.34,
+            peak_float8=1979e12,
             source=f"NVIDIA H200 SXM data sheet; {_CX7}; shares as for the H100",
         ),
         Device(
             "h800", 989e12, 494e12, 85.5e9, 3.35e12, 200e9, 50e9, 8, 132, 0.803, 0.34,
+            peak_float8=1979e12,
             source="as the H100 with 400 GB/s of NVLink in both directions",
         ),
         Device(
             "h20", 148e12, 74e12, 102.0e9, 4.0e12, 450e9, 50e9, 8, 78, 0.90, 0.60,
+            peak_float8=296e12,
             source="NVIDIA H20 data sheet; shares assumed: few FLOP/s for its memory, so nearly all are reached",
         ),
         Device(
             "l40s", 362e12, 183e12, 47.7e9, 0.864e12, 32e9, 12.5e9, 8, 142, 0.65, 0.45,
+            peak_float8=733e12, host=25e9,
             source="NVIDIA L40S data sheet; links are PCIe 4.0 x16; network 2 x 400 Gb/s a node; shares assumed",
         ),
         Device(
             "b200", 2250e12, 1125e12, 191.5e9, 8.0e12, 900e9, 50e9, 8, 148, 0.776, 0.30,
+            peak_float8=4500e12,
             source=f"NVIDIA B200 data sheet; {_CX7}; {_MATMUL}; attention assumed",
         ),
         Device(
             "b300", 2250e12, 1125e12, 287e9, 8.0e12, 900e9, 100e9, 8, 148, 0.776, 0.30,
+            peak_float8=4500e12,
             source="NVIDIA HGX B300 data sheet; network 8 x 800 Gb/s a node; shares as for the B200",
         ),
         Device(
             "gb200", 2500e12, 1250e12, 197e9, 8.0e12, 900e9, 50e9, 64, 152, 0.776, 0.30,
+            peak_float8=5000e12, host=200e9,
             source="NVIDIA GB200 NVL72 data sheet; 64 of its 72 make a node, so that degrees divide it; "
             "network 400 Gb/s each; shares as for the B200",
         ),
         Device(
             "mi300x", 1307e12, 654e12, 206.1e9, 5.3e12, 448e9, 50e9, 8, 304, 0.601, 0.30,
+            peak_float8=2615e12,
             source=f"AMD Instinct MI300X data sheet; {_CX7}; {_MATMUL}; attention assumed",
         ),
         Device(
             "mi325x", 1307e12, 654e12, 274.9e9, 6.0e12, 448e9, 50e9, 8, 304, 0.601, 0.30,
+            peak_float8=2615e12,
             source=f"AMD Instinct MI325X data sheet; {_CX7}; shares as for the MI300X",
         ),
         Device(
             "ascend-910b", 313e12, 78e12, 65.8e9, 1.6e12, 196e9, 25e9, 8, 20, 0.80, 0.40,
+            host=25e9,
             source="peak and memory as FlowTrain (arXiv 2606.23087) reports; HCCS 7 x 28 GB/s; shares assumed",
         ),
         Device(
-            "cpu", 494e9, 110e9, 8 * GIB, 20e9, 5e9, 1.25e9, 64, 1, 0.90, 0.30, overhead=0.63 * GIB,
+            "cpu", 494e9, 110e9, 8 * GIB, 20e9, 5e9, 1.25e9, 64, 1, 0.90, 0.30, host=20e9, overhead=0.63 * GIB,
             source="one thread of a server CPU with AMX, by torch's matrix products; memory and links assumed; "
             "overhead: a rank of the quickstart before it holds weights",
         ),
@@ -198,18 +217,19 @@ def device_from(values: Mapping[str, Any]) -> Device:
         PlanningError: an attribute is missing, unknown or no number.
     """
     known = {field.name: field for field in fields(Device)}
+    optional = {name for name, field in known.items() if field.default is not MISSING}
     given = {"source": "given by the user", **values}
     base = given.pop("like", None)
     if base is not None:
         given = {**vars(named_device(str(base))), **given}
     unknown = sorted(set(given) - set(known))
-    missing = [name for name in known if name not in given and name != "overhead"]
+    missing = [name for name in known if name not in given and name not in optional]
     if unknown or missing:
         wrong = [f"has no {', '.join(unknown)}"] if unknown else []
         wrong += [f"needs {', '.join(missing)} too (or like: a known device)"] if missing else []
         raise PlanningError(f"A device {' and '.join(wrong)}. Its attributes are {', '.join(known)}.")
     for name, value in given.items():
-        if name not in ("name", "source"):
+        if name not in ("name", "source") and value is not None:
             given[name] = _number(name, value)
     given["per_node"], given["units"] = int(given["per_node"]), int(given["units"])
     return Device(**given)

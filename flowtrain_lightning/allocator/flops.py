@@ -136,7 +136,10 @@ def _layer_products(part: Layers, lengths: IntArray) -> Iterator[_Product]:
     leave = part.query_width + (3 if part.gated else 2) * part.active_feed_forward
     if part.experts is not None:
         leave += part.experts.count
+    adapters = Work(dense=2.0 * part.adapters * part.adapted_width * tokens)
     for _ in range(part.count):
+        if part.adapters:
+            yield _Product(adapters, True, part.unused)
         yield _Product(entry, part.trainable, part.unused)
         yield _Product(attention, False, part.unused)
         yield _Product(Work(dense=2.0 * part.hidden * leave * tokens), part.trainable, part.unused)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowtrain_lightning.allocator.allocation import BACKBONE, Allocation, Layout, PlanningError, Recompute
 from flowtrain_lightning.allocator.candidates import Candidate, evaluate, why_undividable
-from flowtrain_lightning.allocator.placements import ModelledPlan, Problems, plan_from, waiting_seconds
+from flowtrain_lightning.allocator.placements import ModelledPlan, Problems, plan_from, side_by_side
 from flowtrain_lightning.allocator.role_problem import RoleProblem, family_of
 
 
@@ -35,10 +35,7 @@ def given_plan(problems: Problems, allocation: Allocation) -> ModelledPlan:
     encoding = sum(one.seconds for role, one in chosen.items() if role != BACKBONE)
     backbone = chosen[BACKBONE]
     if allocation.placement == "separate":
-        waits = waiting_seconds(problems, chosen)
-        seconds = max(one.seconds + waits[role] for role, one in chosen.items())
-        slowest = max(one.seconds for one in chosen.values())
-        return plan_from("separate", problems, chosen, seconds=seconds, waiting=seconds - slowest)
+        return side_by_side(problems, chosen)
     if allocation.placement == "mixed":
         shared = encoding + backbone.seconds * backbone.devices / cluster.devices
         return plan_from("mixed", problems, chosen, seconds=max(shared, backbone.seconds))

@@ -190,6 +190,11 @@ def _internvl(config: Config) -> dict[str, Half]:
     return {"image": _plain_vision(config, output, merge, projector_width=output, extra_tokens=1)}
 
 
+def _llava_onevision(config: Config) -> dict[str, Half]:
+    output = _field(_text(config), "hidden_size")
+    return {"image": _plain_vision(config, output, 1, projector_width=output)}
+
+
 def _smolvlm(config: Config) -> dict[str, Half]:
     return {"image": _plain_vision(config, _field(_text(config), "hidden_size"), _field(config, "scale_factor"))}
 
@@ -252,6 +257,7 @@ _FAMILIES: dict[str, Callable[[Config], dict[str, Half]]] = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl,
     "llava": _llava,
+    "llava_onevision": _llava_onevision,
     "internvl": _internvl,
     "smolvlm": _smolvlm,
     "idefics3": _smolvlm,

@@ -9,7 +9,7 @@ import numpy as np
 from flowtrain_lightning.allocator.allocation import BACKBONE, Recompute
 from flowtrain_lightning.allocator.description import Half, Layers
 from flowtrain_lightning.allocator.flops import FloatArray
-from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
+from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, experts_share
 
 LOGIT_BYTES = 12
 """Bytes per logit at the peak of the loss's backward: log-probabilities and their gradient in float32, and the logits
@@ -73,22 +73,30 @@ def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microba
     """
     half, precision = problem.half, problem.precision
     here = _parameters_of_a_stage(half, family)
-    training = here * half.trainable_parameters / max(1, half.parameters)
+    trains = half.trainable_parameters / max(1, half.parameters)
+
+    def kept(what: str, width: float) -> FloatArray:
+        """Bytes of a rank's share: experts are divided anyway, among fewer ranks than the rest."""
+        experts = here * experts_share(half) * (1 - 1 / family.expert) * (family.kept_share(what) == 1)
+        return np.asarray((here * family.kept_share(what) - experts) * width)
+
     # Sharded weights are cast while they are gathered, so that no second copy of them is kept.
-    kept = precision.weights if family.sharded else precision.weights + precision.copies
-    weights = here * kept * family.kept_share("weights")
-    gradients = training * precision.gradients * family.kept_share("gradients")
+    width = precision.weights if family.sharded else precision.weights + precision.copies
+    frozen = width if precision.frozen is None else precision.frozen
+    weights = kept("weights", trains * width + (1 - trains) * frozen)
+    gradients = kept("gradients", trains * precision.gradients)
+    states = kept("states", trains * precision.states * (not precision.host_states))
     if family.sharded:
-        layer = max((part.layer_parameters for part in half.layers), default=0) / family.tensor
+        layer = max((_gathered_parameters(part, family) for part in half.layers), default=0) / family.tensor
         outside = sum(part.parameters for part in half.parts if not isinstance(part, Layers)) / family.tensor
         weights = weights + (GATHERED_LAYERS * layer + outside) * precision.computing
         whole = (layer + outside) * precision.computing + max(layer, outside) * precision.reduced
-        gradients = gradients + whole * half.trains
+        gradients = gradients + whole * (trains if trains < 0.5 else 1.0)
     activations, logits, features = _batch_bytes(problem, family, tokens, microbatches)
     return MemoryUse(
         weights,
         gradients,
-        training * precision.states * family.kept_share("states"),
+        states,
         activations,
         logits,
         features,
@@ -105,7 +113,9 @@ def _batch_bytes(
     """
     most = family.pipeline if family.pipeline > 1 else problem.load.batches_in_flight
     in_flight = np.minimum(microbatches, most)
-    kept = _kept_activations(problem, family) * tokens / family.pipeline
+    kept = kept_activations(problem, family) * tokens / family.pipeline
+    if problem.precision.host_activations:
+        kept = kept * min(1.0, GATHERED_LAYERS * family.pipeline / max(1, problem.half.depth))
     working = _working_bytes(problem, family) * tokens
     logits = _logit_bytes(problem, family) * np.minimum(tokens, problem.load.loss_chunk or np.inf)
     features = in_flight * tokens * _feature_bytes(problem, family)
@@ -151,13 +161,19 @@ def _parameters_of_a_stage(half: Half, family: Family) -> float:
     return (layers * most + ends) / family.tensor
 
 
-def _kept_activations(problem: RoleProblem, family: Family) -> float:
+def _gathered_parameters(part: Layers, family: Family) -> float:
+    """Parameters of a layer that a rank has while it computes it."""
+    return part.layer_parameters - part.expert_parameters * (1 - 1 / family.expert)
+
+
+def kept_activations(problem: RoleProblem, family: Family) -> float:
     """Bytes per token of a microbatch that all layers together keep."""
     flows, total = problem.receives_gradient, 0.0
     for part in problem.half.parts:
-        flows = flows or part.trainable
+        flows = flows or part.trained_parameters > 0
         if isinstance(part, Layers) and flows and not part.unused:
-            each = activation_bytes(part, problem.precision.computing, family.recompute, part.trainable)
+            trains = part.trained_parameters > 0
+            each = activation_bytes(part, problem.precision.computing, family.recompute, trains)
             total += part.count * each
     return total / (family.tensor * family.context)
 
@@ -169,7 +185,7 @@ def _working_bytes(problem: RoleProblem, family: Family) -> float:
     """
     width = problem.precision.computing
     largest = max((activation_bytes(part, width, "none") for part in problem.half.layers), default=0.0)
-    flows = problem.receives_gradient or any(part.trainable for part in problem.half.layers)
+    flows = problem.receives_gradient or any(part.trained_parameters for part in problem.half.layers)
     return largest * (1.0 if flows else 0.5) / (family.tensor * family.context)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
-from flowtrain_lightning.allocator.allocation import BACKBONE
+import numpy as np
+
+from flowtrain_lightning.allocator.allocation import BACKBONE, Layout
 from flowtrain_lightning.allocator.candidates import SearchSpace, candidates, usable_bytes
 from flowtrain_lightning.allocator.devices import Cluster
 from flowtrain_lightning.allocator.placements import (
@@ -15,10 +18,11 @@ from flowtrain_lightning.allocator.placements import (
     Tables,
     colocated_plan,
     mixed_plan,
-    separate_plan,
+    separate_plans,
     uniform_plan,
 )
 from flowtrain_lightning.allocator.planner import NoPlanError
+from flowtrain_lightning.allocator.role_problem import Family
 
 _MOST_DEVICES = 2**16
 
@@ -49,29 +53,44 @@ class ModelledCosts:
             raise NoPlanError(self._refusal())
         return found
 
-    def plans(self) -> tuple[ModelledPlan, ...]:
-        """The same, but empty where no layout fits.
+    def plans(self, allows: Callable[[Layout], bool] = lambda layout: True) -> tuple[ModelledPlan, ...]:
+        """The same, but of layouts that are allowed, and empty where none fits.
 
-        Of every kind it is the plan without tensor, context and pipeline ranks, unless those make it faster by more
-        than the margin, or are needed to come within the margin of the fastest kind.
+        Of every kind it is the plainest plan that comes within the margin of the fastest one of its kind, and of all
+        kinds where that can be: with all devices before fewer, without tensor, context and pipeline ranks before with.
         """
-        kinds: tuple[Callable[[Tables, SearchSpace], ModelledPlan | None], ...] = (
-            lambda tables, space: uniform_plan(self.problems, space),
-            lambda tables, space: colocated_plan(self.problems, tables),
-            lambda tables, space: separate_plan(self.problems, tables),
-            lambda tables, space: mixed_plan(self.problems, tables),
+        every = {
+            role: table.of_families(lambda family: allows(family.layout(-1))) for role, table in self._tables.items()
+        }
+        apart = {role: table.of_families(_has_no_stages) for role, table in every.items() if role != BACKBONE}
+        apart[BACKBONE] = every[BACKBONE]
+        plain = _of_whole_layers(apart)
+        full, lean = zip(*(separate_plans(self.problems, tables) for tables in (plain, apart)), strict=True)
+        kinds = (
+            [uniform_plan(self.problems, tables) for tables in self._plainest_first(every)],
+            [colocated_plan(self.problems, tables) for tables in self._plainest_first(apart)],
+            [*full, *lean],
+            [mixed_plan(self.problems, tables) for tables in (plain, apart)],
         )
-        every = self._tables()
-        whole = {role: table.of_whole_layers for role, table in every.items()}
-        simple = replace(self.space, tensor=(1,), pipeline=(1,), context=(1,))
-        pairs = [(make(whole, simple), make(every, self.space)) for make in kinds]
-        enough = (1 + self.margin) * min((best.seconds for _, best in pairs if best is not None), default=0.0)
-        found = []
-        for plain, best in pairs:
-            if plain is not None and best is not None and plain.seconds <= best.seconds * (1 + self.margin):
-                best = plain if plain.seconds <= enough or best.seconds > enough else best
-            found += [] if best is None else [best]
-        return tuple(found)
+        found = [[plan for plan in plans if plan is not None] for plans in kinds]
+        enough = (1 + self.margin) * min((plan.seconds for plans in found for plan in plans), default=0.0)
+        return tuple(self._plainest(plans, enough) for plans in found if plans)
+
+    def _plainest_first(self, tables: Tables) -> Iterator[Tables]:
+        """Candidates for roles that share their devices: all of them, or else half, a quarter and so on."""
+        devices = self._cluster.devices
+        parts = 2.0 ** np.arange(1, 17)
+        whole = {role: table.on(devices) for role, table in tables.items()}
+        fewer = {role: table.select(np.isin(devices / table.devices, parts)) for role, table in tables.items()}
+        for some in (whole, fewer):
+            yield _of_whole_layers(some)
+            yield some
+
+    def _plainest(self, plans: Sequence[ModelledPlan], enough: float) -> ModelledPlan:
+        """Of plans of one kind, the plainest first, the first one that is fast enough."""
+        best = min(plan.seconds for plan in plans)
+        wanted = (1 + self.margin) * best if best > enough else min(enough, (1 + self.margin) * best)
+        return next(plan for plan in plans if plan.seconds <= wanted)
 
     def smallest_cluster(self) -> int | None:
         """The fewest devices on which something fits: whole nodes, or part of one; None up to 65,536."""
@@ -90,8 +109,10 @@ class ModelledCosts:
     def _cluster(self) -> Cluster:
         return self.problems[BACKBONE].cluster
 
+    @cached_property
     def _tables(self) -> Tables:
-        return {role: candidates(problem, self.space) for role, problem in self.problems.items()}
+        """Role -> its candidates. Those of encoders with a pipeline are for one layout of everything."""
+        return {role: candidates(problem, self.space, as_backbone=True) for role, problem in self.problems.items()}
 
     def _refusal(self) -> str:
         cluster = self._cluster
@@ -110,12 +131,16 @@ class ModelledCosts:
     def _fits_on(self, devices: int) -> bool:
         cluster = replace(self._cluster, devices=devices)
         larger = replace(self, problems={role: replace(one, cluster=cluster) for role, one in self.problems.items()})
-        tables = larger._tables()
-        if all(len(table) for table in tables.values()):
-            apart = sum(float(table.devices.min()) for table in tables.values())
-            if apart <= devices or colocated_plan(larger.problems, tables) or mixed_plan(larger.problems, tables):
-                return True
-        return uniform_plan(larger.problems, self.space) is not None
+        return bool(larger.plans())
+
+
+def _of_whole_layers(tables: Tables) -> Tables:
+    """The candidates in which a device computes all layers on whole sequences."""
+    return {role: table.of_families(lambda family: family.replica == 1) for role, table in tables.items()}
+
+
+def _has_no_stages(family: Family) -> bool:
+    return family.pipeline == 1
 
 
 def _next_size(cluster: Cluster, least: int, count: int) -> int:

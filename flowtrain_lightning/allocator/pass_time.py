@@ -59,10 +59,12 @@ def pass_time(problem: RoleProblem, family: Family, tokens: FloatArray) -> PassT
             there, back = _dense_seconds(problem, part, family, tokens, flows)
             forward, backward, ends = forward + there, backward + back, ends + there + back
         elif isinstance(part, Layers):
-            there, back, sent = _layer_seconds(problem, part, family, tokens, next(pairs), flows or part.trainable)
+            there, back, sent = _layer_seconds(
+                problem, part, family, tokens, next(pairs), flows or part.trained_parameters > 0
+            )
             forward, backward = forward + part.count * there, backward + part.count * back
             exchange, slowest = exchange + part.count * sent, np.maximum(slowest, there + back + sent)
-        flows = flows or part.trainable
+        flows = flows or part.trained_parameters > 0
     return PassTime(forward, backward, exchange, slowest, ends)
 
 
@@ -85,16 +87,18 @@ def _layer_seconds(
     """Forward, backward and exposed exchange of one layer. ``trains`` says that gradients flow into or through it."""
     trains = trains and not part.unused
     device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
-    products = _products(problem, part, family, tokens)
+    products, adapters = _products(problem, part, family, tokens), _adapters(problem, part, family, tokens)
     sharers = family.tensor * family.context
     attention = attention_seconds(part, pairs, tokens / sharers, device, share, width)
-    moved = moving_seconds(tokens * _moved_bytes(part, width) / sharers, device, share)
-    forward = np.maximum(products + attention + moved, share.launch)
+    casts = _cast_bytes(part) if problem.precision.multiplied < width else 0.0
+    moved = moving_seconds(tokens * (_moved_bytes(part, width) + casts) / sharers, device, share)
+    forward = np.maximum(products + adapters + attention + moved, share.launch)
     tensor, context = _exchange(problem, part, family, tokens)
+    tensor = tensor + _dispatch(problem, part, family, tokens)
     sent = tensor + np.maximum(context - attention, 0.0)
     if not trains:
         return forward, np.zeros_like(forward), sent
-    backward = (1 + part.trainable) * products + FLASH_BACKWARD * attention + 2 * moved
+    backward = (1 + part.trainable) * products + 2 * adapters + FLASH_BACKWARD * attention + 2 * moved
     backward = np.maximum(backward, 2 * share.launch)
     sent = sent + tensor + np.maximum(2 * context - FLASH_BACKWARD * attention, 0.0)
     if family.recompute == "full":
@@ -106,7 +110,7 @@ def _layer_seconds(
 
 def _products(problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray) -> FloatArray:
     """Seconds of a layer's products with weights, forward."""
-    device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
+    device, share, width = problem.cluster.device, problem.efficiency, problem.precision.multiplied
     vectors, tensor = tokens / family.context, family.tensor
 
     def seconds(m: FloatArray, n: float, k: float, groups: int = 1) -> FloatArray:
@@ -121,10 +125,28 @@ def _products(problem: RoleProblem, part: Layers, family: Family, tokens: FloatA
         total = total + seconds(vectors, ups * dense_width / tensor, part.hidden)
         total = total + seconds(vectors, part.hidden, dense_width / tensor)
     if (mixture := part.experts) is not None:
-        each, inner = vectors * mixture.chosen / mixture.count, mixture.feed_forward / tensor
-        total = total + seconds(each, ups * inner, part.hidden, mixture.count)
-        total = total + seconds(each, part.hidden, inner, mixture.count)
+        # A rank has some of the experts, and gets their tokens from all ranks that share them.
+        here = mixture.count // family.expert
+        each, inner = vectors * mixture.chosen / here, mixture.feed_forward / tensor
+        total = total + seconds(each, ups * inner, part.hidden, here)
+        total = total + seconds(each, part.hidden, inner, here)
     return total
+
+
+def _adapters(problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray) -> FloatArray:
+    """Seconds of a layer's adapters, forward: two thin products beside each matrix, taken as two of all of them."""
+    if not part.adapters:
+        return np.zeros_like(tokens)
+    device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
+    vectors, wide = tokens / family.context, part.adapted_width / 2 / family.tensor
+    down = product_seconds(vectors, part.adapters, wide, device, share, width)
+    return down + product_seconds(vectors, wide, part.adapters, device, share, width)
+
+
+def _cast_bytes(part: Layers) -> float:
+    """Bytes per token that are read and written to have a layer's inputs of products in 8 bits, and transposed."""
+    inputs = 2 * part.hidden + part.query_width + part.active_feed_forward
+    return 4.0 * inputs
 
 
 def _moved_bytes(part: Layers, width: int) -> float:
@@ -151,3 +173,12 @@ def _exchange(problem: RoleProblem, part: Layers, family: Family, tokens: FloatA
     tensor = 4 * ring(cluster, family.tensor, 1, share.exchange).gather(hidden)
     keys = tokens * 2 * part.key_value_width / family.tensor * width
     return tensor, ring(cluster, family.context, family.tensor, share.exchange).gather(keys)
+
+
+def _dispatch(problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray) -> FloatArray:
+    """Seconds in which tokens go to the ranks that hold their experts and come back, forward, with balanced experts."""
+    if part.experts is None or family.expert == 1:
+        return np.zeros_like(tokens)
+    among = ring(problem.cluster, family.expert, family.tensor, problem.efficiency.exchange)
+    size = tokens / family.context * part.experts.chosen * part.hidden * problem.precision.computing
+    return 2 * among.gather(size)  # every rank sends all but its own share, as in a gather

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -13,8 +13,6 @@ from flowtrain_lightning.allocator.bands import Band, step_band
 from flowtrain_lightning.allocator.candidates import (
     Candidate,
     CandidateTable,
-    SearchSpace,
-    candidates,
     usable_bytes,
 )
 from flowtrain_lightning.allocator.flops import IntArray
@@ -28,6 +26,12 @@ Problems = Mapping[str, RoleProblem]
 
 Tables = Mapping[str, CandidateTable]
 """Role -> its candidates."""
+
+_NEAR = 0.03
+"""Share by which a plan with memory to spare may be slower than one without: so close, times are not told apart."""
+
+_TO_SPARE = 0.12
+"""Share of the usable memory that one would rather not plan for; more than that to spare is worth no time."""
 
 _ROUNDS = 4
 """Rounds in which separate roles' waiting and their layouts are matched to each other."""
@@ -103,9 +107,8 @@ def colocated_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
     return _best_together("colocated", problems, tables, groups)
 
 
-def uniform_plan(problems: Problems, space: SearchSpace) -> ModelledPlan | None:
+def uniform_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
     """The best plan with one layout: degrees and sharding are equal, and a pipeline runs through all halves."""
-    tables = {role: candidates(problem, space, as_backbone=True) for role, problem in problems.items()}
     groups = {}
     for role, table in tables.items():
         families = [table.families[number] for number in table.family]
@@ -114,26 +117,46 @@ def uniform_plan(problems: Problems, space: SearchSpace) -> ModelledPlan | None:
     return _best_together("uniform", problems, tables, groups)
 
 
-def separate_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
-    """The best plan with roles on devices of their own, or None where nothing fits.
+def separate_plans(problems: Problems, tables: Tables) -> tuple[ModelledPlan | None, ModelledPlan | None]:
+    """The best plans with roles on devices of their own: on all devices, and on no more than are of use.
 
     Throughputs are matched with the time that each role waits for the others added to its own. How long that is
-    depends on the answer, so it is taken from the answer before, for a few rounds.
+    depends on the answer, so it is taken from the answer before, for a few rounds. What this leaves over goes to one
+    of the roles in the first plan, even if that gains nothing. None stands for what does not fit.
     """
     waits = dict.fromkeys(tables, 0.0)
-    best: ModelledPlan | None = None
+    full: list[ModelledPlan] = []
+    lean: list[ModelledPlan] = []
     for _ in range(_ROUNDS):
         waiting = {role: table.slowed_by(waits[role]) for role, table in tables.items()}
         slowed = match_throughputs(waiting, problems[BACKBONE].cluster.devices)
         if slowed is None:
-            return best
+            break
         chosen = {role: replace(one, seconds=one.seconds - waits[role]) for role, one in slowed.items()}
+        if lean and chosen == lean[-1].chosen:
+            break
+        lean.append(side_by_side(problems, chosen))
+        full += _on_all(problems, tables, chosen)
         waits = waiting_seconds(problems, chosen)
-        seconds = max(one.seconds + waits[role] for role, one in chosen.items())
-        if best is None or seconds < best.seconds:
-            slowest = max(one.seconds for one in chosen.values())
-            best = plan_from("separate", problems, chosen, seconds=seconds, waiting=seconds - slowest)
-    return best
+    fastest = (min(plans, key=lambda plan: plan.seconds, default=None) for plans in (full, lean))
+    return next(fastest), next(fastest)
+
+
+def _on_all(problems: Problems, tables: Tables, chosen: Mapping[str, Candidate]) -> Iterator[ModelledPlan]:
+    """Plans like the chosen one in which one role has the devices that it leaves over too."""
+    left = problems[BACKBONE].cluster.devices - sum(one.devices for one in chosen.values())
+    for role, one in chosen.items():
+        larger = tables[role].on(one.devices + left)
+        if len(larger):
+            yield side_by_side(problems, {**chosen, role: larger.candidate(int(larger.seconds.argmin()))})
+
+
+def side_by_side(problems: Problems, chosen: Mapping[str, Candidate]) -> ModelledPlan:
+    """The plan of roles on devices of their own, in layouts that are given."""
+    waits = waiting_seconds(problems, chosen)
+    seconds = max(one.seconds + waits[role] for role, one in chosen.items())
+    slowest = max(one.seconds for one in chosen.values())
+    return plan_from("separate", problems, chosen, seconds=seconds, waiting=seconds - slowest)
 
 
 def waiting_seconds(problems: Problems, chosen: Mapping[str, Candidate]) -> dict[str, float]:
@@ -207,26 +230,33 @@ def _grouped(keys: Iterable[Hashable]) -> dict[Hashable, IntArray]:
 def _best_together(
     kind: PlanKind, problems: Problems, tables: Tables, groups: Mapping[str, Mapping[Hashable, IntArray]]
 ) -> ModelledPlan | None:
-    """The fastest choice of one candidate a role, all of one group, that fits; groups in the order of their bounds."""
+    """A choice of one candidate a role, all of one group, that fits; groups are tried in the order of their bounds.
+
+    Of those that are nearly as fast as the fastest one, it is one with memory to spare.
+    """
     limit = usable_bytes(problems[BACKBONE].cluster)
     shared = set.intersection(*(set(of_role) for of_role in groups.values()))
     bound = {
         key: sum(float(table.seconds[groups[role][key]].min()) for role, table in tables.items()) for key in shared
     }
-    seconds, best = np.inf, None
+    fitting: list[tuple[float, float, dict[str, Candidate]]] = []
+    fastest = np.inf
     for key in sorted(shared, key=lambda key: (bound[key], str(key))):
-        if bound[key] >= seconds:
+        if bound[key] > fastest * (1 + _NEAR):
             break
         fronts = [table.fastest_by_memory(groups[role][key]) for role, table in tables.items()]
         for picked in product(*fronts):
-            chosen = {
-                role: table.candidate(int(one)) for (role, table), one in zip(tables.items(), picked, strict=True)
-            }
-            total = sum(candidate.seconds for candidate in chosen.values())
-            fits = joint_bytes(problems, {role: one.bytes for role, one in chosen.items()}) <= limit
-            if fits and total < seconds:
-                seconds, best = total, chosen
-    return None if best is None else plan_from(kind, problems, best, seconds=seconds)
+            chosen = _picked(tables, picked)
+            total = sum(one.seconds for one in chosen.values())
+            peak = joint_bytes(problems, {role: one.bytes for role, one in chosen.items()})
+            if peak <= limit and total <= fastest * (1 + _NEAR):
+                fastest = min(fastest, total)
+                fitting.append((total, peak, chosen))
+    if not fitting:
+        return None
+    near = (one for one in fitting if one[0] <= fastest * (1 + _NEAR))
+    seconds, _, best = min(near, key=lambda one: (max(one[1], (1 - _TO_SPARE) * limit), one[0]))
+    return plan_from(kind, problems, best, seconds=seconds)
 
 
 def _picked(tables: Tables, indices: Iterable[int]) -> dict[str, Candidate]:

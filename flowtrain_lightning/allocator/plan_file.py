@@ -12,7 +12,7 @@ from flowtrain_lightning.allocator.allocation import Allocation, AllocationError
 
 _PLAN_KEYS = ("placement", "roles")
 _ROLE_KEYS = ("layout", "ranks", "recompute")
-_LAYOUT_KEYS = ("data", "tensor", "pipeline", "context", "shard", "replicas")
+_LAYOUT_KEYS = ("data", "tensor", "pipeline", "context", "shard", "replicas", "expert")
 
 
 def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
@@ -30,7 +30,8 @@ def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
     for role, layout in allocation.layouts.items():
         degrees = {name: degree for name, degree in layout.degrees.items() if degree > 1 or name == "data"}
         replicas = {"replicas": layout.replicas} if layout.replicas > 1 else {}
-        shared = {**degrees, "shard": layout.shard, **replicas}
+        experts = {"expert": layout.expert} if layout.expert > 1 else {}
+        shared = {**degrees, **experts, "shard": layout.shard, **replicas}
         roles[role] = {"layout": shared, "ranks": number_spans(allocation.ranks[role])}
         if role in allocation.recompute:
             roles[role]["recompute"] = allocation.recompute[role]

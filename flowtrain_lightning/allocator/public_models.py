@@ -147,6 +147,30 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "internvl", _text("qwen2", 80, 8192, 29568, 64, 8, 151674),
         _INTERN_6B,
     ),
+    "internvl3.5-8b": _config(
+        "internvl", _text("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128),
+        _INTERN_300M,
+    ),
+    "internvl3.5-38b": _config(
+        "internvl", _text("qwen3", 64, 5120, 25600, 64, 8, 151936, head_dim=128),
+        _INTERN_6B,
+    ),
+    "internvl3.5-30b-a3b": _config(
+        "internvl", _text("qwen3_moe", 48, 2048, 6144, 32, 4, 151936, **_A3B),
+        _INTERN_300M,
+    ),
+    "llava-onevision-7b": _config(
+        "llava_onevision", _text("qwen2", 28, 3584, 18944, 28, 4, 152000),
+        _tower("siglip_vision_model", 26, 1152, 4304, 16, 384, 14),
+    ),
+    "smolvlm2-500m": _config(
+        "smolvlm", _text("llama", 32, 960, 2560, 15, 5, 49280),
+        _tower("smolvlm_vision", 12, 768, 3072, 12, 512, 16), scale_factor=4,
+    ),
+    "smolvlm2-2.2b": _config(
+        "smolvlm", _text("llama", 24, 2048, 8192, 32, 32, 49280),
+        _SMALL_SIGLIP, scale_factor=3,
+    ),
     "smolvlm-2.2b": _config(
         "smolvlm", _text("llama", 24, 2048, 8192, 32, 32, 49280),
         _SMALL_SIGLIP, scale_factor=3,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,32 +18,71 @@ from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_load
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per number, with AdamW as the optimizer.
+    """Bytes per number, with AdamW as the optimizer, and what of them is kept in the host's memory.
 
     Attributes:
+        name: what the user calls it.
         weights: of a weight that is kept.
         copies: of a weight's copy in the computing type, such as autocast makes; 0 where weights are computed with.
         gradients: of a gradient.
         states: of the optimizer: two moments, and a master weight where there is one.
         computing: of an activation, and of a weight that is sent.
         reduced: of a gradient while ranks sum it.
+        products: of a number that layers' products multiply; None is ``computing``.
+        frozen: of a weight that does not train, with its copies; None is as of one that does.
+        host_states: the optimizer's states are in the host's memory, where it updates the weights.
+        host_activations: what forwards keep for backwards is in the host's memory meanwhile.
     """
 
+    name: str
     weights: int
     copies: int
     gradients: int
     states: int
     computing: int
     reduced: int = 4
+    products: int | None = None
+    frozen: int | None = None
+    host_states: bool = False
+    host_activations: bool = False
 
+    @property
+    def multiplied(self) -> int:
+        """Bytes of a number that layers' products multiply."""
+        return self.computing if self.products is None else self.products
+
+    def with_optimizer(self, name: str) -> Precision:
+        """The same with another optimizer.
+
+        Args:
+            name: one of `OPTIMIZERS`.
+
+        Raises:
+            PlanningError: there is none of that name.
+        """
+        if name not in OPTIMIZERS:
+            raise PlanningError(f"There is no optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}.")
+        if name == "adamw-8bit":
+            return replace(self, states=self.states - (8 if self.states >= 8 else 4) + 2)
+        return replace(self, host_states=name == "adamw-offloaded")
+
+
+OPTIMIZERS = ("adamw", "adamw-8bit", "adamw-offloaded")
+"""AdamW with moments as wide as the precision says, in 8 bits (Dettmers et al., arXiv 2110.02861), or in the host's
+memory."""
 
 PRECISIONS: Mapping[str, Precision] = {
-    "32-true": Precision(weights=4, copies=0, gradients=4, states=8, computing=4),
-    "bf16-mixed": Precision(weights=4, copies=2, gradients=4, states=8, computing=2),
-    "bf16-true": Precision(weights=2, copies=0, gradients=2, states=4, computing=2, reduced=2),
-    "bf16-master": Precision(weights=2, copies=0, gradients=4, states=12, computing=2),
+    one.name: one
+    for one in (
+        Precision("32-true", weights=4, copies=0, gradients=4, states=8, computing=4),
+        Precision("bf16-mixed", weights=4, copies=2, gradients=4, states=8, computing=2),
+        Precision("bf16-true", weights=2, copies=0, gradients=2, states=4, computing=2, reduced=2),
+        Precision("bf16-master", weights=2, copies=0, gradients=4, states=12, computing=2),
+        Precision("transformer-engine", weights=4, copies=2, gradients=4, states=8, computing=2, products=1),
+    )
 }
-"""Lightning's name -> bytes. ``bf16-master`` is Megatron-LM's: bf16 weights, float32 gradients, masters and moments."""
+"""Lightning's name -> bytes. ``bf16-master`` is Megatron-LM's: bf16 weights, float32 gradients, masters and moments;
+``transformer-engine`` multiplies in fp8, of which it keeps each weight twice, since products need it transposed too."""
 
 DIVIDED: Mapping[Sharding, tuple[str, ...]] = {
     "replicate": (),
@@ -53,6 +92,9 @@ DIVIDED: Mapping[Sharding, tuple[str, ...]] = {
     "fsdp": ("states", "gradients", "weights"),
 }
 """What the ranks that hold the same weights divide among them (ZeRO, arXiv 1910.02054, section 5)."""
+
+_DRAWN_LENGTHS = 64
+"""Lengths whose work is computed; that of others is read off between them."""
 
 _ITEMS_OF_A_RANK = 16
 """So many of a rank's costliest items are looked at for the bound of `RoleProblem.unevenness`."""
@@ -71,6 +113,7 @@ class Family:
         recompute: what the backward computes again.
         group: ranks that hold the weights once between them, where they are sharded in several groups (HSDP); None is
             all of them.
+        expert: data ranks among which a mixture's experts are divided.
     """
 
     data: FloatArray
@@ -80,6 +123,7 @@ class Family:
     shard: Sharding = "replicate"
     recompute: Recompute = "none"
     group: int | None = None
+    expert: int = 1
 
     @property
     def replica(self) -> int:
@@ -115,14 +159,21 @@ class Family:
     def layout(self, number: int) -> Layout:
         """The layout with the ``number``-th data degree."""
         replicas = int(self.copies[number]) if self.group is not None else 1
-        return Layout(int(self.data[number]), self.tensor, self.pipeline, self.context, self.shard, replicas)
+        degrees = (int(self.data[number]), self.tensor, self.pipeline, self.context)
+        return Layout(*degrees, self.shard, replicas, self.expert)
 
 
 def family_of(layout: Layout, recompute: Recompute = "none") -> Family:
     """A single layout as a family."""
     data = np.array([float(layout.data)])
     group = layout.data * layout.context // layout.replicas if layout.replicas > 1 else None
-    return Family(data, layout.tensor, layout.pipeline, layout.context, layout.shard, recompute, group)
+    degrees = (data, layout.tensor, layout.pipeline, layout.context)
+    return Family(*degrees, layout.shard, recompute, group, layout.expert)
+
+
+def experts_share(half: Half) -> float:
+    """Share of a half's parameters that its experts have."""
+    return sum(part.count * part.expert_parameters for part in half.layers) / max(1, half.parameters)
 
 
 @dataclass(frozen=True)
@@ -164,12 +215,9 @@ class RoleProblem:
         """``[items of a step]`` work of each sample or media item relative to the mean one, falling."""
         lengths = np.sort(self.load.lengths)[::-1]
         distinct, inverse = np.unique(lengths, return_inverse=True)
-        if len(distinct) > 256:
-            picked = np.linspace(0, len(distinct) - 1, 256).round().astype(np.int64)
-            few = [forward_work(self.half, distinct[one : one + 1]).total for one in picked]
-            costs = np.interp(distinct, distinct[picked], few)
-        else:
-            costs = np.array([forward_work(self.half, distinct[one : one + 1]).total for one in range(len(distinct))])
+        picked = np.unique(np.linspace(0, len(distinct) - 1, _DRAWN_LENGTHS).round().astype(np.int64))
+        few = [forward_work(self.half, distinct[one : one + 1]).total for one in picked]
+        costs = np.interp(distinct, distinct[picked], few)
         costs = costs[inverse]
         count = max(1, round(self.load.items))
         drawn = costs[np.arange(count) * len(costs) // count]
@@ -181,7 +229,11 @@ class RoleProblem:
 
         With the items sorted by falling work, k + 1 of the first k · ranks + 1 share a rank (the pigeonhole bound).
         """
-        costs = self._costliest_first
+        return self._unevenness_by_degree[data.astype(np.int64) - 1]
+
+    @cached_property
+    def _unevenness_by_degree(self) -> FloatArray:
+        costs, data = self._costliest_first, np.arange(1.0, self.cluster.devices + 1)
         mean = len(costs) / data
         busiest = np.ones_like(data)
         for k in range(_ITEMS_OF_A_RANK):
@@ -195,7 +247,7 @@ def role_problems(
     module: ModuleDescription,
     workload: Workload,
     cluster: Cluster,
-    precision: str = "bf16-mixed",
+    precision: str | Precision = "bf16-mixed",
     efficiencies: Mapping[str, Efficiency] | None = None,
 ) -> dict[str, RoleProblem]:
     """Role -> what is known of it, for all roles of a module.
@@ -204,14 +256,19 @@ def role_problems(
         module: what trains.
         workload: what a step asks.
         cluster: where.
-        precision: a key of `PRECISIONS`.
+        precision: a key of `PRECISIONS`, or one that was changed.
         efficiencies: role -> shares that were measured; those of other roles are assumed.
 
     Raises:
-        PlanningError: an unknown precision, or data without lengths for one of the module's modalities.
+        PlanningError: a precision that is unknown or that the device does not have, or data without lengths for one of
+            the module's modalities.
     """
-    if precision not in PRECISIONS:
-        raise PlanningError(f"There is no precision {precision!r}; choose from {', '.join(PRECISIONS)}.")
+    if isinstance(precision, str):
+        if precision not in PRECISIONS:
+            raise PlanningError(f"There is no precision {precision!r}; choose from {', '.join(PRECISIONS)}.")
+        precision = PRECISIONS[precision]
+    if precision.multiplied < 2 and cluster.device.peak_float8 is None:
+        raise PlanningError(f"{cluster.device.name} has no fp8 products; choose precision 'bf16-mixed'.")
     loads, measured = role_loads(module, workload), efficiencies or {}
     assumed = assumed_efficiency(cluster.device)
     return {
@@ -221,7 +278,7 @@ def role_problems(
             load=loads[role],
             receives_gradient=module.receives_gradient(role),
             cluster=cluster,
-            precision=PRECISIONS[precision],
+            precision=precision,
             efficiency=measured.get(role, assumed),
         )
         for role, half in module.roles.items()

@@ -9,6 +9,7 @@ from scipy.special import ndtri
 
 from flowtrain_lightning.allocator.collectives import ring
 from flowtrain_lightning.allocator.flops import FloatArray
+from flowtrain_lightning.allocator.memory_use import kept_activations
 from flowtrain_lightning.allocator.pass_time import PassTime, pass_time
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 from flowtrain_lightning.allocator.sharing_time import sharing_time
@@ -28,6 +29,7 @@ class RoleTime:
             much what it hides slows it.
         reduction: gradients summed over the data-parallel ranks, likewise.
         optimizer: the update of the weights.
+        offload: activations that go to the host's memory and back: what computing does not hide.
         microbatches: microbatches of a replica.
         tokens: tokens of a microbatch.
     """
@@ -40,6 +42,7 @@ class RoleTime:
     sharding: FloatArray
     reduction: FloatArray
     optimizer: FloatArray
+    offload: FloatArray
     microbatches: FloatArray
     tokens: FloatArray
 
@@ -88,6 +91,7 @@ def role_time(problem: RoleProblem, family: Family, interleave: int = 1) -> Role
         sharding=sharding,
         reduction=reduction,
         optimizer=_optimizer_seconds(problem, family),
+        offload=microbatches * _offload_seconds(problem, family, once, tokens),
         microbatches=microbatches,
         tokens=tokens,
     )
@@ -139,5 +143,19 @@ def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
     """States and weights read and written, gradients read."""
     precision, device = problem.precision, problem.cluster.device
     trained = problem.half.trainable_parameters / (family.tensor * family.pipeline)
-    moved = trained * (2 * (precision.weights + precision.states) + precision.gradients)
+    states = 2 * precision.states
+    if precision.host_states:
+        # Gradients go there, weights come back, and the host reads and writes the states no faster than that.
+        moved = trained * (precision.gradients + precision.weights + states)
+        return moved * family.kept_share("states") / device.host
+    moved = trained * (2 * precision.weights + states + precision.gradients)
     return moved * family.kept_share("states") / (device.memory_bandwidth * problem.efficiency.memory)
+
+
+def _offload_seconds(problem: RoleProblem, family: Family, once: PassTime, tokens: FloatArray) -> FloatArray:
+    """What of sending a microbatch's activations to the host and back outlasts its computing."""
+    if not problem.precision.host_activations:
+        return np.zeros_like(tokens)
+    sending = kept_activations(problem, family) * tokens / family.pipeline / problem.cluster.device.host
+    forward, backward = once.forward / family.pipeline, once.backward / family.pipeline
+    return np.maximum(sending - forward, 0.0) + np.maximum(sending - backward, 0.0)

@@ -8,7 +8,7 @@ from flowtrain_lightning.allocator.collectives import ring
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.kernels import moving_seconds
 from flowtrain_lightning.allocator.pass_time import PassTime
-from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
+from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, experts_share
 
 
 def sharing_time(
@@ -27,7 +27,8 @@ def sharing_time(
     """
     half, precision = problem.half, problem.precision
     split = family.tensor * family.pipeline
-    here, trained = half.parameters / split, half.trainable_parameters / split
+    here = half.parameters * (1 - experts_share(half) * (1 - 1 / family.expert)) / split
+    trained = here * half.trainable_parameters / max(1, half.parameters)
     holders = ring(problem.cluster, family.shards, family.tensor, problem.efficiency.exchange)
     depth = max(1, round(half.depth / family.pipeline))
     outside = 1 - sum(part.parameters for part in half.layers) / max(1, half.parameters)

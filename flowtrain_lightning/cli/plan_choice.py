@@ -17,8 +17,11 @@ from flowtrain_lightning.allocator import (
     PlacementChoice,
     choose_placement,
 )
-from flowtrain_lightning.allocator.placements import ModelledPlan
+from flowtrain_lightning.allocator.placements import ModelledPlan, Problems
 from flowtrain_lightning.placement.request import why_it_cannot_run
+
+_RUN = ("bf16-mixed", "bf16-true", "32-true")
+"""Precisions that can be planned for and run."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,17 @@ class _RunnableCosts:
     """The predictions of modelled costs for what training runs."""
 
     costs: ModelledCosts
-    per_node: int
 
     margin: ClassVar[float] = ModelledCosts.margin
 
     def predictions(self) -> tuple[ModelledPlan, ...]:
-        allowed = replace(self.costs, space=replace(self.costs.space, allows=_runs))
-        runs = [plan for plan in allowed.plans() if why_plan_cannot_run(plan, self.per_node) is None]
+        runs = [plan for plan in self.costs.plans(_runs) if why_plan_cannot_run(plan, self.costs.problems) is None]
         if not runs:
             raise NoPlanError("Training runs none of the plans that fit.")
         return tuple(runs)
 
 
-def choose_plans(costs: ModelledCosts, per_node: int) -> Choices:
+def choose_plans(costs: ModelledCosts) -> Choices:
     """The plans to show.
 
     Raises:
@@ -59,15 +60,18 @@ def choose_plans(costs: ModelledCosts, per_node: int) -> Choices:
     """
     anyway = choose_placement(costs)
     try:
-        return Choices(choose_placement(_RunnableCosts(costs, per_node)), anyway)
+        return Choices(choose_placement(_RunnableCosts(costs)), anyway)
     except NoPlanError:
         return Choices(anyway, anyway)
 
 
-def why_plan_cannot_run(plan: ModelledPlan, per_node: int) -> str | None:
+def why_plan_cannot_run(plan: ModelledPlan, problems: Problems) -> str | None:
     """What of a plan training does not offer today, as the end of a sentence about it; None where it runs."""
+    backbone = problems[BACKBONE]
+    if backbone.precision.name not in _RUN:
+        return f"is for precision {backbone.precision.name!r}, but today a Trainer takes {', '.join(_RUN)}."
     try:
-        return why_it_cannot_run(plan.allocation(per_node))
+        return why_it_cannot_run(plan.allocation(backbone.cluster.per_node))
     except AllocationError as error:
         return f"cannot be put onto ranks. {error}"
 
@@ -75,7 +79,8 @@ def why_plan_cannot_run(plan: ModelledPlan, per_node: int) -> str | None:
 def _runs(layout: Layout) -> bool:
     """Whether training runs a layout at all: the backbone in it, at the smallest size of its kind."""
     replicas = min(2, layout.replicas)
-    small = replace(layout, data=replicas * min(2, layout.data // layout.replicas), replicas=replicas)
+    each = max(layout.expert, min(2, layout.data // layout.replicas))
+    small = replace(layout, data=replicas * each, replicas=replicas)
     ranks = tuple(range(small.ranks))
     layouts = {ENCODER: Layout(small.ranks), BACKBONE: small}
     return why_it_cannot_run(Allocation("colocated", layouts, dict.fromkeys(ROLES, ranks))) is None

@@ -28,6 +28,7 @@ from flowtrain_lightning.allocator.given_plan import given_plan
 from flowtrain_lightning.allocator.plan_file import read_plan, write_plan
 from flowtrain_lightning.allocator.planner import text_table
 from flowtrain_lightning.allocator.public_models import CONFIGS
+from flowtrain_lightning.allocator.role_problem import OPTIMIZERS
 from flowtrain_lightning.cli.command_table import command_parser
 from flowtrain_lightning.cli.plan_bill import bill_of
 from flowtrain_lightning.cli.plan_choice import Choices, choose_plans, why_plan_cannot_run
@@ -52,6 +53,8 @@ def run() -> None:
     """
     options = _parser().parse_args(sys.argv[2:])
     module = read_module(options.model).with_frozen(*options.freeze)
+    if options.lora is not None:
+        module = module.with_adapters(options.lora)
     device = read_device(options.device)
     per_node = _devices_per_node(options, device)
     searched = options.token_budget == SEARCH
@@ -71,7 +74,7 @@ def run() -> None:
         return
     cluster = Cluster(device, options.devices, per_node)
     workloads = _with_larger_budgets(workload) if searched else [workload]
-    planned = [_planned(_costs(options, module, cluster, one), per_node) for one in workloads]
+    planned = [_planned(_costs(options, module, cluster, one)) for one in workloads]
     costs, choices = _fastest([one for one in planned if not isinstance(one, NoPlanError)], planned)
     data = "typical lengths, assumed" if options.data is None else str(options.data)
     given = None if options.layout is None else given_plan(costs.problems, read_plan(options.layout))
@@ -97,12 +100,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=int, help="in how many nodes (default: as many devices a node as usual)")
     add("--data", type=Path, metavar="LENGTHS.parquet", help="columns tokens, image_tokens … (default: typical ones)")
     add("--freeze", action="append", default=[], help="encoder, tower (all but projectors) or backbone; repeatable")
-    add("--profile", type=Path, metavar="PROFILE.json", help="how fast this module was measured to be on the device")
+    add(
+        "--profile",
+        "--calibrate",
+        type=Path,
+        metavar="PROFILE.json",
+        help="how fast this module was measured to be on the device",
+    )
     add("--batch", "--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
     add("--token-budget", type=_budget, default=8192, help="the most tokens of a microbatch, or search (default: 8192)")
     add("--loss-chunk", type=int, metavar="TOKENS", help="tokens whose logits the loss holds at a time (default: all)")
     add("--encoder-budget", type=int, default=16384, help="of an encoder batch (default: %(default)s)")
     add("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default: %(default)s")
+    add("--optimizer", choices=list(OPTIMIZERS), default=OPTIMIZERS[0], help="default: %(default)s")
+    add("--lora", type=int, metavar="RANK", help="train adapters of this rank in place of the backbone's weights")
+    add("--frozen-bf16", action="store_true", help="weights that do not train are kept in bf16")
+    add("--offload-activations", action="store_true", help="keep them in the host's memory until the backward")
     add("--whole-copies", action="store_true", help="only layouts in which a rank holds all of its half")
     add("--layout", type=Path, metavar="PLAN.yaml", help="an allocation of your own, shown beside the best one")
     add("--time-to-train", type=float, metavar="TOKENS", help="hours of training on so many backbone tokens")
@@ -135,13 +148,18 @@ def _costs(
     efficiencies = None
     if options.profile is not None:
         efficiencies = measured_efficiencies(read_profile(options.profile), module, cluster.device, options.precision)
-    problems = role_problems(module, workload, cluster, options.precision, efficiencies)
+    precision = replace(
+        PRECISIONS[options.precision].with_optimizer(options.optimizer),
+        frozen=2 if options.frozen_bf16 else None,
+        host_activations=options.offload_activations,
+    )
+    problems = role_problems(module, workload, cluster, precision, efficiencies)
     return ModelledCosts(problems, WHOLE_COPIES if options.whole_copies else SearchSpace())
 
 
-def _planned(costs: ModelledCosts, per_node: int) -> tuple[ModelledCosts, Choices] | NoPlanError:
+def _planned(costs: ModelledCosts) -> tuple[ModelledCosts, Choices] | NoPlanError:
     try:
-        return costs, choose_plans(costs, per_node)
+        return costs, choose_plans(costs)
     except NoPlanError as refusal:
         return refusal
 
@@ -174,7 +192,7 @@ def _write(report: PlanReport, per_node: int, path: Path) -> None:
         f"Predicted: {plan.seconds:.3f} s a step (80 % band {plan.seconds_low:.3f} to {plan.seconds_high:.3f}), "
         f"{plan.samples_per_second:.1f} samples/s, {100 * plan.mfu:.1f} % MFU.",
     ]
-    if (reason := why_plan_cannot_run(plan, per_node)) is not None:
+    if (reason := why_plan_cannot_run(plan, report.problems)) is not None:
         heading.append(f"Training does not run it yet: it {reason}")
     write_plan(plan.allocation(per_node), path, "\n".join(heading))
 
@@ -188,12 +206,12 @@ def _sweep(
     for count in counts:
         try:
             costs = _costs(options, module, Cluster(device, count, per_node), workload)
-            best = choose_plans(costs, per_node).recommended.chosen
+            best = choose_plans(costs).recommended.chosen
         except NoPlanError:
             found.append({"devices": count, "placement": None})
             continue
         figures = {"step_seconds": best.seconds, "samples_per_second": best.samples_per_second, "mfu": best.mfu}
-        runs = why_plan_cannot_run(best, per_node) is None
+        runs = why_plan_cannot_run(best, costs.problems) is None
         found.append({"devices": count, "placement": best.name, **figures, "runs_today": runs})
     if options.plot is not None:
         from flowtrain_lightning.cli.plan_plot import draw_sweep

@@ -32,6 +32,7 @@ PURPOSES = {
     "sharding": "s",
     "reduction": "r",
     "optimizer": "o",
+    "offload": "h",
     "waiting": "w",
     "idle": ".",
 }
@@ -43,6 +44,7 @@ LEGEND = {
     "stragglers": "waiting for the slowest rank",
     "sharding": "gathering and casting weights",
     "reduction": "reduction of gradients",
+    "offload": "activations to the host's memory and back",
     "waiting": "waiting for the first features",
 }
 
@@ -97,6 +99,7 @@ class PlanReport:
         """Everything, for JSON. Bytes, seconds and shares are plain numbers."""
         cluster, choice = self.problems[BACKBONE].cluster, self.choices.recommended
         plans = {plan.kind: plan for plan in choice.predictions}
+        reason = why_plan_cannot_run(choice.chosen, self.problems)
         anyway = self.choices.anyway.chosen
         return {
             "model": self.module.name,
@@ -105,9 +108,10 @@ class PlanReport:
             "devices": cluster.devices,
             "devices_per_node": cluster.per_node,
             "data": self.data,
-            "recommended": choice.chosen.kind,
+            "recommended": choice.chosen.kind if reason is None else None,
+            "best": choice.chosen.kind,
             "reason": choice.reason,
-            "why_it_cannot_run": why_plan_cannot_run(choice.chosen, cluster.per_node),
+            "why_it_cannot_run": reason,
             "gain_of_separation": choice.gain_of_separation,
             "smallest_full_batch": self.smallest_full_batch(),
             "plans": {kind: self._plan_values(plans[kind]) if kind in plans else None for kind in PLAN_KINDS},
@@ -118,12 +122,13 @@ class PlanReport:
 
     def verdict(self) -> str:
         """The recommendation with its reason, whether training runs it, and what to know of it."""
-        choice, per_node = self.choices.recommended, self.problems[BACKBONE].cluster.per_node
-        plan, anyway = choice.chosen, self.choices.anyway.chosen
-        lines = [f"Recommended: {plan.name}, because {choice.reason}."]
-        if (reason := why_plan_cannot_run(plan, per_node)) is not None:
-            lines.append(f"Training does not run this plan yet, nor any other that fits: it {reason}")
-        elif anyway.seconds * (1 + choice.margin) < plan.seconds:
+        choice, anyway = self.choices.recommended, self.choices.anyway.chosen
+        plan = choice.chosen
+        if (reason := why_plan_cannot_run(plan, self.problems)) is not None:
+            lines = [f"None is recommended: training runs no plan that fits. The best one, {plan.name}, {reason}"]
+        else:
+            lines = [f"Recommended: {plan.name}, because {choice.reason}."]
+        if reason is None and anyway.seconds * (1 + choice.margin) < plan.seconds:
             faster = 100 * (plan.seconds / anyway.seconds - 1)
             lines.append(
                 f"Training does not run yet what is predicted to be {faster:.0f} % faster: {_in_words(anyway)}."
@@ -161,7 +166,7 @@ class PlanReport:
             lines.append(
                 f"It needs {100 * (over - 1):.0f} % more memory than can be planned for on {cluster.device.name}."
             )
-        if (reason := why_plan_cannot_run(given, cluster.per_node)) is not None:
+        if (reason := why_plan_cannot_run(given, self.problems)) is not None:
             lines.append(f"Training does not run it yet: it {reason}")
         return lines
 
@@ -180,7 +185,7 @@ class PlanReport:
             "devices": plan.devices,
             "step_seconds": plan.seconds,
             "step_seconds_band": [plan.seconds_low, plan.seconds_high],
-            "runs": why_plan_cannot_run(plan, self.problems[BACKBONE].cluster.per_node) is None,
+            "runs": why_plan_cannot_run(plan, self.problems) is None,
             "waiting_seconds": plan.waiting,
             "samples_per_second": plan.samples_per_second,
             "mfu": plan.mfu,

@@ -105,7 +105,7 @@ def _text(found: Simulation, profile: Profile, options: argparse.Namespace) -> s
         text_table(("where time goes", "ranks", *PURPOSES), lines_of_roles),
     ]
     if profile.reduction is None and any(len(ranks) > 1 for ranks in found.allocation.ranks.values()):
-        lines += ["", "The profile does not say how long gradients take to be summed; here they take no time."]
+        lines += ["", "The profile does not say how long ranks take to sum gradients; here exchange takes no time."]
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from flowtrain_lightning.allocator import (
 from flowtrain_lightning.packing import IntArray, PackingError, StepPlan
 from flowtrain_lightning.packing.simulator import recomputed_batches, simulate_steps
 from flowtrain_lightning.packing.step_work import Lanes, StepWork, step_work
+from flowtrain_lightning.placement.layout_costs import batch_seconds, end_seconds, repeated_share
 from flowtrain_lightning.placement.profile import Profile
 
 SIMULATED_STEPS = 6
@@ -145,7 +146,7 @@ def predict_steps(
 
     Args:
         plans: the steps.
-        allocation: whole copies, separate or colocated.
+        allocation: separate or colocated, of whole copies or of shards (FSDP2).
         profile: what everything costs.
         processors: which of the ranks share what they compute on.
         kept_batches: encoder batches whose activations each encoder rank keeps.
@@ -183,7 +184,6 @@ def measured_work(
     The end of a step is one more microbatch of every backbone lane, and a part of the backward of every encoder lane's
     last batch.
     """
-    ends = {role: sum(end_seconds(profile, role, len(allocation.ranks[role]))) for role in ROLES}
     lanes = Lanes(
         allocation.ranks[BACKBONE],
         allocation.ranks[ENCODER],
@@ -191,26 +191,26 @@ def measured_work(
         kept_batches=kept_batches,
         steps_ahead=0 if profile.roles[ENCODER].trains else STEPS_AHEAD,
     )
-    return [_step_work(plan, profile, kept_batches, ends) for plan in plans], lanes
+    return [_step_work(plan, allocation, profile, kept_batches) for plan in plans], lanes
 
 
-def end_seconds(profile: Profile, role: str, ranks: int) -> tuple[float, float]:
-    """What a rank does for a role at the end of a step: seconds of the gradient reduction, and of the optimizer."""
-    half = profile.roles[role]
-    reduction = 0.0 if profile.reduction is None else profile.reduction.seconds(half.gradient_bytes, ranks)
-    return reduction, half.optimizer_seconds
-
-
-def _step_work(plan: StepPlan, profile: Profile, kept_batches: int, ends: dict[str, float]) -> StepWork:
-    encoder = profile.roles[ENCODER]
+def _step_work(plan: StepPlan, allocation: Allocation, profile: Profile, kept_batches: int) -> StepWork:
+    encoder, backbone = profile.roles[ENCODER], profile.roles[BACKBONE]
+    ends = {role: sum(end_seconds(profile, role, allocation)) for role in ROLES}
+    added = {role: batch_seconds(profile, role, allocation) for role in ROLES}
+    again = {role: repeated_share(allocation, role) for role in ROLES}
 
     def encoder_batch(patches: IntArray) -> tuple[float, float]:
         seconds = encoder.cost.of_set(patches)
         forward = seconds * encoder.forward_share if encoder.trains else seconds
-        return forward, seconds - forward
+        backward = seconds - forward + again[ENCODER] * forward + added[ENCODER][1] if encoder.trains else 0.0
+        return forward + added[ENCODER][0], backward
+
+    def microbatch(tokens: IntArray) -> float:
+        return profile.cost.of_set(tokens) * (1 + again[BACKBONE] * backbone.forward_share) + sum(added[BACKBONE])
 
     recomputed = recomputed_batches(plan, kept_batches) if encoder.trains else None
-    work = step_work(plan, profile.cost.of_set, encoder_batch, recomputed)
+    work = step_work(plan, microbatch, encoder_batch, recomputed)
     encoding = [
         [*batches[:-1], *(replace(last, backward=last.backward + ends[ENCODER]) for last in batches[-1:])]
         for batches in work.encoder_batches

@@ -129,6 +129,10 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
             f"name them {' and '.join(ROLES)}."
         )
     for role, layout in allocation.layouts.items():
+        if layout.expert > 1:
+            return (
+                f"divides the {role}'s experts among {layout.expert} ranks, which no run does today; leave expert out."
+            )
         if role != BACKBONE and layout.context > 1:
             return (
                 f"gives the {role} context {layout.context}, but only the backbone has sequences to share; set it to 1."

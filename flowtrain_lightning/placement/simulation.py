@@ -8,18 +8,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, AllocationError
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, AllocationError, Layout
 from flowtrain_lightning.packing import IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
 from flowtrain_lightning.packing.step_planner import plan_step
-from flowtrain_lightning.placement.measured import end_seconds, measured_work
+from flowtrain_lightning.placement.layout_costs import end_seconds
+from flowtrain_lightning.placement.measured import measured_work
 from flowtrain_lightning.placement.profile import Profile
 
 MICROBATCH = "microbatch"
 """Forward and backward of a microbatch, as one activity."""
 
 PURPOSES = ("forward", "backward", "reduction", "optimizer", "idle")
-"""What a rank's time goes into. A forward that is computed again is part of the backward."""
+"""What a rank's time goes into. A forward that is computed again is part of the backward, and gathering weights and
+scattering gradients part of the pass that waits for it."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def plan_on(
     """The plan of a step as the Trainer would make it on the allocation's ranks.
 
     Args:
-        allocation: whole copies of both roles.
+        allocation: of both roles.
         sizes: the sizes of ``samples``.
         samples: ``[n]`` indices into the data set.
         profile: says what samples cost.
@@ -108,10 +110,11 @@ def refuse_what_no_profile_tells(allocation: Allocation) -> None:
             f"A profile has the roles {' and '.join(ROLES)}, but the plan has {', '.join(allocation.layouts)}."
         )
     for role, layout in allocation.layouts.items():
-        if not layout.is_whole_copies:
+        whole = Layout(data=layout.data, shard=layout.shard, replicas=layout.replicas)
+        if layout != whole or layout.shard not in ("replicate", "fsdp"):
             raise AllocationError(
-                f"The plan's {role} has {layout.describe()}, but a profile tells what a rank takes that holds a whole "
-                "copy of its half; make the plan with `flowtrain plan --whole-copies`."
+                f"The plan's {role} has {layout.describe()}, but from a profile of whole layers and sequences follows "
+                "only what ranks take that hold copies of a half or shards of it (fsdp)."
             )
 
 
@@ -122,12 +125,12 @@ def simulate(plans: Sequence[StepPlan], allocation: Allocation, profile: Profile
 
     Args:
         plans: consecutive steps, planned for the allocation. The first one is simulated twice.
-        allocation: roles whose ranks hold whole copies.
+        allocation: roles whose ranks hold whole copies, or shards (FSDP2).
         profile: what everything costs on one device.
         kept_batches: encoder batches whose activations each encoder rank keeps.
 
     Raises:
-        AllocationError: the roles are not those of the profile, or have layouts other than whole copies.
+        AllocationError: the roles are not those of the profile, or a profile does not say what their layouts take.
     """
     refuse_what_no_profile_tells(allocation)
     plans = [plans[0], *plans]
@@ -155,7 +158,7 @@ def _activities(
         start, seconds = span.start, span.end - span.start
         parts: list[tuple[str, float]] = [(span.kind, seconds)]
         if _ends_a_step(span, plans[span.step]):
-            reduction, optimizer = end_seconds(profile, role, len(allocation.ranks[role]))
+            reduction, optimizer = end_seconds(profile, role, allocation)
             own = max(0.0, seconds - reduction - optimizer)
             parts = [(span.kind, own), ("reduction", reduction), ("optimizer", optimizer)]
         for part, seconds in parts:

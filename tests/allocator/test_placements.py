@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.allocator.candidates import SearchSpace, candidates
-from flowtrain_lightning.allocator.placements import separate_plan, waiting_seconds
+from flowtrain_lightning.allocator.placements import separate_plans, waiting_seconds
 from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
 from flowtrain_lightning.packing.simulator import simulate_step
 from flowtrain_lightning.packing.step_work import EncoderWork, Lanes, StepWork
@@ -37,7 +37,7 @@ def test_a_step_of_equal_batches_takes_no_longer_than_the_closed_form(batches, f
 
 def test_the_closed_form_is_a_roles_own_time_and_its_waiting():
     per_role = problems("gemma-3-4b", devices=16)
-    plan = separate_plan(per_role, {role: candidates(problem, SearchSpace()) for role, problem in per_role.items()})
+    _, plan = separate_plans(per_role, {role: candidates(problem, SearchSpace()) for role, problem in per_role.items()})
     waits = waiting_seconds(per_role, plan.chosen)
     assert plan.seconds == pytest.approx(max(one.seconds + waits[role] for role, one in plan.chosen.items()))
     times = {role: one.details(per_role[role]).time for role, one in plan.chosen.items()}

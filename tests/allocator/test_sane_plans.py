@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 
 from flowtrain_lightning.allocator import DEVICES, Cluster, ModelledCosts, SearchSpace
-from flowtrain_lightning.allocator.candidates import candidates, families_of, why_undividable
+from flowtrain_lightning.allocator.candidates import (
+    candidates,
+    data_degrees,
+    families_of,
+    usable_bytes,
+    why_undividable,
+)
 from flowtrain_lightning.allocator.memory_use import memory_use
-from flowtrain_lightning.allocator.placements import colocated_plan, separate_plan
+from flowtrain_lightning.allocator.placements import colocated_plan, separate_plans
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.allocator.role_time import role_time
 from tests.allocator.problems import problems
@@ -94,12 +100,35 @@ def test_no_collective_of_a_candidate_takes_longer_than_its_computing():
         assert time.exchange[0] <= time.forward[0] + time.backward[0]
 
 
+@pytest.mark.parametrize(("model", "devices"), [("qwen2.5-vl-7b", 64), ("internvl3-78b", 512)])
+def test_plans_leave_no_device_out_where_that_costs_little(model, devices):
+    for plan in ModelledCosts(problems(model, devices=devices, global_batch_size=4 * devices)).plans():
+        assert plan.devices == devices
+
+
+def test_roles_on_several_nodes_share_one_only_by_powers_of_two():
+    backbone = problems("smolvlm-2.2b", devices=32)["backbone"]
+    assert set(data_degrees(backbone, 1)) == {1, 2, 4, 8, 16, 24, 28, 30, 31, 32}
+    assert set(data_degrees(problems("smolvlm-2.2b", devices=8)["backbone"], 1)) == set(range(1, 9))
+
+
+def test_of_layouts_that_are_as_fast_one_with_memory_to_spare_is_taken():
+    costs = ModelledCosts(problems("qwen2.5-vl-7b", devices=64, global_batch_size=512))
+    uniform = next(plan for plan in costs.plans(runs_plainly) if plan.kind == "uniform")
+    assert uniform.peak_bytes < 0.9 * usable_bytes(costs.problems["backbone"].cluster)
+    assert all(one.layout.shard == "fsdp" for one in uniform.chosen.values())
+
+
+def runs_plainly(layout):
+    return layout.shard in ("replicate", "fsdp") and layout.ranks == layout.data
+
+
 def fastest(device):
-    """Seconds of the fastest plans of two kinds on 16 devices, however complicated."""
+    """Seconds of plans of two kinds on 16 devices, however complicated."""
     given = problems("qwen2.5-vl-7b", devices=16)
     given = {role: replace(one, cluster=Cluster(device, 16, 8)) for role, one in given.items()}
     tables = {role: candidates(one, SearchSpace()) for role, one in given.items()}
-    return [plan.seconds for plan in (colocated_plan(given, tables), separate_plan(given, tables))]
+    return [plan.seconds for plan in (colocated_plan(given, tables), *separate_plans(given, tables))]
 
 
 @pytest.mark.parametrize(("field", "times"), [("memory", 1.5), ("link", 2.0), ("network", 2.0)])

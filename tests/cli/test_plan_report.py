@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from flowtrain_lightning.allocator import ModelledCosts
-from flowtrain_lightning.cli.plan_choice import why_plan_cannot_run
+from flowtrain_lightning.allocator import Allocation, Layout, ModelledCosts
+from flowtrain_lightning.cli.plan_choice import choose_plans, why_plan_cannot_run
 from flowtrain_lightning.cli.plan_report import bar, step_phases
+from flowtrain_lightning.placement.request import why_it_cannot_run
 from tests.allocator.problems import problems
 
 PROBLEMS = problems("gemma-3-4b", devices=16)
@@ -46,5 +47,21 @@ def test_a_bar_has_a_letter_for_every_sixtieth_of_the_whole():
     assert bar({"forward": 10.0, "backward": 20.0}, 60.0) == "f" * 10 + "b" * 20 + " " * 30
 
 
+def test_experts_that_are_divided_are_planned_for_and_never_recommended():
+    given = problems("qwen3-vl-30b-a3b", devices=16, device="h200")
+    choices = choose_plans(ModelledCosts(given))
+    assert choices.anyway.chosen.chosen["backbone"].layout.expert > 1
+    assert choices.recommended.chosen.chosen["backbone"].layout.expert == 1
+    assert why_plan_cannot_run(choices.recommended.chosen, given) is None
+    layouts = {"encoder": Layout(2), "backbone": Layout(2, expert=2)}
+    reason = why_it_cannot_run(Allocation("colocated", layouts, dict.fromkeys(layouts, (0, 1))))
+    assert reason.startswith("divides the backbone's experts among 2 ranks")
+
+
+def test_what_a_trainer_does_not_take_is_no_plan_that_runs(plans):
+    given = problems("gemma-3-4b", devices=16, precision="transformer-engine")
+    assert why_plan_cannot_run(plans["uniform"], given).startswith("is for precision 'transformer-engine', but")
+
+
 def test_a_plan_that_training_does_not_run_says_why(plans):
-    assert why_plan_cannot_run(plans["mixed"], 8).startswith("gives the encoder the layout")
+    assert why_plan_cannot_run(plans["mixed"], PROBLEMS).startswith("gives the encoder the layout")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -93,13 +94,33 @@ def test_a_rank_does_one_thing_at_a_time_for_the_roles_it_has():
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(times))
 
 
+def test_ranks_that_hold_shards_gather_and_scatter_for_every_batch():
+    profile = make_profile(0.01, 0.01, reduction=0.04)
+    layouts = {role: Layout(2, shard="fsdp") for role in ("encoder", "backbone")}
+    sharded = Allocation("colocated", layouts, COLOCATED.ranks)
+    plans = planned(COLOCATED, profile)
+    whole, found = (simulate(plans, allocation, profile, 4) for allocation in (COLOCATED, sharded))
+    assert found.step_seconds > whole.step_seconds
+    for role in ("encoder", "backbone"):
+        assert found.shares[role]["reduction"] == 0 < whole.shares[role]["reduction"]
+        assert found.shares[role]["optimizer"] <= whole.shares[role]["optimizer"] / 2
+
+
+def test_what_a_backward_computes_again_takes_the_time_of_a_forward():
+    profile = make_profile(0.01, 0.01)
+    again = replace(SEPARATE, recompute={"backbone": "full"})
+    plain, found = (simulate(planned(SEPARATE, profile), one, profile, 4) for one in (SEPARATE, again))
+    busy = [one.seconds[0] * (1 - one.shares["backbone"]["idle"]) for one in (plain, found)]
+    assert busy[1] == pytest.approx(busy[0] * (1 + profile.roles["backbone"].forward_share))
+
+
 @pytest.mark.parametrize(
     ("layouts", "ranks", "words"),
     [
         (
             {"encoder": Layout(1), "backbone": Layout(1, tensor=2)},
             {"encoder": (2,), "backbone": (0, 1)},
-            "backbone has .*whole copy of its half; make the plan with `flowtrain plan --whole-copies`",
+            "backbone has data 1, tensor 2, replicate, but from a profile of whole layers and sequences follows only",
         ),
         (
             {"encoder_image": Layout(1), "encoder_audio": Layout(1), "backbone": Layout(1)},
