@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from flowtrain_lightning.allocator import ROLES
@@ -22,7 +23,9 @@ from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, StepBatch
 from flowtrain_lightning.parallel import TensorPlan, clip_to_norm, clip_to_value
 from flowtrain_lightning.parallel.context_parallel import shared_tokens, with_summed_gradients
+from flowtrain_lightning.parallel.fully_shard import shard_repeated_blocks
 from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
+from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 
 # What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.
 warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
@@ -81,18 +84,24 @@ class FlowModule(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self._resident: tuple[str, ...] = ROLES
+        self._in_parts: tuple[str, ...] = ()
         self._built: tuple[str, ...] | None = None
+        self._unfilled: dict[str, UnfilledWeights] = {}
         self._runner: StepRunner | None = None
         self._logging = _LoggingPlace()
 
     # ---- what a user writes -------------------------------------------------------------------------------------
 
     def configure_encoder(self) -> None:
-        """Builds the modules of the encoder half. Runs in a random stream of its own."""
+        """Builds the modules of the encoder half. Runs in a random stream of its own.
+
+        Where ranks will hold parts of the half only, its weights have no memory yet while this runs, and get their
+        numbers later, each rank those of its part. Create them and write them as ever, but do not read them back.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define configure_encoder, or configure_whole.")
 
     def configure_backbone(self) -> None:
-        """Builds the modules of the backbone half. Runs in a random stream of its own."""
+        """Builds the modules of the backbone half. See `configure_encoder`."""
         raise NotImplementedError(f"{type(self).__name__} must define configure_backbone, or configure_whole.")
 
     def configure_whole(self) -> None:
@@ -113,6 +122,22 @@ class FlowModule(L.LightningModule):
             name -> a CPU tensor.
         """
         return {}
+
+    def parallelize_encoder(self, mesh: DeviceMesh, **settings: Any) -> None:
+        """Says which modules of the encoder gather their weights alone, where its layout shards them.
+
+        Override it with calls of `torch.distributed.fsdp.fully_shard`, from the inside out. What it leaves is gathered
+        for every forward as a whole. It runs before weights have numbers and before ``configure_optimizers``.
+
+        Args:
+            mesh: the role's ranks; its dimensions are ``"shard"`` or ``"replica", "shard"``.
+            settings: the other arguments of `fully_shard`: precision, offloading and when weights are given back.
+        """
+        shard_repeated_blocks(map(self.get_submodule, self.halves["encoder"]), mesh, **settings)
+
+    def parallelize_backbone(self, mesh: DeviceMesh, **settings: Any) -> None:
+        """Says which modules of the backbone gather their weights alone. See `parallelize_encoder`."""
+        shard_repeated_blocks(map(self.get_submodule, self.halves["backbone"]), mesh, **settings)
 
     def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
         """Encoder ranks: packed media of one modality -> features.
@@ -212,8 +237,8 @@ class FlowModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Builds the halves that live on this rank, and the others without memory."""
-        if self._built is None:
-            build_halves(self, self._resident)
+        if self._built is None or self._unfilled:
+            self._unfilled = build_halves(self, self._resident, self._in_parts)
             check_halves(self)
             self._built = self._resident
         elif not set(self._resident) <= set(self._built):
@@ -319,9 +344,23 @@ class FlowModule(L.LightningModule):
 
     # ---- who runs the steps --------------------------------------------------------------------------------------
 
-    def set_local_roles(self, roles: tuple[str, ...]) -> None:
-        """The strategy says which halves this rank holds."""
-        self._resident = roles
+    def set_local_roles(self, roles: tuple[str, ...], in_parts: tuple[str, ...] = ()) -> None:
+        """The strategy says which halves this rank holds, and of which of them a part only."""
+        self._resident, self._in_parts = roles, in_parts
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether this rank will hold a part only of a half, so that weights are built without memory."""
+        return bool(self._in_parts)
+
+    @property
+    def unfilled(self) -> Mapping[str, UnfilledWeights]:
+        """Role -> the weights of a half that is built, but has no memory yet."""
+        return self._unfilled
+
+    def mark_filled(self) -> None:
+        """The strategy says that all halves have their weights."""
+        self._unfilled = {}
 
     def drop_absent_roles(self) -> None:
         """Before others train them: what this rank had of them, if it was whole, would become stale."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +15,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -24,14 +25,16 @@ from torch.optim import Optimizer
 
 from flowtrain_lightning.allocator import BACKBONE, ROLES, Allocation, Placement, RoleLayout
 from flowtrain_lightning.checkpoint import load_checkpoint, load_half, remove_checkpoint, save_checkpoint
+from flowtrain_lightning.checkpoint.background import BackgroundSave
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import HalfEngine, broadcast_half
 from flowtrain_lightning.parallel.groups import collective_backend
-from flowtrain_lightning.parallel.halves import half_tensors, without_absent_halves
+from flowtrain_lightning.parallel.halves import fill_half, half_tensors, without_absent_halves
 from flowtrain_lightning.parallel.job_store import root_store
 from flowtrain_lightning.parallel.layouts import make_engine
+from flowtrain_lightning.parallel.replicate import broadcast_copies
 from flowtrain_lightning.placement.choose_allocation import (
     LaunchContext,
     PlacementDecision,
@@ -88,6 +91,8 @@ class FlowTrainStrategy(ParallelStrategy):
             Beyond that it waits, or where waiting would block computes a forward again; with 0, each runs twice. More
             memory, less waiting.
         pool: bytes, tier and network of the pool.
+        background_saving: checkpoints are copied to host memory and written while training goes on. A checkpoint takes
+            its name when it is whole, which is before the next one is saved, or ``fit`` ends.
         hang_timeout: seconds without any progress of any rank after which all ranks end with an error.
         timeout: the same until every rank has begun its first step, since preparing data and building the model may
             take longer.
@@ -105,6 +110,7 @@ class FlowTrainStrategy(ParallelStrategy):
         ranks_per_device: int = 1,
         encoder_activations: int = 4,
         pool: PoolSettings | None = None,
+        background_saving: bool = False,
         hang_timeout: float = 600.0,
         timeout: float = 1800.0,
     ) -> None:
@@ -123,6 +129,7 @@ class FlowTrainStrategy(ParallelStrategy):
         self.ranks_per_device = ranks_per_device
         self.encoder_activations = encoder_activations
         self.pool = pool
+        self.background_saving = background_saving
         self.hang_timeout = hang_timeout
         self.timeout = timedelta(seconds=timeout)
         self._request = make_request(allocation, placement, encoder_ranks, profile, roles)
@@ -133,6 +140,7 @@ class FlowTrainStrategy(ParallelStrategy):
         self._runner: RoleRunner | None = None
         self._sharded: tuple[FlowModule, dict[str, HalfEngine]] | None = None  # as it stays after a run
         self._named_optimizers: Sequence[NamedOptimizer] = ()
+        self._saving: BackgroundSave | None = None
 
     # ---- who does what ------------------------------------------------------------------------------------------
 
@@ -265,7 +273,8 @@ class FlowTrainStrategy(ParallelStrategy):
                 fault_folder=self.fault_folder,
                 nodes=self.num_nodes,
             )
-        module.set_local_roles(self._job.roles)
+        layouts = self._job.allocation.layouts
+        module.set_local_roles(self._job.roles, tuple(r for r in self._job.roles if layouts[r].shares_weights))
         rank_zero_info(f"flowtrain: {self._decision.text}")
 
     def _choose_allocation(self) -> PlacementDecision:
@@ -322,24 +331,36 @@ class FlowTrainStrategy(ParallelStrategy):
             refuse_frozen_backbone(allocation.layouts, module)
             refuse_unshared_sequences(allocation.layouts, module)
             for role in self.job.roles:
-                broadcast_half(half_tensors(module, role))
+                if role not in module.unfilled:
+                    broadcast_half(half_tensors(module, role))
             engines = {
                 role: make_engine(
                     module,
                     role,
                     allocation.layouts[role],
-                    allocation.recompute.get(role, "none"),
                     self.job.groups,
+                    recompute=allocation.recompute.get(role, "none"),
+                    offload=allocation.offload.get(role, "none"),
                     device_type=self.root_device.type,
                     precision=str(trainer.precision),
                     shares_ranks=allocation.placement == "colocated",
+                    fill=partial(self._fill, role),
                 )
                 for role in self.job.roles
             }
+            module.mark_filled()
             if not any(engine.in_lockstep for engine in engines.values()):
                 return engines
             self._sharded = module, engines
         return self._sharded[1]
+
+    def _fill(self, role: str) -> None:
+        """Gives a half that was built without weights those of this rank, once it is in its layout."""
+        module = self.flow_module
+        if role in module.unfilled:
+            on_host = self.allocation.offload.get(role) in ("weights", "all")
+            fill_half(module, role, module.unfilled[role], self.root_device, on_host=on_host)
+            broadcast_copies(half_tensors(module, role))
 
     def _record_allocation(self, trainer: L.Trainer) -> None:
         folder = str(trainer.log_dir or trainer.default_root_dir)  # every rank asks for it
@@ -349,7 +370,8 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Moves the halves that live on this rank; the others have no memory to move."""
-        with without_absent_halves(self.flow_module, self.job.roles):
+        filled = [role for role in self.job.roles if role not in self.flow_module.unfilled]
+        with without_absent_halves(self.flow_module, filled):
             self.flow_module.to(self.root_device)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -357,6 +379,11 @@ class FlowTrainStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         refuse_optimizers(self.optimizers)
         self._named_optimizers = [NamedOptimizer(optimizer, self.flow_module) for optimizer in self.optimizers]
+
+    def on_train_end(self) -> None:
+        """Waits for the checkpoint that is being written."""
+        with self.job.during("save a checkpoint"):
+            self._finish_saving()
 
     def on_predict_end(self) -> None:
         """Waits for all ranks: an encoder rank holds features until the backbone has predicted from them."""
@@ -369,6 +396,9 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Closes pool and mesh; the process groups stay for what the user does after ``fit``."""
+        if self._saving is not None:  # the run has failed
+            self._saving.give_up()
+            self._saving = None
         if self._runner is not None:
             self._runner.close()
         if self._job is not None:
@@ -446,7 +476,20 @@ class FlowTrainStrategy(ParallelStrategy):
         """
         refuse_storage_options(storage_options)
         with self.job.during("save a checkpoint"):
-            save_checkpoint(checkpoint, filepath, self.flow_module.halves, self.allocation, self.job.groups)
+            self._finish_saving()
+            parts = (checkpoint, filepath, self.flow_module.halves, self.allocation, self.job.groups)
+            state = self.flow_module.trainer.state
+            goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+            if self.background_saving and goes_on and not self.runner.stop_requested:
+                self._saving = BackgroundSave(*parts)
+            else:
+                save_checkpoint(*parts)
+
+    def _finish_saving(self) -> None:
+        """Waits until the checkpoint that is being written has its name; every rank calls it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish(self.job.groups.cross)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint directory, this rank's halves only, or a plain Lightning checkpoint."""
@@ -472,6 +515,10 @@ class FlowTrainStrategy(ParallelStrategy):
         load_optimizers(self._named_optimizers, checkpoint["optimizer_states"])
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint directory."""
-        if self.is_global_zero:
+        """Removes a checkpoint directory, but not before the one that takes its place is whole."""
+        if not self.is_global_zero:
+            return
+        if self._saving is None:
             remove_checkpoint(filepath)
+        else:
+            self._saving.remove_afterwards(Path(filepath))

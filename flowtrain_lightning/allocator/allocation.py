@@ -26,6 +26,13 @@ Sharding = Literal["replicate", "zero1", "zero2", "zero3", "fsdp"]
 Recompute = Literal["none", "selective", "full"]
 """What a backward computes again: nothing, what costs no matrix product, or every layer."""
 
+Offload = Literal["none", "weights", "activations", "all"]
+"""What of a role lies in host memory while a device does not compute with it.
+
+``"weights"`` are shards of weights, gradients and optimizer states, ``"activations"`` what a forward keeps for its
+backward.
+"""
+
 Placement = Literal["separate", "colocated", "mixed"]
 """``"separate"`` gives every rank one role, ``"colocated"`` gives every rank all of them, ``"mixed"`` gives every rank
 the encoders and some the backbone too."""
@@ -137,6 +144,7 @@ class RoleLayout:
         recompute: what a backward computes again.
         tensor: ranks that share every layer, see `Layout`.
         context: ranks that share every sequence, see `Layout`.
+        offload: what lies in host memory; weights only where they are sharded by FSDP2.
     """
 
     shard: Sharding = "replicate"
@@ -144,6 +152,7 @@ class RoleLayout:
     recompute: Recompute = "none"
     tensor: int = 1
     context: int = 1
+    offload: Offload = "none"
 
     def over(self, ranks: int) -> Layout:
         """The layout of so many ranks.
@@ -170,6 +179,7 @@ class Allocation:
         ranks: role -> its global ranks, ascending. Together the roles use the ranks from 0 on without a gap, and
             rank 0 is a backbone rank, since loggers and the progress bar live there.
         recompute: role -> what its backward computes again, as a plan assumes it; ``"none"`` for absent roles.
+        offload: role -> what of it lies in host memory; ``"none"`` for absent roles.
 
     Raises:
         AllocationError: a role is missing, or ranks contradict the placement or each other.
@@ -179,6 +189,7 @@ class Allocation:
     layouts: Mapping[str, Layout]
     ranks: Mapping[str, tuple[int, ...]]
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
+    offload: Mapping[str, Offload] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         refuse_unknown_placement(self.placement, get_args(Placement))
@@ -192,6 +203,7 @@ class Allocation:
             self._refuse_bad_ranks(role)
         self._refuse_bad_sharing()
         self._refuse_bad_recompute()
+        self._refuse_bad_offload()
 
     @property
     def size(self) -> int:
@@ -215,7 +227,13 @@ class Allocation:
             raise AllocationError(f"There is no role {unknown[0]!r}; the roles are {_names(self.layouts)}.")
         layouts = {role: wanted.over(len(self.ranks[role])) for role, wanted in roles.items()}
         recompute = {role: wanted.recompute for role, wanted in roles.items() if wanted.recompute != "none"}
-        return replace(self, layouts={**self.layouts, **layouts}, recompute={**self.recompute, **recompute})
+        offload = {role: wanted.offload for role, wanted in roles.items() if wanted.offload != "none"}
+        return replace(
+            self,
+            layouts={**self.layouts, **layouts},
+            recompute={**self.recompute, **recompute},
+            offload={**self.offload, **offload},
+        )
 
     def members(self, role: str) -> tuple[tuple[int, ...], ...]:
         """The global ranks of each data-parallel member of a role, which work on the same samples.
@@ -249,6 +267,7 @@ class Allocation:
             "layouts": {role: asdict(layout) for role, layout in self.layouts.items()},
             "ranks": {role: list(ranks) for role, ranks in self.ranks.items()},
             "recompute": dict(self.recompute),
+            "offload": dict(self.offload),
         }
 
     @classmethod
@@ -256,7 +275,7 @@ class Allocation:
         """The allocation that `state_dict` gave."""
         layouts = {role: Layout(**degrees) for role, degrees in state["layouts"].items()}
         ranks = {role: tuple(numbers) for role, numbers in state["ranks"].items()}
-        return cls(state["placement"], layouts, ranks, state["recompute"])
+        return cls(state["placement"], layouts, ranks, state["recompute"], state["offload"])
 
     def _refuse_bad_ranks(self, role: str) -> None:
         ranks, layout = self.ranks[role], self.layouts[role]
@@ -298,6 +317,25 @@ class Allocation:
             if recompute not in get_args(Recompute):
                 known = _names(get_args(Recompute))
                 raise AllocationError(f"The {role} cannot recompute {recompute!r}; choose from {known}.")
+
+    def _refuse_bad_offload(self) -> None:
+        for role, offload in self.offload.items():
+            if role not in self.layouts:
+                raise AllocationError(f"There is no role {role!r} to offload; the roles are {_names(self.layouts)}.")
+            if offload not in get_args(Offload):
+                known = _names(get_args(Offload))
+                raise AllocationError(f"The {role} cannot offload {offload!r}; choose from {known}.")
+            if offload in ("weights", "all") and self.layouts[role].shard != "fsdp":
+                raise AllocationError(
+                    f"The {role} offloads {offload!r}, but only weights in shards of FSDP2 can lie in host memory, and "
+                    f"its layout is {self.layouts[role].describe()}. Give it shard 'fsdp', or offload 'activations'."
+                )
+            recompute = self.recompute.get(role, "none")
+            if offload in ("activations", "all") and recompute != "none":
+                raise AllocationError(
+                    f"The {role} offloads {offload!r} and recomputes {recompute!r}: activations are either kept in "
+                    "host memory or computed again. Leave one of them out."
+                )
 
 
 def refuse_unknown_placement(placement: str, known: tuple[str, ...]) -> None:

@@ -8,10 +8,17 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from flowtrain_lightning.allocator.allocation import Allocation, AllocationError, Layout, Recompute, number_spans
+from flowtrain_lightning.allocator.allocation import (
+    Allocation,
+    AllocationError,
+    Layout,
+    Offload,
+    Recompute,
+    number_spans,
+)
 
 _PLAN_KEYS = ("placement", "roles")
-_ROLE_KEYS = ("layout", "ranks", "recompute")
+_ROLE_KEYS = ("layout", "ranks", "recompute", "offload")
 _LAYOUT_KEYS = ("data", "tensor", "pipeline", "context", "shard", "replicas", "expert")
 
 
@@ -35,6 +42,8 @@ def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
         roles[role] = {"layout": shared, "ranks": number_spans(allocation.ranks[role])}
         if role in allocation.recompute:
             roles[role]["recompute"] = allocation.recompute[role]
+        if role in allocation.offload:
+            roles[role]["offload"] = allocation.offload[role]
     comment = "".join(f"# {line}\n" for line in heading.splitlines())
     text = yaml.safe_dump({"placement": allocation.placement, "roles": roles}, sort_keys=False, default_flow_style=None)
     try:
@@ -58,6 +67,7 @@ def read_plan(path: Path) -> Allocation:
     layouts: dict[str, Layout] = {}
     ranks: dict[str, tuple[int, ...]] = {}
     recompute: dict[str, Recompute] = {}
+    offload: dict[str, Offload] = {}
     try:
         _refuse_unknown_keys(content.keys(), _PLAN_KEYS, "a plan")
         for role, values in content["roles"].items():
@@ -68,7 +78,9 @@ def read_plan(path: Path) -> Allocation:
             layouts[str(role)], ranks[str(role)] = _layout(values["layout"], where), _ranks(values["ranks"], where)
             if "recompute" in values:
                 recompute[str(role)] = values["recompute"]
-        return Allocation(str(content.get("placement")), layouts, ranks, recompute)  # type: ignore[arg-type]
+            if "offload" in values:
+                offload[str(role)] = values["offload"]
+        return Allocation(str(content.get("placement")), layouts, ranks, recompute, offload)  # type: ignore[arg-type]
     except AllocationError as error:
         raise AllocationError(f"{path}: {error}") from error
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flowtrain_lightning.checkpoint.regions import Region, cover_exactly_once
+from flowtrain_lightning.parallel.regions import Region, cover_exactly_once
 
 
 @dataclass(frozen=True)

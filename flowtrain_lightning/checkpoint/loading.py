@@ -19,7 +19,6 @@ from flowtrain_lightning.allocator import ROLES, Allocation
 from flowtrain_lightning.checkpoint.checkpoint_index import Index
 from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError, parse_index, read_checked, read_index
 from flowtrain_lightning.checkpoint.local_shard import LocalShard, local_part
-from flowtrain_lightning.checkpoint.regions import Region, local_region, whole
 from flowtrain_lightning.checkpoint.saving import OBJECTS, RANDOM_STATES
 from flowtrain_lightning.checkpoint.stored_keys import parse_key
 from flowtrain_lightning.checkpoint.tensor_files import read_tensors
@@ -27,6 +26,7 @@ from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 from flowtrain_lightning.parallel.messages import decode_message
 from flowtrain_lightning.parallel.random_streams import global_seed, restore_random_states
+from flowtrain_lightning.parallel.regions import Region, local_region, whole
 
 
 def load_checkpoint(

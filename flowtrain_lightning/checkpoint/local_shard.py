@@ -1,4 +1,4 @@
-"""What a rank read of a tensor of which it holds a part only, on its way from the file into a DTensor."""
+"""A rank's part of a tensor, on its way from the file into a DTensor, or from a DTensor to the file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flowtrain_lightning.checkpoint.regions import Region, local_region
+from flowtrain_lightning.parallel.regions import Region, local_region
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,41 @@ from flowtrain_lightning.checkpoint.files import (
 from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part, stored_file, write_index
 from flowtrain_lightning.checkpoint.optimizer_state import NamedState
 from flowtrain_lightning.checkpoint.plain_values import is_plain
-from flowtrain_lightning.checkpoint.regions import local_region
 from flowtrain_lightning.checkpoint.stored_keys import with_keys
 from flowtrain_lightning.checkpoint.tensor_files import can_store, write_tensors
 from flowtrain_lightning.parallel.groups import CrossGroup, Groups
 from flowtrain_lightning.parallel.halves import Halves, role_of
 from flowtrain_lightning.parallel.messages import encode_message
 from flowtrain_lightning.parallel.random_streams import global_seed, random_states
+from flowtrain_lightning.parallel.regions import local_region
 
 OBJECTS = "objects.pt"
 RANDOM_STATES = "random_states.json"
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank writes of a checkpoint.
+
+    Attributes:
+        path: the checkpoint.
+        temporary: the directory beside it in which it is written.
+        rank: who writes.
+        values: role -> key -> weight or entry of an optimizer's state.
+        rest: Lightning's checkpoint without these.
+        states: the random states of all ranks.
+    """
+
+    path: Path
+    temporary: Path
+    rank: int
+    values: dict[str, dict[str, Any]]
+    rest: dict[str, Any]
+    states: list[Any]
+
+    def write(self) -> list[Index]:
+        """Writes the values, and returns the index of what was written."""
+        return [part for role in self.values for part in _write_half(role, self.values[role], self)]
 
 
 def save_checkpoint(
@@ -47,6 +73,41 @@ def save_checkpoint(
     step. A kill at any moment leaves the former checkpoint whole.
 
     Args:
+        checkpoint: see `share_out`.
+        filepath: see there.
+        halves: see there.
+        allocation: see there.
+        groups: of this rank.
+
+    Raises:
+        FileNotFoundError: a rank does not see the directory: its node has another file system there.
+        OSError: on every rank, where one could not write its part; nothing of it is left.
+        ValueError: ``filepath`` is a URL.
+    """
+    cross = groups.cross
+    part = share_out(checkpoint, filepath, halves, allocation, groups)
+    try:
+        with written_together(part.path, cross):
+            parts = part.write()
+        index = _join(parts, cross)
+        with written_together(part.path, cross):
+            if index is not None:
+                write_rest(part, index)
+    except OSError:  # of all ranks together
+        if cross.rank == 0:
+            shutil.rmtree(part.temporary)
+        cross.barrier()
+        raise
+    if cross.rank == 0:
+        finish(part)
+
+
+def share_out(
+    checkpoint: dict[str, Any], filepath: Any, halves: Halves, allocation: Allocation, groups: Groups
+) -> RankPart:
+    """Settles who writes what of a checkpoint, and makes the directory in which it is written. Every rank calls it.
+
+    Args:
         checkpoint: Lightning's checkpoint, with this rank's ``state_dict`` and named ``optimizer_states``. Tensors
             that lie on several ranks are equal there, or DTensors.
         filepath: the directory to write; rank 0's counts.
@@ -55,8 +116,8 @@ def save_checkpoint(
         groups: of this rank.
 
     Raises:
-        FileNotFoundError: a rank does not see the directory: its node has another file system there.
-        OSError: on every rank, where one could not write its part; nothing of it is left.
+        FileNotFoundError: a rank does not see the directory.
+        OSError: rank 0 cannot make it.
         ValueError: ``filepath`` is a URL.
     """
     refuse_url(filepath, "The checkpoint path")
@@ -69,20 +130,8 @@ def save_checkpoint(
     states = cross.gather_messages(random_states())
     own = _take_halves(checkpoint, halves, allocation, cross.rank)
     mine = _share_out(own, cross)
-    try:
-        with written_together(path, cross):
-            parts = [part for role in own for part in _write_half(role, own[role], mine, temporary, cross.rank)]
-        index = _join(parts, cross)
-        with written_together(path, cross):
-            if index is not None:
-                _write_rest(checkpoint, states, index, temporary)
-    except OSError:  # of all ranks together
-        if cross.rank == 0:
-            shutil.rmtree(temporary)
-        cross.barrier()
-        raise
-    if cross.rank == 0:
-        take_name(temporary, path)
+    values = {role: {key: value for key, value in own[role].items() if key in mine} for role in own}
+    return RankPart(path, temporary, cross.rank, values, checkpoint, states)
 
 
 def _take_halves(
@@ -126,13 +175,12 @@ def _share_out(own: dict[str, dict[str, Any]], cross: CrossGroup) -> set[str]:
     return mine
 
 
-def _write_half(role: str, values: dict[str, Any], mine: set[str], folder: Path, rank: int) -> list[Index]:
-    own = {key: value for key, value in values.items() if key in mine}
-    tensors = {key: value for key, value in own.items() if can_store(value)}
-    others = {key: value for key, value in own.items() if key not in tensors}
+def _write_half(role: str, values: dict[str, Any], part: RankPart) -> list[Index]:
+    tensors = {key: value for key, value in values.items() if can_store(value)}
+    others = {key: value for key, value in values.items() if key not in tensors}
     return [
-        write_tensors(folder, f"{role}/rank-{rank:05d}.safetensors", tensors),
-        _write_values(others, folder, f"{role}/rank-{rank:05d}.pt"),
+        write_tensors(part.temporary, f"{role}/rank-{part.rank:05d}.safetensors", tensors),
+        _write_values(others, part.temporary, f"{role}/rank-{part.rank:05d}.pt"),
     ]
 
 
@@ -174,11 +222,23 @@ def _write_values(values: dict[str, Any], folder: Path, name: str) -> Index:
     return Index(values=plain, files={name: stored_file(path)})
 
 
-def _write_rest(checkpoint: dict[str, Any], states: list[Any], index: Index, folder: Path) -> None:
-    index.run.update(checkpoint.pop("flowtrain"))
-    rest = _write_values(checkpoint, folder, OBJECTS)
-    index.lightning.update(rest.values)
-    index.files.update(rest.files)
-    write_bytes(encode_message(states), folder / RANDOM_STATES)
+def write_rest(part: RankPart, index: Index) -> None:
+    """Writes what no role has, and the index. Rank 0 calls it when all ranks have written.
+
+    Args:
+        part: of rank 0.
+        index: of what all ranks have written.
+    """
+    rest, folder = dict(part.rest), part.temporary
+    index.run.update(rest.pop("flowtrain"))
+    found = _write_values(rest, folder, OBJECTS)
+    index.lightning.update(found.values)
+    index.files.update(found.files)
+    write_bytes(encode_message(part.states), folder / RANDOM_STATES)
     index.files[RANDOM_STATES] = stored_file(folder / RANDOM_STATES)
     write_index(folder, index)
+
+
+def finish(part: RankPart) -> None:
+    """Gives a whole checkpoint its name. Rank 0 calls it."""
+    take_name(part.temporary, part.path)

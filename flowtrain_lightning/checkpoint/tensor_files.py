@@ -18,12 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.checkpoint.checkpoint_index import Index, Piece, StoredFile, StoredTensor, piece_key
 from flowtrain_lightning.checkpoint.digest import DIGEST_THREADS, digest_of, tensor_digest
 from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError
-from flowtrain_lightning.checkpoint.regions import Region, local_region
+from flowtrain_lightning.checkpoint.local_shard import LocalShard
+from flowtrain_lightning.parallel.gradients import local_part
+from flowtrain_lightning.parallel.regions import Region, local_region
 
 PIECE_BYTES = 64 << 20
 
@@ -34,7 +35,8 @@ _HEADER_LENGTH = 8  # bytes before the header of a safetensors file that tell ho
 
 def can_store(value: Any) -> bool:
     """Whether a value is a tensor of a kind that safetensors files hold."""
-    return isinstance(value, Tensor) and value.layout == torch.strided and _knows(value.dtype)
+    tensor = value.part if isinstance(value, LocalShard) else value
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and _knows(tensor.dtype)
 
 
 @functools.cache
@@ -46,7 +48,7 @@ def _knows(dtype: torch.dtype) -> bool:
     return True
 
 
-def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Index:
+def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor | LocalShard]) -> Index:
     """Writes this rank's parts of tensors into one file, which is on the disk when this returns.
 
     In host memory lies as much as the rank writes.
@@ -54,7 +56,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Ind
     Args:
         folder: of the checkpoint.
         name: of the file, relative to the folder; where there are no numbers to write there is none.
-        tensors: by key; plain ones are written whole, DTensors in the part that this rank holds.
+        tensors: by key; plain ones are written whole, others in the part that this rank holds.
 
     Returns:
         the rank's part of the index.
@@ -65,18 +67,20 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Ind
     """
     written: dict[str, Tensor] = {}
     stored: dict[str, list[Region]] = {}
+    dtypes: dict[str, torch.dtype] = {}
     storages: set[int] = set()
     for key, tensor in tensors.items():
-        region = local_region(tensor)
-        blocks = list(region.split(PIECE_BYTES // tensor.dtype.itemsize)) if region.elements else []
+        region = tensor.region if isinstance(tensor, LocalShard) else local_region(tensor)
         part = _on_cpu(tensor, storages)
+        blocks = list(region.split(PIECE_BYTES // part.itemsize)) if region.elements else []
+        dtypes[key] = part.dtype
         written |= {piece_key(key, block): part[block.within(region)] for block in blocks}
         stored[key] = blocks
     digests = _digests(written)
     index = Index()
     for key, blocks in stored.items():
         pieces = tuple(Piece(block, name, digests[piece_key(key, block)]) for block in blocks)
-        index.tensors[key] = StoredTensor(tensors[key].dtype, tuple(tensors[key].shape), pieces)
+        index.tensors[key] = StoredTensor(dtypes[key], tuple(tensors[key].shape), pieces)
     if written:
         path = folder / name
         _write_safetensors(path, written)
@@ -84,9 +88,9 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Ind
     return index
 
 
-def _on_cpu(tensor: Tensor, storages: set[int]) -> Tensor:
+def _on_cpu(tensor: Tensor | LocalShard, storages: set[int]) -> Tensor:
     """This rank's part, contiguous. Parts that share memory, such as tied weights, get a copy, as safetensors asks."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.part if isinstance(tensor, LocalShard) else local_part(tensor)
     part = local.detach().cpu().contiguous()
     storage = part.untyped_storage().data_ptr()
     if storage in storages:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -96,7 +98,6 @@ class HuggingFaceVLM(FlowModule):
         )
         self.max_new_tokens = max_new_tokens
         self.end_token = _end_token(config, generation)
-        self._tables: list[tuple[nn.Module, str, Tensor]] = []
 
     def check_config(self, config: Any) -> None:
         """Refuses configs that the class cannot train.
@@ -149,7 +150,8 @@ class HuggingFaceVLM(FlowModule):
 
         dtype = torch.get_default_dtype()
         if self._source is not None and torch.get_default_device().type != "meta":
-            with torch.device("cpu"):  # Lightning's would be taken for a device_map, which needs accelerate
+            # Lightning's device would be taken for a device_map, which needs accelerate.
+            with torch.device("cpu"), _read_in_this_thread() if self.holds_parts else nullcontext():
                 self.model = Maker.from_pretrained(self._source, dtype=dtype)
             self._keep_apart()
         else:
@@ -168,7 +170,6 @@ class HuggingFaceVLM(FlowModule):
             compile_blocks(self.model)
         for path in self.hparams["frozen"]:
             self._frozen(path).requires_grad_(False)
-        self._tables = _tables(self.model)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and converts the weights, but leaves tables of frequencies as exact as they were built.
@@ -176,8 +177,9 @@ class HuggingFaceVLM(FlowModule):
         Lightning converts whole modules for ``precision="bf16-true"``, and rotary positions in bfloat16 would be wrong
         by whole turns. ``transformers`` itself keeps them in float32 when it loads a model in bfloat16.
         """
+        tables = list(_tables(self))
         super().to(*args, **kwargs)
-        for owner, name, table in self._tables:
+        for owner, name, table in tables:
             if not table.is_meta:
                 setattr(owner, name, table.to(getattr(owner, name).device))
         return self
@@ -320,12 +322,25 @@ def _end_token(config: Any, generation: Mapping[str, Any] | None) -> int | None:
     return ends[0] if isinstance(ends, list) else ends
 
 
-def _tables(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+@contextmanager
+def _read_in_this_thread() -> Iterator[None]:
+    """Inside, ``transformers`` reads weights in the calling thread, where a rank that needs parts can put it off."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Owner, name and values of the floating-point buffers that no checkpoint holds."""
-    saved = model.state_dict().keys()
-    found = []
-    for full_name, buffer in model.named_buffers():
+    saved = module.state_dict().keys()
+    for full_name, buffer in module.named_buffers():
         if buffer.is_floating_point() and full_name not in saved:
             path, _, name = full_name.rpartition(".")
-            found.append((model.get_submodule(path), name, buffer.clone()))
-    return found
+            yield module.get_submodule(path), name, buffer

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from flowtrain_lightning.allocator.allocation import Recompute
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
 from flowtrain_lightning.parallel.gradients import local_part, squared_norm
+from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 
 
 class FullyShardedHalf:
@@ -25,13 +26,16 @@ class FullyShardedHalf:
     that method calls the half's ``forward``, only modules of it, or uses a tied weight by itself.
 
     Args:
-        modules: path -> module, together the half.
+        modules: path -> module, together the half; their weights may have no memory yet.
         mesh: one dimension for FSDP2, ``("replica", "shard")`` for HSDP.
+        wrap: shards those modules within the half that are gathered alone; it is given the mesh and the other
+            arguments of `fully_shard`. By default these modules are the repeated blocks.
+        fill: gives the shards their numbers, if they have none yet.
         precision: what is gathered and reduced in which dtype.
         reshard_after_forward: gather blocks a second time for their backward; less memory, more communication.
         recompute: what of a block runs a second time in the backward, see `recompute_in_backward`.
         offload_parameters: shards and optimizer states lie in host memory.
-        offload_activations: what autograd saves lies in host memory between forward and backward.
+        activations: where these lie between forward and backward, if not on the device.
     """
 
     in_lockstep = True
@@ -41,29 +45,34 @@ class FullyShardedHalf:
         modules: dict[str, nn.Module],
         mesh: DeviceMesh,
         *,
+        wrap: Callable[..., None] | None = None,
+        fill: Callable[[], None] | None = None,
         precision: MixedPrecisionPolicy | None = None,
         reshard_after_forward: bool = True,
         recompute: Recompute = "none",
         offload_parameters: bool = False,
-        offload_activations: bool = False,
+        activations: ActivationsOnHost | None = None,
     ) -> None:
         policy = precision or MixedPrecisionPolicy()
-        pinned = mesh.device_type != "cpu"
-        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if offload_parameters else OffloadPolicy()
-        settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+        offload: OffloadPolicy = (
+            CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload_parameters else OffloadPolicy()
+        )
+        settings: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
         for block in (block for module in modules.values() for block in repeated_blocks(module)):
             recompute_in_backward(block, recompute)
-            fully_shard(block, reshard_after_forward=reshard_after_forward, **settings)
+        wrap = wrap or partial(shard_repeated_blocks, modules.values())
+        wrap(mesh, reshard_after_forward=reshard_after_forward, **settings)
         self._root = RoleForward(modules)
-        fully_shard(self._root, **settings)
+        fully_shard(self._root, mesh=mesh, **settings)
+        if fill is not None:
+            fill()
         self._fsdp_modules = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
         for module in self._fsdp_modules:
             module.set_gradient_divide_factor(1.0)
             # Without it a sum in float32 fails on gloo, and passes in float64.
             module.set_force_sum_reduction_for_comms(True)
         self._has_replicas = mesh.ndim > 1
-        self._offload_activations = offload_activations
-        self._pinned = pinned
+        self._activations = activations or nullcontext()
         self.parameters = list(self._root.parameters())
         self._wanted = [parameter.requires_grad for parameter in self.parameters]
 
@@ -87,7 +96,7 @@ class FullyShardedHalf:
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs one forward with the half's weights at hand."""
-        with save_on_cpu(pin_memory=self._pinned) if self._offload_activations else nullcontext():
+        with self._activations:
             result = self._root(function, *args)
         if not torch.is_grad_enabled():
             # No backward will follow that gives the gathered weights back. As long as they are there, they stand in
@@ -114,6 +123,12 @@ class FullyShardedHalf:
     def squared_norm(self, gradients: list[Tensor]) -> Tensor:
         """The squared 2-norm of these gradients over all ranks of the role."""
         return squared_norm(gradients)
+
+
+def shard_repeated_blocks(modules: Iterable[nn.Module], mesh: DeviceMesh, **settings: Any) -> None:
+    """Applies `fully_shard` to every repeated block of the modules, with these arguments."""
+    for block in (block for module in modules for block in repeated_blocks(module)):
+        fully_shard(block, mesh=mesh, **settings)
 
 
 class RoleForward(nn.Module):

@@ -30,18 +30,22 @@ def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     device = local_part(gradients[0]).device if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    reduced_on: dict[tuple[dist.ProcessGroup, ...], str] = {}
     for gradient in gradients:
         groups: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
             mesh, placements = gradient.device_mesh, gradient.placements
             # Not by `is_shard`: what FSDP2 and tensor ranks both cut along one dimension is another kind of shard.
             groups = tuple(mesh.get_group(n) for n, placed in enumerate(placements) if not placed.is_replicate())
+            reduced_on[groups] = mesh.device_type
         by_groups.setdefault(groups, []).append(local_part(gradient))
     for groups, parts in by_groups.items():
         squares = nn.utils.get_total_norm(parts).double().square()
+        if groups:
+            squares = squares.to(reduced_on[groups])  # parts in host memory are summed on the device all the same
         for group in groups:
             dist.all_reduce(squares, group=group)
-        total = total + squares
+        total = total + squares.to(device)
     return total
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.parallel.random_streams import enter_stream, own_streams
 from flowtrain_lightning.parallel.tensor_plan import TensorPlan
+from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights, build_without_weights
 
 Halves = Mapping[str, tuple[str, ...]]
 """Role -> paths of the modules that its half is made of."""
@@ -38,6 +41,12 @@ class HalvedModule(Protocol):
     def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
         """How the layers of a half are divided among tensor-parallel ranks."""
 
+    def parallelize_encoder(self, mesh: DeviceMesh, **settings: Any) -> None:
+        """Puts the encoder's modules into shards, see `FlowModule`."""
+
+    def parallelize_backbone(self, mesh: DeviceMesh, **settings: Any) -> None:
+        """Puts the backbone's modules into shards, see `FlowModule`."""
+
     def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, nn.Parameter]]:
         """As of `torch.nn.Module`."""
 
@@ -57,27 +66,76 @@ class HalvedModule(Protocol):
         """As of `torch.nn.Module`."""
 
 
-def build_halves(module: HalvedModule, resident: Collection[str]) -> None:
+def build_halves(
+    module: HalvedModule, resident: Collection[str], in_parts: Collection[str] = ()
+) -> dict[str, UnfilledWeights]:
     """Builds every half: resident ones with their own random stream, the others without memory (meta device).
 
     A half's weights depend on the seed and its role alone, so they are equal on all layouts. A module that overrides
-    ``configure_whole`` is built whole on every rank, from one stream, and gives up what is not resident afterwards.
+    ``configure_whole`` is built whole, from one stream, and gives up what is not resident afterwards.
+
+    Args:
+        module: whose halves are built.
+        resident: roles of this rank.
+        in_parts: those of whose half this rank will hold a part only; they get no memory yet.
+
+    Returns:
+        role -> its weights, which are to be filled in when the layout is put onto the half. With ``configure_whole``
+        all resident roles wait for that where one of them does.
 
     Raises:
         ValueError: a half names a module that was not built.
     """
+    unfilled: dict[str, UnfilledWeights] = {}
     if module.builds_whole:
-        with own_streams():
-            enter_stream("weights")
-            module.configure_whole()
+        weights = _build(module, module.configure_whole, ("weights",), without_weights=bool(in_parts))
+        if weights is not None:
+            unfilled = dict.fromkeys(resident, weights)
     else:
         for role in ROLES:
-            place = nullcontext() if role in resident else torch.device("meta")
-            with own_streams(), place:
-                enter_stream("weights", role)
-                getattr(module, f"configure_{role}")()
+            build, stream = getattr(module, f"configure_{role}"), ("weights", role)
+            if role in resident:
+                weights = _build(module, build, stream, without_weights=role in in_parts)
+                if weights is not None:
+                    unfilled[role] = weights
+            else:
+                with own_streams(), torch.device("meta"):
+                    build()
     _refuse_missing_modules(module)
     drop_absent_roles(module, resident)
+    return unfilled
+
+
+def _build(
+    module: HalvedModule, build: Callable[[], None], stream: tuple[str, ...], *, without_weights: bool
+) -> UnfilledWeights | None:
+    assert isinstance(module, nn.Module)
+    weights = build_without_weights(module, build, stream) if without_weights else None
+    if weights is None:
+        with own_streams():
+            enter_stream(*stream)
+            build()
+    return weights
+
+
+def fill_half(
+    module: HalvedModule, role: str, weights: UnfilledWeights, device: torch.device, *, on_host: bool = False
+) -> None:
+    """Gives the weights of a half their numbers, and moves whatever else of it is a whole tensor to its device.
+
+    Args:
+        module: its half is in its layout.
+        role: whose half it is.
+        weights: of the half.
+        device: where the half computes.
+        on_host: its weights lie in host memory nevertheless.
+    """
+    assert isinstance(module, nn.Module)
+    paths = module.halves[role]
+    weights.fill(module, lambda name: _is_under(name, paths), torch.device("cpu") if on_host else device)
+    for tensor in half_tensors(module, role):
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(device)
 
 
 def drop_absent_roles(module: HalvedModule, resident: Collection[str]) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.parallel.gradients import local_part, squared_norm
+from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 
 _BUCKET_BYTES = 32 << 20
 
@@ -28,16 +30,23 @@ class ReplicatedHalf:
         group: the ranks whose gradients are summed; None is the default group.
         early: buckets leave during the last backward. In the group then must be nothing else meanwhile: ranks come to
             their last backwards at different times.
+        activations: where these lie between forward and backward, if not on the device.
     """
 
     in_lockstep = False
 
     def __init__(
-        self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None = None, *, early: bool = False
+        self,
+        parameters: list[nn.Parameter],
+        group: dist.ProcessGroup | None = None,
+        *,
+        early: bool = False,
+        activations: ActivationsOnHost | None = None,
     ) -> None:
         self.parameters = parameters
         self._group = group
         self._early = early
+        self._activations = activations or nullcontext()
         self._alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self._buckets: list[_Bucket] = []
         self._left = 0  # buckets that are on their way
@@ -56,7 +65,8 @@ class ReplicatedHalf:
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs one forward."""
-        return function(*args)
+        with self._activations:
+            return function(*args)
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
@@ -168,6 +178,22 @@ def broadcast_half(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = 
         dist.broadcast(in_one_piece, group_src=0, group=group)
         if in_one_piece is not values:
             values.copy_(in_one_piece)
+
+
+def broadcast_copies(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Gives the ranks that hold the same of a tensor the values of their first one.
+
+    Args:
+        tensors: in one order on all ranks. Those that are no DTensor all ranks of the group hold.
+        group: None is the default group.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            broadcast_half([tensor], group)
+            continue
+        for dim, placement in enumerate(tensor.placements):
+            if placement.is_replicate():
+                broadcast_half([tensor.to_local()], tensor.device_mesh.get_group(dim))
 
 
 def _divided(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -37,9 +37,9 @@ def test_an_unknown_sharding_is_refused_with_what_is_known():
         Layout(shard="halves")
 
 
-def allocate(encoder=(2,), backbone=(0, 1), placement="separate", layouts=None, recompute=None):
+def allocate(encoder=(2,), backbone=(0, 1), placement="separate", layouts=None, recompute=None, offload=None):
     layouts = layouts or {"encoder": Layout(data=len(encoder)), "backbone": Layout(data=len(backbone))}
-    return Allocation(placement, layouts, {"encoder": encoder, "backbone": backbone}, recompute or {})
+    return Allocation(placement, layouts, {"encoder": encoder, "backbone": backbone}, recompute or {}, offload or {})
 
 
 def test_it_knows_the_index_of_each_rank_within_a_role():
@@ -64,7 +64,9 @@ def test_it_knows_which_encoder_rank_is_on_a_backbone_rank():
     assert mixed.size == 3
 
 
-@pytest.mark.parametrize("allocation", [allocate(), allocate(recompute={"backbone": "full"})])
+@pytest.mark.parametrize(
+    "allocation", [allocate(), allocate(recompute={"backbone": "full"}), allocate(offload={"encoder": "activations"})]
+)
 def test_it_survives_a_trip_to_another_process_and_to_json(allocation):
     assert pickle.loads(pickle.dumps(allocation)) == allocation
     assert Allocation.from_state(json.loads(json.dumps(allocation.state_dict()))) == allocation
@@ -89,6 +91,16 @@ def test_it_survives_a_trip_to_another_process_and_to_json(allocation):
         (
             {"recompute": {"encoder": "some"}},
             "encoder cannot recompute 'some'; choose from 'none', 'selective', 'full'",
+        ),
+        ({"offload": {"audio": "all"}}, "no role 'audio' to offload; the roles are 'encoder', 'backbone'"),
+        (
+            {"offload": {"encoder": "disk"}},
+            "encoder cannot offload 'disk'; choose from 'none', 'weights', 'activations', 'all'",
+        ),
+        ({"offload": {"encoder": "weights"}}, "encoder offloads 'weights', but only weights in shards of FSDP2"),
+        (
+            {"offload": {"encoder": "activations"}, "recompute": {"encoder": "full"}},
+            "encoder offloads 'activations' and recomputes 'full'.*Leave one of them out",
         ),
     ],
 )

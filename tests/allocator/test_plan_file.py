@@ -35,6 +35,12 @@ def test_a_plan_is_written_for_people_and_read_back(tmp_path):
     "allocation",
     [
         Allocation("colocated", {"encoder": Layout(), "backbone": Layout()}, {"encoder": (0,), "backbone": (0,)}),
+        Allocation(
+            "separate",
+            {"encoder": Layout(), "backbone": Layout(2, shard="fsdp")},
+            {"encoder": (1,), "backbone": (0, 2)},
+            offload={"encoder": "activations", "backbone": "all"},
+        ),
         Allocation("mixed", {"encoder": Layout(3), "backbone": Layout(2)}, {"encoder": (0, 1, 2), "backbone": (0, 2)}),
         Allocation(
             "separate",
@@ -74,7 +80,7 @@ BACKBONE = "backbone: {layout: {data: 1}, ranks: 0}"
         ),
         (
             f"placement: separate\nroles: {{encoder: {{layout: {{data: 1}}, ranks: 1, lanes: 2}}, {BACKBONE}}}",
-            "role 'encoder' has no 'lanes'; it has layout, ranks, recompute",
+            "role 'encoder' has no 'lanes'; it has layout, ranks, recompute, offload",
         ),
         (
             f"placement: separate\nnodes: 2\nroles: {{{ENCODER}, {BACKBONE}}}",

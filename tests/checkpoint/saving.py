@@ -14,13 +14,16 @@ import torch
 
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import files, index_file, read_checkpoint, save_checkpoint, saving, tensor_files
+from flowtrain_lightning.checkpoint.background import BackgroundSave
 from flowtrain_lightning.parallel.groups import connect_groups
 from tests.forks import write_down
 
 HALVES = {"encoder": ("encoder",), "backbone": ("backbone", "head")}
 
 
-def save(folder: Path, paths: list[str], value: float, moment: str | None = None, victim: int = 0) -> None:
+def save(
+    folder: Path, paths: list[str], value: float, moment: str | None = None, victim: int = 0, background: bool = False
+) -> None:
     """Two ranks save a small checkpoint full of ``value``; at a moment one of them is killed.
 
     Args:
@@ -29,13 +32,22 @@ def save(folder: Path, paths: list[str], value: float, moment: str | None = None
         value: of all numbers.
         moment: a key of ``MOMENTS``.
         victim: the rank to kill.
+        background: in threads, which all ranks wait for.
     """
     rank = int(os.environ["RANK"])
     groups = connect_groups(rank, ((0,), (1,)), "gloo", timedelta(seconds=30))
     if moment is not None and rank == victim:
         MOMENTS[moment]()
     for path in paths:
-        save_checkpoint(_checkpoint(rank, value), path, HALVES, default_allocation(2), groups)
+        if background:
+            checkpoint = _checkpoint(rank, value)
+            weights = [value for value in checkpoint["state_dict"].values() if isinstance(value, torch.Tensor)]
+            saving = BackgroundSave(checkpoint, path, HALVES, default_allocation(2), groups)
+            for weight in weights:
+                weight.zero_()  # training goes on meanwhile
+            saving.finish(groups.cross)
+        else:
+            save_checkpoint(_checkpoint(rank, value), path, HALVES, default_allocation(2), groups)
 
 
 def save_where_rank_1_is_blind(folder: Path) -> None:
@@ -75,6 +87,22 @@ def save_where_no_room_is_left(folder: Path, victim: int, most_bytes: int) -> No
     groups = connect_groups(rank, ((0,), (1,)), "gloo", timedelta(seconds=30))
     groups.cross.barrier()
     save(folder, [str(path)], 3.0)
+
+
+def save_in_the_background_where_no_room_is_left(folder: Path, most_bytes: int) -> None:
+    """Two ranks save, then rank 1 may write files of so many bytes only; both note what they see."""
+    rank = int(os.environ["RANK"])
+    path = folder / "kept" / "last.ckpt"
+    save(folder, [str(path)], 1.0, background=True)
+    if rank == 1:
+        leave_room_for(most_bytes)
+    try:
+        save(folder, [str(path)], 2.0, background=True)
+    except OSError as error:
+        told = str(error)
+    leave_room_for(resource.RLIM_INFINITY)
+    connect_groups(rank, ((0,), (1,)), "gloo", timedelta(seconds=30)).cross.barrier()
+    write_down(folder, {"told": told, "left": [p.name for p in path.parent.iterdir()], "kept": _value_of(path)})
 
 
 def leave_room_for(most_bytes: int) -> None:

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from flowtrain_lightning.checkpoint import tensor_files
-from flowtrain_lightning.checkpoint.regions import Region, whole
 from flowtrain_lightning.checkpoint.tensor_files import read_tensors, write_tensors
+from flowtrain_lightning.parallel.regions import Region, whole
 
 FILE = "encoder/rank-00000.safetensors"
 

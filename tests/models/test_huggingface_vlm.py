@@ -12,6 +12,7 @@ import torch
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.data.collate import LoadedImage, pack_images
+from flowtrain_lightning.parallel.halves import fill_half
 from flowtrain_lightning.placement.meta_device import copy_on_meta
 from flowtrain_lightning.placement.module_profile import profile_module
 from tests.models.tiny import FAMILIES
@@ -218,3 +219,54 @@ def test_decoders_that_see_ahead_are_refused():
     )
     with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration the tokens of an image see each other"):
         Gemma(config).configure_model()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl, tied", "llava with siglip", "smolvlm"])
+@pytest.mark.parametrize("from_folder", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_of_which_ranks_hold_parts_has_the_weights_of_one_process(tmp_path, family, from_folder, dtype):
+    kind, source = FAMILIES[family].kind, FAMILIES[family].config
+    if from_folder:
+        saved = kind(source)
+        saved.configure_model()
+        saved.model.save_pretrained(tmp_path)
+        source = tmp_path
+    torch.set_default_dtype(dtype)
+    try:
+        expected, module = kind(source), kind(source)
+        expected.configure_model()
+        module.set_local_roles(("encoder", "backbone"), in_parts=("backbone",))
+        module.configure_model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    for role, weights in module.unfilled.items():
+        fill_half(module, role, weights, torch.device("cpu"))
+    assert module.state_dict().keys() == expected.state_dict().keys()
+    for name, weight in expected.state_dict().items():
+        assert module.state_dict()[name].equal(weight), name
+    for (name, buffer), (_, other) in zip(module.named_buffers(), expected.named_buffers(), strict=True):
+        assert buffer.equal(other), name
+
+
+def test_a_folder_is_not_read_until_it_is_known_which_part_a_rank_holds(tmp_path):
+    config = FAMILIES["qwen2_5_vl"].config
+    saved = flow.models.QwenVLM({**config, "text_config": {**config["text_config"], "vocab_size": 500_000}})
+    saved.configure_model()  # 128 MB
+    saved.model.save_pretrained(tmp_path)
+    del saved
+    module = flow.models.QwenVLM(tmp_path)
+    module.set_local_roles(("encoder", "backbone"), in_parts=("backbone",))
+    before = _own_memory()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        module.configure_model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert _own_memory() - before < 16 << 20
+
+
+def _own_memory() -> int:
+    """Bytes that are resident and do not lie in a file."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf
+from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 from tests.forks import write_down
 
 
@@ -71,9 +72,10 @@ def thaw_a_shard(folder: Path) -> None:
 
 
 def offload_parameters(folder: Path) -> None:
-    """Where shards lie and whether a step with them is as without."""
+    """The gradients' norm of a step with and without offloading, and the bytes that leave and return."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found: dict[str, Any] = {}
+    activations = ActivationsOnHost(pinned=False)
     for offloads in (False, True):
         torch.manual_seed(0)
         half = Layered()
@@ -81,7 +83,7 @@ def offload_parameters(folder: Path) -> None:
             {"half": half},
             init_device_mesh("cpu", (dist.get_world_size(),)),
             offload_parameters=offloads,
-            offload_activations=offloads,
+            activations=activations if offloads else None,
         )
         engine.begin_step()
         loss = engine.call(_forward(half), torch.ones(3, 8)).sum()
@@ -90,6 +92,7 @@ def offload_parameters(folder: Path) -> None:
         engine.finish_gradients(1.0)
         norm = engine.squared_norm([p.grad for p in engine.parameters if p.grad is not None])
         found[str(offloads)] = float(norm)
+    found |= {"left": activations.bytes_left, "returned": activations.bytes_returned}
     write_down(folder, found)
     dist.destroy_process_group()
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.checkpoint.regions import Region, cover_exactly_once, whole
+from flowtrain_lightning.parallel.regions import Region, cover_exactly_once, whole
 
 
 @st.composite

@@ -1,0 +1,128 @@
+"""What ranks do in the tests of building halves in parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from flowtrain_lightning.parallel.groups import disconnect_groups
+from tests.exactness.data import steps_data
+from tests.exactness.layouts import trainer_for
+from tests.exactness.modules import Deep
+from tests.exactness.train import weights_of
+from tests.forks import write_down
+from tests.tiny import TinyVLM
+
+SHARDED = {"encoder": {"shard": "fsdp"}, "backbone": {"shard": "fsdp"}}
+
+
+class Pairs(Deep):
+    """Its backbone gathers two blocks at a time."""
+
+    def parallelize_backbone(self, mesh: Any, **settings: Any) -> None:
+        assert mesh.mesh_dim_names == ("shard",)
+        fully_shard(list(self.backbone.more[:2]), mesh=mesh, **settings)
+
+
+class Early(Deep):
+    """Its backbone is built at once."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        super().configure_backbone()
+
+    def configure_backbone(self) -> None:
+        pass
+
+
+KINDS = {"deep": Deep, "pairs": Pairs, "early": Early}
+
+
+def initial_weights(folder: Path, *, data: str, layout: str, kind: str, roles: dict[str, Any]) -> None:
+    """Which weights of this rank differ from those of one process before the first step, and what is gathered alone."""
+    seen: dict[str, Any] = {}
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            weights = weights_of(pl_module)
+            expected = KINDS[kind](lr=1e-3)
+            expected.configure_model()
+            alone = dict(expected.named_parameters())
+            seen["compared"] = len(weights)
+            seen["differ"] = [name for name, weight in weights.items() if not torch.equal(weight, alone[name])]
+            seen["alone"] = [name for name, part in pl_module.named_modules() if isinstance(part, FSDPModule)]
+
+    trainer = trainer_for(
+        layout,
+        strategy={"roles": roles},
+        max_steps=1,
+        limit_val_batches=0,
+        callbacks=[Look()],
+        default_root_dir=folder,
+    )
+    L.seed_everything(7, verbose=False)
+    trainer.fit(KINDS[kind](lr=1e-3), steps_data(Path(data)))
+    seen["loss"] = float(trainer.callback_metrics["train_loss"])
+    write_down(folder, seen)
+    disconnect_groups()
+
+
+class HeavyBlock(nn.Module):
+    """16 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2048, 2048))
+
+
+class Heavy(TinyVLM):
+    """Its backbone carries ``blocks`` blocks that nothing uses."""
+
+    blocks = 12
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.backbone.ballast = nn.ModuleList(HeavyBlock() for _ in range(self.blocks))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Light(Heavy):
+    """The same with next to no weights."""
+
+    blocks = 0
+
+
+def memory_of_building(folder: Path, *, data: str, layout: str) -> None:
+    """The most bytes resident while a sharded module was built, above those of a process that did so with none."""
+    seen: dict[str, int] = {}
+
+    class Measure(L.Callback):
+        def on_train_start(self, *args: Any) -> None:
+            seen["most"] = _memory("VmHWM")
+
+    for kind in (Light, Heavy):
+        Path("/proc/self/clear_refs").write_text("5")  # the most that was resident counts anew from here
+        before = _memory("VmRSS")
+        trainer = trainer_for(
+            layout,
+            strategy={"roles": {"backbone": {"shard": "fsdp"}}},
+            max_steps=1,
+            limit_val_batches=0,
+            callbacks=[Measure()],
+            default_root_dir=folder,
+        )
+        trainer.fit(kind(), steps_data(Path(data)))
+    write_down(folder, {"grown": seen["most"] - before})
+    disconnect_groups()
+
+
+def _memory(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) << 10
