@@ -20,6 +20,8 @@ from tests.pool.device.simulated import SimulatedRuntime, simulated
 
 Made = TypeVar("Made")
 
+SECRET = "that all ranks of the tests know"
+
 NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed (extra `nixl`)")
 )
@@ -41,7 +43,7 @@ def location_of(transport: str, rank: int) -> dict[str, str]:
     """Where a rank claims to run: ``"both"`` shares out two hosts; all others that need some give each rank its own."""
     if transport not in ("network", "both", "nixl"):
         return {}
-    return {"address": "127.0.0.1", "location": f"host {rank % 2 if transport == 'both' else rank}"}
+    return {"address": "127.0.0.1", "location": f"host {rank % 2 if transport == 'both' else rank}", "secret": SECRET}
 
 
 def network(transport: str) -> NetworkChoice:
