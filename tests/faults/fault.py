@@ -31,8 +31,9 @@ class Fault:
 
     Attributes:
         kind: ``"kill"`` and ``"stop"`` (signals), ``"raise"`` and ``"exit"`` (Python exceptions), ``"raise
-            twice"`` (a callback that hears of the first exception raises another one), ``"loop"`` and ``"sleep"`` (no
-            end), ``"kill worker"`` (a process that loads data for the rank).
+            twice"`` (a callback that hears of the first exception raises another one), ``"vanish"`` (the process ends
+            at once with exit code 0, ``os._exit``), ``"loop"`` and ``"sleep"`` (no end), ``"kill worker"`` (a process
+            that loads data for the rank).
         rank: the global rank that breaks.
         place: one of ``PLACES``.
         step: ``trainer.global_step`` at that moment, where there is one.
@@ -59,6 +60,8 @@ class Fault:
             raise ValueError("a fault of the test")
         elif self.kind == "exit":
             sys.exit(0)
+        elif self.kind == "vanish":
+            os._exit(0)
         elif self.kind == "sleep":
             time.sleep(600)
         elif self.kind == "kill worker":
