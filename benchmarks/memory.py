@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ from flowtrain_lightning import FlowTrainStrategy
 
 RANKS = {"separate": ("backbone 0", "encoder 0"), "colocated": ("both 0", "both 1")}
 """Placement -> its two ranks."""
+
+STRATEGIES: dict[str, Callable[[], FlowTrainStrategy]] = {
+    "separate": lambda: FlowTrainStrategy(encoder_ranks=1, placement="separate"),
+    "colocated": lambda: FlowTrainStrategy(placement="colocated"),
+}
 
 SAMPLES = 200
 """How often a run is looked at."""
@@ -71,7 +77,7 @@ def train(job: Job) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=FlowTrainStrategy(placement=job.placement, **({"encoder_ranks": 1} if "sep" in job.placement else {})),
+        strategy=STRATEGIES[job.placement](),
         max_steps=job.steps,
         use_distributed_sampler=False,
         callbacks=[Size(file, max(1, job.steps // SAMPLES))],

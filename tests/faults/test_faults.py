@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 
@@ -76,20 +75,6 @@ def test_all_ranks_end_in_time_and_say_who_where_and_why(fault, forks, job):
 @pytest.mark.parametrize("fault", [fault for fault in MATRIX if fault not in EVERY_CLASS_ONCE], ids=named)
 def test_so_they_do_after_any_fault_on_any_rank_at_any_place(fault, forks, job):
     ended = forks.run(job(fault, **settings_for(fault)))
-    assert_all_ended(ended, fault)
-    assert_all_told(ended, fault)
-
-
-def random_fault(seed: int) -> Fault:
-    """On any rank at any moment of the second to fourth step, validations and checkpoints among them."""
-    choose = random.Random(seed)
-    kind, rank = choose.choice(["kill", "kill", "stop"]), choose.choice(list(LABELS))
-    return Fault(kind, rank, "anywhere", calls=int(10 ** choose.uniform(1, 5.3)))
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 30))])
-def test_so_they_do_at_any_moment(seed, forks, job):
-    ended = forks.run(job(fault := random_fault(seed), **settings_for(fault)))
     assert_all_ended(ended, fault)
     assert_all_told(ended, fault)
 

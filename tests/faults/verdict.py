@@ -23,6 +23,7 @@ CAUSES = {
     "loop": "made no progress for",
     "sleep": "made no progress for",
     "kill worker": "failed",
+    "full disk": "failed",
 }
 """What the others say of a rank to which this happened."""
 
