@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.parallel.job_store import readable_rendezvous_errors, root_store
+from flowtrain_lightning.parallel.keyed_store import KeyedStore
 from flowtrain_lightning.parallel.messages import MAX_MESSAGE_BYTES, decode_message, encode_message
 
 WAITS_FOR_ALL = "wait for all ranks"
@@ -299,20 +300,21 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
     _connections += 1
     root = root_store(rank, ranks, timeout)
     with readable_rendezvous_errors(rank, ranks, timeout, root):
-        store = PrefixStore(f"flowtrain/{_connections}", root)
-        groups = _connect(rank, worlds, backend, timeout, store, root.key.derive(f"groups {_connections}"))
+        groups = _connect(rank, worlds, backend, timeout, root, f"flowtrain/{_connections}")
     _connected, _connected_process = (key, groups), os.getpid()
     return groups
 
 
 def _connect(
-    rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta, store: Store, key: JobKey
+    rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta, root: KeyedStore, prefix: str
 ) -> Groups:
+    store, key = PrefixStore(prefix, root), root.key.derive(prefix)
     number, world = next((n, world) for n, world in enumerate(worlds) if rank in world)
     role_rank = world.index(rank)
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"world/{number}", store),
+        # Threads of NCCL ask the store again and again, also while Python cannot answer: it gets the one beneath.
+        store=PrefixStore(f"world/{number}", store if backend == "gloo" else PrefixStore(prefix, root.inner)),
         rank=role_rank,
         world_size=len(world),
         timeout=timeout,

@@ -24,32 +24,36 @@ class KeyedStore(Store):  # type: ignore[misc]
     Args:
         inner: the store beneath, which anybody may reach.
         key: of the job.
+
+    Attributes:
+        inner: the store beneath.
+        key: of the job.
     """
 
     def __init__(self, inner: Store, key: JobKey) -> None:
         super().__init__()
         self.key = key
-        self._inner = inner
+        self.inner = inner
         self._values = key.derive("store")
 
     @property
     def timeout(self) -> timedelta:
         """After which a wait ends with an error."""
-        found: timedelta = self._inner.timeout  # type: ignore[attr-defined]
+        found: timedelta = self.inner.timeout  # type: ignore[attr-defined]
         return found
 
     def set_timeout(self, timeout: timedelta) -> None:
         """From now on waits end after ``timeout``."""
-        self._inner.set_timeout(timeout)
+        self.inner.set_timeout(timeout)
 
     def clone(self) -> KeyedStore:
         """The same store over a connection of its own. Keep what is returned as long as what is made of it."""
-        return KeyedStore(self._inner.clone(), self.key)  # type: ignore[attr-defined]
+        return KeyedStore(self.inner.clone(), self.key)  # type: ignore[attr-defined]
 
     def set(self, key: str, value: str | bytes) -> None:
         """Put a value."""
         content = value.encode() if isinstance(value, str) else bytes(value)
-        self._inner.set(key, self._values.seal(content, _context(key)))  # type: ignore[arg-type]
+        self.inner.set(key, self._values.seal(content, _context(key)))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         """The value that a rank of this job has put, or will.
@@ -60,7 +64,7 @@ class KeyedStore(Store):  # type: ignore[misc]
         deadline = time.monotonic() + _FOREIGN_SECONDS
         while True:
             try:
-                return self._values.open(self._inner.get(key), _context(key))
+                return self._values.open(self.inner.get(key), _context(key))
             except ForeignMessageError:
                 if time.monotonic() > deadline:
                     raise
@@ -68,11 +72,11 @@ class KeyedStore(Store):  # type: ignore[misc]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether ranks of this job have put values for all these keys."""
-        if not self._inner.check(list(keys)):
+        if not self.inner.check(list(keys)):
             return False
         try:
             for key in keys:
-                self._values.open(self._inner.get(key), _context(key))
+                self._values.open(self.inner.get(key), _context(key))
         except ForeignMessageError:
             return False
         return True
@@ -80,9 +84,9 @@ class KeyedStore(Store):  # type: ignore[misc]
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until there are values for all these keys; `get` says whether they can be believed."""
         if timeout is None:
-            self._inner.wait(list(keys))
+            self.inner.wait(list(keys))
         else:
-            self._inner.wait(list(keys), timeout)
+            self.inner.wait(list(keys), timeout)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of several keys."""
@@ -95,11 +99,11 @@ class KeyedStore(Store):  # type: ignore[misc]
 
     def add(self, key: str, amount: int) -> int:
         """Count. Numbers have no tag: whoever reaches the store can change them."""
-        return int(self._inner.add(key, amount))
+        return int(self.inner.add(key, amount))
 
     def delete_key(self, key: str) -> bool:
         """Remove a value; whether there was one."""
-        return bool(self._inner.delete_key(key))
+        return bool(self.inner.delete_key(key))
 
     def has_extended_api(self) -> bool:
         """Whether values can be appended to: no."""
