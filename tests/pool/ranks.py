@@ -129,7 +129,7 @@ def open_pools(made: list[Mesh], current_bytes: int, ahead_bytes: int, transport
 def join_job(rank: int, ranks: int, timeout: float = 60.0, **where: str) -> Mesh:
     """The mesh of one process that `tests.processes` started; ``where`` is its address and location."""
     store = FileStore(os.path.join(os.environ["FOLDER"], "store"), ranks)
-    return Mesh.connect(store, rank, ranks, labels(ranks), timeout, **where)
+    return Mesh.connect(store, rank, ranks, labels(ranks), timeout, **{"secret": SECRET, **where})
 
 
 def wait_for(pool: Pool, done: Callable[[], object], seconds: float = 60.0) -> None:
