@@ -35,7 +35,7 @@ def join(folder: str, rank: int) -> list[tuple[Mesh, Pool]]:
     joined = []
     for way in WAYS:
         store = FileStore(f"{folder}/{way}", 2)
-        mesh = Mesh.connect(store, rank, 2, ["owner", "reader"], DEADLINE, "127.0.0.1", f"host {rank}")
+        mesh = Mesh.connect(store, rank, 2, ["owner", "reader"], DEADLINE, "127.0.0.1", f"host {rank}", "known")
         joined.append((mesh, Pool.open(mesh, entry_nbytes([max(SIZES)]) if rank == 0 else 0, 0, way)))
     return joined
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the scripts that tests start
+os.environ["FLOWTRAIN_JOB_SECRET"] = "a secret of the tests, which else would be kept in the home folder"
 
 import pytest
 import torch

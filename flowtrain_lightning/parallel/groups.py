@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from flowtrain_lightning.allocator import BACKBONE, ROLES, Allocation
+from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.parallel.job_store import readable_rendezvous_errors, root_store
+from flowtrain_lightning.parallel.keyed_store import KeyedStore
 from flowtrain_lightning.parallel.messages import MAX_MESSAGE_BYTES, decode_message, encode_message
 
 WAITS_FOR_ALL = "wait for all ranks"
@@ -53,13 +55,23 @@ class CrossGroup:
     torch.distributed makes subgroups of the default group only, and the default group is a role; so this one is a
     ``ProcessGroupGloo`` of its own. Its collectives are counted, for the test that none runs inside a step.
 
+    What ranks tell each other here as messages is sealed with the job's key; tensors are not.
+
+    Args:
+        store: where the ranks find each other.
+        rank: the calling rank.
+        ranks: how many there are.
+        timeout: after which a collective gives up.
+        key: of this group alone; a single rank needs none.
+
     Attributes:
         collectives: how many there were.
         page: shows the other ranks that this one waits; None before they can see it.
         look: called again and again while this rank waits; may raise.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, ranks: int, timeout: timedelta, key: JobKey | None = None) -> None:
+        self._key = key
         self.rank = rank
         self.ranks = ranks
         self.collectives = 0
@@ -91,11 +103,12 @@ class CrossGroup:
         """The value that ``source`` passed, on every rank; see :func:`~.messages.encode_message` for what it may be."""
         if self._group is None:
             return value
-        message = encode_message(value) if self.rank == source else b""
+        key = self._message_key()
+        message = _seal(value, source, key) if self.rank == source else b""
         size = int(self.broadcast(torch.tensor([len(message)]), source))
         _refuse_long(size)
         message_bytes = self.broadcast(_as_tensor(message, size), source)
-        return value if self.rank == source else decode_message(message_bytes.numpy().tobytes())
+        return value if self.rank == source else _open(message_bytes, source, key)
 
     def gather_messages(self, value: Any) -> list[Any]:
         """The values of all ranks in rank order, on every rank."""
@@ -107,11 +120,15 @@ class CrossGroup:
             self._run(WAITS_FOR_ALL, lambda group: group.allgather([gathered], [tensor]))
             return gathered
 
-        return _gather_messages(value, gather)
+        return _gather_messages(value, gather, self.rank, self._message_key())
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
         self.all_reduce(torch.zeros(1))
+
+    def _message_key(self) -> JobKey | None:
+        """Of the next message alone: one that was overheard cannot be said again later."""
+        return None if self._key is None else self._key.derive(f"message {self.collectives}")
 
     def _run(self, phase: str, start: Callable[[Any], Any]) -> None:
         """Starts a collective and waits for its end."""
@@ -142,6 +159,7 @@ class Groups:
         role_rank: this rank within its default group.
         role_ranks: size of its default group.
         role_cpu: the ranks of the default group, on CPU; None is the default group itself.
+        key: of these groups, for what their ranks say to each other.
     """
 
     cross: CrossGroup
@@ -150,6 +168,7 @@ class Groups:
     role_rank: int
     role_ranks: int
     role_cpu: dist.ProcessGroup | None
+    key: JobKey
     _stores: Iterator[Store]
     _of_roles: dict[str, dist.ProcessGroup] = field(default_factory=dict)
 
@@ -177,11 +196,15 @@ class Groups:
 
     def gather_over_role(self, value: Any) -> list[Any]:
         """The values of the default group's ranks in rank order; see :func:`gather_over`."""
-        return gather_over(self.role_cpu, self.role_ranks, value)
+        return gather_over(self.role_cpu, self.role_ranks, value, key=self.key.derive("role"))
 
 
 def gather_over(
-    group: dist.ProcessGroup | None, ranks: int, value: Any, device: torch.device | None = None
+    group: dist.ProcessGroup | None,
+    ranks: int,
+    value: Any,
+    device: torch.device | None = None,
+    key: JobKey | None = None,
 ) -> list[Any]:
     """The values of all ranks of a group of torch.distributed, in rank order.
 
@@ -190,6 +213,7 @@ def gather_over(
         ranks: its size.
         value: this rank's; see :func:`~.messages.encode_message` for what it may be.
         device: on whose tensors the group works; None is the CPU.
+        key: with which the values are sealed; None believes whoever is in the group.
     """
     if ranks == 1:
         return [value]
@@ -200,15 +224,30 @@ def gather_over(
         dist.all_gather(gathered, own, group=group)
         return [of_rank.cpu() for of_rank in gathered]
 
-    return _gather_messages(value, gather)
+    return _gather_messages(value, gather, dist.get_rank(group), key)
 
 
-def _gather_messages(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-    message = encode_message(value)
+def _gather_messages(value: Any, gather: Callable[[Tensor], list[Tensor]], rank: int, key: JobKey | None) -> list[Any]:
+    message = _seal(value, rank, key)
     sizes = [int(size) for size in gather(torch.tensor([len(message)]))]
     _refuse_long(max(sizes))
     padded = gather(_as_tensor(message, max(sizes)))
-    return [decode_message(found[:size].numpy().tobytes()) for found, size in zip(padded, sizes, strict=True)]
+    found = (tensor[:size] for tensor, size in zip(padded, sizes, strict=True))
+    return [_open(tensor, source, key) for source, tensor in enumerate(found)]
+
+
+def _seal(value: Any, source: int, key: JobKey | None) -> bytes:
+    message = encode_message(value)
+    return message if key is None else key.seal(message, _context(source))
+
+
+def _open(tensor: Tensor, source: int, key: JobKey | None) -> Any:
+    message = tensor.numpy().tobytes()
+    return decode_message(message if key is None else key.open(message, _context(source)))
+
+
+def _context(source: int) -> str:
+    return f"a message from rank {source} of a group"
 
 
 def _as_tensor(message: bytes, size: int) -> Tensor:
@@ -285,32 +324,42 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
     _connections += 1
     root = root_store(rank, ranks, timeout)
     with readable_rendezvous_errors(rank, ranks, timeout, root):
-        groups = _connect(rank, worlds, backend, timeout, PrefixStore(f"flowtrain/{_connections}", root))
+        groups = _connect(rank, worlds, backend, timeout, root, f"flowtrain/{_connections}")
     _connected, _connected_process = (key, groups), os.getpid()
     return groups
 
 
-def _connect(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta, store: Store) -> Groups:
+def _connect(
+    rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta, root: KeyedStore, prefix: str
+) -> Groups:
+    store, key = PrefixStore(prefix, root), root.key.derive(prefix)
     number, world = next((n, world) for n, world in enumerate(worlds) if rank in world)
     role_rank = world.index(rank)
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"world/{number}", store),
+        # Threads of NCCL ask the store again and again, also while Python cannot answer: it gets the one beneath.
+        store=PrefixStore(f"world/{number}", store if backend == "gloo" else PrefixStore(prefix, root.inner)),
         rank=role_rank,
         world_size=len(world),
         timeout=timeout,
     )
     assert dist.group.WORLD is not None
     ranks = sum(map(len, worlds))
-    return Groups(
-        cross=CrossGroup(PrefixStore("cross", store), rank, ranks, timeout),
-        logging=CrossGroup(PrefixStore("logging", store), rank, ranks, timeout),
+    groups = Groups(
+        cross=CrossGroup(PrefixStore("cross", store), rank, ranks, timeout, key.derive("cross")),
+        logging=CrossGroup(PrefixStore("logging", store), rank, ranks, timeout, key.derive("logging")),
         role=dist.group.WORLD,
         role_rank=role_rank,
         role_ranks=len(world),
         role_cpu=None if backend == "gloo" else dist.new_group(backend="gloo"),
+        key=key,
         _stores=(PrefixStore(f"store/{number}", store) for number in itertools.count()),
     )
+    # Whoever was first at a peer's port is its peer for gloo: all show that they know the key, before any tensor goes.
+    groups.cross.gather_messages(None)
+    groups.logging.gather_messages(None)
+    groups.gather_over_role(None)
+    return groups
 
 
 @atexit.register

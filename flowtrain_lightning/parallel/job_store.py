@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from flowtrain_lightning.parallel.job_secret import ForeignMessageError, job_key
+from flowtrain_lightning.parallel.keyed_store import KeyedStore
 
 _PRESENT = "flowtrain/present/{}"
 """In the job's store: the rank of that number has come, and the name of its node."""
 
-_root_stores: dict[int, Store] = {}  # by process: a fork must not speak through its parent's connection
+_root_stores: dict[int, KeyedStore] = {}  # by process: a fork must not speak through its parent's connection
 
 
-def root_store(rank: int, ranks: int, timeout: timedelta) -> Store:
+def root_store(rank: int, ranks: int, timeout: timedelta) -> KeyedStore:
     """The store of the whole job, through which its ranks find each other; groups come later.
+
+    Others may not have come yet when this returns; who needs them waits for what they put there.
 
     Args:
         rank: global rank.
@@ -25,16 +32,41 @@ def root_store(rank: int, ranks: int, timeout: timedelta) -> Store:
         timeout: after which a rank gives up to wait for the others, or for what they are to put there.
 
     Raises:
-        RuntimeError: the others do not come in time, rank 0, which keeps the store, has ended, or its port is in use.
+        RuntimeError: rank 0, which keeps the store, does not come in time, its port is in use, or there is no secret.
     """
     if os.getpid() not in _root_stores:
+        key = job_key(ranks)
         with readable_rendezvous_errors(rank, ranks, timeout):
-            store, _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
+            store = KeyedStore(_tcp_store(rank, timeout), key)
             store.set(_PRESENT.format(rank), socket.gethostname())
         _root_stores[os.getpid()] = store
     root = _root_stores[os.getpid()]
     root.set_timeout(timeout)  # an earlier run in this process may have had another one
     return root
+
+
+def _tcp_store(rank: int, timeout: timedelta) -> Store:
+    """The store at ``MASTER_ADDR``, which torchrun keeps, or rank 0. On one node no other one can reach rank 0's."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listener = None if rank or of_torchrun else _loopback_listener(host, port)
+    return TCPStore(
+        host,
+        port,
+        is_master=rank == 0 and not of_torchrun,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=listener is None,
+        master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
+    )
+
+
+def _loopback_listener(host: str, port: int) -> socket.socket | None:
+    """A socket that listens at ``host``, if that is this machine's own loopback; None where TCPStore shall make one."""
+    family, *_, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if not ipaddress.ip_address(str(address).partition("%")[0]).is_loopback:
+        return None
+    return socket.create_server((str(address), port), family=family, backlog=socket.SOMAXCONN)
 
 
 def node_names(ranks: int) -> list[str]:
@@ -48,8 +80,10 @@ def readable_rendezvous_errors(rank: int, ranks: int, timeout: timedelta, store:
     """Inside, errors of connections and stores become a sentence that says who is missing, or which port is in use."""
     try:
         yield
-    except RuntimeError as error:
-        if store is None and "EADDRINUSE" in str(error):
+    except ForeignMessageError:
+        raise
+    except (RuntimeError, OSError) as error:
+        if store is None and (getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in str(error)):
             raise RuntimeError(
                 f"Port {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']}, at which the ranks are to meet, is "
                 "in use, by another run perhaps. Set MASTER_PORT to a free one, or unset it."

@@ -109,6 +109,7 @@ class Mesh:
         timeout: float = 60.0,
         address: str | None = None,
         location: str | None = None,
+        secret: str | None = None,
     ) -> Mesh:
         """Connect with the other ranks. Every rank calls it once.
 
@@ -121,6 +122,7 @@ class Mesh:
             address: IP address at which ranks of other hosts reach this one (see `address_towards`); None on all ranks
                 where they run on one host, which then opens no port.
             location: equal on ranks that share memory; None finds out. To force another one is for tests.
+            secret: that all ranks know and nobody else; where there is an address, they know each other by it.
 
         Raises:
             PeerFailed: when a peer ends meanwhile.
@@ -131,7 +133,7 @@ class Mesh:
         page, descriptor = StatusPage.create(rank, labels[rank], inbox_bytes(ranks))
         wake_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            connections = connect_ranks(store, rank, labels, descriptor, wake_event, timeout, address, location)
+            connections = connect_ranks(store, rank, labels, descriptor, wake_event, timeout, address, location, secret)
         except BaseException:
             os.close(wake_event)
             raise

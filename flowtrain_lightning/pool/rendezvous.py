@@ -76,6 +76,7 @@ def connect_ranks(
     timeout: float,
     address: str | None = None,
     location: str | None = None,
+    secret: str | None = None,
 ) -> RankConnections:
     """Connect with all other ranks, each of which calls it once; see `Mesh.connect`.
 
@@ -88,6 +89,7 @@ def connect_ranks(
         timeout: seconds for all of it.
         address: IP address of the calling rank, or None when all run on this host.
         location: equal on ranks that share memory; None finds out.
+        secret: of the job, by which ranks of different hosts know each other.
 
     Raises:
         PeerFailed: when a peer ends meanwhile.
@@ -97,7 +99,9 @@ def connect_ranks(
     rendezvous = LocalRendezvous(store, rank, labels, (page, wake_event), timeout)
     if address is None:
         return RankConnections(rendezvous.connect(others))
-    remote = RemoteRendezvous(store, rank, labels, address, location, timeout)
+    if secret is None:
+        raise PoolError("An address was given but no secret; ranks of several hosts need one to know each other by.")
+    remote = RemoteRendezvous(store, rank, labels, address, location, timeout, secret)
     try:
         local = rendezvous.connect(others - remote.peers)
         try:
@@ -109,6 +113,10 @@ def connect_ranks(
     finally:
         remote.close()
     return RankConnections(local, connected, remote.locations)
+
+
+class _NoRank(Exception):
+    """Whoever has connected says nothing that a rank says."""
 
 
 class LocalRendezvous:
@@ -163,23 +171,33 @@ class LocalRendezvous:
         poll = select.poll()
         poll.register(listener, select.POLLIN)
         peers = {connection.fileno(): peer for peer, connection in self._sockets.items()}
+        strangers: dict[int, socket.socket] = {}  # have connected, and have not said yet who they are
         for descriptor in peers:
             poll.register(descriptor, select.POLLIN)
-        while len(self._passed) < len(self._peers):
-            events = poll.poll(self._remaining() * 1000)
-            for descriptor, _ in events:
-                peer = peers.get(descriptor)
-                if peer is None:
-                    peer = self._accept(listener)
-                    if peer is None:
+        try:
+            while len(self._passed) < len(self._peers):
+                for descriptor, _ in poll.poll(self._remaining() * 1000):
+                    if descriptor == listener.fileno():
+                        stranger = self._accept(listener)
+                        if stranger is not None:
+                            strangers[stranger.fileno()] = stranger
+                            poll.register(stranger, select.POLLIN)
                         continue
-                    descriptor = self._sockets[peer].fileno()
-                    peers[descriptor] = peer
-                elif peer in self._passed:
-                    raise self._ended(peer)
-                else:
-                    self._passed[peer] = self._hello(self._sockets[peer], peer)[1]
-                poll.register(descriptor, 0)  # from now on tell of its end only; what it sends is for later
+                    if descriptor in strangers:
+                        peer = self._meet(strangers.pop(descriptor))
+                        if peer is None:
+                            poll.unregister(descriptor)
+                            continue
+                        peers[descriptor] = peer
+                    elif peers[descriptor] in self._passed:
+                        raise self._ended(peers[descriptor])
+                    else:
+                        peer = peers[descriptor]
+                        self._passed[peer] = self._hello(self._sockets[peer], peer)[1]
+                    poll.register(descriptor, 0)  # from now on tell of its end only; what it sends is for later
+        finally:
+            for stranger in strangers.values():
+                stranger.close()
 
     def _connect(self, peer: int) -> None:
         name = self._name_of(peer)
@@ -216,13 +234,20 @@ class LocalRendezvous:
         except RuntimeError as error:  # from the store itself
             raise self._without_store() from error
 
-    def _accept(self, listener: socket.socket) -> int | None:
+    def _accept(self, listener: socket.socket) -> socket.socket | None:
         connection, _ = listener.accept()
+        if _credentials(connection)[1] != os.geteuid():
+            connection.close()  # another user's: no business of ours, and no reason to end the job
+            return None
+        return connection
+
+    def _meet(self, connection: socket.socket) -> int | None:
+        """The rank that speaks here; None, and the connection closed, where it is no rank."""
         try:
-            if _credentials(connection)[1] != os.geteuid():
-                connection.close()  # another user's: no business of ours, and no reason to end the job
-                return None
             peer, descriptors = self._hello(connection, None)
+        except _NoRank:
+            connection.close()
+            return None
         except BaseException:
             connection.close()
             raise
@@ -246,7 +271,13 @@ class LocalRendezvous:
             message, descriptors = b"", ()
         if not message:
             raise self._ended(peer)
-        record = decode_record(message, peer)
+        try:
+            record = decode_record(message, peer)
+        except PoolError as error:
+            close_descriptors(descriptors)
+            if peer is None:
+                raise _NoRank from error
+            raise
         is_expected = peer is not None or (record.sender in self._peers and record.sender not in self._sockets)
         is_hello = record.kind is Kind.HELLO and record.number == len(self._labels)
         if not is_expected or not is_hello or len(descriptors) != len(self._own):

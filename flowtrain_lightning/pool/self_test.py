@@ -12,6 +12,7 @@ from statistics import median
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from flowtrain_lightning.pool.between_hosts.authentication import make_secret
 from flowtrain_lightning.pool.counters import PoolCounters
 from flowtrain_lightning.pool.entry import Key, entry_nbytes
 from flowtrain_lightning.pool.mesh import Mesh
@@ -53,12 +54,13 @@ def self_test(timeout: float = 20.0, apart: bool = False) -> SelfTest:
         PoolError: when an entry did not come back in time, or came with wrong bytes.
     """
     deadline = time.monotonic() + timeout
+    secret = make_secret() if apart else None
     with tempfile.TemporaryDirectory(prefix="flowtrain-") as folder:
         store = Path(folder) / "store"
-        reader = multiprocessing.get_context("fork").Process(target=_read, args=(store, timeout, apart), daemon=True)
+        reader = multiprocessing.get_context("fork").Process(target=_read, args=(store, timeout, secret), daemon=True)
         reader.start()
         try:
-            mesh = _connect(store, 0, timeout, apart)
+            mesh = _connect(store, 0, timeout, secret)
             pool = Pool.open(mesh, entry_nbytes([_ELEMENTS * 4]), 0)
             try:
                 return _measure(pool, deadline)
@@ -91,15 +93,16 @@ def _measure(pool: Pool, deadline: float) -> SelfTest:
     return SelfTest(nbytes / median(writes), nbytes / median(passes), median(rounds), pool.counters)
 
 
-def _connect(store: Path, rank: int, timeout: float, apart: bool) -> Mesh:
-    address, location = ("127.0.0.1", f"host {rank}") if apart else (None, None)
-    return Mesh.connect(FileStore(str(store), 2), rank, 2, _LABELS, timeout, address, location)
+def _connect(store: Path, rank: int, timeout: float, secret: str | None) -> Mesh:
+    """With a secret, as if each of the two ran on a host of its own."""
+    address, location = ("127.0.0.1", f"host {rank}") if secret else (None, None)
+    return Mesh.connect(FileStore(str(store), 2), rank, 2, _LABELS, timeout, address, location, secret)
 
 
-def _read(store: Path, timeout: float, apart: bool) -> None:
+def _read(store: Path, timeout: float, secret: str | None) -> None:
     """What the child does."""
     torch.set_num_threads(1)  # a fork has none of its parent's threads
-    mesh = _connect(store, 1, timeout, apart)
+    mesh = _connect(store, 1, timeout, secret)
     pool = Pool.open(mesh, 0, 0)
     for item in range(_LARGE_ENTRIES + _SMALL_ENTRIES):
         while (lease := pool.get(Key(0, 0, item))) is None:

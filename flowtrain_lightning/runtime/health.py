@@ -24,7 +24,7 @@ from types import FrameType
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
 
 from flowtrain_lightning.pool import Mesh, State, fault_sentence, find_fault, has_ended
-from flowtrain_lightning.runtime.process_end import end_at_once, end_children, say_fault
+from flowtrain_lightning.runtime.process_end import end_at_once, end_children, outlive_parent, say_fault
 from flowtrain_lightning.runtime.start_beats import StartBeats
 
 LAUNCHER = "FLOWTRAIN_LAUNCHER"
@@ -70,6 +70,7 @@ class HealthMonitor:
         launcher = int(os.environ.get(LAUNCHER, os.getpid()))
         if launcher != os.getpid():
             self.watch_processes(rank, {first: lambda: None if os.getppid() == launcher else 0})
+            outlive_parent()  # to say what became of it
 
     @contextmanager
     def starting(self, folder: Path, rank: int, ranks: int, store: Store | None = None) -> Iterator[None]:

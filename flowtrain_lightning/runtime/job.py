@@ -69,12 +69,15 @@ class Job:
         self._health = health
         health.name_ranks(self.labels)
         address = _reachable_address() if nodes > 1 else None
+        if nodes == 1:
+            _stay_on_this_node()
         worlds = default_groups(allocation)
         seconds = timeout.total_seconds()
         self.groups = connect_groups(rank, worlds, backend, collective_timeout(hang_timeout, timeout))
         if nodes > 1:
             self.labels = [f"{label} on {name}" for label, name in zip(self.labels, node_names(ranks), strict=True)]
-        self._mesh: Mesh | None = Mesh.connect(self.groups.new_store(), rank, ranks, self.labels, seconds, address)
+        store, secret = self.groups.new_store(), self.groups.key.derive("pool").hex()
+        self._mesh: Mesh | None = Mesh.connect(store, rank, ranks, self.labels, seconds, address, secret=secret)
         if ranks > 1:
             rank_zero_info(f"flowtrain: pool: {describe_ways(self._mesh.locations)}.")
         self.groups.cross.page = self._mesh.page
@@ -172,6 +175,13 @@ def _reachable_address() -> str:
     if interface is not None:
         os.environ.setdefault(_INTERFACE, interface)
     return address
+
+
+def _stay_on_this_node() -> None:
+    """Lets gloo listen where no other machine reaches it, unless an interface is named."""
+    interface = interface_of("127.0.0.1")
+    if interface is not None:
+        os.environ.setdefault(_INTERFACE, interface)
 
 
 def _label(allocation: Allocation, rank: int) -> str:

@@ -8,12 +8,19 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
+
+_TIE = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({_SET_PARENT_DEATH_SIGNAL}, ctypes.c_ulong({int(signal.SIGKILL)}), 0, 0, 0)
+os.getppid() == int(sys.argv[1]) or os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 _last_words = ""
 """What ends this process, in one line; empty while nothing does."""
@@ -95,6 +102,19 @@ def die_with_parent(worker_id: int = 0, *, parent: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "The system refused to tie this process to its parent (prctl).")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def tied_to_this_process(command: Sequence[str]) -> list[str]:
+    """A command that does the same, and which the system kills when the thread that starts it ends.
+
+    A new interpreter that loads PyTorch on a busy machine needs a minute before it can look for its parent itself.
+    """
+    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
+
+
+def outlive_parent() -> None:
+    """From now on the end of this process's parent is no longer its own end."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(0), 0, 0, 0)
 
 
 def _parents() -> dict[int, int]:

@@ -37,7 +37,8 @@ class StartBeats:
 
     def __init__(self, store: Store, rank: int, ranks: int, folder: Path) -> None:
         # Of its own connection: on the other one the main thread may wait for long.
-        self._store = PrefixStore(f"flowtrain/start/{next(_counts)}", store.clone())  # type: ignore[attr-defined]
+        self._connection = store.clone()  # type: ignore[attr-defined]
+        self._store = PrefixStore(f"flowtrain/start/{next(_counts)}", self._connection)
         self._rank = rank
         self._folder = folder
         self._last = dict.fromkeys(range(1, ranks), ("", 0.0)) if rank == 0 else {}  # sign of life, and since when
@@ -65,7 +66,8 @@ class StartBeats:
             self._let_others_hear()
 
     def _put(self, sentence: str) -> None:
-        self._store.compare_set(_FAULT, "", sentence)
+        if not self._store.check([_FAULT]):
+            self._store.set(_FAULT, sentence)
 
     def _let_others_hear(self) -> None:
         """Rank 0 as a rule keeps the store: it stays until the others have read there what has ended it."""

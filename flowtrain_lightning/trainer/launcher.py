@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import inspect
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _HYDRA_AVAILABLE,
+    _basic_subprocess_cmd,
+    _hydra_subprocess_cmd,
+)
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from flowtrain_lightning.parallel.job_secret import offer_secret
 from flowtrain_lightning.runtime.health import LAUNCHER, HealthMonitor
+from flowtrain_lightning.runtime.process_end import tied_to_this_process
 
 
 class RankLauncher(_SubprocessScriptLauncher):
@@ -58,12 +66,37 @@ class RankLauncher(_SubprocessScriptLauncher):
             if self.num_processes > 1:
                 _refuse_what_cannot_run_again()
             self._check(trainer)
-            os.environ[LAUNCHER] = str(os.getpid())
+            if self.num_nodes == 1:
+                offer_secret()
             self._call_children_scripts()
             rank = self.cluster_environment.global_rank()
             codes = {child: process.poll for child, process in enumerate(self.procs, start=rank + 1)}
             self._health.watch_processes(rank, codes)
         return function(*args, **kwargs)
+
+    def _call_children_scripts(self) -> None:
+        """As Lightning's own, but a child ends with this process until it can look after itself."""
+        self._check_can_spawn_children()
+        environment = self.cluster_environment
+        os.environ |= {
+            "MASTER_ADDR": environment.main_address,
+            "MASTER_PORT": str(environment.main_port),
+            "NODE_RANK": str(environment.node_rank()),
+            "LOCAL_RANK": str(environment.local_rank()),
+            "WORLD_SIZE": str(self.num_processes * self.num_nodes),
+            LAUNCHER: str(os.getpid()),
+        }
+        self.procs = [self._start(local_rank) for local_rank in range(1, self.num_processes)]
+
+    def _start(self, local_rank: int) -> subprocess.Popen[bytes]:
+        command, folder = _basic_subprocess_cmd(), None
+        if _HYDRA_AVAILABLE:
+            from hydra.core.hydra_config import HydraConfig  # type: ignore[import-not-found]
+
+            if HydraConfig.initialized():
+                command, folder = _hydra_subprocess_cmd(local_rank)
+        variables = os.environ | {"LOCAL_RANK": str(local_rank)}
+        return subprocess.Popen(tied_to_this_process(command), env=variables, cwd=folder)
 
     def checkpoint(self, trainer: Any) -> str | None:
         """The checkpoint that ``fit`` or its like was asked to load, which the Trainer itself tells only after setup.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -31,8 +32,9 @@ class Fault:
 
     Attributes:
         kind: ``"kill"`` and ``"stop"`` (signals), ``"raise"`` and ``"exit"`` (Python exceptions), ``"raise
-            twice"`` (a callback that hears of the first exception raises another one), ``"loop"`` and ``"sleep"`` (no
-            end), ``"kill worker"`` (a process that loads data for the rank).
+            twice"`` (a callback that hears of the first exception raises another one), ``"vanish"`` (the process ends
+            at once with exit code 0, ``os._exit``), ``"loop"`` and ``"sleep"`` (no end), ``"kill worker"`` (a process
+            that loads data for the rank), ``"full disk"`` (the system says so).
         rank: the global rank that breaks.
         place: one of ``PLACES``.
         step: ``trainer.global_step`` at that moment, where there is one.
@@ -57,8 +59,12 @@ class Fault:
             time.sleep(600)  # the signal may come a moment later; and after a stop nobody continues this process
         elif self.kind in ("raise", "raise twice"):
             raise ValueError("a fault of the test")
+        elif self.kind == "full disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         elif self.kind == "exit":
             sys.exit(0)
+        elif self.kind == "vanish":
+            os._exit(0)
         elif self.kind == "sleep":
             time.sleep(600)
         elif self.kind == "kill worker":

@@ -1,6 +1,6 @@
 """Runs jobs whose processes are forked from one that has computed once: a start takes no time.
 
-A job's first process is forked here, and where Lightning's launcher would start the script anew for every other rank
+A job's first process is forked here, and where the launcher would start the script anew for every other rank
 the first process forks itself: so each is whose child it would be, and only the imports are saved.
 """
 
@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from lightning.pytorch.strategies.launchers import subprocess_script
-
+from flowtrain_lightning.trainer import launcher
 from tests.faults import train
 from tests.faults.job import ROOT, Ended, Job
 from tests.faults.observing import observe
@@ -53,7 +52,7 @@ class Forks:
 
 
 class ForkedRank:
-    """What Lightning's launcher uses of ``subprocess.Popen``, with a fork in place of a new interpreter."""
+    """What the launcher uses of ``subprocess.Popen``, with a fork in place of a new interpreter."""
 
     def __init__(self, command: list[str], env: Mapping[str, str], cwd: str | None) -> None:
         self.returncode: int | None = None
@@ -113,7 +112,7 @@ def _first_process(job: Job) -> None:
     said = os.open(job.folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, said), (2, said)):
         os.dup2(file, stream)
-    subprocess_script.subprocess = _Subprocess  # type: ignore[assignment]
+    launcher.subprocess = _Subprocess  # type: ignore[assignment]
     train.main()
 
 

@@ -24,12 +24,19 @@ _LEFT_SECONDS = 5.0
 _ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
 
-def run_script(job: Job, *, torchrun: bool = False) -> Ended:
-    """Run the script as a user does: alone, so that Lightning starts the other ranks, or by torchrun."""
+def run_script(job: Job, *, torchrun: bool = False, restarts: int = 0) -> Ended:
+    """Run the script as a user does: alone, so that Lightning starts the other ranks, or by torchrun.
+
+    Args:
+        job: the job.
+        torchrun: by torchrun.
+        restarts: how often torchrun starts all ranks again when one has ended with an error.
+    """
     command = [sys.executable, str(SCRIPT)]
     if torchrun:
         rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(job.port)]
-        command[1:1] = ["-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(job.ranks)]
+        numbers = ["--nproc-per-node", str(job.ranks), "--max-restarts", str(restarts)]
+        command[1:1] = ["-m", "torch.distributed.run", *rendezvous, *numbers]
     with (job.folder / "said").open("ab") as said:
         process = subprocess.Popen(
             command,

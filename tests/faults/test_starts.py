@@ -13,6 +13,7 @@ from tests.faults.verdict import (
     FRESH_HANG_TIMEOUT,
     assert_all_ended,
     assert_all_told,
+    assert_goes_on,
     named,
     settings_for,
 )
@@ -48,3 +49,12 @@ def test_ranks_that_torchrun_started_end_together(fault, job):
     ended = run_script(job(fault, **settings_for(fault, FRESH_HANG_TIMEOUT)), torchrun=True)
     assert_all_ended(ended, fault)
     assert_all_told(ended, fault)
+
+
+@pytest.mark.full
+def test_torchrun_starts_a_killed_job_again_and_it_goes_on_from_the_last_checkpoint_by_itself(job):
+    fault = Fault("kill", ENCODER, "train", step=5)
+    ended = run_script(job(fault, ckpt_path="last", deadline=400.0), torchrun=True, restarts=1)
+    assert_goes_on(ended, done=4)
+    assert ended.left == []
+    assert [ended.steps(rank) for rank in (FIRST, BACKBONE)] == [[0, 1, 2, 3, 4, 5, 4, 5]] * 2

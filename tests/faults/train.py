@@ -27,7 +27,8 @@ class Scene:
     def __init__(self) -> None:
         self.folder = Path(os.environ["FOLDER"])
         self.settings: dict[str, Any] = json.loads(os.environ["SETTINGS"])
-        self.fault = Fault(**self.settings["fault"]) if self.settings["fault"] else None
+        first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        self.fault = Fault(**self.settings["fault"]) if self.settings["fault"] and first_start else None
         self.rank = int(os.environ.get("LOCAL_RANK", 0))
 
     def note(self, name: str, text: object) -> None:

@@ -19,9 +19,11 @@ CAUSES = {
     "raise": "failed",
     "raise twice": "failed",
     "exit": "failed",
+    "vanish": "died (process",
     "loop": "made no progress for",
     "sleep": "made no progress for",
     "kill worker": "failed",
+    "full disk": "failed",
 }
 """What the others say of a rank to which this happened."""
 
@@ -77,7 +79,8 @@ def assert_all_ended(ended: Ended, fault: Fault) -> None:
     limit = slow * SECONDS + (START_TIMEOUT if fault.kind in HANGS else 0)
     assert ended.finished == {}
     assert all(code != 0 for rank, code in ended.codes.items() if rank != fault.rank), ended.codes
-    assert ended.code != 0 or (fault.kind, fault.rank) == ("exit", FIRST)  # a rank 0 that asks for code 0 gets it
+    # A rank 0 that asks for code 0 gets it.
+    assert ended.code != 0 or (fault.kind in ("exit", "vanish") and fault.rank == FIRST)
     assert set(ended.seconds) == set(LABELS)
     assert max(ended.seconds.values()) < limit, ended.seconds
     assert ended.left == []
@@ -105,7 +108,8 @@ def assert_all_told(ended: Ended, fault: Fault) -> None:
 
 def assert_told_at_start(ended: Ended, fault: Fault) -> None:
     """Rank 0 said which of the ranks that it had started did not come."""
-    blame = f"Rank {fault.rank} ({LABELS[fault.rank]}) ended with exit code {-9 if fault.kind == 'kill' else 1} during"
+    code = {"kill": -9, "raise": 1, "vanish": 0}[fault.kind]
+    blame = f"Rank {fault.rank} ({LABELS[fault.rank]}) ended with exit code {code} during"
     assert [sentence[: len(blame)] for sentence in sentences(ended.said)] == [blame]
     assert ended.files[FIRST].startswith(blame)
 

@@ -83,7 +83,9 @@ def test_all_ranks_meet_in_one_group_and_each_role_in_its_own(tmp_path):
 def test_collectives_of_the_group_over_all_ranks_are_counted(tmp_path):
     job = Job("groups", "tests.parallel.group_jobs:cross_group", 3)
     ranks = read_down(run_jobs(tmp_path, [job])["groups"].check().folder)
-    objects = 1 + 1  # one message is broadcast, and one of each rank gathered; each time a size and the bytes
+    # Each rank has shown that it knows the key, one message is broadcast, and one of each rank gathered; each time a
+    # size and the bytes.
+    objects = 1 + 1 + 1
     assert [seen["collectives"] for seen in ranks] == [2 + 1 + 2 * objects] * 3
 
 

@@ -20,6 +20,8 @@ from tests.pool.device.simulated import SimulatedRuntime, simulated
 
 Made = TypeVar("Made")
 
+SECRET = "that all ranks of the tests know"
+
 NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed (extra `nixl`)")
 )
@@ -41,7 +43,7 @@ def location_of(transport: str, rank: int) -> dict[str, str]:
     """Where a rank claims to run: ``"both"`` shares out two hosts; all others that need some give each rank its own."""
     if transport not in ("network", "both", "nixl"):
         return {}
-    return {"address": "127.0.0.1", "location": f"host {rank % 2 if transport == 'both' else rank}"}
+    return {"address": "127.0.0.1", "location": f"host {rank % 2 if transport == 'both' else rank}", "secret": SECRET}
 
 
 def network(transport: str) -> NetworkChoice:
@@ -127,7 +129,7 @@ def open_pools(made: list[Mesh], current_bytes: int, ahead_bytes: int, transport
 def join_job(rank: int, ranks: int, timeout: float = 60.0, **where: str) -> Mesh:
     """The mesh of one process that `tests.processes` started; ``where`` is its address and location."""
     store = FileStore(os.path.join(os.environ["FOLDER"], "store"), ranks)
-    return Mesh.connect(store, rank, ranks, labels(ranks), timeout, **where)
+    return Mesh.connect(store, rank, ranks, labels(ranks), timeout, **{"secret": SECRET, **where})
 
 
 def wait_for(pool: Pool, done: Callable[[], object], seconds: float = 60.0) -> None:

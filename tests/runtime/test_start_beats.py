@@ -10,6 +10,7 @@ import pytest
 
 from flowtrain_lightning.parallel.job_store import root_store
 from flowtrain_lightning.runtime import start_beats
+from flowtrain_lightning.runtime.health import process_health
 from flowtrain_lightning.runtime.start_beats import StartBeats
 from tests.ports import free_port
 from tests.processes import assert_all_good, run_ranks
@@ -64,3 +65,21 @@ def join(rank, ranks):
 
 def test_ranks_that_have_joined_are_not_missed():
     assert_all_good(run_ranks(join, 2, env=rendezvous()))
+
+
+def meet_in_vain(rank, ranks):
+    """Rank 1 is the first one of a node on which rank 2 was killed before it had met anybody."""
+    store = root_store(rank, ranks, timedelta(seconds=60))
+    if rank == 1:
+        process_health().watch_processes(1, {2: lambda: -9})
+    with process_health().starting(Path(os.environ["FOLDER"]), rank, ranks, store):
+        time.sleep(60)
+
+
+def test_a_rank_that_was_killed_before_it_came_ends_the_other_nodes_within_seconds():
+    start = time.monotonic()
+    results = run_ranks(meet_in_vain, 2, deadline=50, env=rendezvous())
+    assert time.monotonic() - start < 20
+    for result in results:
+        assert result.code == 1, str(result)
+        assert "flowtrain: Rank 2 ended with exit code -9 during start-up" in result.err, str(result)

@@ -1,9 +1,9 @@
 """Authentication: proof, before a connection over the network is used, that both ends belong to one job.
 
-Rank 0 makes a secret, which the others get through the job's store. Each end proves that it knows the secret by a
-keyed hash over what both have said, a fresh random number of each among it, so a proof that was overheard is of no use
-for another connection. The secret itself is never sent here, and what is sent is of fixed length. What follows on the
-connection is not encrypted, as little as other traffic between ranks is.
+All ranks have the job's secret. Each end proves that it knows it by a keyed hash over what both have said, a fresh
+random number of each among it, so a proof that was overheard is of no use for another connection. The secret itself is
+never sent, and what is sent is of fixed length. What follows on the connection is not encrypted, as little as other
+traffic between ranks is.
 """
 
 from __future__ import annotations
@@ -68,27 +68,66 @@ def authenticate_initiator(connection: socket.socket, claim: Claim, secret: str,
     _send(connection, _proof(secret, b"initiator", said), deadline)
 
 
-def authenticate_responder(connection: socket.socket, secret: str, deadline: float) -> Claim:
-    """On the end that is connected to: what the other end claims, once it has proved that it belongs to the job.
+class Responder:
+    """The end that is connected to. It never waits, so that one thread can answer many, silent ones among them.
 
     Args:
-        connection: connected.
+        connection: connected; non-blocking from now on.
         secret: of the job.
         deadline: in seconds of ``time.monotonic()``.
-
-    Raises:
-        AuthenticationError: when the other end does not.
     """
-    said = _receive(connection, _CLAIM.size, deadline)
-    magic, *claim, _ = _CLAIM.unpack(said)
-    if magic != _MAGIC:
-        raise AuthenticationError("it speaks another language")
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    said += nonce
-    _send(connection, nonce + _proof(secret, b"responder", said), deadline)
-    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, deadline), _proof(secret, b"initiator", said)):
-        raise AuthenticationError("it does not know this job's secret")
-    return Claim(*claim)
+
+    def __init__(self, connection: socket.socket, secret: str, deadline: float) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self._secret = secret
+        self._deadline = deadline
+        self._arrived = b""
+        self._said = b""  # by both, once this end has answered
+        self._claim: Claim | None = None
+
+    def advance(self) -> Claim | None:
+        """Take in what has arrived.
+
+        Returns:
+            What the other end claims, once it has proved that it belongs to the job; None while more is to come.
+
+        Raises:
+            AuthenticationError: when it does not prove it, or not in time.
+        """
+        if time.monotonic() > self._deadline:
+            raise AuthenticationError("timed out")
+        try:
+            if self._claim is None and self._receive(_CLAIM.size):
+                self._answer()
+            if self._claim is None or not self._receive(_PROOF_BYTES):
+                return None
+        except OSError as error:
+            raise AuthenticationError(str(error)) from error
+        if not hmac.compare_digest(self._arrived, _proof(self._secret, b"initiator", self._said)):
+            raise AuthenticationError("it does not know this job's secret")
+        return self._claim
+
+    def _answer(self) -> None:
+        magic, *claim, _ = _CLAIM.unpack(self._arrived)
+        if magic != _MAGIC:
+            raise AuthenticationError("it speaks another language")
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._said, self._arrived = self._arrived + nonce, b""
+        self._claim = Claim(*claim)
+        self.connection.sendall(nonce + _proof(self._secret, b"responder", self._said))  # fits into an empty buffer
+
+    def _receive(self, nbytes: int) -> bool:
+        """Whether all of so many bytes have arrived."""
+        while len(self._arrived) < nbytes:
+            try:
+                arrived = self.connection.recv(nbytes - len(self._arrived))
+            except BlockingIOError:
+                return False
+            if not arrived:
+                raise AuthenticationError("it closed the connection")
+            self._arrived += arrived
+        return True
 
 
 def _proof(secret: str, side: bytes, said: bytes) -> bytes:

@@ -11,8 +11,6 @@ import select
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -21,9 +19,8 @@ from weakref import WeakSet
 from flowtrain_lightning.pool.between_hosts.authentication import (
     AuthenticationError,
     Claim,
+    Responder,
     authenticate_initiator,
-    authenticate_responder,
-    make_secret,
 )
 from flowtrain_lightning.pool.between_hosts.location import own_location
 from flowtrain_lightning.pool.pool_errors import PeerFailed, PoolError
@@ -35,8 +32,8 @@ UNREACHABLE_SECONDS = 10.0
 """How long a host may be silent before its ranks count as lost. A kernel answers for processes that are stopped."""
 
 _LOOK_SECONDS = 0.05
-_AUTHENTICATION_SECONDS = 10.0  # of one connection; several at once, so that one that stays silent delays nobody
-_AT_ONCE = 16
+_AUTHENTICATION_SECONDS = 10.0  # of one connection
+_MOST_STRANGERS = 512  # connections that have not proved anything yet; a rank does so at once
 
 
 class Purpose(IntEnum):
@@ -80,12 +77,13 @@ class RemoteRendezvous:
     """Tells the ranks where each of them runs, and connects this one with those of other hosts; used once.
 
     Args:
-        store: where the ranks tell each other how they are reached. Whoever can read it can join the job.
+        store: where the ranks tell each other how they are reached.
         rank: the calling rank.
         labels: one per rank, for messages.
         address: IP address at which ranks of other hosts reach this one.
         location: equal on ranks that share memory; None finds out.
         timeout: seconds for all of it.
+        secret: of the job. Whoever knows it can join.
 
     Attributes:
         locations: of every rank.
@@ -93,27 +91,32 @@ class RemoteRendezvous:
     """
 
     def __init__(
-        self, store: Store, rank: int, labels: Sequence[str], address: str, location: str | None, timeout: float
+        self,
+        store: Store,
+        rank: int,
+        labels: Sequence[str],
+        address: str,
+        location: str | None,
+        timeout: float,
+        secret: str,
     ) -> None:
         self._store = store
         self._rank = rank
         self._labels = labels
         self._timeout = timeout
+        self._secret = secret
         self._deadline = time.monotonic() + timeout
         self._sockets: dict[tuple[int, int], socket.socket] = {}
         try:
-            self._listener = socket.create_server((address, 0), backlog=len(Purpose) * len(labels))
+            self._listener = socket.create_server((address, 0), backlog=socket.SOMAXCONN)  # also for strangers
         except OSError as error:
             raise PoolError(
                 f"{self._who(rank)} cannot be reached at {address} ({error}); expected an IPv4 address of this host."
             ) from error
         try:
             _, port = self._listener.getsockname()
-            if rank == 0:
-                store.set("mesh/secret", make_secret())
             store.set(_host_key(rank), "\n".join((location or own_location(), address, str(port))))
             hosts = [self._ask(_host_key(peer)).split("\n") for peer in range(len(labels))]
-            self._secret = self._ask("mesh/secret")
         except BaseException:
             self._listener.close()
             raise
@@ -192,51 +195,67 @@ class RemoteRendezvous:
     def _accept_all(self, watched: dict[int, int]) -> None:
         """Let in the peers above this rank, and notice when a rank that is connected ends meanwhile."""
         expected = {(peer, purpose) for peer in self.peers if peer > self._rank for purpose in Purpose}
+        self._listener.setblocking(False)
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         for descriptor in watched:
             poll.register(descriptor, select.POLLRDHUP)
-        accepted: list[tuple[socket.socket, Future[Claim]]] = []
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            try:
-                while not expected <= self._sockets.keys():
-                    if time.monotonic() >= self._deadline:
-                        raise self._missing(sorted({peer for peer, _ in expected - self._sockets.keys()}))
-                    for descriptor, _ in poll.poll(_LOOK_SECONDS * 1000):
-                        if descriptor in watched:
-                            peer = watched[descriptor]
-                            raise PeerFailed(f"{self._who(peer)} ended during start-up. See its output.", peer)
-                        connection, _ = self._listener.accept()
-                        until = min(self._deadline, time.monotonic() + _AUTHENTICATION_SECONDS)
-                        claim = threads.submit(authenticate_responder, connection, self._secret, until)
-                        accepted.append((connection, claim))
-                    accepted = [each for each in accepted if not self._is_decided(*each, expected)]
-            finally:
-                for connection, _ in accepted:
-                    with suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread that authenticates it
-                    connection.close()
-
-    def _is_decided(
-        self, connection: socket.socket, claimed: Future[Claim], expected: set[tuple[int, Purpose]]
-    ) -> bool:
-        """Keep a connection whose other end has proved itself, close one that failed; False while neither is known."""
-        if not claimed.done():
-            return False
+        strangers: dict[int, Responder] = {}  # by descriptor, in the order in which they came
         try:
-            claim = claimed.result()
+            while not expected <= self._sockets.keys():
+                if time.monotonic() >= self._deadline:
+                    raise self._missing(sorted({peer for peer, _ in expected - self._sockets.keys()}))
+                for descriptor, _ in poll.poll(_LOOK_SECONDS * 1000):
+                    if descriptor in watched:
+                        peer = watched[descriptor]
+                        raise PeerFailed(f"{self._who(peer)} ended during start-up. See its output.", peer)
+                    if descriptor == self._listener.fileno():
+                        self._accept(strangers, poll)
+                for descriptor, stranger in list(strangers.items()):
+                    if self._is_decided(stranger, expected):
+                        poll.unregister(descriptor)
+                        del strangers[descriptor]
+        finally:
+            for stranger in strangers.values():
+                stranger.connection.close()
+
+    def _accept(self, strangers: dict[int, Responder], poll: select.poll) -> None:
+        """Take in all who have connected; where they are too many, those go that have said nothing for longest."""
+        until = min(self._deadline, time.monotonic() + _AUTHENTICATION_SECONDS)
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # nobody is left, or the next one has gone again
+                return
+            strangers[connection.fileno()] = Responder(connection, self._secret, until)
+            poll.register(connection, select.POLLIN)
+            if len(strangers) > _MOST_STRANGERS:
+                oldest = next(iter(strangers))
+                poll.unregister(oldest)
+                strangers.pop(oldest).connection.close()
+
+    def _is_decided(self, stranger: Responder, expected: set[tuple[int, Purpose]]) -> bool:
+        """Keep a connection whose other end has proved itself, close one that failed; False while neither is known.
+
+        Raises:
+            PoolError: it belongs to the job, but is not one of those that are to come.
+        """
+        try:
+            claim = stranger.advance()
         except AuthenticationError:
-            connection.close()  # no business of ours, and no reason to end the job
+            stranger.connection.close()  # no business of ours, and no reason to end the job
             return True
+        if claim is None:
+            return False
         key = (claim.initiator, claim.purpose)
         is_for_us = (claim.responder, claim.ranks) == (self._rank, len(self._labels))
         if not is_for_us or key not in expected - self._sockets.keys():
-            connection.close()
+            stranger.connection.close()
             raise PoolError(
                 f"A process introduced itself as rank {claim.initiator} of {claim.ranks}; expected one of "
                 f"{len(self._labels)} ranks that has not come yet. Is another run using the same store?"
             )
-        self._sockets[key] = connection
+        self._sockets[key] = stranger.connection
         return True
 
     def _missing(self, ranks: Sequence[int]) -> PoolError:

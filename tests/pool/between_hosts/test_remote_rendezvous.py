@@ -53,17 +53,22 @@ def test_waiting_costs_little_time_of_the_processor():
 
 def test_an_address_of_another_host_is_refused():
     with pytest.raises(PoolError, match=r"cannot be reached at 192\.0\.2\.7 .* expected an IPv4 address of this host"):
-        Mesh.connect(HashStore(), 0, 2, labels(2), address="192.0.2.7")
+        Mesh.connect(HashStore(), 0, 2, labels(2), address="192.0.2.7", secret="known")
 
 
-def test_other_processes_that_speak_or_are_silent_neither_get_in_nor_stop_the_ranks():
+def test_an_address_without_a_secret_is_refused():
+    with pytest.raises(PoolError, match="An address was given but no secret"):
+        Mesh.connect(HashStore(), 0, 2, labels(2), address="127.0.0.1")
+
+
+def test_hundreds_who_speak_or_are_silent_neither_get_in_nor_delay_the_ranks():
     store, others = HashStore(), []
 
     def knock():
         while not store.check(["mesh/host/0"]):
             time.sleep(0.01)
         _, host, port = store.get("mesh/host/0").decode().split("\n")
-        for said in (b"", b"FLT1" + bytes(48), b"GET / HTTP/1.1\r\n\r\n" * 9):
+        for said in (b"FLT1" + bytes(48), b"GET / HTTP/1.1\r\n\r\n" * 9, *[b""] * 600):
             connection = socket.create_connection((host, int(port)))
             connection.sendall(said)
             others.append(connection)
@@ -71,7 +76,7 @@ def test_other_processes_that_speak_or_are_silent_neither_get_in_nor_stop_the_ra
     def connect(rank):
         if rank == 1:
             thread.join()
-        return Mesh.connect(store, rank, 2, labels(2), timeout=20, **location_of("network", rank))
+        return Mesh.connect(store, rank, 2, labels(2), timeout=60, **location_of("network", rank))
 
     thread = threading.Thread(target=knock)
     thread.start()

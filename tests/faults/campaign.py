@@ -1,0 +1,74 @@
+"""The campaign: hundreds of trials, one after another. `make campaign` goes on where it was stopped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.faults.forks import Forks
+from tests.faults.job import ROOT
+from tests.faults.trial import draw, run_trial
+
+RESULTS = ROOT / "tests/results/campaign.jsonl"
+"""One line for each trial: when and at which commit it was run, what happened, and what was not as promised."""
+
+
+def main() -> int:
+    """Run the trials that were not run yet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--of", type=int, default=1000, help="trials in all")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first one")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where they are kept")
+    options = parser.parse_args()
+    known = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    done = {each["seed"]: each["complaint"] for each in known}
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    with Forks() as forks, options.results.open("a") as results:
+        for seed in range(options.first, options.first + options.of):
+            if seed not in done:
+                found = _run(seed, forks)
+                done[seed] = found["complaint"]
+                print(json.dumps(found), file=results, flush=True)
+                print(
+                    f"{len(done):4} of {options.of} done, {_failed(done)} not as promised; {found['trial']}", flush=True
+                )
+    print(f"{len(done)} of {options.of} done, {_failed(done)} not as promised. See {options.results}.")
+    return int(_failed(done) > 0)
+
+
+def _run(seed: int, forks: Forks) -> dict[str, Any]:
+    trial, start = draw(seed), time.monotonic()
+    complaint = ""
+    with TemporaryDirectory(prefix="campaign-") as folder:
+        try:
+            run_trial(trial, forks, Path(folder))
+        except AssertionError as error:
+            complaint = "".join(traceback.format_exception(error)[-2:])[-4000:]
+    return {
+        "seed": seed,
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "commit": _commit(),
+        "trial": str(trial),
+        "seconds": round(time.monotonic() - start, 1),
+        "complaint": complaint,
+    }
+
+
+def _failed(done: dict[int, str]) -> int:
+    return sum(map(bool, done.values()))
+
+
+def _commit() -> str:
+    command = ["git", "log", "-1", "--format=%h"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

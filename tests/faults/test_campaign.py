@@ -1,0 +1,19 @@
+"""The first trials of the campaign; `make campaign` runs a thousand."""
+
+import pytest
+
+from tests.faults.trial import draw, run_trial
+
+SHORT, LONG = 6, 66
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(SHORT), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(SHORT, LONG))]
+)
+def test_a_random_fault_is_told_and_the_job_goes_on_bit_for_bit(seed, forks, tmp_path):
+    run_trial(draw(seed), forks, tmp_path)
+
+
+def test_a_trial_is_the_same_whenever_it_is_drawn():
+    assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
+    assert len({str(draw(seed)).partition(":")[2] for seed in range(1000)}) > 500

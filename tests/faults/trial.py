@@ -1,0 +1,140 @@
+"""One trial of the campaign: a fault drawn from a seed, what it does to a job, and whether the job then goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.faults.fault import Fault
+from tests.faults.forks import Forks
+from tests.faults.job import Job
+from tests.faults.train import STEPS
+from tests.faults.verdict import (
+    HANG_TIMEOUT,
+    LABELS,
+    assert_all_ended,
+    assert_all_told,
+    named,
+    settings_for,
+)
+from tests.tiny import write_records
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "whole copies": {},
+    "fsdp": {"roles": {"backbone": {"shard": "fsdp"}}},
+}
+"""Name -> arguments of the strategy, for two backbone ranks and an encoder rank."""
+
+PLACES = {
+    **dict.fromkeys(("kill", "stop"), ("build", "train", "wait", "between", "validation", "save", "anywhere")),
+    "raise": ("build", "train", "between", "validation", "save"),
+    **dict.fromkeys(("exit", "vanish", "loop", "sleep", "kill worker"), ("train", "between")),
+    "full disk": ("save",),
+}
+"""Kind of fault -> where it may happen."""
+
+MOMENTS = {"build": (0,), "train": range(STEPS), "validation": (2, 4), "save": (2, 4), "anywhere": (0,)}
+"""Place -> steps; anywhere else from the second on, so that something runs already."""
+
+_PATIENCE = 5.0  # seconds by which a busy machine's hang timeout is longer, for each program that wants a processor
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried.
+
+    Attributes:
+        seed: it was drawn from.
+        fault: what happens.
+        layout: one of ``LAYOUTS``.
+        load: programs that compute all the while.
+    """
+
+    seed: int
+    fault: Fault
+    layout: str
+    load: int
+
+    def __str__(self) -> str:
+        calls = f" after {self.fault.calls} calls" if self.fault.calls else ""
+        return f"{self.seed}: {named(self.fault)}{calls}, {self.layout}, load {self.load}"
+
+
+def draw(seed: int) -> Trial:
+    """The trial of this number: every kind of fault is as likely as any other, and so is every rank, place and step."""
+    choose = random.Random(seed)
+    kind, rank = choose.choice(list(PLACES)), choose.choice(list(LABELS))
+    place = choose.choice(PLACES[kind])
+    started = kind == "kill worker"  # which has started by step 2, and is needed again before the last one
+    step = choose.choice(range(2, 5) if started else MOMENTS.get(place, range(1, STEPS)))
+    calls = int(10 ** choose.uniform(1, 5.3)) if place == "anywhere" else 0
+    return Trial(seed, Fault(kind, rank, place, step, calls), choose.choice(list(LAYOUTS)), choose.choice((0, 0, 1, 2)))
+
+
+def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
+    """Let the fault happen to a job in ``folder``, then let the job go on from its last checkpoint.
+
+    Raises:
+        AssertionError: a rank did not end in time or did not say why, something was left, or the weights are not bit
+            for bit those of a job to which nothing happened.
+    """
+    _write_data(folder)
+    settings = settings_for(trial.fault, HANG_TIMEOUT + _PATIENCE * trial.load)
+    settings["strategy"] |= LAYOUTS[trial.layout]
+    with _busy(trial.load):
+        ended = forks.run(Job(folder, trial.fault, **settings))
+        assert_all_ended(ended, trial.fault)
+        assert_all_told(ended, trial.fault)
+        resumed = forks.run(Job(folder, strategy=_strategy(trial.layout), ckpt_path="last"))
+    assert (resumed.code, resumed.finished, resumed.left) == (0, dict.fromkeys(LABELS, STEPS), []), resumed.said
+    assert _weights(folder) == _undisturbed_weights(forks, trial.layout), "the resumed job has other weights"
+
+
+def _strategy(layout: str) -> dict[str, Any]:
+    return {"encoder_ranks": 1, **LAYOUTS[layout]}
+
+
+def _write_data(folder: Path) -> None:
+    data = folder / "data"
+    data.mkdir(parents=True)
+    write_records(data, 24, "train.jsonl")
+    write_records(data, 8, "val.jsonl", seed=1)
+
+
+def _weights(folder: Path) -> dict[str, str]:
+    """File of the last checkpoint -> digest of the weights and optimizer states in it."""
+    checkpoint = folder / "checkpoints" / "last.ckpt"
+    files = sorted(checkpoint.rglob("*.safetensors"))
+    assert files, "there is no last checkpoint"
+    return {str(file.relative_to(checkpoint)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@cache
+def _undisturbed_weights(forks: Forks, layout: str) -> dict[str, str]:
+    with TemporaryDirectory(prefix="undisturbed-") as name:
+        folder = Path(name)
+        _write_data(folder)
+        ended = forks.run(Job(folder, strategy=_strategy(layout)))
+        assert (ended.code, ended.left) == (0, []), ended.said
+        return _weights(folder)
+
+
+@contextmanager
+def _busy(programs: int) -> Iterator[None]:
+    """Inside, so many programs want a processor."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(programs)]
+    try:
+        yield
+    finally:
+        for program in running:
+            program.kill()
+            program.wait()
