@@ -9,7 +9,7 @@ PIP_ARGS ?=
 VENV := .venv
 RESULTS = tests/results/$(shell date -u +%Y-%m-%d)-$(shell git rev-parse --short HEAD).txt
 
-.PHONY: help quickstart check test test-all campaign
+.PHONY: help quickstart check test test-all test-gpu campaign
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -30,6 +30,11 @@ test-all: check ## check, then every test; the dated output goes to tests/result
 	@mkdir -p tests/results
 	@{ date -u +'%Y-%m-%d %H:%M UTC'; git log -1 --format='commit %h: %s'; $(VENV)/bin/flowtrain doctor; \
 	   OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 --durations=20; } 2>&1 | sed -u 's#$(CURDIR)/##g' | tee $(RESULTS)
+
+test-gpu: $(VENV)/.installed-test ## the tests that need a GPU, and only those, each file in a process of its own
+	$(VENV)/bin/flowtrain doctor
+	$(VENV)/bin/pytest -q tests/pool/device/test_cuda_ipc.py
+	$(VENV)/bin/pytest -q tests/test_attention.py -k cuda
 
 campaign: $(VENV)/.installed-test ## 1,000 random faults, for hours; goes on where it was stopped
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.faults.campaign

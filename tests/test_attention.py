@@ -1,11 +1,13 @@
 """What the one attention function promises about packed sequences."""
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flowtrain_lightning.attention import varlen_attention
+from flowtrain_lightning.attention import torch_varlen_kernel, varlen_attention
 
 LENGTHS = [5, 1, 9, 3]
 CU_SEQLENS = torch.tensor([0, 5, 6, 15, 18], dtype=torch.int32)
@@ -91,6 +93,21 @@ def test_heads_that_do_not_divide_are_refused_with_both_numbers() -> None:
     query, key, value = (torch.randn(3, heads, 4) for heads in (4, 3, 3))
     with pytest.raises(ValueError, match="4 query heads for 3 key heads"):
         varlen_attention(query, key, value, torch.tensor([0, 3], dtype=torch.int32), 3, causal=True)
+
+
+def test_pytorchs_own_kernel_takes_the_arguments_that_it_is_given() -> None:
+    kernel, options = torch_varlen_kernel()
+    inspect.signature(kernel).bind(*[None] * 5, 9, 9, window_size=(-1, 0), **options)
+
+
+def test_half_precision_on_a_device_runs_one_kernel_that_reads_no_bounds_and_copies_no_key_heads() -> None:
+    # On the meta device nothing can be read, and PyTorch's kernel gives shapes.
+    query, key, value = (x.detach().to("meta", torch.bfloat16).requires_grad_() for x in packed(key_heads=2))
+    output = varlen_attention(query, key, value, CU_SEQLENS.to("meta"), max(LENGTHS), causal=True)
+    output.sum().backward()
+    assert output.shape == query.shape
+    assert key.grad is not None
+    assert key.grad.shape == key.shape
 
 
 @HALF_ON_CUDA

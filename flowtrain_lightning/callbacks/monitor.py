@@ -114,12 +114,15 @@ def _utilization(trainer: L.Trainer, module: L.LightningModule, peak: float | No
     allocation = getattr(trainer.strategy, "allocation", None)
     everyone = tuple(range(trainer.world_size))
     ranks = {BACKBONE: everyone, ENCODER: everyone} if allocation is None else allocation.ranks
+    module.attach_runner(None)  # what is counted is a copy of the module, which must not take the whole run along
     try:
         with trainer.precision_plugin.forward_context():
             return {"mfu": FlopUtilization(count_flops(module, load_probes(data)), ranks, peak)}
     except ProfileError as error:
         rank_zero_warn(f"{error} FlowMonitor says nothing about MFU.")
         return {}
+    finally:
+        module.attach_runner(getattr(trainer.strategy, "runner", None))
 
 
 def _peak(trainer: L.Trainer) -> float | None:

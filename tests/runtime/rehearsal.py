@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch, StepPlan
 from flowtrain_lightning.pool import Key, MemoryRegion, Reservation, entry_nbytes
@@ -185,6 +186,7 @@ class NumbersCompute:
     """What ``Compute`` does, on numbers: a media's patch is its number, a microbatch's loss couples its features."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    copies: list[CopyStream] = field(default_factory=lambda: [CopyStream(torch.device("cpu"))])
     encoder: Numbers = field(default_factory=Numbers)
     backbone: Numbers = field(default_factory=Numbers)
     kept: int = 0

@@ -111,6 +111,7 @@ def test_what_finds_no_room_no_slot_or_no_reader_belongs_into_host_memory(pair):
     assert pair.put(1, []) is None
     assert [pair.put(number, [torch.zeros(1)]) is not None for number in range(1, 4)] == [True, True, False]
     assert pair.owner.occupancy.now == 2 * entry_nbytes([4])
+    assert pair.owner.fallbacks == 3, "an entry without tensors would be in host memory anyhow"
 
 
 def test_tensors_of_other_devices_belong_into_host_memory(pair, monkeypatch):
