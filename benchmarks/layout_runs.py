@@ -150,9 +150,7 @@ class PlainVLM(L.LightningModule):
         ranks: of the run.
     """
 
-    def __init__(
-        self, sizes: dict[str, int], parallelize: Callable[[nn.Module, int], None] | None, ranks: int
-    ) -> None:
+    def __init__(self, sizes: dict[str, int], parallelize: Callable[[nn.Module, int], None] | None, ranks: int) -> None:
         super().__init__()
         self._sizes, self._parallelize, self._ranks = sizes, parallelize, ranks
 

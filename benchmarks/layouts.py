@@ -55,8 +55,9 @@ def main() -> None:
                     runs[name][side].append(_cpu_per_sample(_run(job)))
                 told = " beside ".join(f"{side} {runs[name][side][-1]:.3f}" for side in SIDES)
                 print(f"round {number + 1}, {name}: CPU seconds a sample: {told}", flush=True)
-    text = f"{machine_line(where)}\n\n{memory_table(memory, size)}\n{time_table(runs)}"
-    write_results(options.out, "layouts", {"machine": where, "steps": steps, "memory": memory, "runs": runs}, text)
+            text = f"{machine_line(where)}\n\n{memory_table(memory, size)}\n{time_table(runs)}"
+            results = {"machine": where, "steps": steps, "memory": memory, "runs": runs}
+            write_results(options.out, "layouts", results, text)  # after every round: they take minutes
     print(f"\n{text}\nWritten to {options.out}.")
 
 
@@ -83,7 +84,7 @@ def _cpu_per_sample(ranks: list[dict[str, Any]]) -> float:
 def _above_empty(folder: Path, work: Work, layout: str, size: str) -> float:
     """Bytes of a rank's peak, above that of the same rank with halves that hold next to nothing; of the fullest."""
     filled, empty = (
-        _run(LayoutJob("flowtrain", layout, backbone, work, folder / f"memory-{layout}-{backbone}", 2, 2, True))
+        _run(LayoutJob("flowtrain", layout, backbone, work, folder / f"memory-{layout}-{backbone}", 1, 1, True))
         for backbone in (size, "empty")
     )
     return float(max(rank["peak_bytes"] - bare["peak_bytes"] for rank, bare in zip(filled, empty, strict=True)))
@@ -110,7 +111,9 @@ def time_table(runs: dict[str, dict[str, list[float]]]) -> str:
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         figures = [f"{median(sides[side]):.3f}" for side in SIDES]
         rows.append([f"{name}, beside {peer}", *figures, f"{median(ratios):.2f}", spread])
-    return table(["CPU seconds a sample", *SIDES, "ratio", "from round to round"], rows)
+    rounds = len(next(iter(runs.values()))[SIDES[0]])
+    head = [f"CPU seconds a sample, {rounds} round{'s' * (rounds > 1)}", *SIDES, "ratio", "from round to round"]
+    return table(head, rows)
 
 
 if __name__ == "__main__":
