@@ -184,7 +184,7 @@ class WholeForward(nn.Module):
     def forward(self, packed: PackedBatch, media: PackedMedia | None) -> Tensor:
         """The mean loss."""
         encode, merge, loss = self._methods
-        features = {} if media is None else {media.modality: encode(media)}
+        features: dict[str, Tensor | tuple[Tensor, ...]] = {} if media is None else {media.modality: encode(media)}
         total, tokens = loss(self.backbone(**merge(packed, features)), packed)
         return total / max(tokens, 1)
 
@@ -209,7 +209,9 @@ def train(job: LayoutJob) -> None:
     compared, sizes = LAYOUTS[job.layout], {**_ENCODER, **BACKBONES[job.backbone]}
     ours = job.side == "flowtrain"
     strategy = FlowTrainStrategy(placement="colocated", roles={"backbone": compared.layout})
-    module = LaidOutVLM(**sizes) if ours else PlainVLM(sizes, compared.parallelize, RANKS)
+    module: L.LightningModule = PlainVLM(sizes, compared.parallelize, RANKS)
+    if ours:
+        module = LaidOutVLM(**sizes)  # type: ignore[arg-type]
     L.seed_everything(1, verbose=False)
     trainer = L.Trainer(
         accelerator="cpu",

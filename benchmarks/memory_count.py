@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # it has no public name
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # nor has this
@@ -75,7 +76,7 @@ class CountedBatch:
     weight_copies: int
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, counts the bytes of what operations have made and nobody has let go of.
 
     Args:
@@ -87,7 +88,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known = [each.untyped_storage() for each in known]
         self._ignored = {storage._cdata for storage in self._known}  # what tells storages apart
         self.now = 0
@@ -117,7 +118,7 @@ class LiveBytes(TorchDispatchMode):
                 key = storage._cdata
                 if key in self._ignored:
                     continue
-                self._hold(key, weakref.ref(storage, lambda held, key=key: self._let_go(key, held)), storage.nbytes())
+                self._hold(key, weakref.ref(storage, partial(self._let_go, key)), storage.nbytes())
         self.most = max(self.most, self.now)
         return result
 
@@ -304,7 +305,7 @@ def _touch(block: nn.Module, rows: Tensor) -> Tensor:
 def _fake_ranks(ranks: int) -> Iterator[Groups]:
     """Inside, this process is the first of so many ranks, whose collectives do nothing."""
     dist.init_process_group("fake", rank=0, world_size=ranks)
-    alone = CrossGroup(dist.HashStore(), 0, 1, timedelta(seconds=1))
+    alone = CrossGroup(HashStore(), 0, 1, timedelta(seconds=1))
     world = dist.group.WORLD
     assert world is not None
     try:

@@ -77,7 +77,7 @@ class RoleBytes:
     @property
     def total(self) -> float:
         """For all purposes."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return float(sum(getattr(self, field.name) for field in fields(self)))
 
     def cells(self) -> dict[str, float]:
         """Purpose -> bytes, and their sum."""
