@@ -36,7 +36,7 @@ _ROOM = 1.5  # steps and encoder ranks are not all alike
 
 
 def emulate(ranks: int, out: Path, rounds: int, steps: int, quick: bool) -> None:
-    """Three schedules in turns; prints and writes ``emulate-<ranks>``.
+    """All schedules in turns; prints and writes ``emulate-<ranks>``.
 
     Args:
         ranks: processes, at least 2; a quarter of them encode.

@@ -36,11 +36,11 @@ def step_ends(plans: Sequence[StepPlan], rules: Rules) -> list[float]:
 
     Moving features and gradients, planning, loading and optimizers take no time.
     """
-    ranks = rules.allocation.ranks
+    ranks, layouts = rules.allocation.ranks, rules.allocation.layouts
     lanes = Lanes(
         tuple(ranks[BACKBONE]),
         tuple(ranks[ENCODER]),
-        sync_every="step",
+        sync_every="microbatch" if layouts[BACKBONE].shares_weights else "step",
         kept_batches=rules.kept_batches,
         encoder_first=rules.encoder_first,
     )

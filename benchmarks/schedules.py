@@ -1,4 +1,4 @@
-"""The three schedules of `train.py --emulate`, and what every rank of one run does."""
+"""The schedules of `train.py --emulate`, and what every rank of one run does."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from benchmarks.emulation import EmulatedCost, EmulatedVLM, emulated_data
 from benchmarks.ideal import Rules
 from benchmarks.measure import Meter
 from benchmarks.precedence import take_precedence
-from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PackedMedia, PoolSettings
-from flowtrain_lightning.allocator import default_allocation
+from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PackedMedia, PoolSettings, RoleLayout
+from flowtrain_lightning.allocator import BACKBONE, default_allocation
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing import StepPlan
 
 SCHEDULES = {
     "flowtrain": "flowtrain, separate",
+    "sharded": "flowtrain, separate, the backbone in shards: its ranks meet at every microbatch",
     "batch-synchronous": "batch-synchronous: all forwards of the encoders, then the backbone",
     "uniform": "uniform: all ranks do everything",
 }
@@ -74,7 +75,12 @@ class EmulatedJob:
             else default_allocation(self.ranks, "separate", self.encoder_ranks)
         )
         first = self.schedule == "batch-synchronous"
-        return Rules(allocation, self.cost, self.kept_batches, first)
+        return Rules(allocation.with_roles(self.roles), self.cost, self.kept_batches, first)
+
+    @property
+    def roles(self) -> dict[str, RoleLayout]:
+        """Role -> its layout, where it is not whole copies."""
+        return {BACKBONE: RoleLayout(shard="fsdp")} if self.schedule == "sharded" else {}
 
     @property
     def kept_batches(self) -> int:
@@ -154,6 +160,7 @@ def train(job: EmulatedJob) -> None:
         strategy=FlowTrainStrategy(
             encoder_ranks=None if colocated else job.encoder_ranks,
             placement="colocated" if colocated else "separate",
+            roles=job.roles,
             encoder_activations=job.kept_batches,
             pool=PoolSettings(bytes=2 * job.step_bytes if job.schedule == "batch-synchronous" else None),
         ),

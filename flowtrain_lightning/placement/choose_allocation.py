@@ -19,6 +19,7 @@ from flowtrain_lightning.allocator import (
     ROLES,
     Allocation,
     AllocationError,
+    Layout,
     PlacementChoice,
     choose_placement,
     default_allocation,
@@ -31,7 +32,7 @@ from flowtrain_lightning.placement.measured import SIMULATED_STEPS, MeasuredCost
 from flowtrain_lightning.placement.measuring_process import measured_profile
 from flowtrain_lightning.placement.profile import Profile
 from flowtrain_lightning.placement.request import OFF, PlacementRequest, refuse_other_ranks, refuse_what_cannot_run
-from flowtrain_lightning.placement.run_costs import first_steps, processors_of
+from flowtrain_lightning.placement.run_costs import first_steps, processors_of, rank_bytes
 
 ALLOCATION_FILE = "allocation.yaml"
 
@@ -217,9 +218,22 @@ def _planned(launch: LaunchContext, data: FlowDataModule) -> PlacementDecision:
         launch.kept_batches,
         launch.nodes,
         launch.ranks_per_device,
+        rank_bytes(trainer.strategy.root_device, launch.ranks_per_device),
     )
     choice = choose_placement(costs)
-    return PlacementDecision(choice.chosen.allocation, choice.reason, costs, choice)
+    return PlacementDecision(choice.chosen.allocation, choice.reason + _why_shards(costs, choice), costs, choice)
+
+
+def _why_shards(costs: MeasuredCosts, choice: PlacementChoice[MeasuredPrediction]) -> str:
+    """Why the chosen allocation has roles in shards, as the end of a sentence; nothing where it has none."""
+    chosen = choice.chosen.allocation
+    if not any(layout.shares_weights for layout in chosen.layouts.values()) or costs.rank_bytes is None:
+        return ""
+    whole = Allocation(chosen.placement, {r: Layout(len(chosen.ranks[r])) for r in ROLES}, chosen.ranks)
+    return (
+        f"; whole copies there would keep {costs.kept_bytes(whole) / 1e9:,.0f} GB of weights, gradients and optimizer "
+        f"on a rank that has {costs.rank_bytes / 1e9:,.0f} GB, shards keep {costs.kept_bytes(chosen) / 1e9:,.0f} GB"
+    )
 
 
 def _learn(store: Store, timeout: timedelta) -> Allocation:

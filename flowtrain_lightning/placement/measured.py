@@ -12,12 +12,15 @@ import numpy as np
 from flowtrain_lightning.allocator import (
     BACKBONE,
     ENCODER,
+    PRECISIONS,
     ROLES,
     Allocation,
     NoPlanError,
     Prediction,
+    RoleLayout,
     default_allocation,
 )
+from flowtrain_lightning.allocator.memory_use import USABLE
 from flowtrain_lightning.packing import IntArray, PackingError, StepPlan
 from flowtrain_lightning.packing.simulator import recomputed_batches, simulate_steps
 from flowtrain_lightning.packing.step_work import Lanes, StepWork, step_work
@@ -29,6 +32,15 @@ SIMULATED_STEPS = 6
 
 STEPS_AHEAD = 8
 """Later steps that a frozen encoder may have begun: the runtime's own limit, which needs torch to be read."""
+
+_SHARDED = RoleLayout(shard="fsdp")
+_SHARDINGS: tuple[dict[str, RoleLayout], ...] = (
+    {},
+    {BACKBONE: _SHARDED},
+    {ENCODER: _SHARDED},
+    {ENCODER: _SHARDED, BACKBONE: _SHARDED},
+)
+"""Which roles hold shards, the simplest first: of an allocation the first is taken that fits."""
 
 _TRIED_AT_ONCE = 12
 """Numbers of encoder ranks that one round of the search looks at."""
@@ -76,6 +88,7 @@ class MeasuredCosts:
         nodes: on which the ranks run, as many on each.
         ranks_per_device: ranks that share a device. With more than one, each of them has one role: two copies of both
             halves on a device would only take its memory.
+        rank_bytes: memory of a device for each of its ranks; None where it is not known, as on CPUs.
     """
 
     margin: ClassVar[float] = 0.01
@@ -87,23 +100,39 @@ class MeasuredCosts:
     kept_batches: int
     nodes: int = 1
     ranks_per_device: int = 1
+    rank_bytes: float | None = None
 
     def predictions(self) -> tuple[MeasuredPrediction, ...]:
         """Colocated roles, and separate ones with encoder ranks spread evenly over the nodes.
 
-        On a few ranks these are all allocations of whole copies. On more, some numbers of encoder ranks are tried, then
-        more of them about the best one, and so on: a thousand ranks take some forty predictions.
+        On a few ranks these are all such allocations. On more, some numbers of encoder ranks are tried, then
+        more of them about the best one, and so on: a thousand ranks take some forty predictions. Roles hold whole
+        copies; where these do not fit, as far as weights, gradients and optimizer tell, the backbone, the encoder or
+        both hold shards (FSDP2).
 
         Raises:
-            NoPlanError: the steps cannot be dealt to so many ranks.
+            NoPlanError: the steps cannot be dealt to so many ranks, or nothing fits.
         """
         together = None
-        if self.profile.whole and self.ranks_per_device == 1:  # else both halves did not fit on a device together
-            together = self.predict(default_allocation(self.ranks, "colocated"))
+        if self.ranks_per_device == 1:
+            together = self._fitting(default_allocation(self.ranks, "colocated"))
         found = (*([together] if together is not None else []), *search_splits(self.ranks - 1, self._separate))
         if not found:
-            raise NoPlanError(f"the steps cannot be dealt to {self.ranks} ranks in any way")
+            raise NoPlanError(f"the steps cannot be dealt to {self.ranks} ranks in any way, or the halves do not fit")
         return found
+
+    def kept_bytes(self, allocation: Allocation) -> float:
+        """Weights, gradients and optimizer states on the fullest rank, with AdamW and a precision of `PRECISIONS`."""
+        numbers = PRECISIONS[str(self.profile.origin.settings["precision"])]
+        held = dict.fromkeys(range(allocation.size), 0.0)
+        for role, layout in allocation.layouts.items():
+            half = self.profile.roles[role]
+            each = numbers.weights + (0 if layout.shares_weights else numbers.copies)
+            each += half.trains * (numbers.gradients + numbers.states)
+            shards = layout.data // layout.replicas if layout.shares_weights else 1
+            for rank in allocation.ranks[role]:
+                held[rank] += half.parameters * each / shards
+        return max(held.values())
 
     def predict(self, allocation: Allocation) -> MeasuredPrediction | None:
         """What steps take on an allocation, or None where the steps cannot be dealt to it."""
@@ -115,7 +144,29 @@ class MeasuredCosts:
 
     def _separate(self, encoder_ranks: int) -> MeasuredPrediction | None:
         per_node = self.ranks // self.nodes
-        return self.predict(default_allocation(self.ranks, "separate", encoder_ranks, per_node, self.ranks_per_device))
+        whole = default_allocation(self.ranks, "separate", encoder_ranks, per_node, self.ranks_per_device)
+        return self._fitting(whole)
+
+    def _fitting(self, whole: Allocation) -> MeasuredPrediction | None:
+        """What steps take on these ranks, with as few roles in shards as fit; None where nothing does."""
+        for roles in _SHARDINGS:
+            allocation = whole.with_roles(roles)
+            if self._runs(allocation) and self._fits(allocation):
+                return self.predict(allocation)
+        return None
+
+    def _runs(self, allocation: Allocation) -> bool:
+        """A backbone that is frozen is not sharded beside an encoder that trains: ranks would wait in vain."""
+        trains = {role: half.trains for role, half in self.profile.roles.items()}
+        return trains[BACKBONE] or not trains[ENCODER] or not allocation.layouts[BACKBONE].shares_weights
+
+    def _fits(self, allocation: Allocation) -> bool:
+        whole = all(layout.is_whole_copies for layout in allocation.layouts.values())
+        if whole and allocation.placement == "colocated" and not self.profile.whole:
+            return False  # it was tried
+        if self.rank_bytes is None or self.profile.origin.settings["precision"] not in PRECISIONS:
+            return whole  # nothing says what fits
+        return self.kept_bytes(allocation) <= USABLE * self.rank_bytes
 
 
 def search_splits(most: int, predict: Callable[[int], MeasuredPrediction | None]) -> list[MeasuredPrediction]:
@@ -171,9 +222,12 @@ def predict_steps(
 
 
 def short_name(allocation: Allocation) -> str:
-    """An allocation in two or three words, as in ``separate 1 + 3``: encoder and backbone ranks."""
+    """An allocation in a few words, as in ``separate 1 + 3``: encoder and backbone ranks, and who holds shards."""
     encoders, backbones = (len(allocation.ranks[role]) for role in ROLES)
-    return f"colocated x{backbones}" if allocation.placement == "colocated" else f"separate {encoders} + {backbones}"
+    sharded = [role for role, layout in allocation.layouts.items() if layout.shares_weights]
+    shards = f", {' and '.join(sharded)} in shards" if sharded else ""
+    ranks = f"colocated x{backbones}" if allocation.placement == "colocated" else f"separate {encoders} + {backbones}"
+    return ranks + shards
 
 
 def measured_work(
@@ -187,7 +241,7 @@ def measured_work(
     lanes = Lanes(
         allocation.ranks[BACKBONE],
         allocation.ranks[ENCODER],
-        sync_every="step",
+        sync_every="microbatch" if allocation.layouts[BACKBONE].shares_weights else "step",
         kept_batches=kept_batches,
         steps_ahead=0 if profile.roles[ENCODER].trains else STEPS_AHEAD,
     )

@@ -53,6 +53,13 @@ def processors_of(device: torch.device, ranks: int, ranks_per_device: int, nodes
     return Processors(tuple(tuple(range(first, first + together)) for first in range(0, ranks, together)), capacity)
 
 
+def rank_bytes(device: torch.device, ranks_per_device: int) -> float | None:
+    """Memory of a device for each of the ranks that share it; None where it is not known, as on a CPU."""
+    if device.type != "cuda":
+        return None
+    return float(torch.cuda.get_device_properties(device).total_memory / ranks_per_device)
+
+
 def _plan_steps(steps: StepDataset, allocation: Allocation, count: int) -> Sequence[StepPlan]:
     dealt = replace(steps, shard=rank_shard(allocation, 0))
     return [dealt.plan(0, step) for step in range(min(count, len(dealt)))]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flowtrain_lightning.allocator import NoPlanError, choose_placement, default_allocation
+from flowtrain_lightning.allocator import NoPlanError, RoleLayout, choose_placement, default_allocation
 from flowtrain_lightning.packing import PackingError, StepPlan
 from flowtrain_lightning.placement import measured
 from flowtrain_lightning.placement.measured import (
@@ -83,7 +83,7 @@ def test_ranks_on_devices_of_their_own_do_not_share():
     assert seconds(COLOCATED, TOGETHER, make_profile(1.0, 1.0), processors=apart) == 14
 
 
-def costs(profile, ranks=2, nodes=1, impossible=()):
+def costs(profile, ranks=2, nodes=1, impossible=(), rank_bytes=None):
     """Costs of a run whose steps are all alike; some numbers of encoder ranks cannot be dealt steps."""
 
     def plan_steps(allocation, count):
@@ -95,7 +95,7 @@ def costs(profile, ranks=2, nodes=1, impossible=()):
         return [plan] * count
 
     everyone = Processors(tuple((rank,) for rank in range(ranks)), 1.0)
-    return MeasuredCosts(profile, plan_steps, ranks, everyone, 4, nodes)
+    return MeasuredCosts(profile, plan_steps, ranks, everyone, 4, nodes, rank_bytes)
 
 
 def test_all_splits_of_a_few_ranks_are_predicted():
@@ -114,6 +114,50 @@ def test_halves_that_did_not_fit_together_are_not_planned_on_the_same_ranks():
     choice = choose_placement(costs(replace(profile, whole=False)))
     assert [each.kind for each in choice.predictions] == ["separate"]
     assert "the fastest that is possible" in choice.reason
+
+
+def of_bytes(encoder, backbone):
+    """A profile of halves that keep so many bytes of weights, gradients and optimizer, in float32."""
+    profile = make_profile(1.0, 1.0)
+    sizes = {"encoder": encoder // 16, "backbone": backbone // 16}
+    roles = {role: replace(half, parameters=sizes[role]) for role, half in profile.roles.items()}
+    return replace(profile, roles=roles, whole=False)
+
+
+def layouts_that_fit(profile, ranks, rank_bytes):
+    found = costs(profile, ranks=ranks, rank_bytes=rank_bytes).predictions()
+    return {each.name: costs(profile, ranks).kept_bytes(each.allocation) for each in found}
+
+
+def test_where_whole_copies_do_not_fit_the_backbone_is_sharded_first():
+    assert layouts_that_fit(of_bytes(160, 1600), 4, 600) == {
+        "colocated x4, backbone in shards": 160 + 400,
+        "separate 1 + 3, backbone in shards": 1600 / 3,
+    }
+
+
+def test_both_halves_are_sharded_where_nothing_less_fits():
+    assert layouts_that_fit(of_bytes(1600, 1600), 2, 1800)["colocated x2, encoder and backbone in shards"] == 1600
+
+
+def test_a_frozen_backbone_is_not_sharded_beside_an_encoder_that_trains():
+    profile = of_bytes(160, 16000)
+    frozen = replace(profile.roles["backbone"], trains=False)
+    profile = replace(profile, roles={**profile.roles, "backbone": frozen})
+    with pytest.raises(NoPlanError, match="or the halves do not fit"):
+        costs(profile, ranks=4, rank_bytes=2000).predictions()
+
+
+def test_what_fits_in_no_layout_is_said_to():
+    with pytest.raises(NoPlanError, match="or the halves do not fit"):
+        costs(of_bytes(1600, 1600), ranks=2, rank_bytes=1000).predictions()
+
+
+def test_ranks_with_shards_wait_for_the_slowest_at_every_microbatch():
+    uneven = make_sizes((9, [1]), (29, [1]), (29, [1]), (9, [1]))
+    plan = StepPlan(array(0, 1, 2, 3), uneven, ((array(0), array(1)), (array(2), array(3))), ((array(),), (array(),)))
+    sharded = TOGETHER.with_roles({"backbone": RoleLayout(shard="fsdp")})
+    assert seconds(plan, TOGETHER, make_profile(1.0, 1.0)) < seconds(plan, sharded, make_profile(1.0, 1.0))
 
 
 def test_splits_that_cannot_be_dealt_the_steps_are_left_out():

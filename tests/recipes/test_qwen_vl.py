@@ -1,4 +1,4 @@
-"""The recipe for Qwen-VL trains a small model of that family from its YAML file, as a user starts it."""
+"""The recipe for Qwen-VL trains a small model of that family from its YAML files, as a user starts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAWINGS = ROOT / "recipes" / "quickstart"
 SECONDS = 600  # the longest wait on a busy machine
 PATCH = 8  # of the drawings, in pixels
 FIT = ["--data.global_batch_size", "16", "--data.token_budget", "512", "--data.num_workers", "0"]
-FIT += ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.max_steps", "2"]
+FIT += ["--trainer.accelerator", "cpu", "--trainer.num_nodes", "1", "--trainer.max_steps", "2"]
 FIT += ["--trainer.val_check_interval", "2", "--trainer.limit_val_batches", "1"]
 
 
@@ -44,15 +44,27 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder):
-    recipe = (ROOT / "recipes" / "qwen_vl" / "config.yaml").read_text(encoding="utf-8")
+CASES = [
+    pytest.param(None, 2, marks=pytest.mark.full, id="who encodes is planned"),
+    pytest.param("1-gpu.yaml", 1, id="both halves on one device"),
+    pytest.param("8-gpus.yaml", 4, id="both halves in shards"),
+    pytest.param("64-gpus.yaml", 4, id="shards in two groups"),
+]
+"""What is added to the recipe's configuration, and on how many processes its layout is tried."""
+
+
+@pytest.mark.parametrize(("added", "ranks"), CASES)
+def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, added, ranks):
+    recipes = ROOT / "recipes" / "qwen_vl"
+    recipe = (recipes / "config.yaml").read_text(encoding="utf-8")
     assert recipe.count("models/qwen") == 2, "once where it says how to get it"
     config = folder / "config.yaml"
     config.write_text(recipe.replace("models/qwen", str(folder)).replace("max_pixels: 1003520", "max_pixels: 4096"))
+    configs = ["--config", str(config), *(["--config", str(recipes / added)] if added else [])]
     data = [f"--data.{stage}={DRAWINGS}/data/{stage}.jsonl" for stage in ("train", "val")]
     folders = ["--data.index.cache_dir", str(folder / "index"), "--trainer.default_root_dir", str(folder / "runs")]
-    command = [str(Path(sys.executable).with_name("flowtrain")), "fit", "--config", str(config), *data, *folders, *FIT]
-    with launch(command, folder / "log") as process:
+    started = [str(Path(sys.executable).with_name("flowtrain")), "fit", *configs, *data, *folders, *FIT]
+    with launch([*started, "--trainer.devices", str(ranks)], folder / "log") as process:
         assert process.wait(SECONDS) == 0, (folder / "log").read_text()
     (last,) = (folder / "runs").rglob("last.ckpt")
     QwenVLM.load_from_checkpoint(last).model.save_pretrained(folder / "tuned")

@@ -1,0 +1,314 @@
+"""Bytes that a rank of a role holds, counted without a device: nothing is computed, and no other rank exists.
+
+Two counts make the sum, since no mode of torch does both. What is kept by a layout (weights, gradients, optimizer
+states, blocks that are gathered) is counted on fake tensors, by the engine that training uses, in a process group
+whose collectives do nothing; each block computes next to nothing there. What is kept of a batch (saved activations,
+what one layer works with, logits) is counted on the meta device, by the module's own methods with the types that mixed
+precision gives them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # it has no public name
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode  # nor has this
+
+from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
+from flowtrain_lightning.allocator import ENCODER, ROLES, Layout
+from flowtrain_lightning.allocator.allocation import Recompute
+from flowtrain_lightning.compute.features import as_features
+from flowtrain_lightning.compute.step_metrics import MetricAccumulator
+from flowtrain_lightning.parallel import HalfEngine
+from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
+from flowtrain_lightning.parallel.gradients import local_part
+from flowtrain_lightning.parallel.groups import CrossGroup, Groups
+from flowtrain_lightning.parallel.halves import half_parameters, half_trains
+from flowtrain_lightning.parallel.layouts import make_engine
+from flowtrain_lightning.placement.meta_device import MetaTensorMode, copy_on_meta
+
+_COMPUTING = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class CountedStates:
+    """What a rank holds of a role whatever it computes on, in bytes.
+
+    Attributes:
+        weights: its shards or copies, and what computing needs of them all the time.
+        gradients: of them, when a step ends.
+        optimizer: two moments.
+        gathered: at most, of what comes and goes while blocks compute: gathered weights, and gradients that are not
+            scattered yet.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+
+
+@dataclass(frozen=True)
+class CountedBatch:
+    """What a rank holds of one batch of a role, in bytes.
+
+    Attributes:
+        saved: what is kept from its forward to its backward.
+        peak: at most, in forward and backward; nothing of weights and their gradients.
+        weight_copies: of whole copies in float32, what autocast casts of them and keeps meanwhile.
+    """
+
+    saved: int
+    peak: int
+    weight_copies: int
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, counts the bytes of what operations have made and nobody has let go of.
+
+    Args:
+        known: tensors that are there already; views of them do not count.
+
+    Attributes:
+        now: at present.
+        most: at most so far.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = [each.untyped_storage() for each in known]
+        self._ignored = {storage._cdata for storage in self._known}  # what tells storages apart
+        self.now = 0
+        self.most = 0
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, what is made does not count."""
+        self._is_paused = True
+        yield
+        self._is_paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs one operation."""
+        if func.namespace in _COMMUNICATES:  # FSDP2 gives and takes the bytes of gathered weights between these
+            for key, (held, _) in list(self._storages.items()):
+                if (storage := held()) is not None:
+                    self._hold(key, held, storage.nbytes())
+        result = func(*args, **(kwargs or {}))
+        if not self._is_paused:
+            for made in _tensors(result):
+                storage = made.untyped_storage()
+                key = storage._cdata
+                if key in self._ignored:
+                    continue
+                self._hold(key, weakref.ref(storage, partial(self._let_go, key)), storage.nbytes())
+        self.most = max(self.most, self.now)
+        return result
+
+    def _hold(self, key: int, held: weakref.ref[torch.UntypedStorage], size: int) -> None:
+        self.now += size - self._storages.get(key, (held, 0))[1]
+        self._storages[key] = held, size
+
+    def _let_go(self, key: int, held: weakref.ref[torch.UntypedStorage]) -> None:
+        if self._storages.get(key, (None, 0))[0] is held:
+            self.now -= self._storages.pop(key)[1]
+
+
+_COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, tuple | list):
+        for each in result:
+            yield from _tensors(each)
+
+
+def count_states(module: FlowModule, role: str, layout: Layout, recompute: Recompute, precision: str) -> CountedStates:
+    """What a layout keeps and gathers, by the engine that puts it onto the half.
+
+    Args:
+        module: not built.
+        role: whose half.
+        layout: of the role.
+        recompute: what of a block is computed again.
+        precision: of the Trainer.
+    """
+    with _fake_ranks(layout.ranks) as groups:
+        with FakeTensorMode() as fake:
+            module.set_local_roles(ROLES)
+            module.configure_model()
+        blocks = [block for path in module.halves[role] for block in repeated_blocks(module.get_submodule(path))]
+        for block in blocks:
+            block.forward = partial(_touch, block)
+        inside = {id(weight) for block in blocks for weight in block.parameters()}
+        half = {id(weight) for weight in half_parameters(module, role)} - inside
+        outside = [name for name, weight in module.named_parameters() if id(weight) in half]
+        # Outside of the mode, since meshes are read; what is made of fake weights is fake all the same.
+        engine = make_engine(
+            module, role, layout, recompute, groups, device_type="cpu", precision=precision, shares_ranks=False
+        )
+        with fake:
+            return _step(module, engine, blocks, outside)
+
+
+def _step(module: FlowModule, engine: HalfEngine, blocks: list[nn.Module], outside: list[str]) -> CountedStates:
+    """Forward, backward and optimizer, of weights alone."""
+
+    def forward() -> Tensor:
+        rows = torch.zeros((), requires_grad=True) + sum(module.get_parameter(name).sum() for name in outside)
+        for block in blocks:
+            rows = block(rows)
+        return rows
+
+    optimizer = torch.optim.AdamW([weight for weight in engine.parameters if weight.requires_grad])
+    engine.begin_step()
+    with LiveBytes(local_part(weight.detach()) for weight in engine.parameters) as live:
+        loss = engine.call(forward)
+        with engine.backward(last=True):
+            loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    gradients = _local_bytes(weight.grad for weight in engine.parameters if weight.grad is not None)
+    moments = (each for of_one in optimizer.state.values() for each in of_one.values() if each.ndim)
+    weights = _local_bytes(weight.detach() for weight in engine.parameters)
+    return CountedStates(weights, gradients, _local_bytes(moments), live.most - gradients)
+
+
+def count_batch(
+    module: FlowModule, role: str, packed: PackedBatch, media: PackedMedia, *, sharded: bool, recompute: Recompute
+) -> CountedBatch:
+    """What forward and backward of one batch keep, in mixed precision.
+
+    Args:
+        module: not built.
+        role: whose half computes.
+        packed: a microbatch, for the backbone.
+        media: what it reads, or an encoder batch for the encoder.
+        sharded: weights are gathered in bfloat16; else they are float32, and copies of them are left out.
+        recompute: what of a block is computed again.
+    """
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(_COMPUTING if sharded else torch.float32)
+    try:
+        built = copy_on_meta(module)
+    finally:
+        torch.set_default_dtype(former)
+    for block in (block for path in built.halves[role] for block in repeated_blocks(built.get_submodule(path))):
+        recompute_in_backward(block, recompute)
+    for weight in built.parameters():
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+    live = LiveBytes([*built.parameters(), *built.buffers()])
+    autocast = EmulatedAutocast(live)
+    media = media.with_patches(media.patches.to("meta", next(half.dtype for half in built.parameters())))
+    with MetaTensorMode(), autocast, built.logging_into(MetricAccumulator()):
+        if role == ENCODER:
+            with live:
+                output = built.encode(media)
+        else:
+            with torch.no_grad():
+                features = built.encode(media)
+            rows = features if isinstance(features, tuple) else (features,)
+            trains = half_trains(built, ENCODER)
+            leaves = tuple(row.detach().requires_grad_(trains and row.is_floating_point()) for row in rows)
+            with live:
+                output = built.backbone_step(packed, as_features(media.modality, leaves), "train")[0]
+    outputs = [each for each in (output if isinstance(output, tuple) else (output,)) if each.requires_grad]
+    saved = live.now
+    edges, gradients = [get_gradient_edge(each) for each in outputs], [torch.empty_like(each) for each in outputs]
+    del output, outputs
+    with MetaTensorMode(), autocast, live:
+        torch.autograd.backward(edges, gradients)
+    return CountedBatch(saved, live.most, autocast.copied_bytes)
+
+
+class EmulatedAutocast(TorchFunctionMode):
+    """What autocast does on a GPU, on the meta device, where there is none: products in bfloat16.
+
+    Args:
+        live: does not count the copies of weights, which autocast keeps for the whole forward.
+    """
+
+    def __init__(self, live: LiveBytes) -> None:
+        super().__init__()
+        self._live = live
+        self._copies: dict[int, Tensor] = {}
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies of weights."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs one of torch's functions."""
+        if func in _PRODUCTS:
+            args = tuple(self._cast(each) for each in args)
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            return value
+        if not isinstance(value, nn.Parameter):
+            return value.to(_COMPUTING)
+        if id(value) not in self._copies:
+            with self._live.paused():
+                self._copies[id(value)] = value.to(_COMPUTING)
+        return self._copies[id(value)]
+
+
+_PRODUCTS = {
+    functional.linear,
+    functional.conv2d,
+    functional.conv3d,
+    functional.scaled_dot_product_attention,
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.bmm,
+}
+
+
+def _drop_gradient(weight: Tensor) -> None:
+    weight.grad = None
+
+
+def _local_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local_part(each).nbytes for each in tensors)
+
+
+def _touch(block: nn.Module, rows: Tensor) -> Tensor:
+    """Uses every weight of the block once, as its hooks have left it, and keeps nothing of it."""
+    return rows + sum(weight.sum() for weight in block.parameters())
+
+
+@contextmanager
+def _fake_ranks(ranks: int) -> Iterator[Groups]:
+    """Inside, this process is the first of so many ranks, whose collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=ranks)
+    alone = CrossGroup(HashStore(), 0, 1, timedelta(seconds=1))
+    world = dist.group.WORLD
+    assert world is not None
+    try:
+        yield Groups(alone, alone, world, 0, ranks, None, iter(()))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,68 @@
+"""Bytes counted without a device: shards are as large as their rows, and what is recomputed is not kept."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks.memory_count import count_batch, count_states
+from benchmarks.projected import full_media, full_microbatch
+from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.models import QwenVLM
+from flowtrain_lightning.parallel.halves import half_parameters
+from tests.models.tiny import FAMILIES
+
+PRECISION = "bf16-mixed"
+FLOAT32 = 4
+
+
+def tiny() -> QwenVLM:
+    config = copy.deepcopy(FAMILIES["qwen2_5_vl"].config)
+    config["vision_config"] |= {"patch_size": 14, "window_size": 56}
+    return QwenVLM(config)
+
+
+def shard_numbers(role: str, ranks: int) -> int:
+    """Numbers on the first rank, on which the rows of every weight are rounded up."""
+    module = tiny()
+    module.configure_model()
+    weights = half_parameters(module, role)
+    return sum(-(-len(weight) // ranks) * weight[0].numel() for weight in weights)
+
+
+@pytest.mark.parametrize("role", ["encoder", "backbone"])
+def test_a_rank_keeps_its_rows_of_weights_gradients_and_both_moments(role):
+    counted = count_states(tiny(), role, Layout(data=4, shard="fsdp"), "none", PRECISION)
+    expected = FLOAT32 * shard_numbers(role, 4)
+    assert (counted.weights, counted.gradients, counted.optimizer) == (expected, expected, 2 * expected)
+    assert counted.gathered > 0
+
+
+def test_groups_of_two_keep_twice_as_much_as_one_of_four():
+    counted = count_states(tiny(), "backbone", Layout(data=4, shard="fsdp", replicas=2), "none", PRECISION)
+    assert counted.weights == FLOAT32 * shard_numbers("backbone", 2)
+
+
+def test_whole_copies_keep_everything_and_sum_it_in_buckets_of_the_same_size():
+    counted = count_states(tiny(), "backbone", Layout(data=4), "none", PRECISION)
+    assert counted.weights == FLOAT32 * shard_numbers("backbone", 1)
+    assert counted.gathered >= counted.weights
+
+
+@pytest.mark.parametrize("role", ["encoder", "backbone"])
+def test_what_is_computed_again_is_not_kept(role):
+    kept = [
+        count_batch(tiny(), role, full_microbatch(1), full_media(1), sharded=True, recompute=recompute)
+        for recompute in ("full", "selective", "none")
+    ]
+    assert kept[0].saved < kept[1].saved < kept[2].saved
+    assert all(each.saved <= each.peak for each in kept)
+    assert all(each.weight_copies == 0 for each in kept), "weights are gathered as they are computed with"
+
+
+def test_of_whole_copies_the_casts_that_autocast_keeps_are_told_apart():
+    counted = count_batch(tiny(), "encoder", full_microbatch(1), full_media(1), sharded=False, recompute="none")
+    assert 0 < counted.weight_copies <= FLOAT32 * shard_numbers("encoder", 1) / 2

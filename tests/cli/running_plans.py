@@ -1,0 +1,34 @@
+"""Ranks that train the tiny module on one plan after another, in the same processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+
+import flowtrain_lightning as flow
+from flowtrain_lightning.parallel.groups import disconnect_groups
+from tests.forks import write_down
+from tests.tiny import TinyVLM, tiny_data
+
+
+def train_on_plans(folder: Path, *, data: str, plans: list[str], ranks: int) -> None:
+    """Writes down on which allocation each plan has trained, and for how many steps."""
+    trained = {}
+    for plan in plans:
+        strategy = flow.FlowTrainStrategy(allocation=plan)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=ranks,
+            strategy=strategy,
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder / Path(plan).stem,
+        )
+        trainer.fit(TinyVLM(), datamodule=tiny_data(Path(data)))
+        trained[plan] = {"allocation": strategy.allocation.state_dict(), "steps": trainer.global_step}
+    write_down(folder, trained)
+    disconnect_groups()

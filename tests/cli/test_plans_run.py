@@ -1,0 +1,61 @@
+"""Every plan that ``flowtrain plan --out`` writes is one that a Trainer of as many devices starts and trains on."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.allocator.plan_file import read_plan
+from flowtrain_lightning.cli import main
+from tests.forks import Job, read_down, run_jobs
+from tests.tiny import write_records
+
+RANKS = 4
+LARGE = """
+encoders:
+  image: {layers: 24, hidden: 2048, feed_forward: 8192, heads: 16, patch: 16, merge: 2}
+backbone: {layers: 32, hidden: 4096, feed_forward: 11008, heads: 32, vocabulary: 32000}
+"""
+ASKED = {
+    "small": ("--model", "qwen2-vl-2b", "--device", "h200"),
+    "whole": ("--model", "qwen2.5-vl-3b", "--whole-copies"),
+    "large": ("--model", "large.yaml", "--device", "h200"),
+    "nodes": ("--model", "large.yaml", "--device", "b200", "--nodes", "2"),
+    "frozen": ("--model", "large.yaml", "--device", "h200", "--freeze", "tower"),
+}
+"""What is planned, for four devices each."""
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    """Name -> the file that was written."""
+    folder = tmp_path_factory.mktemp("plans")
+    (folder / "large.yaml").write_text(LARGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, asked in ASKED.items():
+            command = ["flowtrain", "plan", *asked, "--devices", str(RANKS), "--out", f"{name}-plan.yaml"]
+            patch.setattr(sys, "argv", command)
+            main()
+    return {name: folder / f"{name}-plan.yaml" for name in ASKED}
+
+
+def test_they_differ_in_placement_in_sharding_and_in_what_they_recompute(plans):
+    allocations = [read_plan(path) for path in plans.values()]
+    layouts = {layout for allocation in allocations for layout in allocation.layouts.values()}
+    assert {allocation.placement for allocation in allocations} == {"separate", "colocated"}
+    assert layouts >= {Layout(RANKS), Layout(RANKS, shard="fsdp"), Layout(RANKS, shard="fsdp", replicas=2)}
+    assert {how for allocation in allocations for how in allocation.recompute.values()} == {"none", "selective", "full"}
+
+
+def test_all_of_them_train(plans, tmp_path):
+    write_records(tmp_path, 24)
+    arguments = {"data": str(tmp_path), "plans": [str(path) for path in plans.values()], "ranks": RANKS}
+    job = Job("train", "tests.cli.running_plans:train_on_plans", RANKS, arguments, deadline=600)
+    done = run_jobs(tmp_path, [job])["train"].check()
+    for trained in read_down(done.folder):
+        for path in plans.values():
+            found = trained[str(path)]
+            assert found == {"allocation": read_plan(path).state_dict(), "steps": 2}
