@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+import flowtrain_lightning as flow
+from flowtrain_lightning.cli import main
 from flowtrain_lightning.models import QwenVLM
 from tests.lightning.theatre import launch
 from tests.models.tiny import FAMILIES
@@ -44,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder):
+def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, monkeypatch):
     recipe = (ROOT / "recipes" / "qwen_vl" / "config.yaml").read_text(encoding="utf-8")
     assert recipe.count("models/qwen") == 2, "once where it says how to get it"
     config = folder / "config.yaml"
@@ -55,10 +57,14 @@ def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder):
     with launch(command, folder / "log") as process:
         assert process.wait(SECONDS) == 0, (folder / "log").read_text()
     (last,) = (folder / "runs").rglob("last.ckpt")
-    QwenVLM.load_from_checkpoint(last).model.save_pretrained(folder / "tuned")
+    monkeypatch.setattr(sys, "argv", ["flowtrain", "export", "--format", "hf", str(last), str(folder / "tuned")])
+    main()
     tuned = transformers.AutoModelForImageTextToText.from_pretrained(folder / "tuned").state_dict()
     before = transformers.AutoModelForImageTextToText.from_pretrained(folder).state_dict()
     assert tuned.keys() == before.keys()
     changed = {name for name, weight in tuned.items() if not weight.equal(before[name])}
     assert any("visual" in name for name in changed), "the tower trains"
     assert any("language_model" in name for name in changed)
+    reads, read = (flow.models.processor_of(place) for place in (folder / "tuned", folder))
+    assert reads.template.fingerprint == read.template.fingerprint
+    assert reads.images.fingerprint == read.images.fingerprint
