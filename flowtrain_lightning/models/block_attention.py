@@ -82,13 +82,13 @@ class SightMask:
     ) -> Tensor:
         """As `attend`, sequence by sequence with a mask of its own."""
         if window not in self._dense:
-            tokens = torch.arange(len(query), device=query.device).split(self._cu_seqlens.diff().tolist())
+            tokens = torch.split(torch.arange(len(query), device=query.device), self._cu_seqlens.diff().tolist())
             self._dense[window] = [self._sees(window, own[:, None], own[None]) for own in tokens]
         masks = self._dense[window]
         lengths = [len(mask) for mask in masks]
         outputs = []
         for mask, *packed in zip(
-            masks, *(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)), strict=True
+            masks, *(torch.split(x.transpose(0, 1), lengths, dim=1) for x in (query, key, value)), strict=True
         ):
             q, k, v = (x[None] for x in packed)
             if softcap is None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from flowtrain_lightning.data import IGNORED_LABEL, Features, FlowDataModule, PackedBatch
 from flowtrain_lightning.models.adapters import adapters_as_dictionary, add_adapters
+from flowtrain_lightning.models.cached_generation import generate_with_cache, takes_cache
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.processor import Processor, copy_processor, processor_of
 from flowtrain_lightning.module import FlowModule
@@ -253,6 +254,20 @@ class HuggingFaceVLM(FlowModule):
         logits = self._head(outputs.last_hidden_state[0, targets])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return functional.cross_entropy(logits, batch.labels[targets], reduction="sum"), len(targets)
+
+    def generate(self, batch: PackedBatch, features: Features) -> list[tuple[int, list[int]]]:
+        """Greedy continuation of every sequence, by ``transformers``' own ``generate`` with its cache.
+
+        Where that cannot take what ``merge`` gives (Qwen3-VL's images, Gemma 3) or ranks share weights, the whole
+        sequences are computed anew for every token, with the same result.
+
+        Returns:
+            data set index and new token ids of every sequence.
+        """
+        arguments = self.merge(batch, features)
+        if not takes_cache(self._text, batch, arguments):
+            return super().generate(batch, features)
+        return generate_with_cache(self.model, self._text, batch, arguments, self.max_new_tokens, self.end_token)
 
     def logits(self, outputs: Any) -> Tensor:
         """``[tokens, vocabulary]``, for ``generate``."""

@@ -40,6 +40,13 @@ class PaliGemmaVLM(HuggingFaceVLM):
         sight = SightMask(batch, prefix_blocks(batch))
         return {**arguments, "position_ids": arguments["position_ids"] + 1, "sight": sight}
 
+    def generate(self, batch: PackedBatch, features: Features) -> list[tuple[int, list[int]]]:
+        """Refuses: a token that was generated would be taken for one of the question, and see what follows it."""
+        raise NotImplementedError(
+            "PaliGemma's predictions are not computed here. Export the model, `flowtrain export --format hf`, and "
+            "predict by transformers."
+        )
+
     def _head(self, hidden: Tensor) -> Tensor:
         scores, cap = super()._head(hidden), getattr(self.model.config.text_config, "final_logit_softcapping", None)
         return scores if cap is None else cap * torch.tanh(scores / cap)
