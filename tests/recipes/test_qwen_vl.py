@@ -16,6 +16,7 @@ from tests.lightning.theatre import launch
 from tests.models.tiny import FAMILIES
 
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "tests" / "models" / "chat_templates" / "qwen2_5_vl.jinja"
@@ -46,11 +47,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, monkeypatch):
-    recipe = (ROOT / "recipes" / "qwen_vl" / "config.yaml").read_text(encoding="utf-8")
-    assert recipe.count("models/qwen") == 2, "once where it says how to get it"
-    config = folder / "config.yaml"
-    config.write_text(recipe.replace("models/qwen", str(folder)).replace("max_pixels: 1003520", "max_pixels: 4096"))
+def fit_and_export(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Trains by a YAML file of the recipe, and gives the folder that is exported for Hugging Face."""
+    text = (ROOT / "recipes" / "qwen_vl" / recipe).read_text(encoding="utf-8")
+    assert text.count("models/qwen") == 2, "once where it says how to get it"
+    config = folder / "run.yaml"
+    config.write_text(text.replace("models/qwen", str(folder)).replace("max_pixels: 1003520", "max_pixels: 4096"))
     data = [f"--data.{stage}={DRAWINGS}/data/{stage}.jsonl" for stage in ("train", "val")]
     folders = ["--data.index.cache_dir", str(folder / "index"), "--trainer.default_root_dir", str(folder / "runs")]
     command = [str(Path(sys.executable).with_name("flowtrain")), "fit", "--config", str(config), *data, *folders, *FIT]
@@ -59,6 +61,11 @@ def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, monkeypat
     (last,) = (folder / "runs").rglob("last.ckpt")
     monkeypatch.setattr(sys, "argv", ["flowtrain", "export", "--format", "hf", str(last), str(folder / "tuned")])
     main()
+    return folder / "tuned"
+
+
+def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, monkeypatch):
+    fit_and_export("config.yaml", folder, monkeypatch)
     tuned = transformers.AutoModelForImageTextToText.from_pretrained(folder / "tuned").state_dict()
     before = transformers.AutoModelForImageTextToText.from_pretrained(folder).state_dict()
     assert tuned.keys() == before.keys()
@@ -68,3 +75,13 @@ def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, monkeypat
     reads, read = (flow.models.processor_of(place) for place in (folder / "tuned", folder))
     assert reads.template.fingerprint == read.template.fingerprint
     assert reads.images.fingerprint == read.images.fingerprint
+
+
+def test_the_recipe_for_adapters_gives_a_folder_for_peft(folder, monkeypatch):
+    adapters = fit_and_export("lora.yaml", folder, monkeypatch)
+    before = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    weights = {name: weight.clone() for name, weight in before.state_dict().items()}
+    tuned = peft.PeftModel.from_pretrained(before, adapters).merge_and_unload().state_dict()
+    changed = {name for name, weight in tuned.items() if not weight.equal(weights[name])}
+    assert changed
+    assert all("language_model" in name and "_proj" in name for name in changed)
