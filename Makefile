@@ -9,7 +9,7 @@ PIP_ARGS ?=
 VENV := .venv
 RESULTS = tests/results/$(shell date -u +%Y-%m-%d)-$(shell git rev-parse --short HEAD).txt
 
-.PHONY: help quickstart check test test-all
+.PHONY: help quickstart check test test-all site
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -30,6 +30,9 @@ test-all: check ## check, then every test; the dated output goes to tests/result
 	@mkdir -p tests/results
 	@{ date -u +'%Y-%m-%d %H:%M UTC'; git log -1 --format='commit %h: %s'; $(VENV)/bin/flowtrain doctor; \
 	   OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 --durations=20; } 2>&1 | sed -u 's#$(CURDIR)/##g' | tee $(RESULTS)
+
+site: $(VENV)/.installed-docs ## build the pages into site/, strictly
+	$(VENV)/bin/mkdocs build --strict
 
 $(VENV)/.installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python %d.%d is too old; set PYTHON to 3.10 or newer." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
