@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from flowtrain_lightning.parallel.groups import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
@@ -11,7 +12,9 @@ from tests.exactness.train import Recorder
 from tests.models.tiny import FAMILIES
 
 
-def train(folder: Path, *, data: str, layout: str, family: str, precision: str = "64-true") -> None:
+def train(
+    folder: Path, *, data: str, layout: str, family: str, precision: str = "64-true", adapters: Any = None
+) -> None:
     """Trains ``STEPS`` steps; every rank writes down what it computed, and all a checkpoint, ``last.ckpt``."""
     chosen, recorder = FAMILIES[family], Recorder()
     trainer = trainer_for(
@@ -22,7 +25,7 @@ def train(folder: Path, *, data: str, layout: str, family: str, precision: str =
         callbacks=[recorder],
         default_root_dir=folder,
     )
-    module = chosen.kind(chosen.config, lr=1e-2, weight_decay=0.1)
+    module = chosen.kind(chosen.config, adapters=adapters, lr=1e-2, weight_decay=0.1)
     trainer.fit(module, datamodule=steps_data(Path(data), images=chosen.images))
     trainer.save_checkpoint(folder / "last.ckpt")
     recorder.save(folder)
