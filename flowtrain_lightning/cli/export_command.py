@@ -30,6 +30,7 @@ def run() -> None:
     parser.add_argument(
         "--weights_only",
         choices=("true", "false"),
+        metavar="true|false",  # so that the usage is short
         default="true",
         help="false also reads objects that are no tensors or plain data, which may run code: only for what you trust",
     )
