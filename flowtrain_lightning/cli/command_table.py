@@ -31,7 +31,9 @@ COMMANDS = {
     "validate": Command("train_command", "one pass over the validation set", starts_ranks=True),
     "test": Command("train_command", "one pass over the test set", starts_ranks=True),
     "predict": Command("train_command", "run predict_step over a set", starts_ranks=True),
-    "export": Command("export_command", "write a checkpoint directory as one plain Lightning .ckpt file"),
+    "export": Command(
+        "export_command", "write a checkpoint directory as one Lightning .ckpt file, or as a folder of Hugging Face"
+    ),
     "index": Command("index_command", "measure the data ahead of a run, by several processes", starts_ranks=True),
     "profile": Command(
         "profile_command",

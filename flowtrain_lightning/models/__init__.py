@@ -5,13 +5,15 @@ Importing this package does not import ``transformers``; building a model does. 
 `processor.py`: `processor_template.py` writes its conversations, `images.py` makes its pixels.
 """
 
+from flowtrain_lightning.models.gemma import GemmaVLM
 from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.images import images_of
 from flowtrain_lightning.models.internvl import InternVLM
 from flowtrain_lightning.models.llava import LlavaVLM
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
-from flowtrain_lightning.models.pretrained import Pretrained, from_pretrained
+from flowtrain_lightning.models.paligemma import PaliGemmaVLM
+from flowtrain_lightning.models.pretrained import Pretrained, from_pretrained, module_class
 from flowtrain_lightning.models.processor import Processor, processor_of, template_of
 from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.qwen import QwenVLM
@@ -19,10 +21,12 @@ from flowtrain_lightning.models.smolvlm import SmolVLM
 from flowtrain_lightning.models.tiles import tile_images
 
 __all__ = [
+    "GemmaVLM",
     "HuggingFaceImages",
     "HuggingFaceVLM",
     "InternVLM",
     "LlavaVLM",
+    "PaliGemmaVLM",
     "Pretrained",
     "Processor",
     "ProcessorTemplate",
@@ -30,6 +34,7 @@ __all__ = [
     "SmolVLM",
     "from_pretrained",
     "images_of",
+    "module_class",
     "pack_attention",
     "processor_of",
     "sequence_bounds",

@@ -18,8 +18,10 @@ from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.compile_blocks import Compile, compile_blocks
 from flowtrain_lightning.compute.cross_entropy import summed_cross_entropy
 from flowtrain_lightning.data import Features, FlowDataModule, PackedBatch
+from flowtrain_lightning.models.adapters import adapters_as_dictionary, add_adapters
+from flowtrain_lightning.models.cached_generation import generate_with_cache, takes_cache
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
-from flowtrain_lightning.models.processor import Processor, processor_of
+from flowtrain_lightning.models.processor import Processor, copy_processor, processor_of
 from flowtrain_lightning.models.tensor_plans import decoder_plan, perceptron_plan
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import TensorPlan
@@ -29,16 +31,19 @@ class HuggingFaceVLM(FlowModule):
     """What all families share: built by ``transformers``, packed attention, loss at target tokens only, AdamW.
 
     A subclass says which ``families`` it trains, names the ``halves`` by path and defines ``encode``; `QwenVLM` and
-    `LlavaVLM` do. ``self.model`` is the Hugging Face model, so that after training
+    `LlavaVLM` do. ``self.model`` is the Hugging Face model. After training
 
-    ``QwenVLM.load_from_checkpoint("last.ckpt").model.save_pretrained("folder")``
+    ``QwenVLM.load_from_checkpoint("last.ckpt").save_pretrained("folder")``
 
-    writes a folder that everybody can load.
+    writes a folder that everybody can load, as ``flowtrain export --format hf last.ckpt folder`` does.
 
     Args:
         model: a name or a folder of Hugging Face, whose weights are loaded; or a ``transformers`` config (or its
             dictionary), to begin from random weights. Checkpoints keep the config, so that they need neither.
         frozen: path or paths of modules of the Hugging Face model that do not train, such as ``"model.visual"``.
+        adapters: train small matrices beside the weights, which stay as they are: a config of ``peft`` such as
+            ``LoraConfig(target_modules="all-linear")``, or its dictionary. What is saved is then a folder of adapters,
+            which ``peft.PeftModel.from_pretrained`` opens.
         recompute: keep only what each layer is given and compute the rest a second time for the backward (gradient
             checkpointing): far less memory, up to a third more time.
         compile: ``"blocks"`` lets PyTorch compile the repeated layers of both halves, once for all numbers of tokens;
@@ -65,6 +70,7 @@ class HuggingFaceVLM(FlowModule):
         model: str | Path | Mapping[str, Any] | Any,
         *,
         frozen: str | Sequence[str] = (),
+        adapters: Mapping[str, Any] | Any | None = None,
         recompute: bool = False,
         compile: Compile = "none",
         lr: float = 1e-5,
@@ -85,6 +91,7 @@ class HuggingFaceVLM(FlowModule):
             {
                 "model": config.to_dict(),
                 "frozen": [frozen] if isinstance(frozen, str) else list(frozen),
+                "adapters": None if adapters is None else adapters_as_dictionary(adapters),
                 "recompute": recompute,
                 "compile": compile,
                 "lr": lr,
@@ -108,8 +115,9 @@ class HuggingFaceVLM(FlowModule):
         if config.model_type not in self.families:
             raise ValueError(
                 f"{type(self).__name__} does not train models of type {config.model_type!r}. QwenVLM trains qwen2_vl, "
-                "qwen2_5_vl and qwen3_vl, LlavaVLM trains llava, InternVLM trains internvl, SmolVLM trains "
-                "smolvlm; for others write a HuggingFaceVLM of your own (docs/models.md)."
+                "qwen2_5_vl and qwen3_vl, LlavaVLM trains llava, InternVLM trains internvl, SmolVLM trains smolvlm, "
+                "GemmaVLM trains gemma3, PaliGemmaVLM trains paligemma; for others write a HuggingFaceVLM of your own "
+                "(docs/models.md)."
             )
 
     # ---- what it reads ------------------------------------------------------------------------------------------
@@ -158,9 +166,10 @@ class HuggingFaceVLM(FlowModule):
             self.model = Maker.from_config(_read_config(self.hparams["model"]), dtype=dtype)
         if self.hparams["generation"] is not None:
             self.model.generation_config = GenerationConfig(**self.hparams["generation"])
-        _refuse_seeing_ahead(self.model)
         self.model.train()  # from_pretrained leaves it in evaluation mode
-        pack_attention(self._text)
+        self.pack_backbone()
+        if self.hparams["adapters"] is not None:
+            add_adapters(self.model, self.hparams["adapters"])
         if self.hparams["recompute"]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # its new name is known from transformers 5.23 on only
@@ -170,6 +179,15 @@ class HuggingFaceVLM(FlowModule):
             compile_blocks(self.model)
         for path in self.hparams["frozen"]:
             self._frozen(path).requires_grad_(False)
+
+    def pack_backbone(self) -> None:
+        """Lets the text model attend within packed sequences, each token to those before it.
+
+        Raises:
+            ValueError: in this model some tokens see those behind them.
+        """
+        _refuse_seeing_ahead(self.model)
+        pack_attention(self._text)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and converts the weights, but leaves tables of frequencies as exact as they were built.
@@ -196,6 +214,18 @@ class HuggingFaceVLM(FlowModule):
         for part in (config, config.get_text_config()):
             part.tie_word_embeddings = False
         self.hparams["model"] = config.to_dict()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes what ``from_pretrained`` of ``transformers`` opens: the model and, where one is known, its processor.
+
+        Of a model with adapters these alone are written, as ``peft`` opens them.
+
+        Args:
+            folder: is made where it is not there.
+        """
+        self.model.save_pretrained(folder)
+        if self.hparams["processor"] is not None:
+            copy_processor(self.hparams["processor"], Path(folder))
 
     @property
     def _text(self) -> Any:
@@ -235,6 +265,20 @@ class HuggingFaceVLM(FlowModule):
         hidden = outputs.last_hidden_state[0].index_select(0, batch.targets)
         labels = batch.labels.index_select(0, batch.targets)
         return summed_cross_entropy(self._head, hidden, labels), len(batch.targets)
+
+    def generate(self, batch: PackedBatch, features: Features) -> list[tuple[int, list[int]]]:
+        """Greedy continuation of every sequence, by ``transformers``' own ``generate`` with its cache.
+
+        Where that cannot take what ``merge`` gives (Qwen3-VL's images, Gemma 3) or ranks share weights, the whole
+        sequences are computed anew for every token, with the same result.
+
+        Returns:
+            data set index and new token ids of every sequence.
+        """
+        arguments = self.merge(batch, features)
+        if not takes_cache(self._text, batch, arguments):
+            return super().generate(batch, features)
+        return generate_with_cache(self.model, self._text, batch, arguments, self.max_new_tokens, self.end_token)
 
     def logits(self, outputs: Any) -> Tensor:
         """``[tokens, vocabulary]``, for ``generate``."""
@@ -281,8 +325,8 @@ def _refuse_seeing_ahead(model: Any) -> None:
     if "token_type_ids" in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"In {type(model).__name__} the tokens of an image see each other, whichever comes first. Packed attention "
-            "has no mask for that, and training without it would be wrong without a word; train a model whose decoder "
-            "is causal (Qwen-VL, LLaVA, InternVL)."
+            "has no mask for that, and training without it would be wrong without a word. Say which tokens see which: "
+            "define pack_backbone and merge, as GemmaVLM does."
         )
 
 

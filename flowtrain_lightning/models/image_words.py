@@ -42,7 +42,7 @@ def image_words(config: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Ima
     match config.model_type:
         case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_vl_moe":
             return _run(named("image_token", "<|image_pad|>"))
-        case "llava" | "llava_onevision":
+        case "llava" | "llava_onevision" | "paligemma":
             return _run(named("image_token", settings.get("image_token", "<image>")))
         case "internvl":
             token = named("context_image_token", "<IMG_CONTEXT>")
@@ -60,7 +60,7 @@ def image_words(config: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Ima
         case family:
             raise ValueError(
                 f"How a model of type {family!r} writes images is not known here; known are Qwen2-VL, Qwen2.5-VL, "
-                "Qwen3-VL, LLaVA-1.5, LLaVA-OneVision, InternVL3, SmolVLM2 and Gemma 3. Write a ChatTemplate: "
+                "Qwen3-VL, LLaVA-1.5, LLaVA-OneVision, InternVL3, SmolVLM2, Gemma 3 and PaliGemma. Write a template: "
                 "FlowDataModule(template=ChatTemplate(...))."
             )
 

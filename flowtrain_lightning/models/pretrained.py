@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.data import ImageProcessor, Tokenizer
+from flowtrain_lightning.models.gemma import GemmaVLM
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.internvl import InternVLM
 from flowtrain_lightning.models.llava import LlavaVLM
+from flowtrain_lightning.models.paligemma import PaliGemmaVLM
 from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.qwen import QwenVLM
 from flowtrain_lightning.models.smolvlm import SmolVLM
 
-_TRAINED: tuple[type[HuggingFaceVLM], ...] = (QwenVLM, LlavaVLM, InternVLM, SmolVLM)
+_TRAINED: tuple[type[HuggingFaceVLM], ...] = (QwenVLM, LlavaVLM, InternVLM, SmolVLM, GemmaVLM, PaliGemmaVLM)
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,28 @@ def from_pretrained(model: str | Path, **settings: Any) -> Pretrained:
     Raises:
         ValueError: no module here trains its family, or its files lack something.
     """
-    module = _kind(model)(model, **settings)
+    from transformers import AutoConfig
+
+    module = module_class(AutoConfig.from_pretrained(model).model_type)(model, **settings)
     processor = module.processor
     assert processor is not None, "a model that has a name has a processor"
     return Pretrained(module, processor.tokenizer, processor.template, processor.images)
 
 
-def _kind(model: str | Path) -> type[HuggingFaceVLM]:
-    from transformers import AutoConfig
+def module_class(family: str) -> type[HuggingFaceVLM]:
+    """The class that trains models of a family.
 
-    family = AutoConfig.from_pretrained(model).model_type
+    Args:
+        family: the ``model_type`` of their config.
+
+    Raises:
+        ValueError: none does.
+    """
     for kind in _TRAINED:
         if family in kind.families:
             return kind
     trained = ", ".join(name for kind in _TRAINED for name in kind.families)
     raise ValueError(
-        f"{model} is of type {family!r}; the families that train are {trained}. For others write a HuggingFaceVLM of "
+        f"The model is of type {family!r}; the families that train are {trained}. For others write a HuggingFaceVLM of "
         "your own (docs/models.md)."
     )

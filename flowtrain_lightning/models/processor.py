@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,22 @@ from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
 from flowtrain_lightning.models.image_words import image_words
 from flowtrain_lightning.models.images import images_of
 from flowtrain_lightning.models.processor_template import ProcessorTemplate, Tiles
+
+_PALIGEMMA_TEMPLATE = """
+{%- if messages | length > 2 or messages[0]['role'] != 'user' -%}
+    {{- raise_exception('PaliGemma takes one question and one answer, without a system turn') -}}
+{%- endif -%}
+{%- for part in messages[0]['content'] if part['type'] == 'image' -%}<image>{%- endfor -%}
+{{- bos_token -}}
+{%- for part in messages[0]['content'] if part['type'] == 'text' -%}{{- part['text'] -}}{%- endfor -%}
+{{- '\n' -}}
+{%- if messages | length == 2 -%}
+    {%- generation -%}
+        {%- for part in messages[1]['content'] -%}{{- part['text'] -}}{%- endfor -%}{{- eos_token -}}
+    {%- endgeneration -%}
+{%- endif -%}
+"""
+"""PaliGemma is published without one; this writes what its processor writes of a prefix and a suffix."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,37 @@ def template_of(model: str | Path) -> ProcessorTemplate:
     return _template(model, _tokenizer(model), None)
 
 
+_FILES = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Of a processor, beside those of its tokenizer."""
+
+
+def copy_processor(model: str | Path, folder: Path) -> None:
+    """Writes what a model reads into the folder of another that reads alike: tokenizer, template, image processor.
+
+    Files are copied as they are, since most processors cannot be built without torchvision, for their videos.
+
+    Args:
+        model: the model's name or folder.
+        folder: to write into.
+
+    Raises:
+        ValueError: the model has no tokenizer.
+    """
+    from transformers.utils import cached_file
+
+    _tokenizer(model).save_pretrained(folder)
+    for name in _FILES:
+        found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            shutil.copy(found, folder / name)
+
+
 def _tokenizer(model: str | Path) -> Any:
     from transformers import AutoTokenizer
 
@@ -73,18 +121,21 @@ def _tokenizer(model: str | Path) -> Any:
 def _template(model: str | Path, tokenizer: Any, tiles: Tiles | None) -> ProcessorTemplate:
     from transformers import AutoConfig, ProcessorMixin
 
+    config = AutoConfig.from_pretrained(model)
     # Its settings alone: most processors cannot be built without torchvision, which only their videos need.
     settings: dict[str, Any] = {}
     with suppress(OSError):  # a model whose processor has no file of its own
         settings, _ = ProcessorMixin.get_processor_dict(model)
     template = settings.get("chat_template") or tokenizer.chat_template
     template = template["default"] if isinstance(template, dict) else template
+    if template is None and config.model_type == "paligemma":
+        template = _PALIGEMMA_TEMPLATE
     if template is None:
         raise ValueError(
             f"{model} has no chat template. Say how conversations are written: "
             "FlowDataModule(template=ChatTemplate(...))."
         )
-    words = image_words(AutoConfig.from_pretrained(model), tokenizer, settings)
+    words = image_words(config, tokenizer, settings)
     if words.tiled and tiles is None:
         images = images_of(model)
         tiles = images.tiles_of if isinstance(images, HuggingFaceImages) else None

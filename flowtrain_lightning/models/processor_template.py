@@ -229,9 +229,12 @@ class ProcessorTemplate:
         return self._expanded(text, spans, starts, counts, rows, around)
 
     def _begins_itself(self, text: str) -> bool:
-        """Whether a template writes the token that begins a text, which the tokenizer then does not add."""
+        """Whether a template writes the token that begins a text, which the tokenizer then does not add.
+
+        PaliGemma's writes it behind the images.
+        """
         begin = self._names.get("bos_token")
-        return begin is not None and text.startswith(begin)
+        return begin is not None and begin in text
 
     def _told(self, text: str, learned: list[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
         """A piece of text for the tokenizer, and where its learned spans are then."""

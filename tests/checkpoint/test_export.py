@@ -51,6 +51,16 @@ def test_a_checkpoint_of_weights_only_opens_too_and_holds_nothing_else(straight,
     assert "optimizer_states" not in read_checkpoint(straight / "weights.ckpt")
 
 
+def test_flowtrain_export_says_that_a_checkpoint_holds_no_model_of_hugging_face(
+    straight, tmp_path, monkeypatch, capsys
+):
+    command = ["flowtrain", "export", "--format", "hf", str(straight / "ended.ckpt"), str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="does not say which model of Hugging Face it holds"):
+        main()
+    assert not (tmp_path / "out").exists()
+
+
 def test_flowtrain_export_writes_a_plain_file(straight, weights, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["flowtrain", "export", str(straight / "ended.ckpt"), str(tmp_path / "out.ckpt")])
     main()

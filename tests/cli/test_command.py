@@ -169,7 +169,7 @@ def test_letters_that_a_terminal_does_not_know_become_question_marks(flowtrain, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["export", "only-one"], "the following arguments are required: out.ckpt"),
+        (["export", "only-one"], "the following arguments are required: out"),
         (["doctor", "--fast"], "unrecognized arguments: --fast"),
         (["fit", "--config", "nowhere.yaml"], "nowhere.yaml"),
     ],

@@ -79,9 +79,10 @@ def _llama() -> Any:
     return tokenizer
 
 
-def _gemma() -> Any:
+def gemma_tokenizer(image_token: str = "<image_soft_token>") -> Any:
+    """Gemma's, with the token of Gemma 3's images or of PaliGemma's."""
     vocabulary, merges = _characters()
-    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": image_token}
     tokenizer = transformers.GemmaTokenizer(vocab=dict(vocabulary), merges=list(merges), extra_special_tokens=named)
     turns = ["<start_of_turn>", "<end_of_turn>", *named.values()]
     tokenizer.add_special_tokens({"additional_special_tokens": turns}, replace_extra_special_tokens=False)
@@ -243,7 +244,7 @@ PUBLISHED = {
     ),
     "gemma3": Published(
         lambda: transformers.Gemma3Config(mm_tokens_per_image=4, vision_config={"image_size": 56, "patch_size": 14}),
-        _gemma,
+        gemma_tokenizer,
         _gemma_images,
         "Gemma3Processor",
         "gemma3.jinja",

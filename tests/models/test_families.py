@@ -30,6 +30,20 @@ PADDING = 5
 """Tokens at the end of the microbatch."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def float64_throughout() -> Iterator[None]:
+    """Gemma's norms and softmax compute in float32 whatever they are given; here what is compared is no rounding."""
+    softmax = functional.softmax
+
+    def double_softmax(scores: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        return softmax(scores, dim=dim, dtype=scores.dtype if scores.dtype == torch.float64 else dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "float", lambda tensor: tensor.double())
+        patch.setattr(functional, "softmax", double_softmax)
+        yield
+
+
 class Samples:
     """A few samples, packed together and one by one, in float64."""
 
@@ -66,9 +80,14 @@ def exact(media: PackedMedia) -> PackedMedia:
 
 def as_hugging_face_takes_it(batch: PackedBatch, media: PackedMedia | None, config: Any) -> dict[str, Any]:
     inputs = {"input_ids": batch.tokens[None], "use_cache": False}
+    if config.model_type == "paligemma":
+        learned = batch.labels[:-1] != IGNORED_LABEL
+        inputs["token_type_ids"] = functional.pad(learned.cumsum(0).clamp(max=1), (1, 0))[None]
     if media is None:
         return inputs
-    if config.model_type == "llava":
+    if config.model_type == "gemma3":
+        inputs["token_type_ids"] = (batch.tokens == config.image_token_id).int()[None]
+    if config.model_type in ("llava", "gemma3", "paligemma"):
         return {**inputs, "pixel_values": media.images()}
     if config.model_type == "internvl":
         return {**inputs, "pixel_values": flow.models.tile_images(media, high=4)}
@@ -100,7 +119,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         reference = type(module.model).from_pretrained(folder / "model", dtype=torch.float64)
         packed, single = ours(module, samples), theirs(reference, samples)
         module.model.zero_grad()
-        module.model.set_attn_implementation("sdpa")
+        module.model.set_attn_implementation(family.attention)
         return packed, single, theirs(module.model, samples)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -191,6 +191,12 @@ def test_a_tower_for_images_of_many_sizes_is_refused():
         flow.models.LlavaVLM(config)
 
 
+def test_images_longer_than_the_window_of_local_layers_are_refused():
+    config = {**FAMILIES["gemma3"].config, "mm_tokens_per_image": 25}
+    with pytest.raises(ValueError, match=r"An image has 25 tokens .* but local layers see 24 \(sliding_window\)"):
+        flow.models.GemmaVLM(config)
+
+
 def test_a_frozen_part_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"frozen names 'visual', but Qwen2VL.* such as 'model.visual'"):
         built(frozen="visual")

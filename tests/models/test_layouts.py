@@ -17,28 +17,40 @@ from tests.models.tiny import FAMILIES
 
 pytest.importorskip("transformers")
 
+LORA = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear", "init_lora_weights": False}
 FAMILIES_IN_PARTS = ("qwen2_vl, tied", "qwen3_vl", "llava with clip")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of a run of a family on a layout."""
     folder = tmp_path_factory.mktemp("layouts")
     write_steps(folder / "data")
 
     @cache
-    def trained(family: str, layout: str) -> Path:
-        name = f"{family} {layout}"
-        arguments = {"data": str(folder / "data"), "layout": layout, "family": family}
+    def trained(family: str, layout: str, adapted: bool = False) -> Path:
+        name = f"{family} {layout}{' adapted' * adapted}"
+        adapters = LORA if adapted else None
+        arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "adapters": adapters}
         job = Job(name, "tests.models.training:train", ranks_of(layout), arguments)
         return run_jobs(folder, [job])[name].check().folder
 
     return trained
 
 
-@pytest.mark.parametrize("family", FAMILIES_IN_PARTS)
-def test_an_encoder_rank_and_a_backbone_rank_compute_what_one_process_does(trained, family):
-    found, expected = (read_run(trained(family, layout)) for layout in ("1+1", "auto"))
+@pytest.mark.parametrize(
+    ("family", "adapted"),
+    [
+        *((family, False) for family in FAMILIES_IN_PARTS),
+        ("qwen2_5_vl", True),
+        pytest.param("gemma3", False, marks=pytest.mark.full),
+        pytest.param("paligemma 2", False, marks=pytest.mark.full),
+    ],
+)
+def test_an_encoder_rank_and_a_backbone_rank_compute_what_one_process_does(trained, family, adapted):
+    if adapted:
+        pytest.importorskip("peft")
+    found, expected = (read_run(trained(family, layout, adapted)) for layout in ("1+1", "auto"))
     assert error(found.initial, expected.initial) == 0.0
     assert found.losses == pytest.approx(expected.losses, rel=1e-9)
     assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= 1e-9

@@ -60,11 +60,12 @@ def _smolvlm_images() -> HuggingFaceImages:
 
 @dataclass(frozen=True)
 class Family:
-    """A module's class, the config of a model for it, and how its images are made."""
+    """A module's class, the config of a model for it, how its images are made, and its attention in transformers."""
 
     kind: type[flow.models.HuggingFaceVLM]
     config: dict[str, Any]
     images: ImageProcessor = field(default=IMAGES)
+    attention: str = "sdpa"
 
 
 FAMILIES = {
@@ -143,5 +144,31 @@ FAMILIES["smolvlm"] = Family(
         "tie_word_embeddings": False,
     },
     _smolvlm_images(),
+)
+_LOCAL_AND_GLOBAL = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+_SIGLIP = {**_SQUARE, "model_type": "siglip_vision_model", "vision_use_head": False}
+FAMILIES["gemma3"] = Family(
+    flow.models.GemmaVLM,
+    {
+        "model_type": "gemma3",
+        "text_config": {**_TEXT, **_LOCAL_AND_GLOBAL, "pad_token_id": 0, "query_pre_attn_scalar": 16},
+        "vision_config": _SIGLIP,
+        "image_token_id": _IMAGE,
+        "mm_tokens_per_image": 4,
+    },
+    ImageProcessor(patch_size=4, merge_size=2, fixed_size=(16, 16)),
+)
+FAMILIES["paligemma 2"] = Family(
+    flow.models.PaliGemmaVLM,
+    {
+        "model_type": "paligemma",
+        "text_config": {**_TEXT, **_LOCAL_AND_GLOBAL, "model_type": "gemma2", "pad_token_id": 0},
+        "vision_config": _SIGLIP,
+        "projection_dim": 32,
+        "hidden_size": 32,
+        "image_token_index": _IMAGE,
+    },
+    SQUARE,
+    attention="eager",
 )
 FAMILIES["qwen2_vl, tied"] = Family(flow.models.QwenVLM, {**FAMILIES["qwen2_vl"].config, "tie_word_embeddings": True})

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+import flowtrain_lightning as flow
+from flowtrain_lightning.cli import main
 from flowtrain_lightning.models import QwenVLM
 from tests.lightning.theatre import launch
 from tests.models.tiny import FAMILIES
 
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "tests" / "models" / "chat_templates" / "qwen2_5_vl.jinja"
@@ -44,22 +47,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-CASES = [
-    pytest.param(None, 2, marks=pytest.mark.full, id="who encodes is planned"),
-    pytest.param("1-gpu.yaml", 1, id="both halves on one device"),
-    pytest.param("8-gpus.yaml", 4, id="both halves in shards"),
-    pytest.param("64-gpus.yaml", 4, id="shards in two groups"),
-]
-"""What is added to the recipe's configuration, and on how many processes its layout is tried."""
-
-
-@pytest.mark.parametrize(("added", "ranks"), CASES)
-def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, added, ranks):
+def fit_and_export(folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, added: str | None, ranks: int) -> Path:
+    """Trains by YAML files of the recipe, and gives the folder that is exported for Hugging Face."""
     recipes = ROOT / "recipes" / "qwen_vl"
-    recipe = (recipes / "config.yaml").read_text(encoding="utf-8")
-    assert recipe.count("models/qwen") == 2, "once where it says how to get it"
-    config = folder / "config.yaml"
-    config.write_text(recipe.replace("models/qwen", str(folder)).replace("max_pixels: 1003520", "max_pixels: 4096"))
+    text = (recipes / recipe).read_text(encoding="utf-8")
+    assert text.count("models/qwen") == 2, "once where it says how to get it"
+    config = folder / "run.yaml"
+    config.write_text(text.replace("models/qwen", str(folder)).replace("max_pixels: 1003520", "max_pixels: 4096"))
     configs = ["--config", str(config), *(["--config", str(recipes / added)] if added else [])]
     data = [f"--data.{stage}={DRAWINGS}/data/{stage}.jsonl" for stage in ("train", "val")]
     folders = ["--data.index.cache_dir", str(folder / "index"), "--trainer.default_root_dir", str(folder / "runs")]
@@ -67,10 +61,39 @@ def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, added, ra
     with launch([*started, "--trainer.devices", str(ranks)], folder / "log") as process:
         assert process.wait(SECONDS) == 0, (folder / "log").read_text()
     (last,) = (folder / "runs").rglob("last.ckpt")
-    QwenVLM.load_from_checkpoint(last).model.save_pretrained(folder / "tuned")
+    monkeypatch.setattr(sys, "argv", ["flowtrain", "export", "--format", "hf", str(last), str(folder / "tuned")])
+    main()
+    return folder / "tuned"
+
+
+CASES = [
+    pytest.param(None, 2, marks=pytest.mark.full, id="who encodes is planned"),
+    pytest.param("1-gpu.yaml", 1, id="both halves on one device"),
+    pytest.param("8-gpus.yaml", 4, id="both halves in shards", marks=pytest.mark.full),
+    pytest.param("64-gpus.yaml", 4, id="shards in two groups"),
+]
+"""What is added to the recipe's configuration, and on how many processes its layout is tried."""
+
+
+@pytest.mark.parametrize(("added", "ranks"), CASES)
+def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, monkeypatch, added, ranks):
+    fit_and_export(folder, monkeypatch, "config.yaml", added, ranks)
     tuned = transformers.AutoModelForImageTextToText.from_pretrained(folder / "tuned").state_dict()
     before = transformers.AutoModelForImageTextToText.from_pretrained(folder).state_dict()
     assert tuned.keys() == before.keys()
     changed = {name for name, weight in tuned.items() if not weight.equal(before[name])}
     assert any("visual" in name for name in changed), "the tower trains"
     assert any("language_model" in name for name in changed)
+    reads, read = (flow.models.processor_of(place) for place in (folder / "tuned", folder))
+    assert reads.template.fingerprint == read.template.fingerprint
+    assert reads.images.fingerprint == read.images.fingerprint
+
+
+def test_the_recipe_for_adapters_gives_a_folder_for_peft(folder, monkeypatch):
+    adapters = fit_and_export(folder, monkeypatch, "lora.yaml", None, 2)
+    before = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    weights = {name: weight.clone() for name, weight in before.state_dict().items()}
+    tuned = peft.PeftModel.from_pretrained(before, adapters).merge_and_unload().state_dict()
+    changed = {name for name, weight in tuned.items() if not weight.equal(weights[name])}
+    assert changed
+    assert all("language_model" in name and "_proj" in name for name in changed)

@@ -1,0 +1,177 @@
+"""Attention of decoders in which some tokens, such as those of an image, see each other, whichever comes first."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from flowtrain_lightning.attention import varlen_attention
+from flowtrain_lightning.data import PackedBatch
+
+NAME = "flowtrain_blocks"
+"""What ``transformers`` knows the function by, as it knows ``"sdpa"``."""
+
+
+def attend_in_blocks(model: Any) -> None:
+    """Lets a decoder of Hugging Face attend within packed sequences, by a `SightMask` that its forward is given.
+
+    Args:
+        model: a ``transformers.PreTrainedModel`` such as Gemma's. Its forward then takes a batch of one and ``sight=``.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attention)
+    model.set_attn_implementation(NAME)
+
+
+class SightMask:
+    """Which tokens of a microbatch see which: those before them in their sequence, and all of their own block.
+
+    On CPU, and in float64 anywhere, PyTorch's ``scaled_dot_product_attention`` gets a mask, one sequence after another;
+    on a GPU ``flex_attention`` leaves out whatever no token of it sees. Masks are made once for all layers.
+
+    Args:
+        batch: the microbatch.
+        blocks: ``[tokens]`` the number of the block that a token lies in, or -1; None where nothing is in a block.
+    """
+
+    def __init__(self, batch: PackedBatch, blocks: Tensor | None) -> None:
+        self._blocks = blocks
+        self._cu_seqlens = batch.cu_seqlens
+        self._max_seqlen = batch.max_seqlen
+        self._dense: dict[int | None, list[Tensor]] = {}
+        self._sparse: dict[int | None, BlockMask] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None) -> Tensor:
+        """Attention of one layer.
+
+        Args:
+            query: ``[tokens, heads, head_dim]``, to be scaled by ``head_dim ** -0.5``.
+            key: ``[tokens, key_heads, head_dim]``.
+            value: ``[tokens, key_heads, head_dim]``.
+            window: a token sees itself and ``window - 1`` tokens before it, and its block; None: all before it.
+            softcap: scores become ``softcap * tanh(scores / softcap)``, as in Gemma 2.
+
+        Returns:
+            ``[tokens, heads, head_dim]``.
+        """
+        window = None if window is None or window >= self._max_seqlen else window
+        if self._blocks is None and window is None and softcap is None:
+            return varlen_attention(query, key, value, self._cu_seqlens, self._max_seqlen, causal=True)
+        if query.is_cuda and query.dtype != torch.float64:
+            return self.attend_sparsely(query, key, value, window, softcap, compiled=True)
+        return self.attend_densely(query, key, value, window, softcap)
+
+    def _sees(self, window: int | None, query: Tensor, key: Tensor) -> Tensor:
+        """Whether tokens see tokens of the same sequence, both by their number in the microbatch."""
+        seen = key <= query
+        if window is not None:
+            seen = seen & (key > query - window)
+        if self._blocks is None:
+            return seen
+        return seen | ((self._blocks[query] == self._blocks[key]) & (self._blocks[query] >= 0))
+
+    def attend_densely(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """As `attend`, sequence by sequence with a mask of its own."""
+        if window not in self._dense:
+            tokens = torch.split(torch.arange(len(query), device=query.device), self._cu_seqlens.diff().tolist())
+            self._dense[window] = [self._sees(window, own[:, None], own[None]) for own in tokens]
+        masks = self._dense[window]
+        lengths = [len(mask) for mask in masks]
+        outputs = []
+        for mask, *packed in zip(
+            masks, *(torch.split(x.transpose(0, 1), lengths, dim=1) for x in (query, key, value)), strict=True
+        ):
+            q, k, v = (x[None] for x in packed)
+            if softcap is None:
+                output = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+            else:
+                output = _capped_attention(q, k, v, mask, softcap)
+            outputs.append(output[0])
+        return torch.cat(outputs, dim=1).transpose(0, 1)
+
+    def attend_sparsely(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None, *, compiled: bool
+    ) -> Tensor:
+        """As `attend`, by ``flex_attention``, which on a GPU is to be compiled."""
+        tokens, device = len(query), query.device
+        if window not in self._sparse:
+            lengths = self._cu_seqlens.diff()
+            sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=tokens)
+
+            def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                return (sequence[query] == sequence[key]) & self._sees(window, query, key)
+
+            self._sparse[window] = create_block_mask(sees, None, None, tokens, tokens, device=device)
+
+        def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+        attend = _compiled_flex_attention() if compiled else flex_attention
+        output: Tensor = attend(
+            *(x.transpose(0, 1)[None] for x in (query, key, value)),
+            score_mod=None if softcap is None else cap,
+            block_mask=self._sparse[window],
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output[0].transpose(0, 1)
+
+
+def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, softcap: float) -> Tensor:
+    """As ``scaled_dot_product_attention``, which knows no softcap; ``[1, heads, tokens, head_dim]``."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    scores = softcap * torch.tanh(scores / softcap)
+    shares = scores.masked_fill(~mask, -math.inf).softmax(
+        dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)
+    )
+    return shares.to(value.dtype) @ value
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    """PyTorch's ``flex_attention`` is fast, and sparing of memory, only where it is compiled."""
+    return torch.compile(flex_attention)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sight: SightMask | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """An attention function as ``transformers`` calls it: ``[1, heads, tokens, head_dim]`` tensors."""
+    if sight is None:
+        raise ValueError(
+            f"{type(module).__name__} was not told which tokens see which. Pass sight=SightMask(batch, blocks) to the "
+            "model's forward; to use the model otherwise, call model.set_attn_implementation('eager') before."
+        )
+    if dropout:
+        raise ValueError(
+            f"{type(module).__name__} uses dropout, which packed attention does not have. Set attention_dropout=0 in "
+            "the model's config."
+        )
+    if scaling is not None and not math.isclose(scaling, query.shape[-1] ** -0.5):
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    device = query.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # rotary positions have made queries and keys float32
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return sight.attend(query, key, value, sliding_window, softcap)[None], None

@@ -1,0 +1,62 @@
+"""Predictions by transformers' own generate: what computing all anew gives, but every token is read once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain_lightning.compute.generation import generate_greedily
+from tests.models.test_families import Samples
+from tests.models.tiny import FAMILIES
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = 6
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "llava with clip", "internvl", "smolvlm"])
+def test_predictions_are_those_of_computing_all_anew_and_read_every_token_once(tmp_path, family):
+    module, batch, features = prompted(tmp_path, family)
+    expected = generate_greedily(module, batch, features)
+    read: list[int] = []
+    module.get_submodule(module.halves["backbone"][0]).layers[0].register_forward_pre_hook(
+        lambda _, arguments, named: read.append((arguments[0] if arguments else named["hidden_states"]).shape[1]),
+        with_kwargs=True,
+    )
+    module.set_local_roles(("backbone",))
+    module.drop_absent_roles()  # a backbone rank has no encoder
+    found = module.generate(batch, features)
+    assert found == expected
+    prompts, answers = int(batch.cu_seqlens[len(batch.samples)]), sum(min(len(ids) + 1, TOKENS) for _, ids in found)
+    assert sum(read) == prompts + answers - len(found)  # the last token of each is never read
+    assert generate_greedily(module, batch, features) == expected  # packed attention is back
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_where_generate_cannot_take_what_merge_gives_all_is_computed_anew(tmp_path, family):
+    module, batch, features = prompted(tmp_path, family)
+    assert module.generate(batch, features) == generate_greedily(module, batch, features)
+
+
+def test_predictions_of_paligemma_are_refused(tmp_path):
+    module, batch, features = prompted(tmp_path, "paligemma 2")
+    with pytest.raises(NotImplementedError, match="PaliGemma's predictions are not computed here"):
+        module.generate(batch, features)
+
+
+def prompted(folder: Any, family: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A module, a microbatch of four prompts, and the features of its images."""
+    samples = Samples(folder, FAMILIES[family])
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = FAMILIES[family].kind(FAMILIES[family].config, max_new_tokens=TOKENS)
+        module.configure_model()
+        module.eval()
+        batch, media = samples.packed
+        with torch.no_grad():
+            return module, batch, {"image": module.encode(media)}
+    finally:
+        torch.set_default_dtype(torch.float32)
