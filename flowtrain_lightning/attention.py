@@ -116,10 +116,19 @@ def torch_varlen_kernel() -> tuple[Callable[..., Any], dict[str, bool]]:
     """PyTorch's kernel for packed sequences, and what it must be told to take fewer key heads than query heads.
 
     PyTorch 2.11's takes them as they are, and later ones as soon as they are told to.
+
+    Raises:
+        RuntimeError: this PyTorch's kernel is too old.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn, {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    parameters = inspect.signature(varlen_attn).parameters
+    if "window_size" not in parameters:
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} has no kernel for packed sequences with causal windows. On GPUs install "
+            "torch 2.11 or newer, or flash-attn."
+        )
+    return varlen_attn, {"enable_gqa": True} if "enable_gqa" in parameters else {}
 
 
 def _per_sequence(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, causal: bool) -> Tensor:

@@ -123,6 +123,11 @@ class _Note:
         args, kwargs = tree_unflatten(leaves, self.tree)
         return tensors_in(self.function(*args, **kwargs))
 
+    def run_into(self, here: dict[int, torch.UntypedStorage], tensor: Callable[[NotedTensor], Tensor]) -> None:
+        """Runs the operation and keeps the memories that are new, each by its number."""
+        for noted, made in zip(self.results, self.run(tensor), strict=True):
+            here.setdefault(noted.memory, made.untyped_storage())
+
     def draw(self) -> None:
         """Draws for nobody."""
         (result,) = self.results
@@ -211,13 +216,13 @@ class BuildingLog:
 
         for number, note in enumerate(self._notes):
             if number in needed:
-                for noted, made in zip(note.results, note.run(tensor), strict=True):
-                    here.setdefault(noted.memory, made.untyped_storage())
+                note.run_into(here, tensor)
                 for memory in [memory for memory in here if last_use[memory] == number]:
-                    final = here.pop(memory)
                     if memory in finals:
-                        take(memory, final)
                         finals.remove(memory)
+                        take(memory, here.pop(memory))
+                    else:
+                        del here[memory]
             elif note.draws and number < last_draw:
                 note.draw()
         for memory in finals:  # which nobody has written

@@ -62,15 +62,11 @@ def local_region(tensor: Tensor) -> Region:
     """The region of a tensor that this rank holds: all of it, or its part of a DTensor.
 
     Raises:
-        ValueError: what the rank holds is no box, or a summand of the tensor only.
+        ValueError: the rank holds a summand of the tensor only, or it was cut in another way than here.
     """
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
-    _refuse_what_is_no_box(tensor)
-    # What DTensor offers to torch's own checkpoints. Its documented parts (mesh and placements) do not tell in which
-    # order two mesh dimensions cut one dimension of the tensor.
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    region = Region(tuple(chunk.offsets), tuple(chunk.sizes))
+    region = _held(tensor)
     if region.sizes != tuple(tensor.to_local().shape):
         raise ValueError(
             f"A DTensor of shape {tuple(tensor.shape)} and placements {tensor.placements} should hold "
@@ -102,20 +98,23 @@ def _ends(region: Region) -> tuple[int, ...]:
     return tuple(offset + size for offset, size in zip(region.offsets, region.sizes, strict=True))
 
 
-def _refuse_what_is_no_box(tensor: DTensor) -> None:
-    cuts: dict[int, list[int]] = {}
-    for dim, placement in enumerate(tensor.placements):
-        if placement.is_partial():
+def _held(tensor: DTensor) -> Region:
+    """What this rank's coordinate in the mesh says that it holds of a DTensor.
+
+    FSDP2 over divided layers cuts what tensor ranks have left of a dimension, though its own dimension of the mesh comes
+    first: its placement has a ``split_factor`` then.
+    """
+    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
+    cuts = [(dim, placed) for dim, placed in enumerate(tensor.placements) if not placed.is_replicate()]
+    for dim, placed in sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor")):
+        if placed.is_partial():
             raise ValueError(
                 f"A DTensor of shape {tuple(tensor.shape)} is a sum that is still outstanding ({tensor.placements}). "
                 "Redistribute it before it is saved or loaded."
             )
-        if not placement.is_replicate() and tensor.device_mesh.size(dim) > 1:
-            cuts.setdefault(placement.dim, []).append(tensor.device_mesh.size(dim))  # type: ignore[attr-defined]
-    for dim, sizes in cuts.items():
-        if len(sizes) > 1 and tensor.shape[dim] % math.prod(sizes):
-            raise ValueError(
-                f"Dimension {dim} of a DTensor of shape {tuple(tensor.shape)} is cut by two dimensions of its mesh "
-                f"({sizes}), which do not divide it: what a rank holds need not be one piece then. Shard another "
-                "dimension, or take degrees that divide it."
-            )
+        along, index = placed.dim, tensor.device_mesh.get_local_rank(dim)  # type: ignore[attr-defined]
+        longest = -(-sizes[along] // tensor.device_mesh.size(dim))  # as torch.chunk
+        start = min(index * longest, sizes[along])
+        offsets[along] += start
+        sizes[along] = min(longest, sizes[along] - start)
+    return Region(tuple(offsets), tuple(sizes))

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf
 from flowtrain_lightning.parallel.groups import disconnect_groups
+from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 from tests.exactness.data import steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.modules import Deep
 from tests.exactness.train import weights_of
 from tests.forks import write_down
-from tests.tiny import TinyVLM
 
 SHARDED = {"encoder": {"shard": "fsdp"}, "backbone": {"shard": "fsdp"}}
 
@@ -80,47 +85,33 @@ class HeavyBlock(nn.Module):
         self.weight = nn.Parameter(torch.randn(2048, 2048))
 
 
-class Heavy(TinyVLM):
-    """Its backbone carries ``blocks`` blocks that nothing uses."""
+class Heavy(nn.Module):
+    """A half of so many blocks."""
 
-    blocks = 12
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self._count = blocks
 
-    def configure_backbone(self) -> None:
-        super().configure_backbone()
-        self.backbone.ballast = nn.ModuleList(HeavyBlock() for _ in range(self.blocks))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(HeavyBlock() for _ in range(self._count))
 
 
-class Light(Heavy):
-    """The same with next to no weights."""
+def memory_of_building(folder: Path, *, ranks: int, blocks: int) -> None:
+    """The most bytes by which this process grew while it built and sharded a half, as one of so many ranks.
 
-    blocks = 0
-
-
-def memory_of_building(folder: Path, *, data: str, layout: str) -> None:
-    """The most bytes resident while a sharded module was built, above those of a process that did so with none."""
-    seen: dict[str, int] = {}
-
-    class Measure(L.Callback):
-        def on_train_start(self, *args: Any) -> None:
-            seen["most"] = _memory("VmHWM")
-
-    for kind in (Light, Heavy):
+    The others are not there: who builds says nothing to them. It has built and sharded a small half before.
+    """
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    for count in (1, blocks):
         Path("/proc/self/clear_refs").write_text("5")  # the most that was resident counts anew from here
         before = _memory("VmRSS")
-        trainer = trainer_for(
-            layout,
-            strategy={"roles": {"backbone": {"shard": "fsdp"}}},
-            max_steps=1,
-            limit_val_batches=0,
-            callbacks=[Measure()],
-            default_root_dir=folder,
-        )
-        trainer.fit(kind(), steps_data(Path(data)))
-    write_down(folder, {"grown": seen["most"] - before})
-    disconnect_groups()
+        half = Heavy(count)
+        weights = UnfilledWeights(half, half.build, ("weights",))
+        fill = partial(weights.fill, half, lambda name: True, torch.device("cpu"))
+        engine = FullyShardedHalf({"half": half}, mesh, fill=fill)
+        assert len(engine.parameters) == count
+    write_down(folder, {"grown": _memory("VmHWM") - before})
 
 
 def _memory(name: str) -> int:

@@ -10,7 +10,7 @@ import pytest
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
-from tests.parallel.building import SHARDED, Heavy
+from tests.parallel.building import SHARDED
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,11 @@ def test_every_layout_begins_with_the_weights_of_one_process(tmp_path, data, lay
         assert found["differ"] == []
 
 
-def test_building_takes_the_memory_of_a_shard_and_one_block(tmp_path, data):
-    block = 16 << 20
-    shard = Heavy.blocks * block / 3
-    for found in ran(tmp_path, "memory_of_building", "colocated 3", data=data):
-        assert 0.9 * shard < found["grown"] <= 1.3 * shard + block
+def test_building_takes_the_memory_of_a_shard_and_one_block(tmp_path):
+    block, blocks, ranks = 16 << 20, 12, 3
+    shard = blocks * block / ranks
+    job = Job(
+        "memory", "tests.parallel.building:memory_of_building", 1, {"ranks": ranks, "blocks": blocks}, deadline=240
+    )
+    (found,) = read_down(run_jobs(tmp_path, [job])["memory"].check().folder)
+    assert 0.9 * shard < found["grown"] <= 1.3 * shard + block
