@@ -37,6 +37,7 @@ from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_
 from flowtrain_lightning.parallel.gradients import local_part
 from flowtrain_lightning.parallel.groups import CrossGroup, Groups
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
+from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.parallel.layouts import make_engine
 from flowtrain_lightning.placement.meta_device import MetaTensorMode, copy_on_meta
 
@@ -164,7 +165,16 @@ def count_states(module: FlowModule, role: str, layout: Layout, recompute: Recom
         outside = [name for name, weight in module.named_parameters() if id(weight) in half]
         # Outside of the mode, since meshes are read; what is made of fake weights is fake all the same.
         engine = make_engine(
-            module, role, layout, recompute, groups, device_type="cpu", precision=precision, shares_ranks=False
+            module,
+            role,
+            layout,
+            groups,
+            recompute=recompute,
+            offload="none",
+            device_type="cpu",
+            precision=precision,
+            shares_ranks=False,
+            fill=_nothing,  # weights are fake, and there from the start
         )
         with fake:
             return _step(module, engine, blocks, outside)
@@ -301,6 +311,10 @@ def _touch(block: nn.Module, rows: Tensor) -> Tensor:
     return rows + sum(weight.sum() for weight in block.parameters())
 
 
+def _nothing() -> None:
+    """Does nothing."""
+
+
 @contextmanager
 def _fake_ranks(ranks: int) -> Iterator[Groups]:
     """Inside, this process is the first of so many ranks, whose collectives do nothing."""
@@ -309,6 +323,6 @@ def _fake_ranks(ranks: int) -> Iterator[Groups]:
     world = dist.group.WORLD
     assert world is not None
     try:
-        yield Groups(alone, alone, world, 0, ranks, None, iter(()))
+        yield Groups(alone, alone, world, 0, ranks, None, JobKey(b"nobody else is here"), iter(()))
     finally:
         dist.destroy_process_group()

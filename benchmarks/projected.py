@@ -117,14 +117,14 @@ def _projected(name: str, devices: int, samples: int) -> tuple[str, dict[str, An
     problems = role_problems(module, workload, Cluster(named_device("h100"), devices, _PER_NODE), PRECISION)
     heading = f"**{name} on {devices} H100, {samples} samples a step:**"
     try:
-        plan: ModelledPlan = choose_plans(ModelledCosts(problems), _PER_NODE).recommended.chosen
+        plan: ModelledPlan = choose_plans(ModelledCosts(problems)).recommended.chosen
     except NoPlanError as refusal:
         return f"{heading} {refusal}\n", {"refused": str(refusal)}
     layouts = "; ".join(
         f"{role} {one.layout.describe()}, recomputing {one.recompute}" for role, one in plan.chosen.items()
     )
     said = f"{heading} {plan.name} ({layouts}), {plan.seconds:.2f} s a step, {100 * plan.mfu:.0f} % MFU."
-    if (reason := why_plan_cannot_run(plan, _PER_NODE)) is not None:
+    if (reason := why_plan_cannot_run(plan, problems)) is not None:
         return f"{said} Training does not run it: it {reason}\n", {"plan": said, "refused": reason}
     rows, found = [], {}
     for role, candidate in plan.chosen.items():
@@ -196,6 +196,7 @@ def full_microbatch(samples: int) -> PackedBatch:
         max_seqlen=_SAMPLE_TOKENS,
         media_positions={"image": (starts[:, None] + torch.arange(rows)).flatten()},
         samples=tuple(range(samples)),
+        targets=torch.arange(tokens),
     )
 
 

@@ -44,6 +44,7 @@ SHOWN: dict[str, tuple[float, str]] = {
     "placement": (0.5, "who encodes, and why"),
     "trainer": (1.5, "refusals, launching"),
     "strategy": (1, "what Lightning sees"),
+    "metrics": (2.5, "MFU, tokens, stalls"),
     "callbacks": (1, "what went where, when"),
     "registration": (2, 'the name "flowtrain"'),
     "cli": (1, "flowtrain plan, fit ..."),

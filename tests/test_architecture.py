@@ -39,7 +39,7 @@ ROOMS = {
     "metrics": STARTS,
     "callbacks": {*STARTS, "metrics"},
     "models": {"allocator", "attention", "data", "parallel", "compute", "module"},
-    "cli": {*STARTS, "callbacks", "models"},
+    "cli": {*STARTS, "attention", "callbacks", "models"},
 }
 """Each room, or module beside the rooms, and the rooms that it may import; from below."""
 

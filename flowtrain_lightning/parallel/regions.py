@@ -101,8 +101,8 @@ def _ends(region: Region) -> tuple[int, ...]:
 def _held(tensor: DTensor) -> Region:
     """What this rank's coordinate in the mesh says that it holds of a DTensor.
 
-    FSDP2 over divided layers cuts what tensor ranks have left of a dimension, though its own dimension of the mesh comes
-    first: its placement has a ``split_factor`` then.
+    FSDP2 over divided layers cuts what tensor ranks have left of a dimension, though its own dimension of the mesh
+    comes first: its placement has a ``split_factor`` then.
     """
     offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
     cuts = [(dim, placed) for dim, placed in enumerate(tensor.placements) if not placed.is_replicate()]

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flowtrain_lightning.allocator import default_allocation
@@ -128,14 +128,10 @@ def say_what_is_refused(folder: Path) -> None:
     groups, module, _, _ = _start("FSDP 4", seed=1)
     path = folder / "refused.ckpt"
     mesh = init_device_mesh("cpu", (4,))
-    square = init_device_mesh("cpu", (2, 2))
     wrong = dict.fromkeys(module.state_dict(), torch.zeros(5, 5))
     own_rows = torch.zeros(2 + groups.role_rank, 2)
     cases: dict[str, Callable[[], Any]] = {
         "summand": lambda: _save(path, {"encoder.a": DTensor.from_local(own_rows[:2], mesh, [Partial()])}, groups),
-        "two cuts": lambda: _save(
-            path, {"encoder.a": distribute_tensor(torch.zeros(5), square, [Shard(0), Shard(0)])}, groups
-        ),
         "unlike copies": lambda: _save(path, {"encoder.a": own_rows}, groups),
         "other shape": lambda: load_half(module, wrong, ["encoder"], strict=False),  # type: ignore[arg-type]
     }

@@ -112,7 +112,6 @@ def told(tmp_path_factory):
             "unlike copies",
             r"weights\.encoder\.a is torch\.float32 \(2, 2\) on one rank, but torch\.float32 \(3, 2\) on",
         ),
-        ("two cuts", r"Dimension 0 of a DTensor of shape \(5,\) is cut by two dimensions of its mesh \(\[2, 2\]\)"),
         (
             "other shape",
             r"does not fit TwoHalves: encoder\.0\.bias: the checkpoint's tensor has shape \(5, 5\), but that",

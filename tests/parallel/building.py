@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,9 @@ class HeavyBlock(nn.Module):
         self.weight = nn.Parameter(torch.randn(2048, 2048))
 
 
+_MMAP_THRESHOLD = -3  # of mallopt(3)
+
+
 class Heavy(nn.Module):
     """A half of so many blocks."""
 
@@ -101,6 +105,7 @@ def memory_of_building(folder: Path, *, ranks: int, blocks: int) -> None:
 
     The others are not there: who builds says nothing to them. It has built and sharded a small half before.
     """
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)  # what is freed goes back at once
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
     for count in (1, blocks):
