@@ -31,9 +31,9 @@ _GROUPS = "Yes: groups of nodes (HSDP), for a ring over all ranks would cost mor
 REVIEWS: Mapping[str, tuple[str, ...]] = {
     "smolvlm-2.2b": (
         "Yes, though whole copies with sharded states (ZeRO-1) are as common at this size.",
-        "Yes. Two nodes a group; whole copies would do too, and two tensor ranks gain little for their trouble.",
-        "Yes, likewise. A step of 0.7 s is short: more samples would hide more of the exchange.",
-        "Yes, likewise; few would give so small a model 4,096 devices.",
+        "Some would: two tensor ranks use a node's fast links. Most would keep shards, 6 % slower here.",
+        "Likewise. A step of 0.6 s is short: more samples would hide more of the exchange.",
+        "Likewise; few would give so small a model 4,096 devices.",
     ),
     "qwen2.5-vl-7b": (_OFTEN, _GROUPS, _GROUPS, "Yes. 8 samples a device, or the exchange would dominate."),
     "qwen2-audio-7b": (
@@ -63,8 +63,8 @@ REVIEWS: Mapping[str, tuple[str, ...]] = {
     ),
     "internvl3-78b": (
         "Right, as for the 72B model.",
-        "The 6B tower and the backbone do not fit on the same devices here, so a node for the tower is natural. "
-        "Most would take 128 devices.",
+        "Yes: shards, and two tensor ranks that share a node's links, with everything recomputed. Most would take 128 "
+        "devices.",
         "It runs; a backbone in 4 tensor ranks and 8 stages would be preferred.",
         "Likewise.",
     ),

@@ -46,7 +46,9 @@ class _RunnableCosts:
     margin: ClassVar[float] = ModelledCosts.margin
 
     def predictions(self) -> tuple[ModelledPlan, ...]:
-        runs = [plan for plan in self.costs.plans(_runs) if why_plan_cannot_run(plan, self.costs.problems) is None]
+        problems = self.costs.problems
+        plans = self.costs.plans(lambda layout: _runs(layout) and _suits(layout, problems) is None)
+        runs = [plan for plan in plans if why_plan_cannot_run(plan, problems) is None]
         if not runs:
             raise NoPlanError("Training runs none of the plans that fit.")
         return tuple(runs)
@@ -71,9 +73,22 @@ def why_plan_cannot_run(plan: ModelledPlan, problems: Problems) -> str | None:
     if backbone.precision.name not in _RUN:
         return f"is for precision {backbone.precision.name!r}, but today a Trainer takes {', '.join(_RUN)}."
     try:
-        return why_it_cannot_run(plan.allocation(backbone.cluster.per_node))
+        allocation = plan.allocation(backbone.cluster.per_node)
     except AllocationError as error:
         return f"cannot be put onto ranks. {error}"
+    reasons = (_suits(allocation.layouts[role], {role: problems[role]}) for role in allocation.layouts)
+    return why_it_cannot_run(allocation) or next(filter(None, reasons), None)
+
+
+def _suits(layout: Layout, problems: Problems) -> str | None:
+    """Why none of these roles can have a layout, as the end of a sentence; None where all can."""
+    if layout.tensor > 1 and any(part.experts is not None for each in problems.values() for part in each.half.layers):
+        return "shares a mixture of experts among tensor ranks, which no run does today."
+    backbone = problems.get(BACKBONE)
+    waits = backbone is not None and backbone.receives_gradient and not backbone.half.trains
+    if layout.gathers_weights and waits:
+        return "shards a backbone that is frozen beside an encoder that trains, which is refused."
+    return None
 
 
 def _runs(layout: Layout) -> bool:
