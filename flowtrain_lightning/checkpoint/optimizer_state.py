@@ -48,7 +48,7 @@ class NamedOptimizer:
         """Moves its state off the device: for after a run, as the weights are moved."""
         for entries in self._optimizer.state.values():
             for name, value in entries.items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and not value.is_meta:  # some optimizers have states of absent halves
                     entries[name] = value.cpu()
 
     def load(self, saved: NamedState) -> None:

@@ -156,8 +156,19 @@ class PackedBatch:
     targets: Tensor
 
     def slice_tokens(self, own: slice) -> PackedBatch:
-        """Some of the tokens, with their labels and positions; bounds and media positions stay those of all."""
-        return replace(self, tokens=self.tokens[own], labels=self.labels[own], position_ids=self.position_ids[own])
+        """Some of the tokens, with their labels, targets and positions; bounds and media positions stay those of all.
+
+        It waits for the device once, to learn how many targets there are among them.
+        """
+        bounds = torch.tensor([own.start, own.stop])
+        first, last = torch.searchsorted(self.targets.cpu(), bounds).tolist()
+        return replace(
+            self,
+            tokens=self.tokens[own],
+            labels=self.labels[own],
+            position_ids=self.position_ids[own],
+            targets=self.targets[first:last] - own.start,
+        )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedBatch:
         """The same microbatch on ``device``."""

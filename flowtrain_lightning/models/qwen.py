@@ -90,12 +90,11 @@ class QwenVLM(HuggingFaceVLM):
     def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
         """Embeddings and positions of some tokens, and the deepstack features that stand for them."""
         cut = super().slice_tokens(arguments, own)
-        if "visual_pos_masks" in arguments:
-            mask = arguments["visual_pos_masks"]
-            before, within = int(mask[:, : own.start].sum()), int(mask[:, own].sum())
-            rows = slice(before, before + within)
-            cut["visual_pos_masks"] = mask[:, own]
-            cut["deepstack_visual_embeds"] = [level[rows] for level in arguments["deepstack_visual_embeds"]]
+        if "deepstack" in arguments:  # rows of other ranks' tokens add nothing to the first one; to cut them is to wait
+            positions = arguments["deepstack_positions"] - own.start
+            inside = (positions >= 0) & (positions < own.stop - own.start)
+            cut["deepstack_positions"] = positions.where(inside, 0)
+            cut["deepstack"] = [level.where(inside[:, None], 0) for level in arguments["deepstack"]]
         return cut
 
     def _check_patches(self, media: PackedMedia, tower: Any) -> None:

@@ -264,6 +264,8 @@ class _StepSimulation:
         self.recomputed[lane].add(number)
 
     def _begin_microbatches(self, now: float) -> None:
+        if self._lanes.sync_every == "microbatch" and self._lacks_features():
+            return  # a rank that waited for another one's features now could not encode what others wait for
         for lane, rank in enumerate(self._lanes.backbone):
             number = self._done[lane]
             if rank in self._busy or number == len(self._microbatches[lane]) or self._missing_features[lane][number]:
@@ -278,6 +280,12 @@ class _StepSimulation:
             number = self._done[lane]
             self._begin("microbatch", self._lanes.backbone[lane], lane, number, now, self._microbatches[lane][number])
         self._entered.clear()
+
+    def _lacks_features(self) -> bool:
+        """The next microbatch of some lane cannot begin yet."""
+        return any(
+            count < len(own) and own[count] for count, own in zip(self._done, self._missing_features, strict=True)
+        )
 
     def _unfinished_lanes(self) -> int:
         return sum(count < len(own) for count, own in zip(self._done, self._microbatches, strict=True))

@@ -14,6 +14,7 @@ from flowtrain_lightning import export_checkpoint
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import save_checkpoint
 from flowtrain_lightning.parallel.groups import CrossGroup, Groups
+from flowtrain_lightning.parallel.job_secret import JobKey
 from tests.checkpoint.saving import HALVES
 from tests.checkpoint.training import LAYOUTS, SAVED_AT, write_data
 from tests.forks import Done, Job, run_jobs
@@ -78,7 +79,7 @@ def seen_by(folder: Path, rank: int = 0) -> dict[str, Any]:
 def alone():
     """The groups of a process on its own."""
     cross = CrossGroup(None, 0, 1, timedelta(seconds=1))  # type: ignore[arg-type]
-    return Groups(cross, cross, cross, 0, 1, None, iter(()))
+    return Groups(cross, cross, cross, 0, 1, None, JobKey(b"alone"), iter(()))
 
 
 def saved_alone(path: Path, alone: Groups, **rest: Any) -> Path:

@@ -192,6 +192,6 @@ def test_a_resume_with_another_seed_or_layout_says_what_that_means(saved, alone,
         load_checkpoint(*arguments, resumes=False)
 
 
-def test_a_url_is_refused_on_every_rank_before_anything_is_written():
+def test_a_url_is_refused_on_every_rank_before_anything_is_written(alone):
     with pytest.raises(ValueError, match=r"'s3://bucket/last\.ckpt' is a URL, .* Give a plain path"):
-        save_checkpoint({}, "s3://bucket/last.ckpt", {}, None, None)  # type: ignore[arg-type]
+        save_checkpoint({}, "s3://bucket/last.ckpt", {}, default_allocation(1), alone)

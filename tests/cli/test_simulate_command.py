@@ -47,7 +47,7 @@ def test_it_says_how_long_steps_take_and_where_time_goes(simulate, tmp_path):
     assert "3 steps of lengths.parquet by the costs of profile.json (a processor)" in printed
     assert "samples/s, " in printed
     assert [line.split()[0] for line in printed.splitlines()[-4:-2]] == ["encoder", "backbone"]
-    assert "does not say how long gradients take to be summed" in printed
+    assert "does not say how long ranks take to sum gradients" in printed
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -28,6 +28,9 @@ from flowtrain_lightning.trainer.launcher import RankLauncher
 PACKAGE = Path(flowtrain_lightning.__file__).parent
 
 IMPORTS = {
+    ("lightning.fabric.strategies.launchers.subprocess_script", "_HYDRA_AVAILABLE"),
+    ("lightning.fabric.strategies.launchers.subprocess_script", "_basic_subprocess_cmd"),
+    ("lightning.fabric.strategies.launchers.subprocess_script", "_hydra_subprocess_cmd"),
     ("lightning.fabric.utilities.distributed", "_set_num_threads_if_needed"),
     ("lightning.pytorch.strategies.launchers", "_SubprocessScriptLauncher"),
 }
@@ -35,7 +38,7 @@ IMPORTS = {
 
 INHERITED = {
     "strategy.py": {"_lightning_module"},
-    "trainer/launcher.py": {"_call_children_scripts"},
+    "trainer/launcher.py": {"_check_can_spawn_children"},
     "module.py": set(),
 }
 """Private attributes of base classes that subclasses use."""

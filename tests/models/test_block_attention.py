@@ -25,7 +25,8 @@ def microbatch(device: str = "cpu") -> PackedBatch:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     tokens = torch.ones_like(positions)
     ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    batch = PackedBatch(tokens, torch.full_like(tokens, IGNORED_LABEL), positions, ends, max(LENGTHS), {}, (0, 1, 2))
+    labels, nowhere = torch.full_like(tokens, IGNORED_LABEL), torch.zeros(0, dtype=torch.int64)
+    batch = PackedBatch(tokens, labels, positions, ends, max(LENGTHS), {}, (0, 1, 2), nowhere)
     return batch.to(torch.device(device))
 
 

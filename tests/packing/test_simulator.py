@@ -71,11 +71,10 @@ def test_a_recomputed_batch_keeps_nothing_and_takes_its_forward_twice():
     assert makespan([[4.0]], [batches], kept_batches=1) == 1 + 1 + 4 + 1 + (1 + 1)
 
 
-def test_lanes_that_synchronise_block_where_one_rank_waits_for_another():
-    # Rank 0 enters its microbatch and waits there for rank 1, which waits for features that rank 0 would encode next.
-    batches = [[EncoderWork(1.0, 0.0, ((1, 0),))], [EncoderWork(1.0, 0.0, ((1, 0),))]]
-    with pytest.raises(ValueError, match="lanes on one rank wait"):
-        makespan([[1.0], [1.0]], batches, colocated=True)
+def test_lanes_that_synchronise_begin_when_all_of_them_have_their_features():
+    # Rank 0 could begin its microbatch, but would wait there for rank 1, whose features it has yet to encode.
+    batches = [[EncoderWork(2.0, 0.0, ((1, 0),))], [EncoderWork(1.0, 0.0, ((1, 0),))]]
+    assert makespan([[1.0], [1.0]], batches, colocated=True) == 2 + 1
 
 
 def backbone_ends(steps, **rules):

@@ -95,7 +95,7 @@ def costs(profile, ranks=2, nodes=1, impossible=(), rank_bytes=None):
         return [plan] * count
 
     everyone = Processors(tuple((rank,) for rank in range(ranks)), 1.0)
-    return MeasuredCosts(profile, plan_steps, ranks, everyone, 4, nodes, rank_bytes)
+    return MeasuredCosts(profile, plan_steps, ranks, everyone, 4, nodes, rank_bytes=rank_bytes)
 
 
 def test_all_splits_of_a_few_ranks_are_predicted():
