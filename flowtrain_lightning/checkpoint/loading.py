@@ -100,6 +100,7 @@ def load_half(module: HalvedModule, saved: Mapping[str, Any], roles: Collection[
         )
     sharded = {name for name in own & saved.keys() if isinstance(known[name], DTensor)}
     module.load_state_dict({name: saved[name] for name in (own & saved.keys()) - sharded}, strict=False)
+    known = module.state_dict()  # loading made FSDP2 move shards that are shorter than those of other ranks
     for name in sorted(sharded):
         try:
             known[name].to_local().copy_(local_part(saved[name], known[name]))

@@ -56,7 +56,7 @@ def _tcp_store(rank: int, timeout: timedelta) -> Store:
         is_master=rank == 0 and not of_torchrun,
         timeout=timeout,
         wait_for_workers=False,
-        multi_tenant=listener is None,
+        multi_tenant=True,  # DDP may train in this process afterwards, at the same port
         master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
     )
 

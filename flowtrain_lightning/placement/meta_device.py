@@ -46,9 +46,10 @@ def copy_on_meta(module: FlowModule) -> FlowModule:
     copied = detached_copy(module, weights)
     with suppress(RuntimeError):
         copied.trainer = module.trainer
-    copied.set_local_roles(ROLES)
-    with torch.device("meta"):
-        copied.configure_model()
+    if not copied.is_built:
+        copied.set_local_roles(ROLES)
+        with torch.device("meta"):
+            copied.configure_model()
     return copied
 
 
