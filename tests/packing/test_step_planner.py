@@ -145,12 +145,10 @@ def test_local_plans_need_as_many_encoder_ranks_as_backbone_ranks():
         plan(make_sizes((10, [])), backbone_ranks=2, encoder_ranks=3, local=True)
 
 
-@pytest.mark.parametrize("colocated_encoder_ranks", [(0,), (0, 2), (0, -2)])
-def test_colocated_encoder_ranks_of_other_layouts_are_refused(colocated_encoder_ranks):
-    with pytest.raises(
-        PackingError, match="must name an encoder rank below 2, or -1, for each of the 2 backbone ranks"
-    ):
-        plan(make_sizes((10, [])), colocated_encoder_ranks=colocated_encoder_ranks)
+@pytest.mark.parametrize("colocated_lanes", [((2, 0),), ((0, 0), (1, 2)), ((-1, 0),)])
+def test_colocated_lanes_of_other_layouts_are_refused(colocated_lanes):
+    with pytest.raises(PackingError, match="must name pairs of an encoder rank below 2 and a backbone rank below 2"):
+        plan(make_sizes((10, [])), colocated_lanes=colocated_lanes)
 
 
 def test_sizes_of_other_samples_are_refused():
