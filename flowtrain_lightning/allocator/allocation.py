@@ -112,6 +112,11 @@ class Layout:
         return self.ranks // self.data
 
     @property
+    def ranks_of_shard_group(self) -> int:
+        """Ranks that need each other to compute, and so must work in one order; others may hold copies of the same."""
+        return self.ranks // self.replicas if self.gathers_weights else self.ranks_of_member
+
+    @property
     def gathers_weights(self) -> bool:
         """Data-parallel members need each other to compute a layer, so that all must work in one order."""
         return self.shard in ("fsdp", "zero3")
@@ -218,8 +223,7 @@ class Allocation:
 
     def shard_groups(self, role: str) -> tuple[tuple[int, ...], ...]:
         """The global ranks that need each other to compute with a half of ``role``, group by group."""
-        ranks, layout = self.ranks[role], self.layouts[role]
-        size = layout.ranks // layout.replicas if layout.gathers_weights else layout.ranks_of_member
+        ranks, size = self.ranks[role], self.layouts[role].ranks_of_shard_group
         return tuple(ranks[first : first + size] for first in range(0, len(ranks), size))
 
     def with_roles(self, roles: Mapping[str, RoleLayout]) -> Allocation:

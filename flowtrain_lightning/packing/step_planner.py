@@ -53,7 +53,8 @@ def plan_step(
         encoder_cost: what a set of media items costs the encoder, by patches and in the unit of ``cost``. With it media
             items are dealt by cost, positions come in the order that makes the step shortest, and samples of equal
             length are swapped between positions where that makes it shorter still. None deals media items by patches,
-            and orders positions by how much media they read.
+            and orders positions by how much media they read; where some ranks only encode and others do both, a patch
+            then is taken to cost what a token costs the backbone.
         sync_every: how often backbone ranks wait for each other.
         microbatches: the microbatches, if they are made already: they are put in order, and media items dealt. None
             packs as many as are needed.
@@ -68,12 +69,10 @@ def plan_step(
         microbatches = pack_microbatches(
             sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, sync_every=sync_every
         )
-    shares = bool(colocated_lanes) and len({encoder for encoder, _ in colocated_lanes}) < encoder_ranks
+    some_only_encode = 0 < len({encoder for encoder, _ in colocated_lanes}) < encoder_ranks
     if encoder_cost is not None:
         media_costs = encoder_cost.of_each(sizes.media_patches)
-    elif (
-        shares
-    ):  # what is encoded stands beside what the backbone computes: a patch is taken to cost what a token costs
+    elif some_only_encode:
         media_costs = cost.of_each(sizes.media_patches)
     else:
         media_costs = sizes.media_patches.astype(np.float64)
@@ -93,7 +92,9 @@ def plan_step(
             position,
             encoder_ranks=encoder_ranks,
             colocated_lanes=colocated_lanes,
-            busy=_busy(microbatches, sizes, cost, sync_every, encoder_ranks, colocated_lanes) if shares else None,
+            busy=_beside_encoding(microbatches, sizes, cost, sync_every, encoder_ranks, colocated_lanes)
+            if some_only_encode
+            else None,
         )
     return StepPlan(samples, sizes, _by_source(microbatches, batches, sizes), batches)
 
@@ -129,7 +130,7 @@ def _ordered(
     return as_microbatches(ordered, positions, ranks)
 
 
-def _busy(
+def _beside_encoding(
     microbatches: Microbatches,
     sizes: SampleSizes,
     cost: CostModel,
@@ -137,15 +138,14 @@ def _busy(
     encoder_ranks: int,
     colocated_lanes: Sequence[tuple[int, int]],
 ) -> FloatArray:
-    """``[encoder ranks]`` what the backbone lanes cost on the processes of each, those of tensor ranks together."""
-    of_lanes = np.array([[cost.of_set(sizes.tokens[m]) if len(m) else 0.0 for m in rank] for rank in microbatches])
+    """``[encoder ranks]`` what the backbone lanes on their processes cost; those of a backbone rank share its cost."""
+    at_each = np.array([[cost.of_set(sizes.tokens[m]) if len(m) else 0.0 for m in rank] for rank in microbatches])
     if sync_every == "microbatch":
-        of_lanes = np.broadcast_to(of_lanes.max(axis=0), of_lanes.shape)
-    encoders, readers = np.array(colocated_lanes).T
+        at_each[:] = at_each.max(axis=0)
+    encoder, backbone = np.array(colocated_lanes).T
+    processes = np.bincount(backbone, minlength=len(at_each))
     busy = np.zeros(encoder_ranks)
-    np.add.at(
-        busy, encoders, (of_lanes.sum(axis=1) / np.maximum(np.bincount(readers, minlength=len(of_lanes)), 1))[readers]
-    )
+    np.add.at(busy, encoder, at_each.sum(axis=1)[backbone] / processes[backbone])
     return busy
 
 

@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "1+1": (2, {"encoder_ranks": 1}),
     "1+2": (3, {"encoder_ranks": 1}),
     "2+1": (3, {"encoder_ranks": 2}),
+    "mixed 1+2": (3, {"placement": "mixed", "encoder_ranks": 1}),
     "colocated": (2, {"placement": "colocated"}),
     "alone": (1, {"placement": "colocated"}),
     "auto": (1, None),

@@ -65,6 +65,21 @@ def test_media_items_whose_readers_do_not_encode_go_where_least_is_to_do():
     assert pack([10] * 4, [1, 1, 0, 0], [0] * 4, **settings) == [[[0, 1]], [[2, 3]]]
 
 
+def test_ranks_that_only_encode_come_first_and_others_encode_what_these_cannot():
+    # Encoder rank 0 is on the backbone rank that reads, and has 50 to do there; encoder rank 1 only encodes.
+    settings = {"encoder_ranks": 2, "colocated_lanes": ((0, 0),), "busy": np.array([50.0, 0.0])}
+    assert pack([10] * 4, [0] * 4, [0] * 4, **settings) == [[], [[0, 1, 2, 3]]]
+    both = pack([10] * 9, [0] * 9, [0] * 9, **settings)
+    assert [sum(len(batch) for batch in of_rank) for of_rank in both] == [2, 7]
+
+
+def test_ranks_that_only_encode_are_even_where_others_have_too_much_to_do_to_encode_at_all():
+    settings = {"encoder_ranks": 3, "colocated_lanes": ((0, 0),), "busy": np.array([500.0, 0.0, 0.0])}
+    first, *others = pack([40, 30, 20, 10], [0] * 4, [0] * 4, **settings)
+    assert first == []
+    assert [sum(len(batch) for batch in of_rank) for of_rank in others] == [2, 2]
+
+
 def moved_rows(plan):
     """Rows of features that encoder rank ``r`` hands to other backbone ranks than ``r``."""
     return sum(entry.rows for entry in plan.entries if entry.backbone_rank != entry.encoder_rank)
