@@ -53,8 +53,8 @@ def plan_step(
         encoder_cost: what a set of media items costs the encoder, by patches and in the unit of ``cost``. With it media
             items are dealt by cost, positions come in the order that makes the step shortest, and samples of equal
             length are swapped between positions where that makes it shorter still. None deals media items by patches,
-            and orders positions by how much media they read; where some ranks only encode and others do both, a patch
-            then is taken to cost what a token costs the backbone.
+            and orders positions by how much media they read; where some ranks only encode and others do both, a media
+            item then is taken to cost the encoder what its rows cost the backbone.
         sync_every: how often backbone ranks wait for each other.
         microbatches: the microbatches, if they are made already: they are put in order, and media items dealt. None
             packs as many as are needed.
@@ -73,7 +73,7 @@ def plan_step(
     if encoder_cost is not None:
         media_costs = encoder_cost.of_each(sizes.media_patches)
     elif some_only_encode:
-        media_costs = cost.of_each(sizes.media_patches)
+        media_costs = cost.of_each(sizes.media_rows)
     else:
         media_costs = sizes.media_patches.astype(np.float64)
     if encoder_cost is None or local or colocated_lanes:
