@@ -226,7 +226,7 @@ def predict_steps(
 
 
 def short_name(allocation: Allocation) -> str:
-    """An allocation in a few words, as in ``separate 1 + 3``: those that only encode, backbone ranks."""
+    """An allocation in a few words, as in ``separate 1 + 3``: ranks that only encode, backbone ranks, then shards."""
     backbones = len(allocation.ranks[BACKBONE])
     only_encode = allocation.size - backbones
     sharded = [role for role, layout in allocation.layouts.items() if layout.shares_weights]
