@@ -101,6 +101,10 @@ def cross_group(folder: Path) -> None:
     seen["role of another layout"] = (other.role_rank, other.role_ranks)
     seen["gathered in another layout"] = other.gather_over_role("backbone", rank)
     other.cross.barrier()
+    mixed = connect_groups(rank, ((0, 1, 2),), "gloo", timedelta(seconds=30), {"backbone": (0, 1)})
+    seen["objects of all"] = mixed.gather_over_role("encoder", rank)
+    seen["objects of a part"] = mixed.gather_over_role("backbone", rank) if rank < 2 else mixed.ranks_of("backbone")
+    mixed.cross.barrier()
     write_down(folder, seen)
     disconnect_groups()
 

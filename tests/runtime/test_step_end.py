@@ -15,6 +15,7 @@ from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.parallel.groups import CrossGroup, Groups
+from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.pool import Key, Mesh, Pool
 from flowtrain_lightning.runtime.program import make_program
 from flowtrain_lightning.runtime.schedule import LaneContext, Step
@@ -35,7 +36,7 @@ class Rank:
 
     def __init__(self, mesh: Mesh, pool: Pool) -> None:
         alone = CrossGroup(dist.HashStore(), mesh.rank, 1, timedelta(seconds=5))
-        groups = Groups(alone, alone, alone, 0, 1, None, iter(()))  # type: ignore[arg-type]
+        groups = Groups(alone, alone, alone, 0, 1, None, JobKey(b"both ranks"), iter(()))  # type: ignore[arg-type]
         job: Any = SimpleNamespace(rank=mesh.rank, allocation=ALLOCATION, mesh=mesh, groups=groups)
         self.metrics = MetricAccumulator()
         self.pool, self.mesh = pool, mesh
