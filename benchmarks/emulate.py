@@ -53,7 +53,7 @@ def emulate(ranks: int, out: Path, rounds: int, steps: int, quick: bool) -> None
         for number in range(1 if quick else rounds):
             for schedule in SCHEDULES:
                 folder = Path(temporary) / f"{schedule}-{number}"
-                runs[schedule].append(run_schedule(replace(job, schedule=schedule, folder=folder)))
+                runs[schedule].append(run_schedule(_scheduled(job, schedule, folder)))
                 timelines[SCHEDULES[schedule]] = read_timelines(folder / "timeline")
                 told = runs[schedule][-1]
                 print(
@@ -67,6 +67,11 @@ def emulate(ranks: int, out: Path, rounds: int, steps: int, quick: bool) -> None
     write_results(out, f"emulate-{ranks}", {"machine": where, "job": settings, "runs": runs}, text)
     draw_schedules(out / f"emulate-{ranks}.png", timelines, job.warmup + job.steps // 2)
     print(f"\n{text}\nWritten to {out}.")
+
+
+def _scheduled(job: EmulatedJob, schedule: str, folder: Path) -> EmulatedJob:
+    only_encode = max(1, job.encoder_ranks // 2) if schedule == "mixed" else job.encoder_ranks
+    return replace(job, schedule=schedule, folder=folder, encoder_ranks=only_encode)
 
 
 def plan_job(ranks: int, temporary: Path, steps: int, quick: bool, encoder_ranks: int | None = None) -> EmulatedJob:

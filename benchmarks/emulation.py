@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from benchmarks.measure import thread_seconds
 from benchmarks.modules import TOKENIZER
 from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
-from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig
+from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig, PackingConfig
+from flowtrain_lightning.packing import CostModel
 
 IMAGES = ImageProcessor(
     patch_size=2, merge_size=2, min_pixels=16, max_pixels=1 << 20, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
@@ -255,8 +256,20 @@ def write_records(folder: Path, records: int, seed: int = 0) -> None:
     (folder / "pictures.json").write_text(json.dumps(pictures))
 
 
-def emulated_data(folder: Path, global_batch_size: int, token_budget: int) -> FlowDataModule:
-    """The data module over what `write_records` wrote; a process of its own loads for each rank."""
+def emulated_data(
+    folder: Path, global_batch_size: int, token_budget: int, cost: EmulatedCost | None = None
+) -> FlowDataModule:
+    """The data module over what `write_records` wrote; a process of its own loads for each rank.
+
+    Args:
+        folder: that of `write_records`.
+        global_batch_size: samples of a step.
+        token_budget: tokens of a microbatch.
+        cost: what computing costs, by which steps are packed.
+    """
+    packing = PackingConfig()
+    if cost is not None:
+        packing = PackingConfig(CostModel(cost.per_token, 0.0, 0.0), CostModel(cost.per_patch, 0.0, 0.0))
     return FlowDataModule(
         folder / "train.jsonl",
         tokenizer=TOKENIZER,
@@ -266,4 +279,5 @@ def emulated_data(folder: Path, global_batch_size: int, token_budget: int) -> Fl
         num_workers=1,
         seed=0,
         index=IndexConfig(cache_dir=folder / "index"),
+        packing=packing,
     )

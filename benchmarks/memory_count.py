@@ -38,7 +38,7 @@ from flowtrain_lightning.parallel.gradients import local_part
 from flowtrain_lightning.parallel.groups import CrossGroup, Groups
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
 from flowtrain_lightning.parallel.job_secret import JobKey
-from flowtrain_lightning.parallel.layouts import make_engine
+from flowtrain_lightning.parallel.layouts import make_engine, make_groups
 from flowtrain_lightning.placement.meta_device import MetaTensorMode, copy_on_meta
 
 _COMPUTING = torch.bfloat16
@@ -168,12 +168,12 @@ def count_states(module: FlowModule, role: str, layout: Layout, recompute: Recom
             module,
             role,
             layout,
-            groups,
+            make_groups(role, layout, groups, "cpu", waits_for_others=False),
             recompute=recompute,
             offload="none",
             device_type="cpu",
             precision=precision,
-            shares_ranks=False,
+            early=True,
             fill=_nothing,  # weights are fake, and there from the start
         )
         with fake:

@@ -18,7 +18,7 @@ from benchmarks.ideal import Rules
 from benchmarks.measure import Meter
 from benchmarks.precedence import take_precedence
 from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PackedMedia, PoolSettings, RoleLayout
-from flowtrain_lightning.allocator import BACKBONE, default_allocation
+from flowtrain_lightning.allocator import BACKBONE, Placement, default_allocation
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing import StepPlan
 
@@ -26,6 +26,7 @@ SCHEDULES = {
     "flowtrain": "flowtrain, separate",
     "sharded": "flowtrain, separate, the backbone in shards: its ranks meet at every microbatch",
     "batch-synchronous": "batch-synchronous: all forwards of the encoders, then the backbone",
+    "mixed": "flowtrain, mixed: half as many ranks only encode, and backbone ranks encode the rest",
     "uniform": "uniform: all ranks do everything",
 }
 """Name -> what it is, in tables and pictures."""
@@ -41,7 +42,7 @@ class EmulatedJob:
     Attributes:
         schedule: one of ``SCHEDULES``.
         ranks: processes.
-        encoder_ranks: how many of them encode, where roles are separate.
+        encoder_ranks: how many of them only encode, where not all do everything.
         cost: what computing costs.
         data: the folder of `write_records`.
         folder: where the ranks write what they measured.
@@ -68,14 +69,19 @@ class EmulatedJob:
     @property
     def rules(self) -> Rules:
         """By which rules its ideal is computed."""
-        colocated = self.schedule == "uniform"
-        allocation = (
-            default_allocation(self.ranks, "colocated")
-            if colocated
-            else default_allocation(self.ranks, "separate", self.encoder_ranks)
-        )
+        allocation = default_allocation(self.ranks, self.placement, self.only_encode)
         first = self.schedule == "batch-synchronous"
         return Rules(allocation.with_roles(self.roles), self.cost, self.kept_batches, first)
+
+    @property
+    def placement(self) -> Placement:
+        """How roles share ranks."""
+        return "colocated" if self.schedule == "uniform" else "mixed" if self.schedule == "mixed" else "separate"
+
+    @property
+    def only_encode(self) -> int | None:
+        """How many ranks only encode; None where all do everything."""
+        return None if self.placement == "colocated" else self.encoder_ranks
 
     @property
     def roles(self) -> dict[str, RoleLayout]:
@@ -153,13 +159,12 @@ def train(job: EmulatedJob) -> None:
         module = EncoderFirst(*arguments, counts=folder / "forwards", encoder_ranks=job.encoder_ranks)
     else:
         module = EmulatedVLM(*arguments)
-    colocated = job.schedule == "uniform"
     trainer = L.Trainer(
         accelerator="cpu",
         devices=job.ranks,
         strategy=FlowTrainStrategy(
-            encoder_ranks=None if colocated else job.encoder_ranks,
-            placement="colocated" if colocated else "separate",
+            encoder_ranks=job.only_encode,
+            placement=job.placement,
             roles=job.roles,
             encoder_activations=job.kept_batches,
             pool=PoolSettings(bytes=2 * job.step_bytes if job.schedule == "batch-synchronous" else None),
@@ -172,4 +177,4 @@ def train(job: EmulatedJob) -> None:
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    trainer.fit(module, emulated_data(data, job.global_batch_size, job.token_budget))
+    trainer.fit(module, emulated_data(data, job.global_batch_size, job.token_budget, job.cost))

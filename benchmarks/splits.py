@@ -22,6 +22,9 @@ from flowtrain_lightning.placement.run_costs import first_steps
 OPTIMIZER_SECONDS = 0.08
 """Of each half that a rank holds, where it costs something: on a colocated rank twice as much."""
 
+_SCHEDULES = {"colocated": "uniform", "separate": "flowtrain", "mixed": "mixed"}
+"""Placement -> the schedule that runs it."""
+
 
 def compare_splits(ranks: int, out: Path, steps: int, quick: bool) -> None:
     """All allocations of the ranks under several costs; prints and writes ``allocate-<ranks>``."""
@@ -53,11 +56,11 @@ def _compare(job: EmulatedJob) -> dict[str, Any]:
     choice = _choose(job)
     measured = {}
     for each in choice.predictions:
-        name, colocated = _name(each.allocation), each.allocation.placement == "colocated"
+        name, allocation = _name(each.allocation), each.allocation
         run = replace(
             job,
-            schedule="uniform" if colocated else "flowtrain",
-            encoder_ranks=len(each.allocation.ranks[ENCODER]),
+            schedule=_SCHEDULES[allocation.placement],
+            encoder_ranks=allocation.size - len(allocation.ranks[BACKBONE]),
             folder=job.folder / name.replace(" ", ""),
         )
         measured[name] = run_schedule(run)["step_seconds"]
@@ -84,16 +87,16 @@ def _choose(job: EmulatedJob) -> PlacementChoice[MeasuredPrediction]:
         for role, linear in ((ENCODER, cost.per_patch), (BACKBONE, cost.per_token))
     }
     profile = Profile(ProfileOrigin("emulated", "emulated", {}, {}), roles, feature_bytes=0)
-    steps = first_steps(emulated_data(job.data, job.global_batch_size, job.token_budget))
+    steps = first_steps(emulated_data(job.data, job.global_batch_size, job.token_budget, cost))
     # Ranks sleep, so any number of them share the cores.
     cores = Processors((tuple(range(job.ranks)),), inf)
     return choose_placement(MeasuredCosts(profile, steps, job.ranks, cores, job.kept_batches))
 
 
 def _name(allocation: Allocation) -> str:
-    if allocation.placement == "colocated":
-        return "colocated"
-    return f"{len(allocation.ranks[ENCODER])} + {len(allocation.ranks[BACKBONE])}"
+    backbones = len(allocation.ranks[BACKBONE])
+    split = f"{allocation.size - backbones} + {backbones}"
+    return {"colocated": "colocated", "separate": split, "mixed": f"mixed {split}"}[allocation.placement]
 
 
 def split_table(results: dict[str, dict[str, Any]]) -> str:

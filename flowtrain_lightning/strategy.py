@@ -33,7 +33,7 @@ from flowtrain_lightning.parallel import HalfEngine, broadcast_half
 from flowtrain_lightning.parallel.groups import collective_backend
 from flowtrain_lightning.parallel.halves import fill_half, half_tensors, without_absent_halves
 from flowtrain_lightning.parallel.job_store import root_store
-from flowtrain_lightning.parallel.layouts import make_engine
+from flowtrain_lightning.parallel.layouts import RoleGroups, make_engine, make_groups
 from flowtrain_lightning.parallel.replicate import broadcast_copies
 from flowtrain_lightning.placement.choose_allocation import (
     LaunchContext,
@@ -76,9 +76,10 @@ class FlowTrainStrategy(ParallelStrategy):
     log says why; ``allocation.yaml`` beside it can be edited and passed back.
 
     Args:
-        encoder_ranks: how many ranks encode; nothing is measured then.
+        encoder_ranks: how many ranks only encode; nothing is measured then.
         placement: ``"separate"`` (each rank has one role; a quarter of them encodes, where ``encoder_ranks`` is left
-            open) or ``"colocated"`` (each rank has both); nothing is measured then.
+            open), ``"colocated"`` (each rank has both) or ``"mixed"`` (as separate, but backbone ranks encode what the
+            others cannot); nothing is measured then.
         allocation: all of it, or a YAML file that holds it, as ``flowtrain plan`` and earlier runs write.
         profile: ``"auto"`` measures what the halves cost; ``"off"`` does not, and a quarter of the ranks encodes; a
             file that `flowtrain profile` wrote takes the place of measuring. A run that goes on from a checkpoint keeps
@@ -330,21 +331,22 @@ class FlowTrainStrategy(ParallelStrategy):
             refuse_sharded_before(module)
             refuse_frozen_backbone(allocation.layouts, module)
             refuse_unshared_sequences(allocation.layouts, module)
+            groups = self._make_groups()
             for role in self.job.roles:
                 if role not in module.unfilled:
-                    broadcast_half(half_tensors(module, role))
+                    broadcast_half(half_tensors(module, role), groups[role].all)
             engines = {
                 role: make_engine(
                     module,
                     role,
                     allocation.layouts[role],
-                    self.job.groups,
+                    groups[role],
                     recompute=allocation.recompute.get(role, "none"),
                     offload=allocation.offload.get(role, "none"),
                     device_type=self.root_device.type,
                     precision=str(trainer.precision),
-                    shares_ranks=allocation.placement == "colocated",
-                    fill=partial(self._fill, role),
+                    early=self.job.groups.role_cpu is None or allocation.placement == "separate",
+                    fill=partial(self._fill, role, groups[role]),
                 )
                 for role in self.job.roles
             }
@@ -354,13 +356,29 @@ class FlowTrainStrategy(ParallelStrategy):
             self._sharded = module, engines
         return self._sharded[1]
 
-    def _fill(self, role: str) -> None:
+    def _make_groups(self) -> dict[str, RoleGroups]:
+        """Role -> its groups, also of a role that only other ranks of this one's default group have."""
+        allocation, device_type = self.allocation, self.root_device.type
+        mixed = allocation.placement == "mixed"
+        roles = self.job.roles if not mixed else ROLES
+        return {
+            role: make_groups(
+                role,
+                allocation.layouts[role],
+                self.job.groups,
+                device_type,
+                waits_for_others=mixed and role != BACKBONE,
+            )
+            for role in roles
+        }
+
+    def _fill(self, role: str, groups: RoleGroups) -> None:
         """Gives a half that was built without weights those of this rank, once it is in its layout."""
         module = self.flow_module
         if role in module.unfilled:
             on_host = self.allocation.offload.get(role) in ("weights", "all")
             fill_half(module, role, module.unfilled[role], self.root_device, on_host=on_host)
-            broadcast_copies(half_tensors(module, role))
+            broadcast_copies(half_tensors(module, role), groups.all, groups.replicas)
 
     def _record_allocation(self, trainer: L.Trainer) -> None:
         folder = str(trainer.log_dir or trainer.default_root_dir)  # every rank asks for it

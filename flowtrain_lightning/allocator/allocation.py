@@ -112,6 +112,11 @@ class Layout:
         return self.ranks // self.data
 
     @property
+    def ranks_of_shard_group(self) -> int:
+        """Ranks that need each other to compute, and so must work in one order; others may hold copies of the same."""
+        return self.ranks // self.replicas if self.gathers_weights else self.ranks_of_member
+
+    @property
     def gathers_weights(self) -> bool:
         """Data-parallel members need each other to compute a layer, so that all must work in one order."""
         return self.shard in ("fsdp", "zero3")
@@ -211,11 +216,15 @@ class Allocation:
         return len(set().union(*self.ranks.values()))
 
     @property
-    def colocated_encoder_ranks(self) -> tuple[int, ...] | None:
-        """For each member of the backbone the encoder's on its first rank, or -1; None where no rank has both roles."""
-        at_first = (self.member_of(ENCODER, ranks[0]) for ranks in self.members(BACKBONE))
-        found = tuple(-1 if member is None else member for member in at_first)
-        return found if max(found) >= 0 else None
+    def colocated_lanes(self) -> tuple[tuple[int, int], ...]:
+        """Of each rank with both roles, ascending: its member of the encoder, and its member of the backbone."""
+        lanes = ((self.member_of(ENCODER, rank), self.member_of(BACKBONE, rank)) for rank in self.ranks[BACKBONE])
+        return tuple((encoder, backbone) for encoder, backbone in lanes if encoder is not None and backbone is not None)
+
+    def shard_groups(self, role: str) -> tuple[tuple[int, ...], ...]:
+        """The global ranks that need each other to compute with a half of ``role``, group by group."""
+        ranks, size = self.ranks[role], self.layouts[role].ranks_of_shard_group
+        return tuple(ranks[first : first + size] for first in range(0, len(ranks), size))
 
     def with_roles(self, roles: Mapping[str, RoleLayout]) -> Allocation:
         """These ranks, with what a user says of some roles.

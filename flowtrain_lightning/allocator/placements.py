@@ -89,7 +89,11 @@ class ModelledPlan(Prediction):
             return Allocation("separate", layouts, assign_ranks(layouts, per_node), recompute)
         if self.kind == "mixed":
             alone = {BACKBONE: layouts[BACKBONE], "others": Layout(data=self.devices - layouts[BACKBONE].ranks)}
-            backbone = assign_ranks(alone, per_node, largest_tensor_degree(layouts))[BACKBONE]
+            group = max(layout.ranks_of_shard_group for role, layout in layouts.items() if role != BACKBONE)
+            block = max(group, largest_tensor_degree(layouts))
+            backbone = tuple(range(layouts[BACKBONE].ranks))
+            if per_node % block == 0:
+                backbone = assign_ranks(alone, per_node, block)[BACKBONE]
             ranks = {role: backbone if role == BACKBONE else everyone for role in layouts}
             return Allocation("mixed", layouts, ranks, recompute)
         return Allocation("colocated", layouts, dict.fromkeys(layouts, everyone), recompute)
@@ -184,9 +188,7 @@ def mixed_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
     """
     cluster, backbone = problems[BACKBONE].cluster, tables[BACKBONE]
     encoders = {role: table for role, table in tables.items() if role != BACKBONE}
-    everywhere = [
-        table.fastest_by_memory(np.flatnonzero(table.devices == cluster.devices)) for table in encoders.values()
-    ]
+    everywhere = [table.fastest_by_memory(_in_several_groups(table, cluster.devices)) for table in encoders.values()]
     seconds, best = np.inf, None
     for picked in product(*everywhere):
         named = _picked(encoders, picked)
@@ -269,6 +271,12 @@ def _batch_seconds(problem: RoleProblem, candidate: Candidate) -> float:
     return float(((time.forward + time.backward + time.exchange) / time.microbatches)[0])
 
 
+def _in_several_groups(table: CandidateTable, devices: int) -> IntArray:
+    """The candidates on so many devices of which only some need each other to compute."""
+    everywhere = np.flatnonzero(table.devices == devices)
+    return everywhere[[table.candidate(int(each)).layout.ranks_of_shard_group < devices for each in everywhere]]
+
+
 def _backbone_beside(
     problems: Problems, backbone: CandidateTable, encoders: Mapping[str, Candidate]
 ) -> tuple[float, Candidate] | None:
@@ -278,8 +286,8 @@ def _backbone_beside(
     beside = joint_bytes(problems, {role: one.bytes for role, one in encoders.items()}) - cluster.device.overhead
     possible = (backbone.devices < cluster.devices) & (backbone.bytes + beside <= usable_bytes(cluster))
     for one in encoders.values():
-        # A group of tensor ranks has the backbone on all of its devices or on none.
-        possible &= backbone.devices % one.layout.tensor == 0
+        # Ranks that need each other to encode have the backbone on all of their devices or on none.
+        possible &= backbone.devices % one.layout.ranks_of_shard_group == 0
     seconds = encoding + backbone.seconds * backbone.devices / cluster.devices
     seconds = np.where(possible & (seconds > backbone.seconds), seconds, np.inf)
     if not len(seconds) or not np.isfinite(seconds.min()):

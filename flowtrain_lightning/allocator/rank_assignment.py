@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import get_args
 
 from flowtrain_lightning.allocator.allocation import (
     BACKBONE,
@@ -15,9 +16,6 @@ from flowtrain_lightning.allocator.allocation import (
     Placement,
     refuse_unknown_placement,
 )
-
-BY_RULE = ("separate", "colocated")
-"""Placements that a rule can make; a mixed one needs a plan."""
 
 BACKBONE_SHARE = 4
 """One rank in so many encodes: in common vision-language models the backbone does most of the work."""
@@ -32,14 +30,15 @@ def default_allocation(
 ) -> Allocation:
     """Allocate replicated data-parallel roles by rule.
 
-    One device has both roles. On several, a quarter of the ranks, but at least one, encodes. The last ranks of each
-    node encode, so that features stay within the node; where encoder ranks do not divide evenly the last nodes have
+    One device has both roles. On several, a quarter of the ranks, but at least one, only encodes. These are the last
+    ranks of each node, so that features stay within the node; where they do not divide evenly the last nodes have
     one more. Where ranks share devices, one of each device encodes. Rank 0 is always a backbone rank.
 
     Args:
         devices: ranks in all.
-        placement: ``"colocated"`` gives both roles to every rank, ``"separate"`` one to each; None follows the rule.
-        encoder_ranks: how many ranks encode; None follows the rule.
+        placement: ``"colocated"`` gives both roles to every rank, ``"separate"`` one to each, and with ``"mixed"`` the
+            backbone ranks encode too; None follows the rule.
+        encoder_ranks: how many ranks only encode; None follows the rule.
         devices_per_node: ranks of each node; None means that all are on one node.
         ranks_per_device: ranks that share a device. Encoder ranks are spread over as many devices as there are.
 
@@ -57,10 +56,12 @@ def default_allocation(
         raise AllocationError(
             f"{encoders} encoder ranks leave no backbone rank on {_devices(devices)}; use at most {devices - 1}."
             if devices > 1
-            else 'Separate roles need at least 2 devices, but there is 1; use placement="colocated".'
+            else 'Ranks of one role need at least 2 devices, but there is 1; use placement="colocated".'
         )
     encoder = _last_of_each_node(encoders, devices // per_node, per_node, ranks_per_device)
     backbone = tuple(rank for rank in range(devices) if rank not in encoder)
+    if placement == "mixed":
+        return _replicated("mixed", encoder=tuple(range(devices)), backbone=backbone)
     return _replicated("separate", encoder=encoder, backbone=backbone)
 
 
@@ -91,12 +92,13 @@ def _refuse_bad_settings(
             f"{_devices(devices)} cannot be divided into nodes of {devices_per_node}; every node must have as many."
         )
     if placement is not None:
-        refuse_unknown_placement(placement, BY_RULE)
+        refuse_unknown_placement(placement, get_args(Placement))
     if encoder_ranks is not None and encoder_ranks < 1:
         raise AllocationError(f"encoder_ranks is {encoder_ranks}; at least 1 rank must encode.")
     if encoder_ranks is not None and placement == "colocated":
         raise AllocationError(
-            'With placement="colocated" every rank encodes; leave encoder_ranks out, or use placement="separate".'
+            'With placement="colocated" no rank only encodes; leave encoder_ranks out, or use placement="separate" or '
+            '"mixed".'
         )
 
 

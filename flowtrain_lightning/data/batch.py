@@ -29,8 +29,7 @@ class RankShard:
         backbone_ranks: data-parallel ranks of the backbone role.
         encoder_rank: the data-parallel rank within the encoder role, or None where the rank has no encoder lane.
         encoder_ranks: data-parallel ranks of the encoder role.
-        colocated_encoder_ranks: for each backbone rank the encoder rank on the same rank, or -1; None where no rank
-            plays both roles.
+        colocated_lanes: the encoder rank and the backbone rank of each process that has both; ``()`` where none has.
         local: every rank encodes just the media that it reads, one encoder batch per microbatch (plain Lightning).
         pads_microbatches: backbone ranks gather weights together, so each runs a microbatch at every position: where it
             has none, one that counts for nothing.
@@ -44,7 +43,7 @@ class RankShard:
     backbone_ranks: int
     encoder_rank: int | None
     encoder_ranks: int
-    colocated_encoder_ranks: tuple[int, ...] | None = None
+    colocated_lanes: tuple[tuple[int, int], ...] = ()
     local: bool = False
     pads_microbatches: bool = False
     pads_encoder_batches: bool = False

@@ -97,7 +97,7 @@ class StepPacking:
             encoder_ranks=shard.encoder_ranks,
             token_budget=self.token_budget,
             local=shard.local,
-            colocated_encoder_ranks=shard.colocated_encoder_ranks,
+            colocated_lanes=shard.colocated_lanes,
             cost=self.cost,
             encoder_cost=self.encoder_cost,
             sync_every=self._sync_every(shard),

@@ -8,7 +8,7 @@ import numpy as np
 
 from flowtrain_lightning.packing.compiled import compiled
 from flowtrain_lightning.packing.load_balancing import two_way_partition
-from flowtrain_lightning.packing.step_plan import EncoderBatches, FloatArray, IntArray
+from flowtrain_lightning.packing.step_plan import BoolArray, EncoderBatches, FloatArray, IntArray
 
 _SWAPS = 32
 """Moves, swaps and partitions per encoder rank, at most."""
@@ -22,7 +22,8 @@ def pack_encoder_batches(
     position: IntArray,
     *,
     encoder_ranks: int,
-    colocated_encoder_ranks: Sequence[int] | None = None,
+    colocated_lanes: Sequence[tuple[int, int]] = (),
+    busy: FloatArray | None = None,
 ) -> EncoderBatches:
     """Deal the media items of one position after another to the encoder ranks, balanced over the whole step.
 
@@ -34,17 +35,20 @@ def pack_encoder_batches(
         backbone_rank: ``[media items]`` who reads each.
         position: ``[media items]`` the position of the microbatch that reads each.
         encoder_ranks: ranks of the encoder role.
-        colocated_encoder_ranks: for each backbone rank the encoder rank on the same rank, or -1: there its media items
-            are encoded unless balance moves them. None where no rank does both.
+        colocated_lanes: the encoder rank and the backbone rank of each process that has both: there the backbone rank's
+            media items are encoded unless balance moves them.
+        busy: ``[encoder ranks]`` what each has to do beside encoding, in the unit of ``costs``: it is balanced together
+            with what is encoded, and where some ranks only encode, media items go there first. None is nothing.
 
     Returns:
         ``[encoder rank][number]`` -> media item numbers. No batch is empty, so ranks may differ in their number.
     """
     order = np.lexsort((-costs, position))
-    home = np.full(len(costs), -1, dtype=np.int64)
-    if colocated_encoder_ranks is not None:
-        home = np.array(colocated_encoder_ranks, dtype=np.int64)[backbone_rank]
-    encoder_rank = _deal(costs, order, home, encoder_ranks)
+    encoder_of = {reader: encoder for encoder, reader in reversed(colocated_lanes)}
+    home = np.array([encoder_of.get(reader, -1) for reader in backbone_rank.tolist()], dtype=np.int64)
+    takes = np.full(encoder_ranks, busy is not None)
+    takes[[encoder for encoder, _ in colocated_lanes]] = False
+    encoder_rank = _deal(costs, order, home, np.zeros(encoder_ranks) if busy is None else busy, takes)
     by_batch = np.lexsort((backbone_rank, position, encoder_rank))
     changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(position[by_batch]) != 0)
     batches: list[list[IntArray]] = [[] for _ in range(encoder_ranks)]
@@ -76,7 +80,7 @@ def local_encoder_batches(backbone_rank: IntArray, position: IntArray, *, ranks:
 
 
 @compiled
-def _deal(costs: FloatArray, order: IntArray, home: IntArray, ranks: int) -> IntArray:
+def _deal(costs: FloatArray, order: IntArray, home: IntArray, busy: FloatArray, takes: BoolArray) -> IntArray:
     """Each media item, in ``order``, to the rank with the least cost so far; then the ranks are rebalanced.
 
     Args:
@@ -84,33 +88,33 @@ def _deal(costs: FloatArray, order: IntArray, home: IntArray, ranks: int) -> Int
         order: ``[media items]`` by the position that reads, and by falling cost inside a position: so the media items
             that a position waits for are alike on all ranks too.
         home: ``[media items]`` the rank on which each stays unless balance moves it, or -1.
-        ranks: encoder ranks.
+        busy: ``[ranks]`` what each encoder rank has to do beside encoding.
+        takes: ``[ranks]`` whether a rank takes media items from their home where it has less to do.
 
     Returns:
         ``[media items]`` the encoder rank of each.
     """
+    ranks = len(busy)
     rank_of = home.copy()
-    load = np.zeros(ranks, dtype=np.float64)
+    load = busy.copy()
     for item in order:
-        best = rank_of[item]
-        if best < 0:
-            best = 0
-            for rank in range(1, ranks):
-                if load[rank] < load[best]:
-                    best = rank
+        best = home[item]
+        for rank in range(ranks):
+            if best < 0 or ((takes[rank] or home[item] < 0) and load[rank] < load[best]):
+                best = rank
         rank_of[item] = best
         load[best] += costs[item]
     for _ in range(_SWAPS * ranks):
-        top, low, total = 0, 0, 0.0
+        top, low, total = -1, 0, 0.0
         for rank in range(ranks):
             total += load[rank]
-            if load[rank] > load[top]:
+            if load[rank] > busy[rank] and (top < 0 or load[rank] > load[top]):
                 top = rank
             if load[rank] < load[low]:
                 low = rank
-        gap = load[top] - load[low]
-        if load[top] * ranks <= total * (1.0 + _TOLERANCE):
+        if top < 0 or load[top] * ranks <= total * (1.0 + _TOLERANCE):
             break
+        gap = load[top] - load[low]
         moved = _swap(rank_of, costs, order, top, low, gap)
         if moved <= 0.0:
             moved = _partition(rank_of, costs, top, low, gap)

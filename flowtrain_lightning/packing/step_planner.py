@@ -31,7 +31,7 @@ def plan_step(
     encoder_ranks: int,
     token_budget: int,
     local: bool = False,
-    colocated_encoder_ranks: Sequence[int] | None = None,
+    colocated_lanes: Sequence[tuple[int, int]] = (),
     cost: CostModel = DEFAULT_COST,
     encoder_cost: CostModel | None = None,
     sync_every: SyncEvery = "microbatch",
@@ -46,31 +46,37 @@ def plan_step(
         encoder_ranks: data-parallel ranks of the encoder role.
         token_budget: the most tokens of one microbatch.
         local: every rank encodes just the media items that it reads, one encoder batch (perhaps empty) per microbatch.
-        colocated_encoder_ranks: for each backbone rank the encoder rank on the same rank, or -1: there its media items
-            are encoded unless balance moves them. None where no rank does both.
+        colocated_lanes: the encoder rank and the backbone rank of each process that has both: there the backbone rank's
+            media items are encoded unless balance moves them. Where other encoder ranks only encode, these have
+            precedence, as far as all then end the step together.
         cost: what a packed set of sequences costs the backbone.
         encoder_cost: what a set of media items costs the encoder, by patches and in the unit of ``cost``. With it media
             items are dealt by cost, positions come in the order that makes the step shortest, and samples of equal
             length are swapped between positions where that makes it shorter still. None deals media items by patches,
-            and orders positions by how much media they read.
+            and orders positions by how much media they read; where some ranks only encode and others do both, a media
+            item then is taken to cost the encoder what its rows cost the backbone.
         sync_every: how often backbone ranks wait for each other.
         microbatches: the microbatches, if they are made already: they are put in order, and media items dealt. None
             packs as many as are needed.
 
     Raises:
         PackingError: a number of ranks or a budget below 1, sizes of other samples, a sample over the token budget,
-            ``colocated_encoder_ranks`` of other ranks, or ``local`` with unequal numbers of ranks.
+            ``colocated_lanes`` of other ranks, or ``local`` with unequal numbers of ranks.
     """
-    _refuse_bad_ranks(backbone_ranks, encoder_ranks, token_budget, local, colocated_encoder_ranks)
+    _refuse_bad_ranks(backbone_ranks, encoder_ranks, token_budget, local, colocated_lanes)
     _refuse_bad_samples(sizes, samples, token_budget)
     if microbatches is None:
         microbatches = pack_microbatches(
             sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, sync_every=sync_every
         )
-    media_costs = sizes.media_patches.astype(np.float64)
+    some_only_encode = 0 < len({encoder for encoder, _ in colocated_lanes}) < encoder_ranks
     if encoder_cost is not None:
         media_costs = encoder_cost.of_each(sizes.media_patches)
-    if encoder_cost is None or local or colocated_encoder_ranks is not None:
+    elif some_only_encode:
+        media_costs = cost.of_each(sizes.media_rows)
+    else:
+        media_costs = sizes.media_patches.astype(np.float64)
+    if encoder_cost is None or local or colocated_lanes:
         # A rank with both lanes never waits for itself, so little is to be gained by a search.
         order = media_order(_media_per_position(microbatches, sizes))
         microbatches = tuple(tuple(of_rank[position] for position in order) for of_rank in microbatches)
@@ -85,7 +91,10 @@ def plan_step(
             rank,
             position,
             encoder_ranks=encoder_ranks,
-            colocated_encoder_ranks=colocated_encoder_ranks,
+            colocated_lanes=colocated_lanes,
+            busy=_beside_encoding(microbatches, sizes, cost, sync_every, encoder_ranks, colocated_lanes)
+            if some_only_encode
+            else None,
         )
     return StepPlan(samples, sizes, _by_source(microbatches, batches, sizes), batches)
 
@@ -121,6 +130,25 @@ def _ordered(
     return as_microbatches(ordered, positions, ranks)
 
 
+def _beside_encoding(
+    microbatches: Microbatches,
+    sizes: SampleSizes,
+    cost: CostModel,
+    sync_every: SyncEvery,
+    encoder_ranks: int,
+    colocated_lanes: Sequence[tuple[int, int]],
+) -> FloatArray:
+    """``[encoder ranks]`` what the backbone lanes on their processes cost; those of a backbone rank share its cost."""
+    at_each = np.array([[cost.of_set(sizes.tokens[m]) if len(m) else 0.0 for m in rank] for rank in microbatches])
+    if sync_every == "microbatch":
+        at_each[:] = at_each.max(axis=0)
+    encoder, backbone = np.array(colocated_lanes).T
+    processes = np.bincount(backbone, minlength=len(at_each))
+    busy = np.zeros(encoder_ranks)
+    np.add.at(busy, encoder, at_each.sum(axis=1)[backbone] / processes[backbone])
+    return busy
+
+
 def _media_per_position(microbatches: Microbatches, sizes: SampleSizes) -> IntArray:
     """``[positions]`` patches of the media items that all ranks together read at each position."""
     patches = np.zeros(len(sizes), dtype=np.int64)
@@ -151,7 +179,7 @@ def _refuse_bad_ranks(
     encoder_ranks: int,
     token_budget: int,
     local: bool,
-    colocated_encoder_ranks: Sequence[int] | None,
+    colocated_lanes: Sequence[tuple[int, int]],
 ) -> None:
     least_one = {"backbone_ranks": backbone_ranks, "encoder_ranks": encoder_ranks, "token_budget": token_budget}
     for name, value in least_one.items():
@@ -162,13 +190,10 @@ def _refuse_bad_ranks(
             f"local=True lets every rank encode what it reads, but there are {backbone_ranks} backbone ranks and "
             f"{encoder_ranks} encoder ranks; make the numbers equal."
         )
-    if colocated_encoder_ranks is not None and (
-        len(colocated_encoder_ranks) != backbone_ranks
-        or not all(-1 <= rank < encoder_ranks for rank in colocated_encoder_ranks)
-    ):
+    if not all(0 <= encoder < encoder_ranks and 0 <= reader < backbone_ranks for encoder, reader in colocated_lanes):
         raise PackingError(
-            f"colocated_encoder_ranks is {tuple(colocated_encoder_ranks)}; it must name an encoder rank below "
-            f"{encoder_ranks}, or -1, for each of the {backbone_ranks} backbone ranks."
+            f"colocated_lanes is {tuple(colocated_lanes)}; it must name pairs of an encoder rank below {encoder_ranks} "
+            f"and a backbone rank below {backbone_ranks}."
         )
 
 

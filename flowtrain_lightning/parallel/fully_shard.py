@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -16,6 +17,7 @@ from flowtrain_lightning.allocator.allocation import Recompute
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
 from flowtrain_lightning.parallel.gradients import local_part, squared_norm
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
+from flowtrain_lightning.parallel.replicate import ReplicatedHalf
 
 
 class FullyShardedHalf:
@@ -28,6 +30,8 @@ class FullyShardedHalf:
     Args:
         modules: path -> module, together the half; their weights may have no memory yet.
         mesh: one dimension for FSDP2, ``("replica", "shard")`` for HSDP.
+        replicas: the ranks that hold the same shards in other meshes of one dimension: their gradients are summed in
+            `finish_gradients`, since these ranks come to their last backwards at different times.
         wrap: shards those modules within the half that are gathered alone; it is given the mesh and the other
             arguments of `fully_shard`. By default these modules are the repeated blocks.
         fill: gives the shards their numbers, if they have none yet.
@@ -45,6 +49,7 @@ class FullyShardedHalf:
         modules: dict[str, nn.Module],
         mesh: DeviceMesh,
         *,
+        replicas: dist.ProcessGroup | None = None,
         wrap: Callable[..., None] | None = None,
         fill: Callable[[], None] | None = None,
         precision: MixedPrecisionPolicy | None = None,
@@ -75,6 +80,7 @@ class FullyShardedHalf:
         self._activations = activations or nullcontext()
         self.parameters = list(self._root.parameters())
         self._wanted = [parameter.requires_grad for parameter in self.parameters]
+        self._copies = None if replicas is None else ReplicatedHalf(self.parameters, replicas)
 
     @property
     def trains(self) -> bool:
@@ -93,6 +99,8 @@ class FullyShardedHalf:
                 "as they were then. Set it where the half is built, and save a checkpoint and go on from it in a new "
                 "run to change it; or take a layout of whole copies."
             )
+        if self._copies is not None:
+            self._copies.begin_step()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs one forward with the half's weights at hand."""
@@ -115,7 +123,10 @@ class FullyShardedHalf:
         yield
 
     def finish_gradients(self, scale: float) -> None:
-        """Scales the gradients; they are summed already."""
+        """Scales the gradients, which are summed already over the ranks of the mesh."""
+        if self._copies is not None:
+            self._copies.finish_gradients(scale)
+            return
         for parameter in self.parameters:
             if parameter.grad is not None:
                 local_part(parameter.grad).mul_(scale)

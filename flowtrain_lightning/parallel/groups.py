@@ -1,8 +1,8 @@
 """Process groups: one world per role, and one explicit CPU group for what spans roles at step boundaries.
 
 Each role is a default group of its own (DeepSpeed ZeRO-3 and Lightning's per-step broadcast reach no further than
-the default group); a colocated placement has one default group of all ranks. Collectives over all roles go through
-``Groups.cross`` only.
+the default group); where roles share ranks there is one default group of all ranks, and a role that has only some of
+them is a part of it. Collectives over all roles go through ``Groups.cross`` only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import atexit
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from flowtrain_lightning.allocator import BACKBONE, ROLES, Allocation
+from flowtrain_lightning.allocator import ROLES, Allocation
 from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.parallel.job_store import readable_rendezvous_errors, root_store
 from flowtrain_lightning.parallel.keyed_store import KeyedStore
@@ -148,6 +148,19 @@ class CrossGroup:
 
 
 @dataclass(frozen=True)
+class PartOfGroup:
+    """Some ranks of a default group, all those of a role.
+
+    Attributes:
+        ranks: their numbers within the default group.
+        cpu: the group of them on CPU; on other ranks what torch.distributed gives in its place.
+    """
+
+    ranks: tuple[int, ...]
+    cpu: Any
+
+
+@dataclass(frozen=True)
 class Groups:
     """The groups of one rank.
 
@@ -155,7 +168,7 @@ class Groups:
         cross: all ranks, on CPU.
         logging: a second group of all ranks, in which those wait that log outside of steps. A rank that logs alone
             waits there, and takes no part in another collective by mistake.
-        role: the default group: the ranks of this one's role, or all of a colocated placement.
+        role: the default group: the ranks of this one's role, or all where roles share ranks.
         role_rank: this rank within its default group.
         role_ranks: size of its default group.
         role_cpu: the ranks of the default group, on CPU; None is the default group itself.
@@ -170,33 +183,41 @@ class Groups:
     role_cpu: dist.ProcessGroup | None
     key: JobKey
     _stores: Iterator[Store]
+    _parts: Mapping[str, PartOfGroup] = field(default_factory=dict)
     _of_roles: dict[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def of_role(self, role: str) -> dist.ProcessGroup | None:
-        """A group for the collectives of one role alone, of the ranks of the default group.
+        """A group for the collectives of one role alone, of its ranks in the default group.
 
         Where ranks have both roles, each role sums gradients when it is done: in one group for both, ranks would have
-        to be done in one order. Every rank asks for the same roles in the same order.
+        to be done in one order. Every rank of the default group asks for the same roles in the same order.
         """
         if self.role_ranks == 1:
             return None
         if role not in self._of_roles:
-            self._of_roles[role] = dist.new_group()
+            self._of_roles[role] = dist.new_group(self.ranks_of(role))
         return self._of_roles[role]
+
+    def ranks_of(self, role: str) -> list[int]:
+        """The ranks of a role, numbered within the default group."""
+        return list(self._parts[role].ranks if role in self._parts else range(self.role_ranks))
 
     def new_store(self) -> Store:
         """An empty key-value store, the same on all ranks if they ask equally often."""
         return next(self._stores)
 
-    def sum_over_role(self, tensor: Tensor) -> Tensor:
-        """Sums a CPU tensor over the ranks of the default group, in place, and returns it."""
-        if self.role_ranks > 1:
-            dist.all_reduce(tensor, group=self.role_cpu)
+    def sum_over_role(self, role: str, tensor: Tensor) -> Tensor:
+        """Sums a CPU tensor over the ranks of this rank's ``role``, in place, and returns it."""
+        if len(self.ranks_of(role)) > 1:
+            dist.all_reduce(tensor, group=self._cpu_of(role))
         return tensor
 
-    def gather_over_role(self, value: Any) -> list[Any]:
-        """The values of the default group's ranks in rank order; see :func:`gather_over`."""
-        return gather_over(self.role_cpu, self.role_ranks, value, key=self.key.derive("role"))
+    def gather_over_role(self, role: str, value: Any) -> list[Any]:
+        """The values of the ranks of this rank's ``role`` in rank order; see :func:`gather_over`."""
+        return gather_over(self._cpu_of(role), len(self.ranks_of(role)), value, key=self.key.derive(f"role {role}"))
+
+    def _cpu_of(self, role: str) -> dist.ProcessGroup | None:
+        return self._parts[role].cpu if role in self._parts else self.role_cpu
 
 
 def gather_over(
@@ -282,8 +303,16 @@ def collective_backend(device_type: str, rank: int, allocation: Allocation, rank
 
 def default_groups(allocation: Allocation) -> tuple[tuple[int, ...], ...]:
     """The global ranks of every default group: a role, or where roles share ranks all of them."""
-    separate = allocation.placement == "separate"
-    return tuple(allocation.ranks[role] for role in (ROLES if separate else (BACKBONE,)))
+    if allocation.placement == "separate":
+        return tuple(allocation.ranks[role] for role in ROLES)
+    return (tuple(range(allocation.size)),)
+
+
+def parts_of_groups(allocation: Allocation) -> dict[str, tuple[int, ...]]:
+    """Role -> its global ranks, of the roles that have only some of the ranks of their default group."""
+    if allocation.placement != "mixed":
+        return {}
+    return {role: ranks for role, ranks in allocation.ranks.items() if len(ranks) < allocation.size}
 
 
 _connected: tuple[Any, Groups] | None = None
@@ -291,7 +320,13 @@ _connected_process = 0  # the process that `_connected` is of: the threads behin
 _connections = 0
 
 
-def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta) -> Groups:
+def connect_groups(
+    rank: int,
+    worlds: tuple[tuple[int, ...], ...],
+    backend: str,
+    timeout: timedelta,
+    parts: Mapping[str, tuple[int, ...]] | None = None,
+) -> Groups:
     """Connects this process, or returns the groups of an earlier ``fit`` of the same layout, if they are still there.
 
     Args:
@@ -299,6 +334,7 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
         worlds: the global ranks of every default group; together they hold each rank once.
         backend: of the default groups, for example ``"nccl"`` or ``"gloo"``.
         timeout: after which a blocked collective raises.
+        parts: role -> its global ranks, of the roles that have only some of the ranks of their default group.
 
     Raises:
         RuntimeError: the others do not come in time, torch.distributed is in use already, or was so when this process
@@ -311,7 +347,8 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
             "threads of its process groups did not come along. Start it as a process of its own (multiprocessing's "
             '"spawn"), or fork before `fit`.'
         )
-    key = (rank, worlds, backend, timeout)
+    parts = dict(parts or {})
+    key = (rank, worlds, backend, timeout, parts)
     if _connected is not None and _connected[0] == key and _connected[1].role is dist.group.WORLD:
         return _connected[1]
     disconnect_groups()
@@ -324,13 +361,19 @@ def connect_groups(rank: int, worlds: tuple[tuple[int, ...], ...], backend: str,
     _connections += 1
     root = root_store(rank, ranks, timeout)
     with readable_rendezvous_errors(rank, ranks, timeout, root):
-        groups = _connect(rank, worlds, backend, timeout, root, f"flowtrain/{_connections}")
+        groups = _connect(rank, worlds, parts, backend, timeout, root, f"flowtrain/{_connections}")
     _connected, _connected_process = (key, groups), os.getpid()
     return groups
 
 
 def _connect(
-    rank: int, worlds: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta, root: KeyedStore, prefix: str
+    rank: int,
+    worlds: tuple[tuple[int, ...], ...],
+    parts: Mapping[str, tuple[int, ...]],
+    backend: str,
+    timeout: timedelta,
+    root: KeyedStore,
+    prefix: str,
 ) -> Groups:
     store, key = PrefixStore(prefix, root), root.key.derive(prefix)
     number, world = next((n, world) for n, world in enumerate(worlds) if rank in world)
@@ -345,6 +388,9 @@ def _connect(
     )
     assert dist.group.WORLD is not None
     ranks = sum(map(len, worlds))
+    within = {
+        role: tuple(world.index(each) for each in of_role) for role, of_role in parts.items() if of_role[0] in world
+    }
     groups = Groups(
         cross=CrossGroup(PrefixStore("cross", store), rank, ranks, timeout, key.derive("cross")),
         logging=CrossGroup(PrefixStore("logging", store), rank, ranks, timeout, key.derive("logging")),
@@ -354,11 +400,15 @@ def _connect(
         role_cpu=None if backend == "gloo" else dist.new_group(backend="gloo"),
         key=key,
         _stores=(PrefixStore(f"store/{number}", store) for number in itertools.count()),
+        _parts={role: PartOfGroup(own, dist.new_group(list(own), backend="gloo")) for role, own in within.items()},
     )
     # Whoever was first at a peer's port is its peer for gloo: all show that they know the key, before any tensor goes.
     groups.cross.gather_messages(None)
     groups.logging.gather_messages(None)
-    groups.gather_over_role(None)
+    gather_over(groups.role_cpu, groups.role_ranks, None, key=key.derive("role"))
+    for role, part in within.items():
+        if role_rank in part:
+            groups.gather_over_role(role, None)
     return groups
 
 

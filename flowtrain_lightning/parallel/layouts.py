@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from flowtrain_lightning.allocator import Layout
@@ -29,17 +30,59 @@ _PRECISION = {
 """The Trainer's precision -> what FSDP2 gathers and sums in; elsewhere all is in the dtype of the weights."""
 
 
+@dataclass(frozen=True)
+class RoleGroups:
+    """The groups in which the ranks of one role compute with its half, and sum its gradients.
+
+    Attributes:
+        all: of the role, where its ranks do not meet in the mesh or are only some of the default group; None is the
+            default group.
+        mesh: of its ranks as `_mesh` arranges them; None for whole copies without tensor ranks.
+        replicas: the ranks that hold the same shards in other shard groups, where these are summed after the last
+            backward and not during it.
+        context: the ranks that share sequences, where ranks do.
+    """
+
+    all: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+    replicas: dist.ProcessGroup | None
+    context: dist.ProcessGroup | None
+
+
+def make_groups(role: str, layout: Layout, groups: Groups, device_type: str, *, waits_for_others: bool) -> RoleGroups:
+    """Makes the groups of a role. Every rank of the default group calls it, for the same roles in the same order.
+
+    Args:
+        role: which one.
+        layout: see `make_engine`.
+        groups: of the calling rank.
+        device_type: see `make_engine`.
+        waits_for_others: some shard groups of the role are done when others are, others long before: a sum over them
+            inside of a backward would wait for what the same ranks have yet to do.
+    """
+    ranks = groups.ranks_of(role)
+    mesh = _mesh(layout, ranks, device_type) if layout.shard == "fsdp" or layout.tensor > 1 else None
+    own = groups.role_rank in ranks
+    sums_late = own and mesh is not None and waits_for_others and layout.replicas > 1
+    return RoleGroups(
+        all=groups.of_role(role) if mesh is None or len(ranks) < groups.role_ranks else None,
+        mesh=mesh,
+        replicas=mesh.get_group("replica") if sums_late and mesh is not None else None,
+        context=_context_group(layout, ranks, device_type, own) if layout.context > 1 else None,
+    )
+
+
 def make_engine(
     module: HalvedModule,
     role: str,
     layout: Layout,
-    groups: Groups,
+    groups: RoleGroups,
     *,
     recompute: Recompute,
     offload: Offload,
     device_type: str,
     precision: str,
-    shares_ranks: bool,
+    early: bool,
     fill: Callable[[], None],
 ) -> HalfEngine:
     """Put a layout onto one half of a module.
@@ -51,12 +94,13 @@ def make_engine(
         module: its half of this role is here; its weights are equal on all ranks of the role, or have no memory yet.
         role: whose half it is.
         layout: whole copies or FSDP2 over data-parallel ranks, with any tensor and context degree.
-        groups: of the calling rank.
+        groups: of the role.
         recompute: what of every repeated block backwards compute again.
         offload: what lies in host memory.
         device_type: on which it computes, for example ``"cuda"``.
         precision: of the Trainer.
-        shares_ranks: the other role has the same ranks.
+        early: whole copies may sum gradients during the last backward. Sums of two roles on one GPU, in communicators
+            of their own, could wait for each other.
         fill: gives weights that have no memory their numbers, whole or in parts.
 
     Raises:
@@ -64,7 +108,7 @@ def make_engine(
     """
     on_host = ActivationsOnHost(pinned=device_type != "cpu") if offload in ("activations", "all") else None
     modules = {path: module.get_submodule(path) for path in module.halves[role]}
-    mesh = _mesh(layout, device_type) if layout.shard == "fsdp" or layout.tensor > 1 else None
+    mesh = groups.mesh
     summed = []
     if layout.tensor > 1:
         assert mesh is not None
@@ -73,17 +117,16 @@ def make_engine(
     if layout.shard == "replicate":
         for block in (block for half in modules.values() for block in repeated_blocks(half)):
             recompute_in_backward(block, recompute)
-        # Sums of two roles on one GPU, in communicators of their own, could wait for each other.
-        early = groups.role_cpu is None or not shares_ranks
         fill()
         # No mesh of one dimension: it would be the default group, in which early sums could meet other collectives.
-        group = groups.of_role(role) if mesh is None else mesh.get_group("data")
+        group = groups.all if mesh is None else mesh.get_group("data")
         engine = ReplicatedHalf(half_parameters(module, role), group, early=early, activations=on_host)
     else:
         assert mesh is not None
         engine = FullyShardedHalf(
             modules,
-            mesh["replica", "shard"] if layout.replicas > 1 else mesh["shard"],
+            mesh["replica", "shard"] if layout.replicas > 1 and groups.replicas is None else mesh["shard"],
+            replicas=groups.replicas,
             wrap=getattr(module, f"parallelize_{role}"),
             fill=fill,
             precision=_PRECISION.get(precision),
@@ -94,22 +137,23 @@ def make_engine(
     if layout.tensor > 1:
         assert mesh is not None
         engine = TensorParallelHalf(engine, summed, mesh.get_group("tensor"))
-    if layout.context > 1:
-        engine = ContextParallelHalf(engine, _context_group(layout, device_type))
+    if groups.context is not None:
+        engine = ContextParallelHalf(engine, groups.context)
     return engine
 
 
-def _mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The ranks of the role, which are the default group: those that see other tokens, then neighbours of a layer."""
+def _mesh(layout: Layout, ranks: list[int], device_type: str) -> DeviceMesh:
+    """The ranks of the role within the default group: those that see other tokens, then neighbours of a layer."""
     data = {"data": layout.data * layout.context}
     if layout.shard == "fsdp":
         replicas = {"replica": layout.replicas} if layout.replicas > 1 else {}
         data = {**replicas, "shard": layout.data // layout.replicas * layout.context}
     sizes = {**data, **({"tensor": layout.tensor} if layout.tensor > 1 else {})}
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return DeviceMesh(device_type, torch.tensor(ranks).view(*sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def _context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
-    """The ranks that share this one's sequences, and have the same share of every layer."""
-    shape = (layout.data, layout.context, layout.tensor)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "context", "tensor")).get_group("context")
+def _context_group(layout: Layout, ranks: list[int], device_type: str, own: bool) -> dist.ProcessGroup | None:
+    """The ranks that share this one's sequences and its share of every layer; None on a rank of another role."""
+    arranged = torch.tensor(ranks).view(layout.data, layout.context, layout.tensor)
+    mesh = DeviceMesh(device_type, arranged, mesh_dim_names=("data", "context", "tensor"))
+    return mesh.get_group("context") if own else None

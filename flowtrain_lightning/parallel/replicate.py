@@ -180,12 +180,15 @@ def broadcast_half(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = 
             values.copy_(in_one_piece)
 
 
-def broadcast_copies(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+def broadcast_copies(
+    tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, replicas: dist.ProcessGroup | None = None
+) -> None:
     """Gives the ranks that hold the same of a tensor the values of their first one.
 
     Args:
         tensors: in one order on all ranks. Those that are no DTensor all ranks of the group hold.
         group: None is the default group.
+        replicas: the ranks that hold the same of DTensors in other meshes, if there are such meshes.
     """
     for tensor in tensors:
         if not isinstance(tensor, DTensor):
@@ -194,6 +197,8 @@ def broadcast_copies(tensors: Iterable[Tensor], group: dist.ProcessGroup | None 
         for dim, placement in enumerate(tensor.placements):
             if placement.is_replicate():
                 broadcast_half([tensor.to_local()], tensor.device_mesh.get_group(dim))
+        if replicas is not None:
+            broadcast_half([tensor], replicas)
 
 
 def _divided(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from flowtrain_lightning.allocator import (
     ROLES,
     Allocation,
     NoPlanError,
+    Placement,
     Prediction,
     RoleLayout,
     default_allocation,
@@ -26,6 +28,7 @@ from flowtrain_lightning.packing.simulator import recomputed_batches, simulate_s
 from flowtrain_lightning.packing.step_work import Lanes, StepWork, step_work
 from flowtrain_lightning.placement.layout_costs import batch_seconds, end_seconds, repeated_share
 from flowtrain_lightning.placement.profile import Profile
+from flowtrain_lightning.placement.request import why_it_cannot_run
 
 SIMULATED_STEPS = 6
 """So many steps tell how uneven ranks are, and how far an encoder that does not train works ahead."""
@@ -103,23 +106,24 @@ class MeasuredCosts:
     rank_bytes: float | None = None
 
     def predictions(self) -> tuple[MeasuredPrediction, ...]:
-        """Colocated roles, and separate ones with encoder ranks spread evenly over the nodes.
+        """Colocated roles; separate and mixed ones with ranks that only encode spread evenly over the nodes.
 
         On a few ranks these are all such allocations. On more, some numbers of encoder ranks are tried, then
-        more of them about the best one, and so on: a thousand ranks take some forty predictions. Roles hold whole
+        more of them about the best one, and so on: a thousand ranks take some eighty predictions. Roles hold whole
         copies; where these do not fit, as far as weights, gradients and optimizer tell, the backbone, the encoder or
         both hold shards (FSDP2).
 
         Raises:
             NoPlanError: the steps cannot be dealt to so many ranks, or nothing fits.
         """
-        together = None
+        found = search_splits(self.ranks - 1, partial(self._apart, "separate"))
         if self.ranks_per_device == 1:
             together = self._fitting(default_allocation(self.ranks, "colocated"))
-        found = (*([together] if together is not None else []), *search_splits(self.ranks - 1, self._separate))
+            mixed = search_splits(self.ranks - 1, partial(self._apart, "mixed"))
+            found = [*([together] if together is not None else []), *found, *mixed]
         if not found:
             raise NoPlanError(f"the steps cannot be dealt to {self.ranks} ranks in any way, or the halves do not fit")
-        return found
+        return tuple(found)
 
     def kept_bytes(self, allocation: Allocation) -> float:
         """Weights, gradients and optimizer states on the fullest rank, with AdamW and a precision of `PRECISIONS`."""
@@ -142,10 +146,9 @@ class MeasuredCosts:
             return None  # microbatches=... cannot be shared out evenly among these backbone ranks
         return predict_steps(plans, allocation, self.profile, self.processors, self.kept_batches)
 
-    def _separate(self, encoder_ranks: int) -> MeasuredPrediction | None:
+    def _apart(self, placement: Placement, encoder_ranks: int) -> MeasuredPrediction | None:
         per_node = self.ranks // self.nodes
-        whole = default_allocation(self.ranks, "separate", encoder_ranks, per_node, self.ranks_per_device)
-        return self._fitting(whole)
+        return self._fitting(default_allocation(self.ranks, placement, encoder_ranks, per_node, self.ranks_per_device))
 
     def _fitting(self, whole: Allocation) -> MeasuredPrediction | None:
         """What steps take on these ranks, with as few roles in shards as fit; None where nothing does."""
@@ -157,12 +160,14 @@ class MeasuredCosts:
 
     def _runs(self, allocation: Allocation) -> bool:
         """A backbone that is frozen is not sharded beside an encoder that trains: ranks would wait in vain."""
+        if why_it_cannot_run(allocation) is not None:
+            return False
         trains = {role: half.trains for role, half in self.profile.roles.items()}
         return trains[BACKBONE] or not trains[ENCODER] or not allocation.layouts[BACKBONE].shares_weights
 
     def _fits(self, allocation: Allocation) -> bool:
         whole = all(layout.is_whole_copies for layout in allocation.layouts.values())
-        if whole and allocation.placement == "colocated" and not self.profile.whole:
+        if whole and allocation.placement != "separate" and not self.profile.whole:
             return False  # it was tried
         if self.rank_bytes is None or self.profile.origin.settings["precision"] not in PRECISIONS:
             return whole  # nothing says what fits
@@ -197,7 +202,7 @@ def predict_steps(
 
     Args:
         plans: the steps.
-        allocation: separate or colocated, of whole copies or of shards (FSDP2).
+        allocation: of whole copies or of shards (FSDP2).
         profile: what everything costs.
         processors: which of the ranks share what they compute on.
         kept_batches: encoder batches whose activations each encoder rank keeps.
@@ -210,9 +215,8 @@ def predict_steps(
     crowded = max(sum(sum(busy[rank].values()) for rank in ranks) / processors.capacity for ranks in processors.sharing)
     seconds = max(simulated, crowded)
     samples = float(np.mean([len(plan.samples) for plan in plans]))
-    colocated = allocation.placement == "colocated"
     return MeasuredPrediction(
-        kind="colocated" if colocated else "separate",
+        kind=allocation.placement,
         name=short_name(allocation),
         seconds=seconds,
         samples_per_second=samples / seconds,
@@ -222,11 +226,12 @@ def predict_steps(
 
 
 def short_name(allocation: Allocation) -> str:
-    """An allocation in a few words, as in ``separate 1 + 3``: encoder and backbone ranks, and who holds shards."""
-    encoders, backbones = (len(allocation.ranks[role]) for role in ROLES)
+    """An allocation in a few words, as in ``separate 1 + 3``: ranks that only encode, backbone ranks, then shards."""
+    backbones = len(allocation.ranks[BACKBONE])
+    only_encode = allocation.size - backbones
     sharded = [role for role, layout in allocation.layouts.items() if layout.shares_weights]
     shards = f", {' and '.join(sharded)} in shards" if sharded else ""
-    ranks = f"colocated x{backbones}" if allocation.placement == "colocated" else f"separate {encoders} + {backbones}"
+    ranks = f"{allocation.placement} {only_encode} + {backbones}" if only_encode else f"colocated x{backbones}"
     return ranks + shards
 
 

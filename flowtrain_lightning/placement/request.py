@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flowtrain_lightning.allocator import (
     BACKBONE,
+    ENCODER,
     ROLES,
     Allocation,
     AllocationError,
@@ -16,7 +17,7 @@ from flowtrain_lightning.allocator import (
     RoleLayout,
     default_allocation,
 )
-from flowtrain_lightning.allocator.allocation import count_ranks
+from flowtrain_lightning.allocator.allocation import count_ranks, number_spans
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.placement.profile import Profile, read_profile
 
@@ -143,6 +144,12 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
                 f"its half ({Layout(data=layout.ranks).describe()}), shards of it by FSDP2 "
                 f"({Layout(data=layout.ranks, shard='fsdp').describe()}), either with tensor or context ranks."
             )
-    if allocation.placement == "mixed":
-        return "is mixed, but today every rank has both roles or each has one; take a separate or a colocated plan."
+    backbone = set(allocation.ranks[BACKBONE])
+    for group in allocation.shard_groups(ENCODER):
+        if allocation.placement == "mixed" and not backbone.isdisjoint(group) and not backbone.issuperset(group):
+            return (
+                f"is mixed and gives the encoder the layout {allocation.layouts[ENCODER].describe()}, in which ranks "
+                f"{number_spans(group)} need each other to compute, but only some of them are backbone ranks, which "
+                "work in another order. Choose replicas or a tensor degree so that each such group is of one kind."
+            )
     return None

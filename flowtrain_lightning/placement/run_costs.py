@@ -24,7 +24,7 @@ def rank_shard(allocation: Allocation, rank: int) -> RankShard:
         backbone_ranks=layouts[BACKBONE].data,
         encoder_rank=allocation.member_of(ENCODER, rank),
         encoder_ranks=layouts[ENCODER].data,
-        colocated_encoder_ranks=allocation.colocated_encoder_ranks,
+        colocated_lanes=allocation.colocated_lanes,
         pads_microbatches=layouts[BACKBONE].gathers_weights,
         pads_encoder_batches=layouts[ENCODER].gathers_weights,
         in_lockstep=any(layout.shares_weights for layout in layouts.values()),

@@ -96,7 +96,7 @@ def plan_on(
         backbone_ranks=len(allocation.ranks[BACKBONE]),
         encoder_ranks=len(allocation.ranks[ENCODER]),
         token_budget=token_budget,
-        colocated_encoder_ranks=allocation.colocated_encoder_ranks,
+        colocated_lanes=allocation.colocated_lanes,
         cost=profile.cost,
         encoder_cost=profile.encoder_cost,
         sync_every="step",

@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation
-from flowtrain_lightning.parallel.groups import connect_groups, default_groups
+from flowtrain_lightning.parallel.groups import connect_groups, default_groups, parts_of_groups
 from flowtrain_lightning.parallel.job_store import node_names
 from flowtrain_lightning.pool import (
     Mesh,
@@ -73,7 +73,8 @@ class Job:
             _stay_on_this_node()
         worlds = default_groups(allocation)
         seconds = timeout.total_seconds()
-        self.groups = connect_groups(rank, worlds, backend, collective_timeout(hang_timeout, timeout))
+        patience = collective_timeout(hang_timeout, timeout)
+        self.groups = connect_groups(rank, worlds, backend, patience, parts_of_groups(allocation))
         if nodes > 1:
             self.labels = [f"{label} on {name}" for label, name in zip(self.labels, node_names(ranks), strict=True)]
         store, secret = self.groups.new_store(), self.groups.key.derive("pool").hex()

@@ -68,8 +68,8 @@ class StepProgram:
         entry_rows: for each encoder rank the rows of the entries of each of its batches, for what the pool must hold.
         turns: whose turn it is, on a rank of two roles of which one shares weights with other ranks: after a forward or
             a microbatch come the others' in one order. None where lanes take turns as they can go on.
-        holds_all: the pool has bytes for all of the step: a rank that waits for others inside of a computation takes
-            nothing out of it meanwhile, and must not keep them from coming.
+        holds_all: the pool has bytes for all of the step, on every rank: one that waits for others inside of a
+            computation takes nothing out of it meanwhile, and must not keep them from coming.
     """
 
     encoder_batches: dict[int, EncoderBatchWork]
@@ -138,6 +138,7 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     order: tuple[Work, ...] = ()
     has_both = shard.encoder_rank is not None and shard.backbone_rank is not None
     in_turns = has_both and shard.in_lockstep
+    some_in_turns = bool(shard.colocated_lanes) and shard.in_lockstep
     if shard.encoder_rank is not None:
         own = of_batch[shard.encoder_rank]
         if shard.pads_encoder_batches or in_turns:
@@ -160,7 +161,7 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     )
     turns = Turns(len(microbatches), tuple(batches), max(kept_batches, 1)) if in_turns else None
     # A lane that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
-    holds_all = in_turns or shard.shares_encoder_batches
+    holds_all = some_in_turns or shard.shares_encoder_batches
     return StepProgram(batches, order, microbatches, last_microbatch, rows, turns, holds_all)
 
 

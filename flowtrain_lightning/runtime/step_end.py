@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -58,19 +59,19 @@ class StepEnd:
         Raises:
             RuntimeError: says what this rank has run.
         """
-        executed = {role: step.executed[role] for role in roles}
-        digests = {
-            role: blake2b(json.dumps(work).encode(), digest_size=8).hexdigest() for role, work in executed.items()
-        }
-        of_ranks = self._job.groups.gather_over_role(digests)
-        if any(of_ranks[rank][role] != digests[role] for role in executed for rank in self._in_step_with(role)):
-            raise RuntimeError(
-                f"Ranks that share weights have worked in different orders in step {step.index} ({step.stage}), so its "
-                f"gradients may be wrong. This rank has run {executed}. This is a fault of flowtrain: please report it."
-            )
+        for role in roles:
+            executed = step.executed[role]
+            digest = blake2b(json.dumps(executed).encode(), digest_size=8).hexdigest()
+            of_ranks = self._job.groups.gather_over_role(role, digest)
+            if any(of_ranks[rank] != digest for rank in self._in_step_with(role)):
+                raise RuntimeError(
+                    f"Ranks that share weights have worked in different orders in step {step.index} ({step.stage}), so "
+                    f"its gradients may be wrong. This rank has run {executed} of the {role}. This is a fault of "
+                    "flowtrain: please report it."
+                )
 
     def _in_step_with(self, role: str) -> Sequence[int]:
-        """The ranks of the default group that must work in one order with this one, counted within the role."""
+        """The ranks that must work in one order with this one, counted within the role."""
         allocation = self._job.allocation
         layout, within = allocation.layouts[role], allocation.rank_within(role, self._job.rank)
         assert within is not None
@@ -91,11 +92,13 @@ class StepEnd:
         context.enter("wait for the other backbone ranks", step)
         start = context.timeline.start()
         asked_to_stop = any(page.sigterm for page in board.pages)
-        report = self._metrics[step.stage].agree(asked_to_stop, groups.sum_over_role, groups.gather_over_role)
+        report = self._metrics[step.stage].agree(
+            asked_to_stop, partial(groups.sum_over_role, BACKBONE), partial(groups.gather_over_role, BACKBONE)
+        )
         if note is not None:
             arrived = self._arrived(context, step) if self._job.rank == self._speaker else []
             self._rounds += 1
-            gathered = groups.gather_over_role([note, *arrived])
+            gathered = groups.gather_over_role(BACKBONE, [note, *arrived])
             report = replace(report, notes=tuple(found for notes in gathered for found in notes))
         context.timeline.stop(start, BACKBONE, STALL, "other backbone ranks", step.stage, step.index)
         if self._listeners and self._job.rank == self._speaker:

@@ -55,12 +55,12 @@ def test_it_describes_itself_in_one_line():
     assert allocate((0,), (0,), "colocated").describe() == "colocated: encoder and backbone on rank 0"
 
 
-def test_it_knows_which_encoder_rank_is_on_a_backbone_rank():
-    assert default_allocation(3, "colocated").colocated_encoder_ranks == (0, 1, 2)
-    assert default_allocation(3, "separate").colocated_encoder_ranks is None
+def test_it_knows_which_ranks_have_both_lanes():
+    assert default_allocation(3, "colocated").colocated_lanes == ((0, 0), (1, 1), (2, 2))
+    assert default_allocation(3, "separate").colocated_lanes == ()
     layouts = {"encoder": Layout(3), "backbone": Layout(2)}
     mixed = Allocation("mixed", layouts, {"encoder": (0, 1, 2), "backbone": (0, 2)})
-    assert mixed.colocated_encoder_ranks == (0, 2)
+    assert mixed.colocated_lanes == ((0, 0), (2, 1))
     assert mixed.size == 3
 
 

@@ -66,6 +66,20 @@ def test_every_plan_becomes_an_allocation(plans):
         assert allocation.recompute == {role: one.recompute for role, one in plan.chosen.items()}
 
 
+@pytest.mark.parametrize(("model", "devices"), [("qwen2.5-vl-7b", 64), ("gemma-3-4b", 16)])
+def test_of_a_mixed_plan_ranks_that_need_each_other_to_encode_all_have_the_backbone_or_none_has(model, devices):
+    given = problems(model, devices=devices)
+    plan = next(plan for plan in ModelledCosts(given).plans(_is_run) if plan.kind == "mixed")
+    allocation = plan.allocation(8)
+    backbone = set(allocation.ranks["backbone"])
+    for group in allocation.shard_groups("encoder"):
+        assert backbone.issuperset(group) or backbone.isdisjoint(group)
+
+
+def _is_run(layout):
+    return layout.shard in ("replicate", "fsdp")
+
+
 @pytest.mark.parametrize(
     ("setting", "separation_wins"),
     [({"model": "gemma-3-4b", "devices": 128}, True), ({"model": "qwen2.5-vl-7b", "devices": 8}, False)],

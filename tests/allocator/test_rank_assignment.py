@@ -85,6 +85,12 @@ def test_any_split_keeps_rank_0_for_the_backbone_and_uses_every_rank_once(shape,
     assert encoder_ranks in (None, len(ranks["encoder"]))
 
 
+def test_of_mixed_ranks_all_encode_and_those_that_only_encode_are_the_encoder_ranks_of_separate_ones():
+    mixed, separate = (default_allocation(8, placement, 3, 4) for placement in ("mixed", "separate"))
+    assert mixed.ranks == {"encoder": tuple(range(8)), "backbone": separate.ranks["backbone"]}
+    assert mixed.layouts["encoder"].data == 8
+
+
 @pytest.mark.parametrize("devices", [1, 3])
 def test_colocated_gives_both_roles_to_every_rank(devices):
     allocation = default_allocation(devices, placement="colocated")
@@ -100,8 +106,8 @@ def test_colocated_gives_both_roles_to_every_rank(devices):
         ({"devices": 4, "encoder_ranks": 0}, "encoder_ranks is 0; at least 1 rank must encode"),
         ({"devices": 1, "encoder_ranks": 1}, "need at least 2 devices, but there is 1"),
         ({"devices": 1, "placement": "separate"}, 'need at least 2 devices, but there is 1; use placement="colocated"'),
-        ({"devices": 4, "encoder_ranks": 1, "placement": "colocated"}, "every rank encodes; leave encoder_ranks out"),
-        ({"devices": 4, "placement": "mixed"}, "no placement 'mixed'; choose from 'separate', 'colocated'"),
+        ({"devices": 4, "encoder_ranks": 1, "placement": "colocated"}, "no rank only encodes; leave encoder_ranks out"),
+        ({"devices": 4, "placement": "apart"}, "no placement 'apart'; choose from 'separate', 'colocated', 'mixed'"),
         ({"devices": 4, "devices_per_node": 3}, "4 devices cannot be divided into nodes of 3"),
         ({"devices": 4, "devices_per_node": 0}, "4 devices cannot be divided into nodes of 0"),
     ],

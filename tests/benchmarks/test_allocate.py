@@ -12,7 +12,7 @@ from tests.benchmarks.running import run
 def test_every_split_of_emulated_ranks_has_a_prediction_and_a_measurement(tmp_path):
     printed = run("allocate.py", tmp_path, "--emulate", "2")
     (costs,) = json.loads((tmp_path / "allocate-2.json").read_text())["costs"].values()
-    assert set(costs["predicted"]) == set(costs["measured"]) == {"colocated", "1 + 1"}
+    assert set(costs["predicted"]) == set(costs["measured"]) == {"colocated", "1 + 1", "mixed 1 + 1"}
     assert costs["chosen"] in costs["measured"]
     for split, predicted in costs["predicted"].items():
         assert costs["measured"][split] > 0.9 * predicted, "nothing is faster than what its computing takes"

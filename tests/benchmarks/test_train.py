@@ -50,7 +50,7 @@ def test_the_table_has_ratios_and_the_results_name_machine_and_versions(trained)
 
 def test_emulated_steps_take_at_least_as_long_as_the_ideal_schedule(emulated):
     _, results, _ = emulated
-    assert set(results["runs"]) == {"flowtrain", "sharded", "batch-synchronous", "uniform"}
+    assert set(results["runs"]) == {"flowtrain", "sharded", "batch-synchronous", "mixed", "uniform"}
     for schedule, (figures,) in results["runs"].items():
         assert figures["ideal_seconds"] > 0.05, schedule
         assert figures["step_seconds"] > 0.95 * figures["ideal_seconds"], schedule

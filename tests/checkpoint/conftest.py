@@ -48,10 +48,10 @@ class Runs:
         arguments = {"case": case, "layout": layout, "saves": [SAVED_AT]}
         return self.job(name, "train", LAYOUTS[layout][0], **arguments).check().folder
 
-    def resumed(self, checkpoint: Path, case: str, layout: str) -> Path:
-        """The folder of a run that went on from a checkpoint, and saved ``step5.ckpt``."""
+    def resumed(self, checkpoint: Path, case: str, layout: str, saves_at: int = SAVED_AT + 2) -> Path:
+        """The folder of a run that went on from a checkpoint, and saved another one, such as ``step5.ckpt``."""
         name = f"{case} on {layout} from {checkpoint.stem} of {checkpoint.parent.name}"
-        arguments = {"case": case, "layout": layout, "resume": str(checkpoint), "saves": [SAVED_AT + 2]}
+        arguments = {"case": case, "layout": layout, "resume": str(checkpoint), "saves": [saves_at]}
         return self.job(name, "train", LAYOUTS[layout][0], **arguments).check().folder
 
     def exported(self, checkpoint: Path) -> Path:

@@ -46,6 +46,8 @@ def assert_same_losses(straight, resumed, first=SAVED_AT + 1):
         ("frozen", "1+1"),
         ("sgd", "1+1"),
         ("adagrad", "1+1"),
+        ("frozen", "mixed 1+2"),
+        pytest.param("dropout", "mixed 1+2", marks=pytest.mark.full),
         pytest.param("dropout", "2+1", marks=pytest.mark.full),
         pytest.param("dropout", "colocated", marks=pytest.mark.full),
         pytest.param("frozen", "1+2", marks=pytest.mark.full),
@@ -78,6 +80,21 @@ def test_under_auto_everything_but_the_draws_of_user_code_is_equal_to_the_bit_to
 def test_a_frozen_encoder_that_had_worked_ahead_when_the_checkpoint_was_made_changes_nothing(runs):
     straight = runs.straight("frozen", "1+1")
     assert seen_by(straight, rank=1)["ahead"] > 0
+
+
+def test_of_mixed_ranks_those_that_only_encode_work_ahead_where_the_encoder_is_frozen(runs):
+    straight = runs.straight("frozen", "mixed 1+2")
+    assert seen_by(straight, rank=2)["ahead"] > 0
+    assert seen_by(straight, rank=1)["ahead"] == 0
+
+
+def test_from_mixed_ranks_a_run_goes_on_colocated_then_in_one_process_and_then_mixed_again(runs):
+    straight = runs.straight("adamw", "mixed 1+2")
+    colocated = runs.resumed(straight / f"step{SAVED_AT}.ckpt", "adamw", "colocated")
+    alone = runs.resumed(colocated / f"step{SAVED_AT + 2}.ckpt", "adamw", "auto", saves_at=SAVED_AT + 3)
+    back = runs.resumed(alone / f"step{SAVED_AT + 3}.ckpt", "adamw", "mixed 1+2")
+    for rank in range(3):
+        assert_same_losses(seen_by(straight), seen_by(back, rank), first=SAVED_AT + 4)
 
 
 @pytest.mark.parametrize("layout", ["2+1", "colocated", "auto", "ddp", pytest.param("alone", marks=pytest.mark.full)])

@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from flowtrain_lightning import FlowCheckpointIO, FlowTrainStrategy
+from flowtrain_lightning.data import PackingConfig
+from flowtrain_lightning.packing import CostModel
 from tests.checkpoint.saving import MOMENTS, leave_room_for
 from tests.tiny import TinyVLM, tiny_data, write_records
 
@@ -37,6 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "1+1": (2, {"encoder_ranks": 1}),
     "1+2": (3, {"encoder_ranks": 1}),
     "2+1": (3, {"encoder_ranks": 2}),
+    "mixed 1+2": (3, {"placement": "mixed", "encoder_ranks": 1}),
     "colocated": (2, {"placement": "colocated"}),
     "alone": (1, {"placement": "colocated"}),
     "auto": (1, None),
@@ -130,8 +133,9 @@ def write_data(folder: Path) -> None:
     write_records(folder, 6, "val.jsonl", seed=1)
 
 
-def make_data(folder: str) -> Any:
-    return tiny_data(Path(folder), global_batch_size=4)
+def make_data(folder: str, *, much_to_encode: bool = False) -> Any:
+    packing = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0)) if much_to_encode else PackingConfig()
+    return tiny_data(Path(folder), global_batch_size=4, packing=packing)
 
 
 def make_trainer(layout: str, callbacks: list[L.Callback], **settings: Any) -> L.Trainer:
@@ -161,7 +165,9 @@ def train(
     """Trains a case to its end; saves on the way, and twice when all is over."""
     recorder = Recorder(folder, saves)
     trainer = make_trainer(layout, [recorder], default_root_dir=folder)
-    trainer.fit(TrainedVLM(**CASES[case]), make_data(data), ckpt_path=resume)
+    # On mixed ranks as much as makes all of them encode.
+    data_module = make_data(data, much_to_encode=layout.startswith("mixed"))
+    trainer.fit(TrainedVLM(**CASES[case]), data_module, ckpt_path=resume)
     recorder.save(trainer)
     if saves:
         trainer.save_checkpoint(folder / "ended.ckpt")

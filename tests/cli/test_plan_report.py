@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -64,4 +65,6 @@ def test_what_a_trainer_does_not_take_is_no_plan_that_runs(plans):
 
 
 def test_a_plan_that_training_does_not_run_says_why(plans):
-    assert why_plan_cannot_run(plans["mixed"], PROBLEMS).startswith("gives the encoder the layout")
+    staged = replace(plans["mixed"].chosen["encoder"], layout=Layout(2, pipeline=8))
+    chosen = {**plans["mixed"].chosen, "encoder": staged}
+    assert why_plan_cannot_run(replace(plans["mixed"], chosen=chosen), PROBLEMS).startswith("gives the encoder")

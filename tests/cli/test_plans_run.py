@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-from flowtrain_lightning.allocator import Layout
-from flowtrain_lightning.allocator.plan_file import read_plan
+from flowtrain_lightning.allocator import Layout, ModelledCosts
+from flowtrain_lightning.allocator.plan_file import read_plan, write_plan
 from flowtrain_lightning.cli import main
+from flowtrain_lightning.cli.plan_choice import choose_plans
+from tests.allocator.problems import problems
 from tests.forks import Job, read_down, run_jobs
 from tests.tiny import write_records
 
@@ -39,13 +41,16 @@ def plans(tmp_path_factory):
             command = ["flowtrain", "plan", *asked, "--devices", str(RANKS), "--out", f"{name}-plan.yaml"]
             patch.setattr(sys, "argv", command)
             main()
-    return {name: folder / f"{name}-plan.yaml" for name in ASKED}
+    costs = ModelledCosts(problems("qwen2-vl-2b", devices=RANKS))
+    mixed = next(plan for plan in choose_plans(costs).recommended.predictions if plan.kind == "mixed")
+    write_plan(mixed.allocation(RANKS), folder / "mixed-plan.yaml", "the best that training runs of its kind")
+    return {name: folder / f"{name}-plan.yaml" for name in (*ASKED, "mixed")}
 
 
 def test_they_differ_in_placement_in_sharding_and_in_what_they_recompute(plans):
     allocations = [read_plan(path) for path in plans.values()]
     layouts = {layout for allocation in allocations for layout in allocation.layouts.values()}
-    assert {allocation.placement for allocation in allocations} == {"separate", "colocated"}
+    assert {allocation.placement for allocation in allocations} == {"separate", "colocated", "mixed"}
     assert layouts >= {Layout(RANKS), Layout(RANKS, shard="fsdp"), Layout(RANKS, shard="fsdp", replicas=2)}
     assert {how for allocation in allocations for how in allocation.recompute.values()} == {"none", "selective", "full"}
 

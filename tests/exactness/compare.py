@@ -24,6 +24,7 @@ class Run:
         gradients: of each step.
         weights: after each step.
         microbatches: of each step and backbone rank.
+        encoder_batches: of each step and rank.
     """
 
     initial: Named
@@ -31,6 +32,7 @@ class Run:
     gradients: list[Named]
     weights: list[Named]
     microbatches: list[list[int]]
+    encoder_batches: list[list[int]]
 
 
 def read_run(folder: Path) -> Run:
@@ -46,6 +48,7 @@ def read_run(folder: Path) -> Run:
         gradients=[_join([rank["gradients"][step] for rank in ranks]) for step in steps],
         weights=[_join([rank["weights"][step] for rank in ranks]) for step in steps],
         microbatches=[rank["microbatches"] for rank in ranks if any(rank["microbatches"])],
+        encoder_batches=[rank["encoder_batches"] for rank in ranks],
     )
 
 

@@ -11,8 +11,8 @@ import flowtrain_lightning as flow
 
 SEED = 7
 
-ALL = ("auto", "ddp 2", "colocated 1", "colocated 2", "1+1", "1+2", "2+1", "2+3")
-"""``"1+2"`` is one encoder rank and two backbone ranks."""
+ALL = ("auto", "ddp 2", "colocated 1", "colocated 2", "1+1", "1+2", "2+1", "2+3", "mixed 1+2")
+"""``"1+2"`` is one encoder rank and two backbone ranks; with ``"mixed 1+2"`` the backbone ranks encode too."""
 
 
 def ranks_of(layout: str) -> int:
@@ -40,7 +40,9 @@ def trainer_for(layout: str, *, strategy: dict[str, Any] | None = None, **settin
     elif kind == "colocated":
         chosen = flow.FlowTrainStrategy(placement="colocated", **strategy)
     else:
-        chosen = flow.FlowTrainStrategy(encoder_ranks=int(kind.split("+")[0]), **strategy)
+        placement = "mixed" if kind == "mixed" else "separate"
+        only_encode = int(layout.removeprefix("mixed ").split("+")[0])
+        chosen = flow.FlowTrainStrategy(encoder_ranks=only_encode, placement=placement, **strategy)
     quiet: dict[str, Any] = {
         "enable_progress_bar": False,
         "enable_model_summary": False,

@@ -146,6 +146,12 @@ def test_a_step_accumulates_over_several_microbatches(run: Callable[[Case], Run]
     assert len(set(map(tuple, steps))) == 1
 
 
+def test_of_mixed_ranks_all_encode_where_there_is_much_to_encode(run: Callable[[Case], Run]):
+    steps = run(Case("mixed 1+2")).encoder_batches
+    assert all(of_rank[MIXED] > 0 for of_rank in steps)
+    assert [of_rank[ONE_PICTURE] for of_rank in steps] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("layout", ["auto", "1+1", "colocated 2"])
 def test_a_tensor_of_features_that_nobody_reads_gets_no_gradient(run: Callable[[Case], Run], layout: str):
     gradients = run(Case(layout, kind="unused level")).gradients[MIXED]

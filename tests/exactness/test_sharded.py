@@ -58,6 +58,7 @@ QUICK = [
     Case("2+2", BOTH, strategy={"encoder_activations": 0}),
     Case("2+2", BOTH, freeze=True),
     Case("2+4", {"encoder": RECOMPUTED, "backbone": HSDP}, clip=0.2),
+    Case("mixed 2+2", {"encoder": HSDP, "backbone": FSDP}, clip=0.2),
     Case("colocated 2", BOTH, clip=0.2),
     Case("colocated 2", {"backbone": FSDP}, strategy={"encoder_activations": 1}),
     Case("colocated 2", {"encoder": FSDP}),
@@ -70,6 +71,12 @@ LONG = [
     for encoder, backbone in ((FSDP, FSDP), (HSDP, FSDP), (FSDP, HSDP), (RECOMPUTED, RECOMPUTED))
     for kept in (0, 1, 4)
     if layout != "3+2" or HSDP not in (encoder, backbone)
+]
+LONG += [
+    Case("mixed 2+2", {"encoder": encoder, "backbone": backbone}, precision, {"encoder_activations": kept})
+    for precision in LIMIT
+    for encoder, backbone in (({}, FSDP), (HSDP, {}), (HSDP, FSDP), (HSDP, HSDP))
+    for kept in (0, 1, 4)
 ]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
     pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG

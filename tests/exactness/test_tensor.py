@@ -34,7 +34,7 @@ QUICK = [
 LONG = [
     divided(layout, encoder, backbone, precision, kept)
     for precision in LIMIT
-    for layout in ("4+4", "colocated 4")
+    for layout in ("4+4", "colocated 4", "mixed 4+4")
     for encoder, backbone in (
         (TENSOR, TENSOR),
         ({}, TENSOR_ACROSS),
@@ -43,6 +43,7 @@ LONG = [
         (FSDP, CONTEXT_ACROSS),
     )
     for kept in (0, 2)
+    if layout != "mixed 4+4" or encoder in ({}, TENSOR)  # else ranks of both kinds would share weights
 ]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
     pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG

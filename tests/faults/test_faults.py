@@ -112,6 +112,19 @@ def test_colocated_ranks_end_together_too(kind, forks, job):
     assert ended.files[0].startswith(f"Rank 1 (encoder 1 and backbone 1) {CAUSES[kind]}")
 
 
+@pytest.mark.parametrize(
+    ("rank", "label"),
+    [(2, "encoder 2"), pytest.param(1, "encoder 1 and backbone 1", marks=pytest.mark.full)],
+    ids=["that only encodes", "of the backbone"],
+)
+def test_mixed_ranks_end_together_too(rank, label, forks, job):
+    strategy = {"placement": "mixed", "encoder_ranks": 1, "hang_timeout": HANG_TIMEOUT}
+    ended = forks.run(job(fault := Fault("kill", rank, "train", step=3), strategy=strategy))
+    assert_all_ended(ended, fault)
+    for text in (text for other, text in ended.files.items() if other != rank):
+        assert text.startswith(f"Rank {rank} ({label}) {CAUSES['kill']}")
+
+
 @pytest.mark.parametrize("kind", ["kill", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("raise", "loop"))])
 def test_ranks_that_wait_for_a_shard_of_another_end_with_it(kind, forks, job):
     strategy = {"encoder_ranks": 1, "roles": {"backbone": {"shard": "fsdp"}}, "hang_timeout": HANG_TIMEOUT}

@@ -52,7 +52,7 @@ def test_ranks_are_even_to_a_thousandth_over_a_step_of_pictures():
 
 
 def test_media_items_are_encoded_where_they_are_read_unless_balance_moves_them():
-    settings = {"encoder_ranks": 2, "colocated_encoder_ranks": (0, 1)}
+    settings = {"encoder_ranks": 2, "colocated_lanes": ((0, 0), (1, 1))}
     assert pack([10] * 8, np.repeat([0, 1], 4), [0] * 8, **settings) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     uneven = pack([10] * 8, np.repeat([0, 1], [6, 2]), [0] * 8, **settings)
     assert [sum(len(batch) for batch in of_rank) for of_rank in uneven] == [4, 4]
@@ -61,8 +61,23 @@ def test_media_items_are_encoded_where_they_are_read_unless_balance_moves_them()
 
 def test_media_items_whose_readers_do_not_encode_go_where_least_is_to_do():
     # Backbone rank 1 shares a rank with encoder rank 0; backbone rank 0 only reads, encoder rank 1 only encodes.
-    settings = {"encoder_ranks": 2, "colocated_encoder_ranks": (-1, 0)}
+    settings = {"encoder_ranks": 2, "colocated_lanes": ((0, 1),)}
     assert pack([10] * 4, [1, 1, 0, 0], [0] * 4, **settings) == [[[0, 1]], [[2, 3]]]
+
+
+def test_ranks_that_only_encode_come_first_and_others_encode_what_these_cannot():
+    # Encoder rank 0 is on the backbone rank that reads, and has 50 to do there; encoder rank 1 only encodes.
+    settings = {"encoder_ranks": 2, "colocated_lanes": ((0, 0),), "busy": np.array([50.0, 0.0])}
+    assert pack([10] * 4, [0] * 4, [0] * 4, **settings) == [[], [[0, 1, 2, 3]]]
+    both = pack([10] * 9, [0] * 9, [0] * 9, **settings)
+    assert [sum(len(batch) for batch in of_rank) for of_rank in both] == [2, 7]
+
+
+def test_ranks_that_only_encode_are_even_where_others_have_too_much_to_do_to_encode_at_all():
+    settings = {"encoder_ranks": 3, "colocated_lanes": ((0, 0),), "busy": np.array([500.0, 0.0, 0.0])}
+    first, *others = pack([40, 30, 20, 10], [0] * 4, [0] * 4, **settings)
+    assert first == []
+    assert [sum(len(batch) for batch in of_rank) for of_rank in others] == [2, 2]
 
 
 def moved_rows(plan):
@@ -75,7 +90,7 @@ def test_of_a_colocated_step_little_moves_and_ranks_are_even(seed):
     rows = np.random.default_rng(seed).integers(100, 2000, 400)
     sizes = make_sizes(*[(10, [count]) for count in rows.tolist()])
     settings = {"backbone_ranks": 4, "encoder_ranks": 4, "token_budget": 8192}
-    colocated = plan_step(sizes, np.arange(400), colocated_encoder_ranks=range(4), **settings)
+    colocated = plan_step(sizes, np.arange(400), colocated_lanes=[(rank, rank) for rank in range(4)], **settings)
     loads = [sum(int(sizes.media_patches[batch].sum()) for batch in of_rank) for of_rank in colocated.encoder_batches]
     assert max(loads) <= 1.001 * np.mean(loads)
     assert moved_rows(colocated) < 0.15 * moved_rows(plan_step(sizes, np.arange(400), **settings))

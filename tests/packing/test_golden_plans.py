@@ -41,7 +41,7 @@ def texts_and_pictures(count: int):
         ({"encoder_cost": ENCODER_COST}, "a7b829b4e7081343"),
         ({"encoder_cost": ENCODER_COST, "sync_every": "step"}, "bdf4dd1f90a6779b"),
         ({"encoder_ranks": BACKBONE_RANKS, "local": True}, "0a65f779ac2165dd"),
-        ({"colocated_encoder_ranks": (-1, 0, 1, -1)}, "ca4447fc7a03555e"),
+        ({"colocated_lanes": ((0, 1), (1, 2))}, "ca4447fc7a03555e"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value) or "defaults",
 )

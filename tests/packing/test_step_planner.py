@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import SYNC_EVERY, CostModel, PackingError, StepPlan
+from flowtrain_lightning.packing.simulator import simulate_step
 from flowtrain_lightning.packing.step_planner import plan_step
+from flowtrain_lightning.packing.step_work import Lanes, step_work
 from tests.packing.sizes import RANKS, TOKEN_BUDGET, make_sizes, simulated, sizes_strategy
 
 
@@ -145,12 +147,47 @@ def test_local_plans_need_as_many_encoder_ranks_as_backbone_ranks():
         plan(make_sizes((10, [])), backbone_ranks=2, encoder_ranks=3, local=True)
 
 
-@pytest.mark.parametrize("colocated_encoder_ranks", [(0,), (0, 2), (0, -2)])
-def test_colocated_encoder_ranks_of_other_layouts_are_refused(colocated_encoder_ranks):
-    with pytest.raises(
-        PackingError, match="must name an encoder rank below 2, or -1, for each of the 2 backbone ranks"
-    ):
-        plan(make_sizes((10, [])), colocated_encoder_ranks=colocated_encoder_ranks)
+@pytest.mark.parametrize("encoder", [0.4, 1.0, 2.0])
+@pytest.mark.parametrize("sync_every", ["step", "microbatch"])
+def test_a_step_of_mixed_ranks_takes_little_longer_than_all_work_evenly_divided(encoder, sync_every):
+    draw = np.random.default_rng(0)
+    pictures = draw.integers(16, 400, 200).tolist()
+    sizes = make_sizes(*[(int(text), [rows]) for text, rows in zip(draw.integers(10, 400, 200), pictures, strict=True)])
+    cost = CostModel(1.0, 0.0, 0.0)
+    encoder_cost = CostModel(encoder * sizes.tokens.sum() / sizes.media_patches.sum(), 0.0, 0.0)
+    found = plan_step(
+        sizes,
+        np.arange(200),
+        backbone_ranks=6,
+        encoder_ranks=8,
+        token_budget=2048,
+        colocated_lanes=[(rank, rank) for rank in range(6)],
+        cost=cost,
+        encoder_cost=encoder_cost,
+        sync_every=sync_every,
+    )
+
+    def encoding(patches):
+        whole = encoder_cost.of_set(patches)
+        return whole / 3, 2 * whole / 3
+
+    work = step_work(found, cost.of_set, encoding)
+    step = simulate_step(work, Lanes(tuple(range(6)), tuple(range(8)), sync_every=sync_every))
+    assert step.makespan <= 1.1 * (cost.of_set(sizes.tokens) + encoder_cost.of_set(sizes.media_patches)) / 8
+
+
+def test_what_mixed_ranks_have_to_do_beside_encoding_counts_once_where_tensor_ranks_share_it():
+    sizes = make_sizes(*[(20, [20])] * 8)
+    settings = {"backbone_ranks": 1, "encoder_ranks": 4, "token_budget": 400, "encoder_cost": CostModel(0.25, 0.0, 0.0)}
+    found = plan_step(sizes, np.arange(8), colocated_lanes=((0, 0), (1, 0)), **settings)
+    patches = [sum(int(sizes.media_patches[batch].sum()) for batch in of_rank) for of_rank in found.encoder_batches]
+    assert patches[2] == patches[3] == sizes.media_patches.sum() / 2
+
+
+@pytest.mark.parametrize("colocated_lanes", [((2, 0),), ((0, 0), (1, 2)), ((-1, 0),)])
+def test_colocated_lanes_of_other_layouts_are_refused(colocated_lanes):
+    with pytest.raises(PackingError, match="must name pairs of an encoder rank below 2 and a backbone rank below 2"):
+        plan(make_sizes((10, [])), colocated_lanes=colocated_lanes)
 
 
 def test_sizes_of_other_samples_are_refused():

@@ -93,14 +93,18 @@ def cross_group(folder: Path) -> None:
         "gathered": groups.cross.gather_messages(f"rank {rank}"),
         "collectives": groups.cross.collectives,
         "role": (groups.role_rank, groups.role_ranks),
-        "sum of role": groups.sum_over_role(torch.tensor([rank + 1])).tolist(),
-        "objects of role": groups.gather_over_role(rank),
+        "sum of role": groups.sum_over_role("backbone", torch.tensor([rank + 1])).tolist(),
+        "objects of role": groups.gather_over_role("backbone", rank),
         "again the same": connect_groups(rank, ((0, 1), (2,)), "gloo", timedelta(seconds=30)) is groups,
     }
     other = connect_groups(rank, ((0,), (1, 2)), "gloo", timedelta(seconds=30))
     seen["role of another layout"] = (other.role_rank, other.role_ranks)
-    seen["gathered in another layout"] = other.gather_over_role(rank)
+    seen["gathered in another layout"] = other.gather_over_role("backbone", rank)
     other.cross.barrier()
+    mixed = connect_groups(rank, ((0, 1, 2),), "gloo", timedelta(seconds=30), {"backbone": (0, 1)})
+    seen["objects of all"] = mixed.gather_over_role("encoder", rank)
+    seen["objects of a part"] = mixed.gather_over_role("backbone", rank) if rank < 2 else mixed.ranks_of("backbone")
+    mixed.cross.barrier()
     write_down(folder, seen)
     disconnect_groups()
 
@@ -137,7 +141,7 @@ def fork_during_a_run(folder: Path) -> None:
             (folder / "refusal.txt").write_text(str(error))
         sys.exit(5)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    write_down(folder, {"fork ended with": code, "gathered afterwards": groups.gather_over_role("here")})
+    write_down(folder, {"fork ended with": code, "gathered afterwards": groups.gather_over_role("backbone", "here")})
     disconnect_groups()
 
 

@@ -100,7 +100,8 @@ def costs(profile, ranks=2, nodes=1, impossible=(), rank_bytes=None):
 
 def test_all_splits_of_a_few_ranks_are_predicted():
     names = [each.name for each in costs(make_profile(1.0, 1.0), ranks=4).predictions()]
-    assert names == ["colocated x4", "separate 1 + 3", "separate 2 + 2", "separate 3 + 1"]
+    splits = ("1 + 3", "2 + 2", "3 + 1")
+    assert names == ["colocated x4", *(f"{kind} {split}" for kind in ("separate", "mixed") for split in splits)]
 
 
 def test_on_several_nodes_the_last_ranks_of_each_encode():
@@ -110,7 +111,7 @@ def test_on_several_nodes_the_last_ranks_of_each_encode():
 
 def test_halves_that_did_not_fit_together_are_not_planned_on_the_same_ranks():
     profile = make_profile(1.0, 1.0)
-    assert {each.kind for each in costs(profile).predictions()} == {"colocated", "separate"}
+    assert {each.kind for each in costs(profile).predictions()} == {"colocated", "separate", "mixed"}
     choice = choose_placement(costs(replace(profile, whole=False)))
     assert [each.kind for each in choice.predictions] == ["separate"]
     assert "the fastest that is possible" in choice.reason
@@ -134,6 +135,11 @@ def test_where_whole_copies_do_not_fit_the_backbone_is_sharded_first():
         "colocated x4, backbone in shards": 160 + 400,
         "separate 1 + 3, backbone in shards": 1600 / 3,
     }
+
+
+def test_of_mixed_roles_the_backbone_may_be_sharded_but_no_encoder_over_both_kinds_of_ranks():
+    assert "mixed 1 + 3, backbone in shards" in layouts_that_fit(of_bytes(160, 1600), 4, 800)
+    assert not any(name.startswith("mixed") for name in layouts_that_fit(of_bytes(1600, 1600), 2, 1800))
 
 
 def test_both_halves_are_sharded_where_nothing_less_fits():

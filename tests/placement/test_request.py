@@ -26,6 +26,13 @@ def planned(placement, backbone, **encoders):
     return Allocation(placement, layouts, ranks)
 
 
+def mixed(encoder, backbone):
+    """Mixed roles of so many copies or of these layouts, the backbone on the first ranks."""
+    layouts = {"encoder": encoder, "backbone": backbone}
+    layouts = {role: each if isinstance(each, Layout) else Layout(each) for role, each in layouts.items()}
+    return Allocation("mixed", layouts, {role: tuple(range(layout.ranks)) for role, layout in layouts.items()})
+
+
 def test_what_is_left_open_is_not_answered():
     assert make_request(None, None, None, "auto").answer(4) is None
     assert make_request(None, None, None, "off").answer(4) is None
@@ -86,15 +93,15 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
         (planned("separate", encoder=Layout(1, context=2), backbone=1), "the encoder context 2, but only the backbone"),
         (planned("separate", encoder=1, backbone=Layout(2, shard="zero2")), "the backbone the layout data 2, zero2"),
         (
-            Allocation("mixed", {"encoder": Layout(2), "backbone": Layout(1)}, {"encoder": (0, 1), "backbone": (0,)}),
-            "is mixed, but today",
+            mixed(Layout(4, shard="fsdp"), 2),
+            r"is mixed .* data 4, fsdp, in which ranks 0-3 need each other .* only some of them are backbone ranks",
         ),
         (
             planned("separate", image=1, audio=1, backbone=1),
             "the roles backbone, image, audio, .* encoder and backbone",
         ),
     ],
-    ids=["pipeline", "context of the encoder", "DeepSpeed", "mixed", "two encoders"],
+    ids=["pipeline", "context of the encoder", "DeepSpeed", "a shard group of both kinds", "two encoders"],
 )
 def test_a_plan_that_cannot_run_yet_is_refused(allocation, words):
     with pytest.raises(AllocationError, match=words):
@@ -105,6 +112,9 @@ def test_a_plan_that_runs_has_no_reason_against_it():
     assert why_it_cannot_run(PLAN) is None
     assert why_it_cannot_run(default_allocation(2, "colocated")) is None
     assert why_it_cannot_run(planned("separate", encoder=1, backbone=Layout(4, shard="fsdp", replicas=2))) is None
+    assert why_it_cannot_run(mixed(4, 2)) is None
+    assert why_it_cannot_run(mixed(Layout(4, shard="fsdp", replicas=2), 2)) is None
+    assert why_it_cannot_run(mixed(Layout(2, tensor=2), Layout(1, tensor=2))) is None
     shared = Layout(2, tensor=2, context=2, shard="fsdp")
     assert why_it_cannot_run(planned("separate", encoder=Layout(1, tensor=2), backbone=shared)) is None
 

@@ -18,6 +18,7 @@ from tests.placement.profiles import make_profile
 
 PROFILE = make_profile(1.0, 1.0)
 SEPARATE, COLOCATED = default_allocation(2, "separate", 1), default_allocation(2, "colocated")
+MIXED = default_allocation(3, "mixed", 1)
 
 
 def draw_sizes(draw, samples=8, media=True):
@@ -35,7 +36,7 @@ def planned(allocation, profile, steps=4, samples=8, media=True, seed=0):
     return [plan_on(allocation, each, np.arange(samples), profile, token_budget=100) for each in sizes]
 
 
-@pytest.mark.parametrize("allocation", [SEPARATE, COLOCATED], ids=["separate", "colocated"])
+@pytest.mark.parametrize("allocation", [SEPARATE, COLOCATED, MIXED], ids=lambda allocation: allocation.placement)
 def test_a_step_is_planned_as_the_data_module_plans_it_on_these_ranks(allocation):
     profile, sizes = make_profile(0.01, 0.02), draw_sizes(np.random.default_rng(1), samples=20)
     ours = plan_on(allocation, sizes, np.arange(20), profile, token_budget=100)
@@ -89,8 +90,11 @@ def test_a_rank_does_one_thing_at_a_time_for_the_roles_it_has():
     assert {(one.rank, one.role) for one in separate} == {(0, "backbone"), (1, "encoder")}
     colocated = simulate(planned(COLOCATED, profile), COLOCATED, profile, 4).activities
     assert {(one.rank, one.role) for one in colocated} == set(product((0, 1), ("encoder", "backbone")))
-    for rank in (0, 1):
-        times = sorted((one.start, one.end) for one in colocated if one.rank == rank)
+    profile = make_profile(3.0, 1.0)
+    mixed = simulate(planned(MIXED, profile), MIXED, profile, 4).activities
+    assert {(one.rank, one.role) for one in mixed} == {*product((0, 1), ("encoder", "backbone")), (2, "encoder")}
+    for activities, rank in product((colocated, mixed), (0, 1)):
+        times = sorted((one.start, one.end) for one in activities if one.rank == rank)
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(times))
 
 

@@ -169,7 +169,7 @@ class StageLease:
 
 def least_bytes(plan: StepPlan, spec: FeatureSpec, in_turns: bool = False) -> int:
     """Bytes of the pool with which a step of this plan cannot block, on any rank."""
-    shard = RankShard(0, 1, 0, 1, in_lockstep=True) if in_turns else RankShard(None, 0, None, 0)
+    shard = RankShard(0, 1, 0, 1, ((0, 0),), in_lockstep=True) if in_turns else RankShard(None, 0, None, 0)
     return make_program(plan, shard, 0).pool_demand(spec).least
 
 
@@ -242,12 +242,13 @@ class Rehearsal:
 
     Args:
         plan: the step's plan.
-        colocated: every rank has both lanes; else backbone ranks come first.
+        colocated: ranks have both lanes, as many as there are of both; else backbone ranks come first.
         part_bytes: room for the features of a rank, and again for its gradients.
         kept_batches: encoder batches whose activations may be kept.
         trains: gradients go back.
         seed: of the order in which ranks run and messages arrive.
-        sharing: roles whose ranks share weights: each forward and backward is a collective of them.
+        sharing: roles whose ranks share weights: each forward and backward is a collective of them, or where some ranks
+            have both lanes and others have not, of those of one kind.
     """
 
     def __init__(
@@ -265,6 +266,7 @@ class Rehearsal:
         ranks = max(encoders, backbones) if colocated else encoders + backbones
         backbone_ranks = tuple(range(backbones))
         encoder_ranks = tuple(range(encoders)) if colocated else tuple(range(backbones, ranks))
+        both_lanes = tuple((rank, rank) for rank in range(min(encoders, backbones) if colocated else 0))
         stage = Stage(ranks, seed)
         self.pools: list[StagePool] = []
         self.pools += [StagePool(stage, self.pools, rank, part_bytes) for rank in range(ranks)]
@@ -275,7 +277,8 @@ class Rehearsal:
 
             def gather(role: str, what: str, rank: int = rank) -> None:
                 if role in sharing:
-                    stage.gather(rank, of_role[role], f"{role} {what}")
+                    peers = [other for other in of_role[role] if (other in backbone_ranks) == (rank in backbone_ranks)]
+                    stage.gather(rank, peers, f"{role} {what}")
 
             self.compute[rank].gather = gather
             part = RankShard(
@@ -283,6 +286,7 @@ class Rehearsal:
                 backbones,
                 encoder_ranks.index(rank) if rank in encoder_ranks else None,
                 encoders,
+                colocated_lanes=both_lanes,
                 pads_microbatches="backbone" in sharing,
                 pads_encoder_batches="encoder" in sharing,
                 in_lockstep=bool(sharing),

@@ -86,6 +86,16 @@ def test_colocated_ranks_that_share_weights_come_to_every_collective_in_one_orde
     check_exact(step, plan, trains=trains)
 
 
+@settings(max_examples=60)
+@given(sizes_strategy(20), RANKS, st.integers(1, 2), st.integers(0, 4), EVENTS, st.just(()) | SHARING, st.booleans())
+def test_mixed_ranks_never_block_whichever_of_them_share_weights(
+    sizes, backbones, only_encode, kept, events, sharing, trains
+):
+    plan = plan_of(sizes, backbones + only_encode, backbones)
+    step = rehearse(plan, colocated=True, kept=kept, events=events, sharing=sharing, trains=trains)
+    check_exact(step, plan, trains=trains)
+
+
 @settings(max_examples=30)
 @given(sizes_strategy(20), RANKS, RANKS, EVENTS)
 def test_an_encoder_that_does_not_train_never_blocks_and_gets_no_gradient(sizes, encoders, backbones, events):
