@@ -54,7 +54,7 @@ def test_a_rank_that_is_alone_keeps_no_more_than_it_takes():
 
 
 def test_a_rank_that_is_alone_recomputes_no_more_for_keeping_less():
-    plan = plan_of(make_sizes((10, [30, 20]), (80, [20, 4, 4]), (70, [5, 30])))
+    plan = plan_of(make_sizes((10, [30, 20]), (60, [20, 4, 4]), (50, [5, 30])))
     for kept in range(5):
         apart = make_program(plan, RankShard(None, 1, 0, 1), kept)
         recomputed = [number for number, batch in apart.encoder_batches.items() if batch.recomputes]
