@@ -224,7 +224,7 @@ def describe(run: Run) -> None:
         "device": name,
         "devices": torch.cuda.device_count(),
         "peak": None if known is None else known.peak_for(2),
-        "cuda": torch.version.cuda,
+        "cuda": torch.version.cuda if run.on_gpu else None,
         "attention": _attention(),
     }
     (run.folder / "rank0.json").write_text(json.dumps(found))
