@@ -228,7 +228,7 @@ def count_batch(
             weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
     live = LiveBytes([*built.parameters(), *built.buffers()])
     autocast = EmulatedAutocast(live)
-    media = media.with_patches(media.patches.to("meta", next(half.dtype for half in built.parameters())))
+    media = media.with_patches(media.pixels.to("meta", next(half.dtype for half in built.parameters())))
     with MetaTensorMode(), autocast, built.logging_into(MetricAccumulator()):
         if role == ENCODER:
             with live:

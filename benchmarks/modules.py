@@ -51,23 +51,28 @@ class Work:
         cache: folder of its index.
         global_batch_size: samples of a step over both ranks.
         token_budget: the most tokens of a packed microbatch; longer samples are left out everywhere.
+        images: what becomes of pictures.
+        num_workers: processes that load, of each rank.
     """
 
     records: Path
     cache: Path
     global_batch_size: int = 32
     token_budget: int = 512
+    images: ImageProcessor = IMAGES
+    num_workers: int = 0
 
     def data(self) -> FlowDataModule:
         """The data module of the packed variants."""
         return FlowDataModule(
             self.records,
             tokenizer=TOKENIZER,
-            images=IMAGES,
+            images=self.images,
             global_batch_size=self.global_batch_size,
             token_budget=self.token_budget,
             seed=SEED,
             index=IndexConfig(too_long="drop", cache_dir=self.cache),
+            num_workers=self.num_workers,
         )
 
 

@@ -205,7 +205,7 @@ def full_media(images: int) -> PackedMedia:
     patches = _SIDE**2
     return PackedMedia(
         modality="image",
-        patches=torch.empty(images * patches, 3 * 14 * 14, device="meta"),
+        pixels=torch.empty(images * patches, 3 * 14 * 14, device="meta"),
         cu_seqlens=torch.arange(images + 1, dtype=torch.int32) * patches,
         grid=torch.full((images, 2), _SIDE),
         max_seqlen=patches,

@@ -349,11 +349,6 @@ class FlowModule(L.LightningModule):
         self._resident, self._in_parts = roles, in_parts
 
     @property
-    def is_built(self) -> bool:
-        """Whether halves have their modules; those of other ranks have them without memory."""
-        return self._built is not None
-
-    @property
     def holds_parts(self) -> bool:
         """Whether this rank will hold a part only of a half, so that weights are built without memory."""
         return bool(self._in_parts)

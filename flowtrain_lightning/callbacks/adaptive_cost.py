@@ -59,20 +59,11 @@ class AdaptCosts(L.Callback):
             self._begin()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Tells the loader of changes so far, has the times told, and begins with the cost models of the data module.
-
-        Raises:
-            ValueError: the ranks compute on GPUs.
-        """
+        """Tells the loader of changes so far, has times told, and begins with the cost models of the data module."""
         self._tell(trainer)  # here too: a run that goes on in mid-epoch starts no epoch
         self._runner = getattr(trainer.strategy, "runner", None)
         if self._runner is None or not self._measures:
             return
-        if trainer.strategy.root_device.type != "cpu":
-            raise ValueError(
-                "AdaptCosts measures how long a rank is busy, but a GPU computes after the rank has gone on. Leave it "
-                "out, and give PackingConfig(cost=..., encoder_cost=...), for example from `cost_from_flops`."
-            )
         self._runner.collects_timings = True
         self._folder = Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
         if self._steps == 0:

@@ -64,21 +64,12 @@ class FlowReplan(L.Callback):
         self._seen = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Has the times collected.
-
-        Raises:
-            ValueError: the ranks compute on GPUs.
-        """
+        """Has the times collected."""
         strategy: FlowTrainStrategy = trainer.strategy  # type: ignore[assignment]
         self._runner = getattr(strategy, "runner", None)
         if self._runner is None:
             return
         self._ratios, self._seen = {BACKBONE: [], ENCODER: []}, 0
-        if strategy.root_device.type != "cpu":
-            raise ValueError(
-                "FlowReplan measures how long a rank is busy, but a GPU computes after the rank has gone on. Leave it "
-                "out."
-            )
         self._runner.collects_timings = True  # on all ranks, though rank 0 alone compares
         self._folder = str(trainer.log_dir or trainer.default_root_dir)
         self._costs, self._allocation = strategy.placement_decision.costs, strategy.placement_decision.allocation

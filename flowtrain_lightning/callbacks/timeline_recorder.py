@@ -1,4 +1,4 @@
-"""Writes what every lane did when, and draws one step of it."""
+"""Writes what every lane did when, as files and as a trace, and draws one step of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 
+from flowtrain_lightning.callbacks.trace_events import write_trace
 from flowtrain_lightning.runtime.timeline import Span
 from flowtrain_lightning.strategy import FlowTrainStrategy
 
@@ -22,7 +23,10 @@ COLOURS = {
 
 
 class TimelineRecorder(L.Callback):
-    """Saves ``timeline/rank<r>.json`` of every rank and ``timeline.png`` of one step when ``fit`` ends.
+    """Saves ``timeline/rank<r>.json`` of every rank, and a trace and a picture of all together, when ``fit`` ends.
+
+    ``timeline/trace.json`` opens in Perfetto (https://ui.perfetto.dev); ``timeline.png`` shows one step. On GPUs both
+    tell device time.
 
     Args:
         folder: where to write; by default the logger's folder.
@@ -43,7 +47,9 @@ class TimelineRecorder(L.Callback):
         strategy.barrier()
         if trainer.is_global_zero:
             _remove_others(folder / "timeline", trainer.world_size)
-            draw_step(read_timelines(folder / "timeline"), folder / "timeline.png")
+            timelines = read_timelines(folder / "timeline")
+            write_trace(timelines, folder / "timeline" / "trace.json")
+            draw_step(timelines, folder / "timeline.png")
 
 
 def _remove_others(folder: Path, ranks: int) -> None:
@@ -56,7 +62,8 @@ def _remove_others(folder: Path, ranks: int) -> None:
 def read_timelines(folder: Path) -> list[dict[str, Any]]:
     """What ranks saved, in rank order: ``rank``, ``label``, ``totals`` (role -> kind -> seconds), ``spans``, ``pool``.
 
-    The last one holds the fields of `PoolCounters`, or is None where the rank never opened a pool.
+    With ``clock`` added, the times of spans are wall clock time. ``pool`` has the fields of `PoolCounters`; None
+    where the rank never opened a pool.
     """
     timelines = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
     return sorted(timelines, key=lambda timeline: int(timeline["rank"]))

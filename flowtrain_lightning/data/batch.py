@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,26 +63,39 @@ class PackedMedia:
 
     Attributes:
         modality: for example ``"image"``.
-        patches: ``[patches, patch_dim]`` floats; the media items one after another, each in its encoder's order.
+        pixels: ``[patches, patch_dim]`` the media items one after another, each in its encoder's order: uint8 where
+            ``normalisation`` is there, else what ``patches`` is.
         cu_seqlens: ``[media items + 1]`` int32, where the patches of each media item begin and end.
         grid: ``[media items, 2]`` int64, patches along height and width. It stays on the host, where it steers what is
             computed: reading it from a device would wait for all that the device still has to do.
         max_seqlen: patches of the largest media item.
         rows: ``[media items]`` rows of features that the encoder must return for each media item, in order.
         inputs: what the module's ``prepare_media`` has worked out of the sizes; empty where nobody has asked it.
+        normalisation: ``[3, patch_dim]`` float32: divisor, mean and deviation of each number of a patch; None where
+            ``pixels`` are normalised already.
     """
 
     modality: str
-    patches: Tensor
+    pixels: Tensor
     cu_seqlens: Tensor
     grid: Tensor
     max_seqlen: int
     rows: tuple[int, ...]
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    normalisation: Tensor | None = None
+
+    @cached_property
+    def patches(self) -> Tensor:
+        """``[patches, patch_dim]`` floats, made where the pixels lie: as uint8 they come to a device sooner."""
+        if self.normalisation is None:
+            return self.pixels
+        divisor, mean, deviation = self.normalisation
+        normal: Tensor = (self.pixels.float() / divisor - mean) / deviation
+        return normal
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedMedia:
         """The same media items on ``device``, all but ``grid``."""
-        if self.patches.device == device:
+        if self.pixels.device == device:
             return self
 
         def move(tensor: Tensor) -> Tensor:
@@ -89,19 +103,21 @@ class PackedMedia:
 
         return replace(
             self,
-            patches=move(self.patches),
+            pixels=move(self.pixels),
             cu_seqlens=move(self.cu_seqlens),
+            normalisation=None if self.normalisation is None else move(self.normalisation),
             inputs={name: move(tensor) for name, tensor in self.inputs.items()},
         )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that move to a device."""
-        return self.patches, self.cu_seqlens, *self.inputs.values()
+        given = (self.normalisation,) if self.normalisation is not None else ()
+        return self.pixels, self.cu_seqlens, *given, *self.inputs.values()
 
     def with_patches(self, patches: Tensor) -> PackedMedia:
         """The same media items with other patches, for example in another precision."""
-        return replace(self, patches=patches)
+        return replace(self, pixels=patches, normalisation=None)
 
     def images(self, channels: int = 3) -> Tensor:
         """Whole images instead of patches, for encoders that take images of one size.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch, PackedMedia
 from flowtrain_lightning.data.conversation import TokenSequence
+from flowtrain_lightning.data.image_processor import normalised
 from flowtrain_lightning.packing import IntArray
 
 IMAGE = "image"
@@ -24,14 +25,21 @@ class LoadedImage(NamedTuple):
     """An image ready to be packed.
 
     Attributes:
-        patches: ``[patches, patch_dim]`` floats.
+        pixels: ``[patches, patch_dim]`` uint8, or normalised floats.
         grid: its height and width in patches.
         rows: rows of features that the encoder returns for it.
+        normalisation: of pixels of uint8, see `ImageProcessor`.
     """
 
-    patches: NDArray[np.float32]
+    pixels: NDArray[Any]
     grid: tuple[int, int]
     rows: int
+    normalisation: NDArray[np.float32] | None = None
+
+    @property
+    def patches(self) -> NDArray[np.float32]:
+        """``[patches, patch_dim]`` floats."""
+        return self.pixels if self.normalisation is None else normalised(self.pixels, self.normalisation)
 
 
 def pack_sequences(
@@ -86,14 +94,17 @@ def padding_microbatch() -> PackedBatch:
 
 def pack_images(images: Sequence[LoadedImage]) -> PackedMedia:
     """One encoder batch of at least one image."""
-    lengths = [len(image.patches) for image in images]
+    lengths = [len(image.pixels) for image in images]
+    shared = images[0].normalisation
+    alike = all(image.normalisation is shared for image in images)
     return PackedMedia(
         modality=IMAGE,
-        patches=torch.from_numpy(np.concatenate([image.patches for image in images])),
+        pixels=torch.from_numpy(np.concatenate([image.pixels if alike else image.patches for image in images])),
         cu_seqlens=_boundaries(lengths),
         grid=torch.tensor([image.grid for image in images], dtype=torch.int64),
         max_seqlen=max(lengths),
         rows=tuple(image.rows for image in images),
+        normalisation=torch.from_numpy(shared) if alike and shared is not None else None,
     )
 
 

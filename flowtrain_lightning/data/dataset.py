@@ -98,7 +98,7 @@ class SampleLoader:
             generator = np.random.default_rng([self.seed, epoch, sample, number])
             augment = partial(_augmented, self.augment, generator)
         try:
-            patches, grid = self.images.load(file, augment)
+            pixels, grid = self.images.load_pixels(file, augment)
         except ImageError as error:
             raise DataError(
                 f"{record.where}: image {file} cannot be used: {error}; correct the record, or leave such records "
@@ -110,7 +110,7 @@ class SampleLoader:
                 f"{record.where}: image {file} gives {found} rows of features, but gave {rows} when it was indexed; "
                 "it was changed meanwhile. Delete the index in the cache folder and start again."
             )
-        return LoadedImage(patches, grid, rows)
+        return LoadedImage(pixels, grid, rows, self.images.normalisation if pixels.dtype == np.uint8 else None)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,7 +116,18 @@ class ImageProcessor:
     def load(
         self, file: ImageFile, augment: Callable[[Image], Image] | None = None
     ) -> tuple[NDArray[np.float32], tuple[int, int]]:
-        """The image's patches, and its height and width in patches.
+        """The image's patches, normalised, and its height and width in patches; see `load_pixels`.
+
+        Returns:
+            ``[patches, patch_dim]`` floats in the encoder's order, and ``(height, width)`` in patches.
+        """
+        pixels, grid = self.load_pixels(file, augment)
+        return normalised(pixels, self.normalisation), grid
+
+    def load_pixels(
+        self, file: ImageFile, augment: Callable[[Image], Image] | None = None
+    ) -> tuple[NDArray[Any], tuple[int, int]]:
+        """The image's patches before they are normalised, and its height and width in patches.
 
         Args:
             file: the image.
@@ -123,7 +135,8 @@ class ImageProcessor:
                 has by the size rule, so it may crop but never changes how many tokens a sample has.
 
         Returns:
-            ``[patches, patch_dim]`` floats in the encoder's order, and ``(height, width)`` in patches.
+            ``[patches, patch_dim]`` in the encoder's order, uint8 or floats as of `values`, and ``(height, width)`` in
+            patches.
 
         Raises:
             ImageError: it cannot be decoded.
@@ -136,7 +149,13 @@ class ImageProcessor:
         image = flatten(image, "RGB" if self.channels == 3 else "L")
         return self.cut(self.values(image, grid, size), grid), grid
 
-    def values(self, image: Image, grid: tuple[int, int], size: tuple[int, int]) -> NDArray[np.float32]:
+    @cached_property
+    def normalisation(self) -> NDArray[np.float32]:
+        """``[3, patch_dim]`` divisor, mean and deviation of each number of a patch of uint8."""
+        of_channels = np.array([[255.0] * self.channels, self.mean, self.std], dtype=np.float32)
+        return np.repeat(of_channels, self.patch_size**2, axis=1)
+
+    def values(self, image: Image, grid: tuple[int, int], size: tuple[int, int]) -> NDArray[Any]:
         """What the encoder sees of an image.
 
         Args:
@@ -145,22 +164,28 @@ class ImageProcessor:
             size: the height and width in pixels that it had before it was augmented.
 
         Returns:
-            ``[height, width, channels]`` normalised values.
+            ``[height, width, channels]`` uint8, which are normalised where the encoder computes; or normalised floats.
         """
         from PIL.Image import Resampling  # there is an image, so Pillow is there
 
         height, width = grid[0] * self.patch_size, grid[1] * self.patch_size
         scaled = self.fixed_size or (height, width)
         image = image.resize((scaled[1], scaled[0]), Resampling.BICUBIC)
-        pixels = np.asarray(image, dtype=np.float32)[:height, :width].reshape(height, width, self.channels)
-        mean, std = np.asarray(self.mean, np.float32), np.asarray(self.std, np.float32)
-        normal: NDArray[np.float32] = ((pixels / np.float32(255) - mean) / std).astype(np.float32, copy=False)
-        return normal
+        return np.asarray(image)[:height, :width].reshape(height, width, self.channels)
 
-    def cut(self, values: NDArray[np.float32], grid: tuple[int, int]) -> NDArray[np.float32]:
+    def cut(self, values: NDArray[Any], grid: tuple[int, int]) -> NDArray[Any]:
         """``[height, width, channels]`` values -> ``[patches, patch_dim]`` in the encoder's order."""
         merge, side = self.merge_size, self.patch_size
         blocks = values.reshape(grid[0] // merge, merge, side, grid[1] // merge, merge, side, self.channels)
         # -> block down, block across, patch down, patch across, channel, pixel down, pixel across
         ordered = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
         return np.ascontiguousarray(ordered).reshape(-1, self.patch_dim)
+
+
+def normalised(pixels: NDArray[Any], normalisation: NDArray[np.float32]) -> NDArray[np.float32]:
+    """``[patches, patch_dim]`` pixels as the encoder sees them; see `ImageProcessor.normalisation`."""
+    if pixels.dtype != np.uint8:
+        return pixels
+    divisor, mean, deviation = normalisation
+    normal: NDArray[np.float32] = (pixels.astype(np.float32) / divisor - mean) / deviation
+    return normal

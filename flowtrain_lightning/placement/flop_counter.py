@@ -100,7 +100,7 @@ def _count(module: FlowModule, probe: Probe) -> Passes:
     features = {}
     if media is not None:
         dtypes = (weight.dtype for weight in half_parameters(module, ENCODER) if weight.is_floating_point())
-        pixels = media.with_patches(media.patches.to("meta", next(dtypes, torch.float32)))
+        pixels = media.with_patches(media.pixels.to("meta", next(dtypes, torch.float32)))
         with torch.set_grad_enabled(trains):
             output, encoding = counter.run(lambda: module.encode(pixels))
         outputs = output if isinstance(output, tuple) else (output,)

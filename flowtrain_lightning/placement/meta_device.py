@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.allocator.flops import MODEL_BACKWARD
 from flowtrain_lightning.module import FlowModule
 
@@ -37,7 +36,8 @@ def detached_copy(module: FlowModule, weights: Mapping[int, nn.Parameter] | None
 def copy_on_meta(module: FlowModule) -> FlowModule:
     """A built copy whose weights take no memory, with the Trainer of the module, if it has one.
 
-    Buffers of a module that is built are copied as they are, since models read them.
+    Buffers of a module that is built are copied as they are, since models read them. A half that other ranks hold is
+    there without memory, which is all that a copy on the meta device has of any half.
     """
     weights = {
         id(weight): nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
@@ -46,10 +46,8 @@ def copy_on_meta(module: FlowModule) -> FlowModule:
     copied = detached_copy(module, weights)
     with suppress(RuntimeError):
         copied.trainer = module.trainer
-    if not copied.is_built:
-        copied.set_local_roles(ROLES)
-        with torch.device("meta"):
-            copied.configure_model()
+    with torch.device("meta"):
+        copied.configure_model()
     return copied
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from flowtrain_lightning.pool.address import DEVICE_BIT, GENERATIONS, OFFSET_MAS
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.pool.device.device_entries import DeviceEntries
-from flowtrain_lightning.pool.device.device_tier import DeviceTier
+from flowtrain_lightning.pool.device.device_tier import DeviceTier, Pin
 from flowtrain_lightning.pool.entry import (
     Key,
     Memory,
@@ -112,6 +112,7 @@ class Pool:
         self._entries = self._bytes = self._moved_bytes = self._leased_bytes = self._refused = 0
         self._wait_seconds = 0.0
         self._wait_histogram = [0] * (len(WAIT_LIMITS) + 1)
+        self._unpin: list[Callable[[], None]] = []
         self._closed = False
 
     @classmethod
@@ -122,6 +123,7 @@ class Pool:
         ahead_bytes: int,
         network: NetworkChoice = "auto",
         device: DeviceTier | None = None,
+        pin: Pin | None = None,
     ) -> Pool:
         """Make this rank's segment and get to know those of the others. Every rank of the mesh calls it.
 
@@ -135,6 +137,8 @@ class Pool:
             network: how entries pass between hosts, equal on all ranks.
             device: device memory in which entries of tensors on this device lie as long as they fit; given by all ranks
                 of a host or by none. Host memory is taken and reserved for them all the same.
+            pin: makes copies between this rank's device and host memory faster: the own segment, and those of ranks
+                with which it shares no device memory.
 
         Raises:
             PeerFailed: when a peer ends meanwhile.
@@ -147,6 +151,8 @@ class Pool:
         transport.announce()
         while not transport.ready():
             pool.poll(_OPEN_POLL_SECONDS)
+        if pin is not None:
+            pool._pin(pin)
         return pool
 
     def reserve(self, order: Mapping[Key, Reservation], ahead: bool = False) -> bool:
@@ -308,6 +314,8 @@ class Pool:
             books.clear()
         if self._device is not None:
             self._device.close()
+        while self._unpin:
+            self._unpin.pop()()
         self._transport.close()
         self._segment.close()
 
@@ -329,6 +337,11 @@ class Pool:
             device=Occupancy(0, 0, 0) if self._device is None else self._device.occupancy,
             fallbacks=0 if self._device is None else self._device.fallbacks,
         )
+
+    def _pin(self, pin: Pin) -> None:
+        for rank, memory in self._transport.memories.items():
+            if rank == self._rank or self._device is None or not self._device.serves_both_ways(rank):
+                self._unpin.append(pin(memory))
 
     def _learn(self, record: ControlRecord) -> None:
         """An entry was published to this rank."""

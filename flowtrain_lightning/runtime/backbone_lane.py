@@ -76,10 +76,10 @@ class BackboneLane:
     def _fetch(self, step: Step, features: MicrobatchFeatures) -> bool:
         arrived = self._context.pool.arrived(features.missing)
         if arrived:
-            start = self._context.timeline.start()
             with features.copies.copying():
+                start = self._context.timeline.start()
                 features.fetch(arrived, self._context)
-            self._context.timeline.stop(start, BACKBONE, COMMUNICATION, "features", step.stage, step.index)
+                self._context.timeline.stop(start, BACKBONE, COMMUNICATION, "features", step.stage, step.index)
         return bool(arrived)
 
     def _compute(

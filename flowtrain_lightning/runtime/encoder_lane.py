@@ -151,12 +151,11 @@ class EncoderLane:
         """Copies all gradients that have arrived, so that a backbone rank never waits for this lane to come to them."""
         pool = self._context.pool
         arrived = [(batch, keys) for batch in waiting if (keys := pool.arrived(batch.missing))]
-        if arrived:
-            start = self._context.timeline.start()
-            for batch, keys in arrived:
-                with self._copies(batch.batch).copying():
-                    batch.collect(keys, self._context)
-            self._context.timeline.stop(start, ENCODER, COMMUNICATION, "gradients", step.stage, step.index)
+        for batch, keys in arrived:
+            with self._copies(batch.batch).copying():
+                start = self._context.timeline.start()
+                batch.collect(keys, self._context)
+                self._context.timeline.stop(start, ENCODER, COMMUNICATION, "gradients", step.stage, step.index)
         return bool(arrived)
 
     def _copies(self, batch: EncoderBatchWork) -> CopyStream:
@@ -170,8 +169,8 @@ class EncoderLane:
         if outputs is None:
             outputs = self._forward(step, batch, keep=True)
         context.enter(f"backward of encoder batch {batch.number}", step)
-        start = context.timeline.start()
         self._copies(batch).hand_over(waiting.gradients)
+        start = context.timeline.start()
         context.compute.backward((ENCODER,), outputs, tuple(waiting.gradients), last=last)
         context.timeline.stop(start, ENCODER, COMPUTE, "backward", step.stage, step.index, batch.number)
 

@@ -15,6 +15,7 @@ from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import PackedMedia
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.pool import (
+    CudaRuntime,
     DeviceTier,
     NetworkChoice,
     Pool,
@@ -24,6 +25,7 @@ from flowtrain_lightning.pool import (
     choose_device_tier,
 )
 from flowtrain_lightning.pool.device.device_opening import CLOSE_SECONDS
+from flowtrain_lightning.pool.device.device_tier import Pin
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.schedule import LaneContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
@@ -147,10 +149,16 @@ class PoolCapacity:
             self._tier_bytes = nbytes
             if self._tier is not None:
                 rank_zero_info(f"flowtrain: {self._tier.sentence}")
-        pool = Pool.open(self._job.mesh, nbytes, nbytes, self._settings.network, self._tier)
+        pool = Pool.open(self._job.mesh, nbytes, nbytes, self._settings.network, self._tier, self._pin())
         self.context = LaneContext(pool, self._compute, page, self._timeline)
         if former is not None:
             former.pool.close()
+
+    def _pin(self) -> Pin | None:
+        """What lets the device reach host memory by itself, on ranks that compute on one."""
+        if self._tier is not None:
+            return self._tier.runtime.pin
+        return CudaRuntime(self._compute.device).pin if self._compute.device.type == "cuda" else None
 
     def _agree_on_spec(self, step: Step) -> FeatureSpec:
         """What a row of features is, found by encoding the first batch of the first rank that has one."""

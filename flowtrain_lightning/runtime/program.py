@@ -145,9 +145,11 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
             batches = _batches_by_position(plan, own, pads=shard.pads_encoder_batches, recomputes=kept_batches == 0)
             order = tuple(lockstep_order(list(batches), max(kept_batches, 1)))
         else:
-            recomputed = recomputed_batches(plan, kept_batches)[shard.encoder_rank]
+            alone = has_both and len(plan.encoder_batches) == len(plan.microbatches) == 1
+            kept = _fewest_kept(plan, kept_batches) if alone else kept_batches
+            recomputed = recomputed_batches(plan, kept)[shard.encoder_rank]
             batches = {number: _encoder_batch(plan, number, own[number], number in recomputed) for number in own}
-            order = tuple(encoder_order(list(batches), kept_batches, recomputed))
+            order = tuple(encoder_order(list(batches), kept, recomputed))
     microbatches: tuple[MicrobatchWork, ...] = ()
     last_microbatch = -1
     if shard.backbone_rank is not None:
@@ -163,6 +165,15 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     # A lane that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
     holds_all = some_in_turns or shard.shares_encoder_batches
     return StepProgram(batches, order, microbatches, last_microbatch, rows, turns, holds_all)
+
+
+def _fewest_kept(plan: StepPlan, most: int) -> int:
+    """Batches to keep on a rank that is alone: one that runs ahead of no other rank gains nothing by keeping more.
+
+    It is as many as it takes to recompute no more batches than with ``most``.
+    """
+    recomputed = recomputed_batches(plan, most)
+    return next(kept for kept in range(min(1, most), most + 1) if recomputed_batches(plan, kept) == recomputed)
 
 
 def _encoder_batch(plan: StepPlan, number: int, numbers: Sequence[int], recomputes: bool) -> EncoderBatchWork:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import resource
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER
-from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.data import RankShard
+from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.pool import PoolCounters
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 from flowtrain_lightning.runtime.job import Job
@@ -106,8 +108,39 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def step_timings(step: Step, timeline: Timeline) -> Timings:
-    """How long this rank computed on each of its batches in a step, an encoder's forwards and backwards together."""
+@dataclass(frozen=True)
+class _TimedStep:
+    """What the times of a step are told with, without its tensors."""
+
+    stage: str
+    index: int
+    plan: StepPlan
+    shard: RankShard
+
+
+class BatchTimes:
+    """Tells how long this rank computed on each of its batches, an encoder's forwards and backwards together.
+
+    A GPU comes to the end of a step after the host has gone on. Its times are told with a later step then.
+
+    Args:
+        timeline: of this rank.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._untold: deque[_TimedStep] = deque()
+
+    def take(self, step: Step) -> Timings:
+        """The times of this step, whose lanes have ended, and of those before it, as far as they are known and new."""
+        self._untold.append(_TimedStep(step.stage, step.index, step.plan, step.batch.shard))
+        told: list[Timings] = []
+        while self._untold and self._timeline.is_settled(self._untold[0].stage, self._untold[0].index):
+            told.append(_timings(self._untold.popleft(), self._timeline))
+        return joined_timings(told)
+
+
+def _timings(step: _TimedStep, timeline: Timeline) -> Timings:
     seconds: dict[tuple[str, int], float] = defaultdict(float)
     for span in reversed(timeline.spans):
         if span.stage != step.stage:
@@ -116,7 +149,7 @@ def step_timings(step: Step, timeline: Timeline) -> Timings:
             break  # whatever came before was recorded before this step, or a step so far behind it, began
         if span.step == step.index and span.kind == COMPUTE and span.number >= 0:
             seconds[span.lane, span.number] += span.end - span.start
-    shard, plan = step.batch.shard, step.plan
+    shard, plan = step.shard, step.plan
     timings: Timings = {BACKBONE: [], ENCODER: []}
     for (role, number), spent in sorted(seconds.items()):
         if role == BACKBONE and shard.backbone_rank is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.device_clock import DeviceClock
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.module import FlowModule
@@ -25,7 +26,7 @@ from flowtrain_lightning.runtime.epoch_metrics import EpochMetricSync
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.pool_capacity import PoolCapacity, PoolSettings
 from flowtrain_lightning.runtime.program import StepProgram, make_program
-from flowtrain_lightning.runtime.rank_metrics import RankMetrics, step_timings
+from flowtrain_lightning.runtime.rank_metrics import BatchTimes, RankMetrics
 from flowtrain_lightning.runtime.schedule import STAGES, LaneContext, Schedule, Step, run_schedule, run_turns
 from flowtrain_lightning.runtime.step_end import Note, StepEnd
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, Timeline
@@ -62,7 +63,7 @@ class RoleRunner:
         pool: PoolSettings,
     ) -> None:
         self.trainer = trainer
-        self.timeline = Timeline()
+        self.timeline = Timeline(DeviceClock.of(trainer.strategy.root_device))
         self.stop_requested = False
         self.collects_timings = False
         self.metrics_every = 0
@@ -81,6 +82,7 @@ class RoleRunner:
         self._step_end = StepEnd(job, self._listeners, self._compute.metrics)
         self._epoch_metrics = EpochMetricSync(job)
         self._rank_metrics = RankMetrics.of(job, self.timeline)
+        self._batch_times = BatchTimes(self.timeline)
         self._frozen = FrozenEncoder(module)
         self._unused_features = UnusedFeatures()
         self._indices = dict.fromkeys(STAGES, 0)
@@ -232,7 +234,7 @@ class RoleRunner:
         note: Note = {}
         wants_metrics = self.metrics_every > 0 and (self.trainer.global_step + 1) % self.metrics_every == 0
         if self.collects_timings:
-            note["timings"] = step_timings(step, self.timeline)
+            note["timings"] = self._batch_times.take(step)
         if wants_metrics:
             note["metrics"] = self._rank_metrics.take(self.pool_counters)
         return note if self.collects_timings or wants_metrics else None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+from flowtrain_lightning.compute.device_clock import DeviceClock, Mark
 from flowtrain_lightning.pool import PoolCounters
 
 COMPUTE = "compute"
@@ -43,36 +45,83 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """The spans of one rank: the latest ones whole, all of them as totals."""
+    """The spans of one rank: the latest ones whole, all of them as totals.
 
-    def __init__(self) -> None:
-        self.spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
-        self.totals: dict[tuple[str, str], float] = defaultdict(float)
+    Times are those of the device that computes. A GPU comes to its work long after the host, which does not wait for
+    it; so a span counts from when the GPU has come to its end, and in the order in which spans were given.
 
-    def start(self) -> float:
-        """Begins a span, which `stop` ends and records."""
-        return time.monotonic()
+    Args:
+        clock: of that device; by default a CPU's.
+    """
 
-    def stop(self, start: float, lane: str, kind: str, name: str, stage: str, step: int, number: int = -1) -> None:
+    def __init__(self, clock: DeviceClock | None = None) -> None:
+        self._clock = clock or DeviceClock()
+        self._spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
+        self._totals: dict[tuple[str, str], float] = defaultdict(float)
+        self._coming: deque[tuple[Span, Mark, Mark]] = deque()
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """The latest spans that are over."""
+        self.settle()
+        return self._spans
+
+    @property
+    def totals(self) -> Mapping[tuple[str, str], float]:
+        """Lane and kind -> seconds of all spans that are over."""
+        self.settle()
+        return self._totals
+
+    def start(self) -> Mark:
+        """Begins a span, which `stop` ends and records; on a GPU both on the stream that is current."""
+        return self._clock.mark()
+
+    def stop(self, start: Mark, lane: str, kind: str, name: str, stage: str, step: int, number: int = -1) -> None:
         """Records what a lane did since ``start``; see `Span`."""
-        self.add(Span(lane, kind, name, stage, step, number, start, time.monotonic()))
+        end = self._clock.mark()
+        self._coming.append((Span(lane, kind, name, stage, step, number, start.given, end.given), start, end))
+        self.settle()
 
     def add(self, span: Span) -> None:
         """Records a span that was timed elsewhere."""
-        self.spans.append(span)
-        self.totals[span.lane, span.kind] += span.end - span.start
+        self._spans.append(span)
+        self._totals[span.lane, span.kind] += span.end - span.start
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Takes in the spans that the device has come to; with ``wait``, all of them."""
+        while self._coming:
+            span, *marks = self._coming[0]
+            times = self._clock.read(*marks, wait=wait)
+            if times is None:
+                return
+            self._coming.popleft()
+            self.add(span._replace(start=times[0], end=times[1]))
+
+    def is_settled(self, stage: str, step: int) -> bool:
+        """Whether the device has come to the end of all that was recorded of a step."""
+        self.settle()
+        return all((span.stage, span.step) != (stage, step) for span, *_ in self._coming)
 
     def share(self, lane: str, kind: str) -> float:
         """The share of ``kind`` in all the recorded time of ``lane``, from 0 to 1."""
-        whole = sum(seconds for (name, _), seconds in self.totals.items() if name == lane)
-        return self.totals[lane, kind] / whole if whole else 0.0
+        totals = self.totals
+        whole = sum(seconds for (name, _), seconds in totals.items() if name == lane)
+        return totals.get((lane, kind), 0.0) / whole if whole else 0.0
 
     def save(self, path: Path, rank: int, label: str, pool: PoolCounters | None = None) -> None:
-        """Writes spans, totals and what the rank's part of the pool has done as JSON."""
+        """Waits for the device, and writes spans, totals and what the rank's part of the pool has done as JSON."""
+        self.settle(wait=True)
         totals: dict[str, dict[str, float]] = defaultdict(dict)
-        for (lane, kind), seconds in self.totals.items():
+        for (lane, kind), seconds in self._totals.items():
             totals[lane][kind] = seconds
         path.parent.mkdir(parents=True, exist_ok=True)
         counters = None if pool is None else asdict(pool)
-        told = {"rank": rank, "label": label, "totals": totals, "pool": counters, "spans": list(self.spans)}
+        told = {
+            "rank": rank,
+            "label": label,
+            "clock": time.time() - time.monotonic(),  # what makes spans of several nodes comparable
+            "totals": totals,
+            "pool": counters,
+            "spans": list(self._spans),
+        }
         path.write_text(json.dumps(told))

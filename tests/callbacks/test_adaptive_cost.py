@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from flowtrain_lightning.callbacks import AdaptCosts
 from flowtrain_lightning.data.step_packing import CostChange
@@ -121,12 +120,6 @@ def test_the_error_of_the_predictions_is_logged(run):
         errors = [float(row[f"{role}_cost_error"]) for row in rows if row.get(f"{role}_cost_error")]
         assert len(errors) == 2 * STEPS_OF_AN_EPOCH // 5
     assert min(errors[1:]) < 0.9
-
-
-def test_ranks_on_gpus_are_refused():
-    strategy = SimpleNamespace(runner=object(), root_device=torch.device("cuda", 0))
-    with pytest.raises(ValueError, match="a GPU computes after the rank has gone on"):
-        AdaptCosts().on_train_start(SimpleNamespace(strategy=strategy), None)
 
 
 def test_other_loaders_are_refused(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from flowtrain_lightning.allocator import choose_placement, default_allocation
 from flowtrain_lightning.allocator.plan_file import read_plan
@@ -36,9 +35,9 @@ def decision(tmp_path_factory):
 class Run:
     """A run on two CPU ranks, of which nothing is there but what the callback asks for."""
 
-    def __init__(self, folder, decision, callback, device="cpu"):
+    def __init__(self, folder, decision, callback):
         self.runner = SimpleNamespace(collects_timings=False, report=SimpleNamespace(notes=()))
-        strategy = SimpleNamespace(runner=self.runner, root_device=torch.device(device), placement_decision=decision)
+        strategy = SimpleNamespace(runner=self.runner, placement_decision=decision)
         self.trainer = SimpleNamespace(strategy=strategy, log_dir=str(folder), default_root_dir=str(folder))
         self.callback = callback
         callback.on_train_start(self.trainer, None)
@@ -98,11 +97,6 @@ def test_without_a_plan_there_is_nothing_to_compare_with(tmp_path, recwarn):
     run = Run(tmp_path, ASKED, FlowReplan(steps=1))
     run.step(1000.0, 1.0, steps=3)
     assert not recwarn.list
-
-
-def test_times_of_a_gpu_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="a GPU computes after the rank has gone on"):
-        Run(tmp_path, ASKED, FlowReplan(), device="cuda")
 
 
 def test_plain_lightning_has_no_plan():

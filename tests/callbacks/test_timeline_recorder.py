@@ -29,6 +29,9 @@ def test_what_an_earlier_run_of_more_ranks_saved_in_the_folder_is_not_taken_for_
     (tmp_path / "timeline" / "rank3.json").write_text(json.dumps({**earlier, "rank": 3}))
     assert recorded_ranks(tmp_path) == [0]
     assert (tmp_path / "timeline.png").is_file()
+    trace = json.loads((tmp_path / "timeline" / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in trace if event["ph"] == "M"} >= {"backbone", "encoder"}
+    assert len([event for event in trace if event["ph"] == "X"]) == len(earlier["spans"])
 
 
 def one_rank(lanes: list[str]) -> list[dict]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from flowtrain_lightning.data import ImageError, ImageProcessor, PackedMedia
+from flowtrain_lightning.data.collate import LoadedImage, pack_images
 from tests.data.support import IMAGES, write_image
 
 
@@ -90,6 +91,28 @@ def test_values_are_normalised_per_channel(tmp_path):
     images = ImageProcessor(2, 2, 16, 16, mean=(0.5, 0.5, 0.0), std=(0.5, 0.25, 2.0))
     patches, _ = images.load(tmp_path / "p.png")
     np.testing.assert_allclose(patches.reshape(4, 3, 4)[0], [[1.0] * 4, [-2.0] * 4, [0.5] * 4], atol=1e-6)
+
+
+def test_pixels_are_bytes_that_become_the_same_numbers_wherever_they_are_normalised(tmp_path):
+    every = np.arange(256, dtype=np.uint8).repeat(3).reshape(16, 16, 3)  # every value in every channel
+    Image.fromarray(every).save(tmp_path / "p.png")
+    images = ImageProcessor(4, 2, 256, 256)
+    pixels, grid = images.load_pixels(tmp_path / "p.png")
+    assert pixels.dtype == np.uint8
+    mean, std = (np.asarray(of_channels, np.float32) for of_channels in (images.mean, images.std))
+    expected = images.cut((every.astype(np.float32) / np.float32(255) - mean) / std, grid)
+    packed = pack_images([LoadedImage(pixels, grid, 4, images.normalisation)])
+    assert packed.pixels.dtype == torch.uint8
+    assert np.array_equal(packed.patches.numpy(), expected)
+    assert np.array_equal(images.load(tmp_path / "p.png")[0], expected)
+
+
+def test_images_of_bytes_and_of_floats_are_packed_together(tmp_path):
+    write_image(tmp_path / "p.png", 8, 8)
+    images = ImageProcessor(4, 2, 64, 64)
+    (pixels, grid), (floats, _) = images.load_pixels(tmp_path / "p.png"), images.load(tmp_path / "p.png")
+    packed = pack_images([LoadedImage(pixels, grid, 1, images.normalisation), LoadedImage(floats, grid, 1)])
+    assert torch.equal(packed.patches[:4], packed.patches[4:])
 
 
 def test_transparency_lies_on_white_in_every_mode(tmp_path):

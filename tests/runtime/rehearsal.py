@@ -23,6 +23,7 @@ from flowtrain_lightning.runtime.encoder_lane import EncoderLane
 from flowtrain_lightning.runtime.program import make_program
 from flowtrain_lightning.runtime.schedule import LaneContext, Step, run_schedule, run_turns
 from flowtrain_lightning.runtime.timeline import Timeline
+from tests.runtime.late_copies import LateCopies, read_after_copies
 
 SPEC = FeatureSpec(((2,),), (torch.float64,))
 
@@ -186,13 +187,14 @@ class NumbersCompute:
     """What ``Compute`` does, on numbers: a media's patch is its number, a microbatch's loss couples its features."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    copies: list[CopyStream] = field(default_factory=lambda: [CopyStream(torch.device("cpu"))])
+    copies: Sequence[CopyStream] = field(default_factory=lambda: [CopyStream(torch.device("cpu"))])
     encoder: Numbers = field(default_factory=Numbers)
     backbone: Numbers = field(default_factory=Numbers)
     kept: int = 0
     most_kept: int = 0
     forwards: int = 0
     gather: Callable[[str, str], None] = lambda role, what: None
+    read: Callable[[Iterable[Tensor | None]], None] = lambda copies: None
 
     def encode(self, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
         self.forwards += 1
@@ -209,6 +211,7 @@ class NumbersCompute:
         self.gather("backbone", "microbatch")
         loss = self.backbone.weight.sum() * len(batch.samples)
         if "image" in features:
+            self.read([features["image"]])
             place = torch.arange(1, len(features["image"]) + 1, dtype=torch.float64)
             loss = loss + (features["image"].sin() * place[:, None] * self.backbone.weight).sum()
         return loss
@@ -217,6 +220,8 @@ class NumbersCompute:
         self, roles: Any, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], *, last: bool
     ) -> None:
         self.gather(*roles, "backward")
+        if roles == ("encoder",):
+            self.read(gradients)
         self.kept -= outputs[0].dim() > 0  # features; a loss is a scalar
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
         if not pairs:  # padding
@@ -270,7 +275,10 @@ class Rehearsal:
         stage = Stage(ranks, seed)
         self.pools: list[StagePool] = []
         self.pools += [StagePool(stage, self.pools, rank, part_bytes) for rank in range(ranks)]
-        self.compute = [NumbersCompute() for _ in range(ranks)]
+        self.compute = []
+        for _ in range(ranks):
+            copies = [LateCopies() for _ in range(2)]
+            self.compute.append(NumbersCompute(copies=copies, read=partial(read_after_copies, copies)))
         of_role = {"backbone": backbone_ranks, "encoder": encoder_ranks}
         parts = []
         for rank in range(ranks):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.pool import PoolError
 from tests.packing.sizes import make_sizes, plan_of, sizes_strategy
+from tests.runtime.late_copies import LateCopies
 from tests.runtime.rehearsal import SPEC, Rehearsal, direct_gradients, least_bytes
 
 RANKS = st.integers(1, 3)
@@ -134,3 +135,10 @@ def test_a_byte_less_than_the_least_bytes_is_refused():
     plan = plan_of(make_sizes(*[(20, [10])] * 12), 1, 1)
     with pytest.raises(PoolError, match="can block each other"):
         rehearse(plan, colocated=False, kept=4, events=0, room=least_bytes(plan, SPEC) - 1)
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_what_reads_a_copy_before_it_is_there_is_noticed(colocated, monkeypatch):
+    monkeypatch.setattr(LateCopies, "hand_over", lambda stream, tensors: None)
+    with pytest.raises(AssertionError, match="has not waited for"):
+        rehearse(plan_of(make_sizes((10, [7])), 1, 1), colocated=colocated, kept=4, events=0)

@@ -46,6 +46,22 @@ def test_forwards_go_first_while_activations_may_be_kept(kept, recomputed, order
     assert " ".join(f"{kind[0]}{number}" for kind, number in encoder_order([0, 1, 2], kept, recomputed)) == order
 
 
+def test_a_rank_that_is_alone_keeps_no_more_than_it_takes():
+    plan = plan_of(make_sizes((10, [30]), (80, [20]), (70, [5])))
+    kinds = [kind for kind, _ in colocated(plan).encoder_order]
+    assert kinds == ["forward", "backward"] * 3, "with others it would go forward first, so that these need not wait"
+    assert [kind for kind, _ in make_program(plan, RankShard(None, 1, 0, 1), 4).encoder_order] == sorted(kinds)[::-1]
+
+
+def test_a_rank_that_is_alone_recomputes_no_more_for_keeping_less():
+    plan = plan_of(make_sizes((10, [30, 20]), (60, [20, 4, 4]), (50, [5, 30])))
+    for kept in range(5):
+        apart = make_program(plan, RankShard(None, 1, 0, 1), kept)
+        recomputed = [number for number, batch in apart.encoder_batches.items() if batch.recomputes]
+        alone = colocated(plan, kept=kept).encoder_batches
+        assert [number for number, batch in alone.items() if batch.recomputes] == recomputed
+
+
 @given(sizes_strategy(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 4))
 def test_every_batch_is_encoded_and_differentiated_once_and_no_more_are_kept_than_may(sizes, encoders, ranks, kept):
     plan = plan_of(sizes, encoders, ranks)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict
 
+import pytest
+
+from flowtrain_lightning.compute.device_clock import DeviceClock
 from flowtrain_lightning.pool import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.runtime import timeline as timeline_module
 from flowtrain_lightning.runtime.timeline import COMPUTE, STALL, Span, Timeline
+from tests.compute.late_device import LateDevice
 
 
 def test_a_span_is_the_time_from_start_to_stop():
@@ -37,6 +42,34 @@ def test_totals_know_all_spans_while_only_the_latest_are_kept(monkeypatch):
     assert timeline.totals["encoder", COMPUTE] == 5.0
 
 
+def test_spans_of_a_device_count_when_it_has_come_to_their_end_and_the_host_never_waits():
+    device = LateDevice()
+    timeline = Timeline(DeviceClock(device.record, now=device.host_clock))
+    for number in range(3):
+        start = timeline.start()
+        device.give(0.5)
+        timeline.stop(start, "backbone", COMPUTE, "microbatch", "train", 0, number)
+    assert not timeline.spans
+    assert not timeline.is_settled("train", 0)
+    device.host += 1.2  # as long as two microbatches take, and some of the third
+    assert [span.number for span in timeline.spans] == [0, 1]
+    assert timeline.totals["backbone", COMPUTE] == pytest.approx(1.0)
+    device.host += 0.5
+    assert timeline.is_settled("train", 0)
+    assert [round(span.end - span.start, 9) for span in timeline.spans] == [0.5, 0.5, 0.5]
+    assert device.waits == 0
+
+
+def test_a_timeline_is_saved_whole_though_the_device_is_late(tmp_path):
+    device = LateDevice()
+    timeline = Timeline(DeviceClock(device.record, now=device.host_clock))
+    start = timeline.start()
+    device.give(2.0)
+    timeline.stop(start, "backbone", COMPUTE, "microbatch", "train", 0, 0)
+    timeline.save(tmp_path / "rank0.json", rank=0, label="backbone 0")
+    assert json.loads((tmp_path / "rank0.json").read_text())["totals"] == {"backbone": {"compute": 2.0}}
+
+
 def test_a_saved_timeline_reads_as_json(tmp_path):
     timeline = Timeline()
     timeline.add(Span("encoder", COMPUTE, "forward", "train", 0, 2, 10.0, 13.0))
@@ -44,6 +77,7 @@ def test_a_saved_timeline_reads_as_json(tmp_path):
     counters = PoolCounters("shared_memory", 1, 64, 0, 0, 0, 0, 0.0, (0,) * (len(WAIT_LIMITS) + 1), room, room)
     timeline.save(tmp_path / "new" / "timeline-rank1.json", rank=1, label="encoder 0", pool=counters)
     saved = json.loads((tmp_path / "new" / "timeline-rank1.json").read_text())
+    assert saved.pop("clock") == pytest.approx(time.time() - time.monotonic(), abs=1)
     assert saved == {
         "rank": 1,
         "label": "encoder 0",

@@ -72,7 +72,6 @@ class DeviceEntries:
         self._used = self._peak = 0
         self._closed = False
         self.fallbacks = 0
-        self._unpin = tier.runtime.pin(memory)
         # Whatever a former pool had in the block is void, and no stream is at it once all ranks have come here.
         tier.runtime.synchronize()
 
@@ -164,6 +163,10 @@ class DeviceEntries:
         """Whether this rank can read the block of ``owner``."""
         return owner in self._tier.readable
 
+    def serves_both_ways(self, rank: int) -> bool:
+        """Whether this rank and another one can read each other's blocks."""
+        return rank in self._tier.readable and rank in self._tier.readers
+
     @property
     def occupancy(self) -> Occupancy:
         """How full the own block is."""
@@ -171,9 +174,7 @@ class DeviceEntries:
 
     def close(self) -> None:
         """Another pool may use the tier; leases of this one that are released later have no effect on it."""
-        if not self._closed:
-            self._closed = True
-            self._unpin()
+        self._closed = True
 
     def _allocate(self, nbytes: int) -> DeviceLocation | None:
         """Bytes and a slot in the own block, those of entries that all readers have given back among them."""

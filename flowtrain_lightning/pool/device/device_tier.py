@@ -47,6 +47,13 @@ class DeviceBlock:
     close: Callable[[], None]
 
 
+Pin = Callable[[mmap], Callable[[], None]]
+"""Lets a device reach host memory by itself, so that copies between them are faster, if that works.
+
+It returns what ends it, before the memory is unmapped.
+"""
+
+
 class DeviceRuntime(Protocol):
     """One rank's device. Every method may raise ``RuntimeError`` with the device's own reason."""
 
@@ -84,11 +91,7 @@ class DeviceRuntime(Protocol):
         """Copy on the side stream; the source's memory is kept for as long. The calling thread goes on at once."""
 
     def pin(self, memory: mmap) -> Callable[[], None]:
-        """Let the device reach this host memory by itself, so that copies to and from it are faster, if that works.
-
-        Returns:
-            What ends it, before the memory is unmapped.
-        """
+        """See `Pin`."""
 
     def synchronize(self) -> None:
         """Wait until the device has done all that this process gave it."""

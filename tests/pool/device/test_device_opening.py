@@ -40,8 +40,8 @@ def passes(pools, owner, reader):
     return address.tier
 
 
-def open_pools(made, tiers):
-    return on_all_ranks(lambda rank: Pool.open(made[rank], NBYTES, 0, device=tiers[rank]), len(made))
+def open_pools(made, tiers, pins=(None, None, None)):
+    return on_all_ranks(lambda rank: Pool.open(made[rank], NBYTES, 0, device=tiers[rank], pin=pins[rank]), len(made))
 
 
 def test_all_ranks_read_all_blocks_in_place(three, devices):
@@ -61,6 +61,17 @@ def test_a_rank_that_can_open_no_block_is_reached_through_host_memory(three, dev
     pools = open_pools(three, tiers)
     assert passes(pools, 0, 2) is Tier.DEVICE
     assert [passes(pools, *pair) for pair in [(0, 1), (1, 0), (1, 2), (2, 1)]] == [Tier.HOST] * 4
+
+
+def test_host_memory_is_pinned_where_entries_pass_through_it(three, devices):
+    devices[1] = simulated(1, blind=True)
+    pins = [device.pin for device in devices]
+    for tiers, pinned in ((open_tiers(three, devices), [2, 3, 2]), ((None, None, None), [3, 3, 3])):
+        pools = open_pools(three, tiers, pins)
+        assert [device.pinned for device in devices] == pinned, "the own segment, and those that are read"
+        for pool in pools:
+            pool.close()
+        assert [device.pinned for device in devices] == [0, 0, 0]
 
 
 def test_a_block_that_holds_other_bytes_than_were_written_is_not_used(three, devices, monkeypatch):

@@ -1,0 +1,247 @@
+"""The five variants of `benchmarks/gpu.py`: what one process does in a run, and what it writes down."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+
+from benchmarks.gpu_model import config_of, packed_model
+from benchmarks.modules import Work
+from benchmarks.padded_transformers import train_padded
+from flowtrain_lightning import FlowTrainStrategy
+from flowtrain_lightning.allocator import BACKBONE, ENCODER
+from flowtrain_lightning.allocator.devices import maker_device
+from flowtrain_lightning.data import Features, StepBatch
+from flowtrain_lightning.data.dataloader import StepLoader
+from flowtrain_lightning.data.dataset import StepDataset
+from flowtrain_lightning.metrics import FlopUtilization
+from flowtrain_lightning.placement.flop_counter import count_flops
+from flowtrain_lightning.placement.probes import load_probes
+from flowtrain_lightning.runtime.rank_metrics import peak_memory
+
+VARIANTS = {
+    "padded": "transformers.Trainer, padded batches",
+    "loop": "plain loop, packed batches",
+    "auto": "plain Lightning, packed batches",
+    "colocated": "flowtrain, colocated",
+    "separate": "flowtrain, separate",
+}
+"""Name -> what it is, in the table."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run does.
+
+    Attributes:
+        variant: one of ``VARIANTS``.
+        model: one of `benchmarks.gpu_model.MODELS`.
+        recompute: gradient checkpointing, alike in all variants.
+        work: the data.
+        padded_samples: of one batch of the padded variant.
+        warmup: steps before the measurement.
+        steps: steps that are measured.
+        on_gpu: trains on GPUs in bfloat16, else on the CPU in float32.
+        folder: where ``rank<r>.json`` are written.
+    """
+
+    variant: str
+    model: str
+    recompute: bool
+    work: Work
+    padded_samples: int
+    warmup: int
+    steps: int
+    on_gpu: bool
+    folder: Path
+
+    @property
+    def devices(self) -> int:
+        """How many it trains on."""
+        return 2 if self.variant == "separate" else 1
+
+
+class StepClock:
+    """Times the steps after the warm-up, all together: nobody waits for the device between them."""
+
+    def __init__(self, run: Run, rank: int = 0) -> None:
+        self._run = run
+        self._rank = rank
+        self._ended = 0
+        self._began = 0.0
+
+    def step_ended(self) -> None:
+        """Counts a step; after the last one, writes what was found."""
+        self._ended += 1
+        if self._ended == self._run.warmup:
+            self._began = self._now()
+        elif self._ended == self._run.warmup + self._run.steps:
+            found = {"seconds": self._now() - self._began, "memory": peak_memory()}
+            (self._run.folder / f"rank{self._rank}.json").write_text(json.dumps(found))
+
+    def _now(self) -> float:
+        if self._run.on_gpu:
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+
+class _Clocked(L.Callback):
+    """Tells a clock of Lightning's steps."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Starts the clock of this rank."""
+        self._clock = StepClock(self._run, trainer.global_rank)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
+    ) -> None:
+        """Tells it."""
+        self._clock.step_ended()
+
+
+def train(run: Run) -> None:
+    """Trains as one rank of a run."""
+    L.seed_everything(1, verbose=False)
+    if run.variant in ("padded", "loop"):
+        for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
+            os.environ.pop(name, None)  # one process by itself, or accelerate makes a group of one
+        (_train_padded if run.variant == "padded" else _train_in_a_loop)(run, StepClock(run))
+    else:
+        _train_by_lightning(run)
+
+
+def _train_padded(run: Run, clock: StepClock) -> None:
+    train_padded(
+        config_of(run.model),
+        step_dataset(run.work),
+        samples=run.padded_samples,
+        device=_device(run),
+        recompute=run.recompute,
+        num_workers=run.work.num_workers,
+        max_steps=run.warmup + run.steps,
+        folder=run.folder,
+        step_ended=clock.step_ended,
+    )
+
+
+def _train_in_a_loop(run: Run, clock: StepClock) -> None:
+    """The shortest loop that computes the same: no Trainer, no strategy, no log."""
+    device, dtype = _device(run), torch.bfloat16 if run.on_gpu else torch.float32
+    move = partial(_moved, device=device, dtype=dtype)
+    module = packed_model(run.model, run.recompute)
+    torch.set_default_dtype(dtype)
+    with device:
+        module.configure_model()
+    torch.set_default_dtype(torch.float32)
+    module.train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, weight_decay=0.0, fused=run.on_gpu or None)
+    loader = StepLoader(
+        step_dataset(run.work),
+        files=(),
+        num_workers=run.work.num_workers,
+        pin_memory=run.on_gpu,
+        prepare_media=module.prepare_media,
+    )
+    for _, batch in zip(range(run.warmup + run.steps), loader, strict=False):
+        optimizer.zero_grad(set_to_none=True)
+        targets = sum(len(packed.targets) for packed in batch.microbatches if packed is not None)
+        for packed, media in zip(batch.microbatches, batch.encoder_batches, strict=True):
+            if packed is None:
+                continue
+            features: Features = {} if media is None else {media.modality: module.encode(move(media))}
+            loss, _ = module.backbone_step(packed.to(device, non_blocking=True), features, "train")
+            (loss / targets).backward()
+        optimizer.step()
+        clock.step_ended()
+    loader.close()
+
+
+def _moved(media: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    there = media.to(device, non_blocking=True)
+    return there.with_patches(there.patches.to(dtype))
+
+
+def _train_by_lightning(run: Run) -> None:
+    strategies: dict[str, Any] = {
+        "auto": lambda: "auto",
+        "colocated": lambda: FlowTrainStrategy(placement="colocated"),
+        "separate": lambda: FlowTrainStrategy(encoder_ranks=1, placement="separate"),
+    }
+    trainer = L.Trainer(
+        accelerator="cuda" if run.on_gpu else "cpu",
+        devices=run.devices,
+        strategy=strategies[run.variant](),
+        precision="bf16-true" if run.on_gpu else "32-true",
+        max_steps=run.warmup + run.steps,
+        use_distributed_sampler=False,
+        callbacks=[_Clocked(run)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=run.folder,
+    )
+    trainer.fit(packed_model(run.model, run.recompute), run.work.data())
+
+
+def describe(run: Run) -> None:
+    """Writes ``rank0.json``: what the measured steps hold, and what device this is.
+
+    A process of its own does, since counting starts threads and looking at a device opens it, and neither survives a
+    fork.
+    """
+    steps = step_dataset(run.work)
+    measured = [steps.plan(0, step) for step in range(run.warmup, run.warmup + run.steps)]
+    flops = FlopUtilization(
+        count_flops(packed_model(run.model, recompute=False), load_probes(run.work.data())),
+        {BACKBONE: (0,), ENCODER: (0,)},
+        peak=1.0,
+    )
+    for plan in measured:
+        flops.update(plan, 1.0)
+    name = torch.cuda.get_device_name() if run.on_gpu else "CPU"
+    known = maker_device(name)
+    source = steps.samples.source
+    found = {
+        "steps": len(steps),
+        "tokens": sum(int(plan.sizes.tokens.sum()) for plan in measured),
+        "flops": float(flops.compute()["all"]) * len(measured),
+        "longest": int(source.sizes(np.arange(len(source))).tokens.max()),
+        "device": name,
+        "devices": torch.cuda.device_count(),
+        "peak": None if known is None else known.peak_for(2),
+        "cuda": torch.version.cuda if run.on_gpu else None,
+        "attention": _attention(),
+    }
+    (run.folder / "rank0.json").write_text(json.dumps(found))
+
+
+def _attention() -> str:
+    with suppress(PackageNotFoundError):
+        return f"flash-attn {version('flash-attn')}"
+    return "PyTorch's own kernel"
+
+
+def step_dataset(work: Work) -> StepDataset:
+    """The steps of one rank by itself."""
+    data = work.data()
+    data.setup("fit")
+    return data.train_dataloader().steps
+
+
+def _device(run: Run) -> torch.device:
+    return torch.device("cuda" if run.on_gpu else "cpu")

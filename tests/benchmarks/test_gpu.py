@@ -1,0 +1,91 @@
+"""`benchmarks/gpu.py` trains in all five ways on the same samples, and says all that it promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.gpu import figures, padded_samples, variants_table
+from benchmarks.gpu_model import TINY, config_of, images_for, packed_model
+from benchmarks.gpu_variants import VARIANTS, step_dataset
+from benchmarks.modules import ROOT, Work
+from benchmarks.padded import PaddedDataset
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("gpu")
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--cpu", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads((out / "gpu-tiny.json").read_text())
+
+
+@pytest.mark.full
+def test_all_ways_train_and_are_told_beside_the_padded_one_and_the_loop(printed):
+    text, results = printed
+    assert list(results["runs"]) == list(VARIANTS)
+    assert all(len(rounds) == 1 for rounds in results["runs"].values())
+    assert results["failures"] == {}
+    assert all(name in text for name in VARIANTS.values())
+    assert "x plain loop" in text
+
+
+@pytest.mark.full
+def test_machine_workload_and_versions_are_told(printed):
+    text, results = printed
+    assert {"cpu", "torch", "lightning", "commit"} <= results["machine"].keys()
+    assert results["workload"]["flops"] > 0
+    assert "tiny on CPU; 2 steps of 8 samples" in text
+
+
+def test_padded_batches_have_the_loss_of_packed_ones(tmp_path):
+    from benchmarks.padded_transformers import collate
+
+    records = ROOT / "recipes/quickstart/data/train.jsonl"
+    steps = step_dataset(Work(records, tmp_path, 8, 1024, images_for(TINY)))
+    batch = steps.load(0, 0)
+    torch.manual_seed(0)
+    module = packed_model(TINY, recompute=False)
+    module.configure_model()
+    config = transformers.AutoConfig.for_model(**config_of(TINY))
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.load_state_dict(module.model.state_dict())
+    dataset = PaddedDataset(steps.samples)
+    for packed, media in zip(batch.microbatches, batch.encoder_batches, strict=True):
+        assert len(packed.samples) > 1
+        features = {} if media is None else {"image": module.encode(media)}
+        loss, tokens = module.backbone_step(packed, features, "train")
+        padded = collate([dataset[sample] for sample in packed.samples])
+        assert padded["attention_mask"].sum() == len(packed.tokens)
+        theirs = model(**padded, num_items_in_batch=torch.tensor(tokens)).loss
+        torch.testing.assert_close(theirs, loss / tokens, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("batch", "budget", "longest", "samples"),
+    [(64, 8192, 1000, 8), (12, 3000, 1000, 3), (8, 500, 1000, 1), (8, 99, 1, 8)],
+)
+def test_a_padded_batch_has_as_many_of_the_longest_samples_as_the_budget_holds(batch, budget, longest, samples):
+    assert padded_samples(batch, budget, longest) == samples
+
+
+def test_rates_are_of_the_slowest_rank_and_ratios_of_devices():
+    told = {"tokens": 1000, "flops": 400.0, "peak": 100.0}
+    one, two = ([{"seconds": 4.0, "memory": 7}], [{"seconds": 4.0, "memory": 5}, {"seconds": 2.0, "memory": 9}])
+    rounds = {"loop": [figures(told, one)], "separate": [figures(told, two)]}
+    assert rounds["separate"][0] == {
+        "tokens_per_second": 250.0,
+        "device_tokens_per_second": 125.0,
+        "memory": 9,
+        "mfu": 0.5,
+    }
+    separate = variants_table(told, rounds).splitlines()[-1].split("|")
+    assert [cell.strip() for cell in separate[2:-1]] == ["2", "250", "50.0%", "0.0", "-", "0.50"]
