@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flowtrain_lightning.allocator.allocation import Recompute
+from flowtrain_lightning.parallel.sequence_parallel import for_recomputing
 
 _aten = torch.ops.aten
 _KEPT = [
@@ -68,6 +69,7 @@ def recompute_in_backward(block: nn.Module, recompute: Recompute) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **keeping, **kwargs)
+        again = for_recomputing(block, forward)
+        return checkpoint(again, *args, use_reentrant=False, **keeping, **kwargs)
 
     block.forward = recomputed  # type: ignore[method-assign]
