@@ -156,8 +156,19 @@ class PackedBatch:
     targets: Tensor
 
     def slice_tokens(self, own: slice) -> PackedBatch:
-        """Some of the tokens, with their labels and positions; bounds and media positions stay those of all."""
-        return replace(self, tokens=self.tokens[own], labels=self.labels[own], position_ids=self.position_ids[own])
+        """Some of the tokens, with their labels, targets and positions; bounds and media positions stay those of all.
+
+        The host waits for the device, since nobody else knows how many targets these tokens have.
+        """
+        ends = torch.searchsorted(self.targets, torch.tensor([own.start, own.stop], device=self.targets.device))
+        first, last = ends.tolist()
+        return replace(
+            self,
+            tokens=self.tokens[own],
+            labels=self.labels[own],
+            position_ids=self.position_ids[own],
+            targets=self.targets[first:last] - own.start,
+        )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedBatch:
         """The same microbatch on ``device``."""

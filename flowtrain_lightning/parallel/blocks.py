@@ -23,8 +23,10 @@ _KEPT = [
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
-"""Products of matrices, and attention as one operation: what is dear to compute for the bytes that it takes to keep."""
+"""Products of matrices, attention as one operation, and sums over ranks: what is dear to compute, or to send, for the
+bytes that it takes to keep."""
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:

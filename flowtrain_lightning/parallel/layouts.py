@@ -93,7 +93,7 @@ def make_engine(
         )
     if layout.tensor > 1:
         assert mesh is not None
-        engine = TensorParallelHalf(engine, summed, mesh.get_group("tensor"))
+        engine = TensorParallelHalf(engine, summed, mesh["tensor"])
     if layout.context > 1:
         engine = ContextParallelHalf(engine, _context_group(layout, device_type))
     return engine

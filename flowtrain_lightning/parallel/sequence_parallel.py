@@ -56,7 +56,7 @@ class DividedTokens:
         """Let a module in the stack see all tokens, as a DTensor that its divided layers take as it is."""
 
         def gathered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return _with_first(args, kwargs, lambda own: self.of_own(own).redistribute(placements=[Replicate()]))
+            return _with_first(args, kwargs, lambda own: self._sent(own).redistribute(placements=[Replicate()]))
 
         module.register_forward_pre_hook(gathered, with_kwargs=True)
 
@@ -64,7 +64,7 @@ class DividedTokens:
         """Let a divided layer in the stack know that what it is given is this rank's share of the tokens."""
 
         def known(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return args if isinstance(args[0], DTensor) else (self.of_own(args[0]), *args[1:])
+            return args if isinstance(args[0], DTensor) else (self._sent(args[0]), *args[1:])
 
         layer.register_forward_pre_hook(known)
 
@@ -85,6 +85,14 @@ class DividedTokens:
         """Adds rows at positions among all tokens, each rank those among its own."""
         shape = (*hidden.shape[:-2], self._tokens, hidden.shape[-1])
         return hidden + self.own(rows.new_zeros(shape).index_add(hidden.ndim - 2, positions, rows))
+
+    def _sent(self, own: Tensor) -> DTensor:
+        """All tokens, in the precision in which divided layers compute: autocast would make it of them anyway."""
+        device = own.device.type
+        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if casts and own.dtype == torch.float32:
+            own = own.to(torch.get_autocast_dtype(device))
+        return self.of_own(own)
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         def divided(whole: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ works on divided outputs, such as the norm of each attention head. Modules witho
 share of the tokens (sequence parallelism). The layers that a plan names within are then ``"colwise"`` ones, which are
 given a share of the tokens and see all, and ``"rowwise"`` ones, which return a share; norms and all else is whole on
 every rank. ``"all_tokens"``: of a module within such a layer that takes a shape from what it is given, such as
-attention; its first argument holds all tokens.
+attention, or gives it to several layers; its first argument then holds all tokens, as a DTensor for divided layers.
 """
 
 _DIVIDED: Mapping[str, tuple[type[nn.Module], str]] = {
@@ -128,8 +128,8 @@ def _checked_style(
     if stack is not None:
         if style not in ("colwise", "rowwise"):
             raise ValueError(
-                f"tensor_plan gives {name!r} the style {style!r}, but it is part of a layer of divided tokens, in which "
-                "there can be 'colwise' and 'rowwise' layers only."
+                f"tensor_plan gives {name!r} the style {style!r}, but it is part of a layer of divided tokens, which "
+                "can have 'colwise' and 'rowwise' layers only."
             )
         if style == "rowwise":
             return RowwiseParallel(output_layouts=TOKENS)

@@ -63,7 +63,7 @@ LONG += [
     for layout in ("4+4", "colocated 4")
     for encoder, backbone in (
         (TENSOR, TENSOR),
-        (RECOMPUTED, TENSOR_ACROSS),
+        (RECOMPUTED, {**TENSOR_ACROSS, "recompute": "selective"}),
         (TENSOR_ACROSS, {**TENSOR, **CONTEXT}),
     )
     for kept in (0, 2)

@@ -26,6 +26,7 @@ LONG = [
     for family in ("qwen2_5_vl", "qwen2_vl, tied", "llava with siglip", "internvl")
     for layout, roles in (("2+2", BOTH), ("colocated 2", CONTEXT), ("1+4", {"backbone": {**TENSOR, "shard": "fsdp"}}))
 ]
+LONG += [("gemma3", "1+2", {"backbone": TENSOR}), ("qwen3_vl", "1+4", {"backbone": {**TENSOR, "context": 2}})]
 CASES = [pytest.param(*case, id=" ".join(map(str, case))) for case in QUICK] + [
     pytest.param(*case, id=" ".join(map(str, case)), marks=pytest.mark.full) for case in LONG
 ]
