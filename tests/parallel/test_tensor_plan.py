@@ -35,6 +35,11 @@ def test_ranks_hold_shares_of_layers_and_compute_what_the_whole_does(divided):
         assert found["error"] < 1e-14
 
 
+def test_the_gradient_of_a_head_without_target_tokens_is_divided_as_its_weight(divided):
+    for found in divided:
+        assert found["gradient of no rows"] == 6 * 4 / 2
+
+
 def test_between_divided_layers_each_rank_has_a_share_of_any_number_of_tokens(divided):
     for found, shares in zip(divided, ([3, 4, 1], [3, 3, 0]), strict=True):
         assert found["of tokens"]["shares"][:3] == shares
