@@ -38,27 +38,27 @@ REVIEWS: Mapping[str, tuple[str, ...]] = {
     "qwen2.5-vl-7b": (_OFTEN, _GROUPS, _GROUPS, "Yes. 8 samples a device, or the exchange would dominate."),
     "qwen2-audio-7b": (
         _OFTEN,
-        "Yes: one ring over 64 ranks is still as fast as groups. Two tensor ranks with ZeRO-1 are at the margin.",
+        "Yes: one ring over 64 ranks is still as fast as groups.",
         _GROUPS,
         _GROUPS,
     ),
     "qwen3-vl-8b": (
         _OFTEN,
-        "Yes: one ring over 64 ranks is still as fast as groups. Two tensor ranks with ZeRO-1 are at the margin.",
+        "Yes: one ring over 64 ranks is still as fast as groups.",
         _GROUPS,
         _GROUPS,
     ),
     "gemma-3-27b": (
-        "Tensor ranks over the node are what is left: 16 bytes a parameter alone take 55 of 80 GB on each device. "
-        "People take adapters, or two nodes.",
-        "Yes without tensor ranks. Megatron-LM's users would take 4 tensor ranks and a short pipeline, for 15 % more.",
+        "Tensor ranks and shards within the node are what is left: 16 bytes a parameter alone take 55 of 80 GB on each "
+        "device. People take adapters, or two nodes.",
+        "Yes without tensor ranks. Megatron-LM's users would take 4 tensor ranks and a short pipeline, for 11 % more.",
         "Yes, likewise.",
         "Yes, likewise.",
     ),
     "qwen2.5-vl-72b": (
         "Right: 16 bytes for each of 73 billion parameters are 1.2 TB, nearly twice what eight cards have.",
         "It runs, with everything recomputed. With pipelines, tensor ranks in a node would be preferred.",
-        "It runs; 4 tensor ranks and 8 stages are what people with Megatron-LM run, for 11 % more.",
+        "It runs; 4 tensor ranks and 8 stages are what people with Megatron-LM run, and a little faster.",
         "Likewise.",
     ),
     "internvl3-78b": (

@@ -125,30 +125,34 @@ def _batch_bytes(
     return np.where(at_first, in_flight, 1.0) * kept + working, np.where(at_first, 0.0, logits), features
 
 
-def activation_bytes(part: Layers, width: int, recompute: Recompute, keeps: bool = True) -> float:
+def activation_bytes(part: Layers, width: int, recompute: Recompute, keeps: bool = True, tensor: int = 1) -> float:
     """Bytes per token that one layer keeps for its backward (after Korthikanti et al., arXiv 2205.05198, section 4.1).
 
     Without recomputing it keeps the inputs of both norms and of every product, queries, keys, values and attention's
     result and logarithms, and what activations need. Attention's scores are not kept, since its kernel is fused.
+    Tensor ranks keep a share each, but for the inputs of attention and of the feed-forward network: these are gathered,
+    and kept so, where the paper gathers them a second time.
 
     Args:
         part: the layers.
         width: bytes of a number.
         recompute: what is computed again; ``"selective"`` does without norms' and activations' results.
         keeps: the weights train, so that products keep their inputs.
+        tensor: ranks that share the layer.
     """
     inner = part.active_feed_forward
     attention = 2 * part.query_width + 2 * part.key_value_width
     logarithms = 4 * part.heads
     if recompute == "full":
-        return float(width * part.hidden)
+        return float(width * part.hidden) / tensor
     if recompute == "selective":
-        return float(width * (2 * part.hidden + attention + (2 if part.gated else 1) * inner) + logarithms)
+        return float(width * (2 * part.hidden + attention + (2 if part.gated else 1) * inner) + logarithms) / tensor
     activation = (3 if part.gated else 1) * inner
-    inputs = 2 * part.hidden + inner if keeps else 0
+    gathered, inputs = (2 * part.hidden, inner) if keeps else (0, 0)
     if keeps and part.experts is not None:
         inputs += 2 * part.experts.chosen * part.hidden
-    return float(width * (2 * part.hidden + attention + activation + inputs) + logarithms)
+    shared = width * (2 * part.hidden + attention + activation + inputs) + logarithms
+    return float(width * gathered) + float(shared) / tensor
 
 
 def _parameters_of_a_stage(half: Half, family: Family) -> float:
@@ -173,9 +177,9 @@ def kept_activations(problem: RoleProblem, family: Family) -> float:
         flows = flows or part.trained_parameters > 0
         if isinstance(part, Layers) and flows and not part.unused:
             trains = part.trained_parameters > 0
-            each = activation_bytes(part, problem.precision.computing, family.recompute, trains)
+            each = activation_bytes(part, problem.precision.computing, family.recompute, trains, family.tensor)
             total += part.count * each
-    return total / (family.tensor * family.context)
+    return total / family.context
 
 
 def _working_bytes(problem: RoleProblem, family: Family) -> float:
@@ -184,9 +188,9 @@ def _working_bytes(problem: RoleProblem, family: Family) -> float:
     A forward without a backward needs about half of that.
     """
     width = problem.precision.computing
-    largest = max((activation_bytes(part, width, "none") for part in problem.half.layers), default=0.0)
+    each = (activation_bytes(part, width, "none", tensor=family.tensor) for part in problem.half.layers)
     flows = problem.receives_gradient or any(part.trained_parameters for part in problem.half.layers)
-    return largest * (1.0 if flows else 0.5) / (family.tensor * family.context)
+    return max(each, default=0.0) * (1.0 if flows else 0.5) / family.context
 
 
 def _logit_bytes(problem: RoleProblem, family: Family) -> float:

@@ -94,6 +94,7 @@ def _layer_seconds(
     moved = moving_seconds(tokens * (_moved_bytes(part, width) + casts) / sharers, device, share)
     forward = np.maximum(products + adapters + attention + moved, share.launch)
     tensor, context = _exchange(problem, part, family, tokens)
+    gathered = tensor / 2  # the other half is scattered, which selective recomputing keeps
     tensor = tensor + _dispatch(problem, part, family, tokens)
     sent = tensor + np.maximum(context - attention, 0.0)
     if not trains:
@@ -104,7 +105,7 @@ def _layer_seconds(
     if family.recompute == "full":
         backward, sent = backward + forward, sent + tensor
     elif family.recompute == "selective":
-        backward = backward + moved
+        backward, sent = backward + moved, sent + gathered
     return forward, backward, sent
 
 

@@ -173,10 +173,10 @@ class PackedBatch:
     def slice_tokens(self, own: slice) -> PackedBatch:
         """Some of the tokens, with their labels, targets and positions; bounds and media positions stay those of all.
 
-        It waits for the device once, to learn how many targets there are among them.
+        The host waits for the device, since nobody else knows how many targets these tokens have.
         """
-        bounds = torch.tensor([own.start, own.stop])
-        first, last = torch.searchsorted(self.targets.cpu(), bounds).tolist()
+        ends = torch.searchsorted(self.targets, torch.tensor([own.start, own.stop], device=self.targets.device))
+        first, last = ends.tolist()
         return replace(
             self,
             tokens=self.tokens[own],

@@ -13,6 +13,7 @@ from torch.nn import functional
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.packed_attention import pack_attention
+from flowtrain_lightning.parallel.sequence_parallel import add_at_tokens
 
 
 class QwenVLM(HuggingFaceVLM):
@@ -90,11 +91,13 @@ class QwenVLM(HuggingFaceVLM):
     def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
         """Embeddings and positions of some tokens, and the deepstack features that stand for them."""
         cut = super().slice_tokens(arguments, own)
-        if "deepstack" in arguments:  # rows of other ranks' tokens add nothing to the first one; to cut them is to wait
+        if "deepstack" in arguments:
             positions = arguments["deepstack_positions"] - own.start
-            inside = (positions >= 0) & (positions < own.stop - own.start)
-            cut["deepstack_positions"] = positions.where(inside, 0)
-            cut["deepstack"] = [level.where(inside[:, None], 0) for level in arguments["deepstack"]]
+            last = max(own.stop - own.start - 1, 0)
+            # Rows of other tokens are added as zeros: to take them out, the host would have to wait for their number.
+            kept = ((positions >= 0) & (positions <= last))[:, None]
+            cut["deepstack_positions"] = positions.clamp(0, last)
+            cut["deepstack"] = [torch.where(kept, rows, 0) for rows in arguments["deepstack"]]
         return cut
 
     def _check_patches(self, media: PackedMedia, tower: Any) -> None:
@@ -126,7 +129,7 @@ def _add_deepstack(number: int, layer: nn.Module, args: Any, kwargs: Mapping[str
     deepstack = kwargs.get("deepstack")
     if deepstack is None:
         return hidden
-    return hidden.index_add(1, kwargs["deepstack_positions"], deepstack[number].to(hidden.dtype)[None])
+    return add_at_tokens(layer, hidden, kwargs["deepstack_positions"], deepstack[number].to(hidden.dtype)[None])
 
 
 def image_offsets(media: PackedMedia, merge_size: int) -> Tensor:

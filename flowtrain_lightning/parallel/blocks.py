@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flowtrain_lightning.allocator.allocation import Recompute
+from flowtrain_lightning.parallel.sequence_parallel import for_recomputing
 
 _aten = torch.ops.aten
 _KEPT = [
@@ -22,8 +23,10 @@ _KEPT = [
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
-"""Products of matrices, and attention as one operation: what is dear to compute for the bytes that it takes to keep."""
+"""Products of matrices, attention as one operation, and sums over ranks: what is dear to compute, or to send, for the
+bytes that it takes to keep."""
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
@@ -68,6 +71,7 @@ def recompute_in_backward(block: nn.Module, recompute: Recompute) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **keeping, **kwargs)
+        again = for_recomputing(block, forward)
+        return checkpoint(again, *args, use_reentrant=False, **keeping, **kwargs)
 
     block.forward = recomputed  # type: ignore[method-assign]

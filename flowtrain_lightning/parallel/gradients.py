@@ -15,6 +15,20 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def gradient_as_placed(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient of a parameter, divided among ranks as the parameter is.
+
+    Where a product has no rows, as that of a head with no target token, no division costs DTensor less than another,
+    and it may leave the gradient whole on every rank.
+    """
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return gradient
+    if gradient.placements != parameter.placements:
+        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
 def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The squared 2-norm of gradients over the ranks that share them, each value counted once.
 

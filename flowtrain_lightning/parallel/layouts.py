@@ -136,7 +136,7 @@ def make_engine(
         )
     if layout.tensor > 1:
         assert mesh is not None
-        engine = TensorParallelHalf(engine, summed, mesh.get_group("tensor"))
+        engine = TensorParallelHalf(engine, summed, mesh["tensor"])
     if groups.context is not None:
         engine = ContextParallelHalf(engine, groups.context)
     return engine

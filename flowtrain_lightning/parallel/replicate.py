@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flowtrain_lightning.parallel.gradients import local_part, squared_norm
+from flowtrain_lightning.parallel.gradients import gradient_as_placed, local_part, squared_norm
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 
 _BUCKET_BYTES = 32 << 20
@@ -89,8 +89,9 @@ class ReplicatedHalf:
         """Sums the other gradients, waits for all sums, and scales them."""
         if self._alone:
             for parameter in self.parameters:
-                if parameter.requires_grad and parameter.grad is not None:
-                    local_part(parameter.grad).mul_(scale)
+                gradient = gradient_as_placed(parameter)
+                if parameter.requires_grad and gradient is not None:
+                    local_part(gradient).mul_(scale)
             return
         for bucket in self._buckets[self._left :]:
             bucket.send(self._group)
@@ -135,8 +136,9 @@ class _Bucket:
         flat = values[0].new_zeros(total + len(values))
         start = 0
         for number, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
-            if parameter.grad is not None:
-                flat[start : start + value.numel()].copy_(local_part(parameter.grad).reshape(-1))
+            gradient = gradient_as_placed(parameter)
+            if gradient is not None:
+                flat[start : start + value.numel()].copy_(local_part(gradient).reshape(-1))
                 flat[total + number] = 1
             start += value.numel()
         self._flat, self._work = flat, dist.all_reduce(flat, group=group, async_op=True)

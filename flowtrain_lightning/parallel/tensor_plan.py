@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
 from torch import nn
@@ -12,15 +12,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from flowtrain_lightning.parallel.sequence_parallel import TOKENS, DividedTokens, divide_tokens
+
 TensorStyle = Literal[
-    "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+    "divided_tokens",
+    "all_tokens",
 ]
-"""What a rank holds of one module, by the names that `transformers` has for it.
+"""What a rank holds of one module, by the names that `transformers` has for it, and of which tokens.
 
 ``"colwise"``: a linear layer's share of the outputs, which stay divided; ``"rowwise"``: its share of the inputs, which
 come divided, and outputs are summed; ``"colwise_gather_output"``: a share of the outputs, which are put together, as of
 a head; ``"embedding_rowwise"``: a share of the vocabulary; ``"replicated_with_grad_allreduce"``: all of a module that
 works on divided outputs, such as the norm of each attention head. Modules without a style are whole on every rank.
+
+``"divided_tokens"``: of repeated layers that follow each other, between whose divided layers each rank computes on its
+share of the tokens (sequence parallelism). The layers that a plan names within are then ``"colwise"`` ones, which are
+given a share of the tokens and see all, and ``"rowwise"`` ones, which return a share; norms and all else is whole on
+every rank. ``"all_tokens"``: of a module within such a layer that takes a shape from what it is given, such as
+attention, or gives it to several layers; its first argument then holds all tokens, as a DTensor for divided layers.
 """
 
 _DIVIDED: Mapping[str, tuple[type[nn.Module], str]] = {
@@ -50,27 +64,52 @@ def divide_layers(modules: Mapping[str, nn.Module], plan: TensorPlan, mesh: Devi
         ValueError: the plan names no module, or one that cannot be divided so.
     """
     tied = _tied_parameters(modules.values())
-    summed: list[tuple[nn.Module, str]] = []
     found = {name: module for path, half in modules.items() for name, module in half.named_modules(prefix=path)}
-    for pattern, style in plan.items():
-        matching = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-        layers = {name: module for name, module in found.items() if matching.fullmatch(name)}
-        if not layers:
-            parts = ", ".join([*found][:5])
-            raise ValueError(f"tensor_plan names {pattern!r}, but the half has no such module; it has {parts} ...")
-        for name, layer in layers.items():
-            if style == "replicated_with_grad_allreduce":
-                summed += [
-                    (owner, own) for owner in layer.modules() for own, _ in owner.named_parameters(recurse=False)
-                ]
-            else:
-                parallelize_module(layer, mesh, _checked_style(name, layer, style, mesh.size()))
+    named = [(_matching(pattern, found), style) for pattern, style in plan.items()]
+    stacks: dict[str, DividedTokens] = {}
+    for layers, style in named:
+        if style == "divided_tokens":
+            stacks |= divide_tokens(layers, mesh)
+    summed: dict[tuple[nn.Module, str], None] = {}
+    for name, layer, style in ((name, layer, style) for layers, style in named for name, layer in layers.items()):
+        stack = next((stack for path, stack in stacks.items() if name.startswith(f"{path}.")), None)
+        match style:
+            case "replicated_with_grad_allreduce" | "divided_tokens":
+                summed |= dict.fromkeys(_places(layer))
+            case "all_tokens":
+                if stack is None:
+                    raise ValueError(
+                        f"tensor_plan gives {name!r} the style 'all_tokens', but the layer that it is part of has no "
+                        "style 'divided_tokens', so it sees all tokens anyway; leave it out."
+                    )
+                stack.gather_input(layer)
+            case _:
+                parallelize_module(layer, mesh, _checked_style(name, layer, style, mesh.size(), stack))
     for places in tied:
         _tie_again(places)
-    return summed
+    return [(owner, own) for owner, own in summed if not isinstance(owner.get_parameter(own), DTensor)]
 
 
-def _checked_style(name: str, layer: nn.Module, style: TensorStyle, ranks: int) -> ParallelStyle:
+def _matching(pattern: str, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules that a pattern of a plan names."""
+    matching = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+    found = {name: module for name, module in modules.items() if matching.fullmatch(name)}
+    if not found:
+        parts = ", ".join([*modules][:5])
+        raise ValueError(f"tensor_plan names {pattern!r}, but the half has no such module; it has {parts} ...")
+    return found
+
+
+def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Owner and name of each parameter."""
+    for owner in module.modules():
+        for name, _ in owner.named_parameters(recurse=False):
+            yield owner, name
+
+
+def _checked_style(
+    name: str, layer: nn.Module, style: TensorStyle, ranks: int, stack: DividedTokens | None
+) -> ParallelStyle:
     """How `parallelize_module` divides a layer, if it can be done evenly."""
     if style not in _DIVIDED:
         known = ", ".join(get_args(TensorStyle))
@@ -86,6 +125,16 @@ def _checked_style(name: str, layer: nn.Module, style: TensorStyle, ranks: int) 
             f"{name!r} has {divided} {size}, which {ranks} tensor ranks cannot divide evenly. Take another tensor "
             "degree, or leave the module out of tensor_plan."
         )
+    if stack is not None:
+        if style not in ("colwise", "rowwise"):
+            raise ValueError(
+                f"tensor_plan gives {name!r} the style {style!r}, but it is part of a layer of divided tokens, which "
+                "can have 'colwise' and 'rowwise' layers only."
+            )
+        if style == "rowwise":
+            return RowwiseParallel(output_layouts=TOKENS)
+        stack.give_share(layer)
+        return ColwiseParallel(input_layouts=TOKENS)
     match style:
         case "colwise":
             return ColwiseParallel()

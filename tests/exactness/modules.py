@@ -156,10 +156,19 @@ class Divided(Deep):
         return plan
 
 
+class DividedTokens(Divided):
+    """Halves that tensor ranks can divide, in whose layers each computes on its share of the tokens."""
+
+    def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
+        blocks = ("encoder.block",) if role == "encoder" else ("backbone.block", "backbone.more.*")
+        return {**super().tensor_plan(role, ranks), **dict.fromkeys(blocks, "divided_tokens")}
+
+
 KINDS: dict[str, type[TinyVLM]] = {
     "tiny": TinyVLM,
     "unused level": UnusedLevel,
     "whole": Whole,
     "deep": Deep,
     "divided": Divided,
+    "divided tokens": DividedTokens,
 }

@@ -36,6 +36,7 @@ class Case:
         roles = "; ".join(f"{role} {_in_words(wanted)}" for role, wanted in self.roles.items() if wanted)
         more = [self.precision, *(f"{name} {value}" for name, value in self.strategy.items())]
         more += ["clipped"] * (self.clip is not None) + ["frozen encoder"] * self.freeze
+        more += [self.kind] * (self.kind != "deep")
         return f"{self.layout}: {roles}, {', '.join(more)}"
 
     @property

@@ -13,14 +13,25 @@ from tests.exactness.test_sharded import Case, check_against_plain_loop, run  # 
 FSDP = {"shard": "fsdp"}
 TENSOR = {"tensor": 2}
 CONTEXT = {"context": 2}
+RECOMPUTED = {"tensor": 2, "recompute": "full"}
 TENSOR_ACROSS = {"tensor": 2, "shard": "fsdp"}
 CONTEXT_ACROSS = {"context": 2, "shard": "fsdp"}
 
 
-def divided(layout: str, encoder: dict, backbone: dict, precision: str = "64-true", kept: int = 1, **more) -> Case:
-    """A case of halves that can be divided."""
+def divided(
+    layout: str,
+    encoder: dict,
+    backbone: dict,
+    precision: str = "64-true",
+    kept: int = 1,
+    *,
+    tokens: bool = False,
+    **more,
+) -> Case:
+    """A case of halves whose layers can be divided, and between them ``tokens``."""
     strategy = {"encoder_activations": kept}
-    return Case(layout, {"encoder": encoder, "backbone": backbone}, precision, strategy, kind="divided", **more)
+    kind = "divided tokens" if tokens else "divided"
+    return Case(layout, {"encoder": encoder, "backbone": backbone}, precision, strategy, kind=kind, **more)
 
 
 QUICK = [
@@ -30,6 +41,8 @@ QUICK = [
     divided("1+4", {}, {**CONTEXT, "recompute": "full"}, clip=0.2),
     divided("colocated 4", TENSOR, CONTEXT_ACROSS, "32-true"),
     divided("1+4", {}, {"context": 4}, freeze=True),
+    divided("2+2", RECOMPUTED, TENSOR, kept=2, tokens=True, clip=0.2),
+    divided("colocated 4", TENSOR, {**TENSOR_ACROSS, "recompute": "full"}, "32-true", tokens=True),
 ]
 LONG = [
     divided(layout, encoder, backbone, precision, kept)
@@ -44,6 +57,17 @@ LONG = [
     )
     for kept in (0, 2)
     if layout != "mixed 4+4" or encoder in ({}, TENSOR)  # else ranks of both kinds would share weights
+]
+LONG += [
+    divided(layout, encoder, backbone, precision, kept, tokens=True)
+    for precision in LIMIT
+    for layout in ("4+4", "colocated 4")
+    for encoder, backbone in (
+        (TENSOR, TENSOR),
+        (RECOMPUTED, {**TENSOR_ACROSS, "recompute": "selective"}),
+        (TENSOR_ACROSS, {**TENSOR, **CONTEXT}),
+    )
+    for kept in (0, 2)
 ]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
     pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG

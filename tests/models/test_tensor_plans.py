@@ -26,6 +26,9 @@ LONG = [
     for family in ("qwen2_5_vl", "qwen2_vl, tied", "llava with siglip", "internvl")
     for layout, roles in (("2+2", BOTH), ("colocated 2", CONTEXT), ("1+4", {"backbone": {**TENSOR, "shard": "fsdp"}}))
 ]
+LONG += [("gemma3", "1+2", {"backbone": TENSOR}), ("qwen3_vl", "1+4", {"backbone": {**TENSOR, "context": 2}})]
+LIMIT = {"gemma3": 1e-5}
+"""In other families it is that of float64; transformers computes the weights of Gemma's norms in float32."""
 CASES = [pytest.param(*case, id=" ".join(map(str, case))) for case in QUICK] + [
     pytest.param(*case, id=" ".join(map(str, case)), marks=pytest.mark.full) for case in LONG
 ]
@@ -48,12 +51,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.mark.parametrize(("family", "layout", "roles"), CASES)
 def test_ranks_that_share_layers_or_sequences_compute_what_one_process_does(trained, family, layout, roles):
-    folder = trained(family, layout, roles)
+    folder, limit = trained(family, layout, roles), LIMIT.get(family, 1e-9)
     found, expected = read_run(folder), read_run(trained(family, "auto", {}))
     assert error(found.initial, expected.initial) == 0.0
-    assert found.losses == pytest.approx(expected.losses, rel=1e-9)
-    assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= 1e-9
-    assert error(*map(_without_key_biases, (found.weights[-1], expected.weights[-1]))) <= 1e-9
+    assert found.losses == pytest.approx(expected.losses, rel=limit)
+    assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= limit
+    assert error(*map(_without_key_biases, (found.weights[-1], expected.weights[-1]))) <= limit
     opened = FAMILIES[family].kind.load_from_checkpoint(folder / "last.ckpt")
     weights = {name: weight.detach().double() for name, weight in opened.named_parameters()}
     assert error(weights, found.weights[-1]) <= 1e-6

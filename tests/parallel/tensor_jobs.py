@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
 from flowtrain_lightning.parallel import local_part
+from flowtrain_lightning.parallel.gradients import gradient_as_placed
 from flowtrain_lightning.parallel.tensor_plan import TensorPlan, divide_layers
 from tests.forks import write_down
 
@@ -21,12 +23,18 @@ PLAN: TensorPlan = {
     "half.layers.*.narrow": "rowwise",
     "half.scores": "colwise_gather_output",
 }
+WITH_TOKENS: TensorPlan = {**PLAN, "half.layers.*": "divided_tokens"}
 REFUSED: dict[str, TensorPlan] = {
     "nothing of that name": {"half.layer.*.widen": "colwise"},
     "an unknown style": {"half.scores": "diagonal"},  # type: ignore[dict-item]
     "another kind of module": {"half.words": "colwise"},
     "an odd width": {"half.odd": "colwise"},
     "one of two that are tied": {"half.words": "embedding_rowwise"},
+    "all tokens where none are divided": {"half.layers.0": "all_tokens"},
+    "a head where tokens are divided": {
+        "half.layers.*": "divided_tokens",
+        "half.layers.*.widen": "colwise_gather_output",
+    },
 }
 
 
@@ -35,10 +43,10 @@ class Widening(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.widen, self.narrow = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.norm, self.widen, self.narrow = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(self.widen(x).tanh())
+        return x + self.narrow(self.widen(self.norm(x)).tanh())
 
 
 class Words(nn.Module):
@@ -66,6 +74,10 @@ def divide(folder: Path) -> None:
     found["is tied"] = half.scores.weight is half.words.weight
     found["stays frozen"] = not half.layers[1].narrow.weight.requires_grad
     found["error"] = float((half(tokens) - whole(tokens)).abs().max())
+    half.scores(torch.zeros(0, 4, dtype=torch.float64)).sum().backward()
+    gradient = gradient_as_placed(half.scores.weight)
+    found["gradient of no rows"] = 0 if gradient is None else local_part(gradient).numel()
+    found["of tokens"] = _of_tokens(mesh, whole)
     for name, plan in REFUSED.items():
         try:
             divide_layers({"half": _built()}, plan, mesh)
@@ -73,6 +85,26 @@ def divide(folder: Path) -> None:
             found[name] = str(error)
     write_down(folder, found)
     dist.destroy_process_group()
+
+
+def _of_tokens(mesh: DeviceMesh, whole: Words) -> dict[str, Any]:
+    """What becomes of a plan whose layers divide tokens, for even, odd and very few ones."""
+    half, errors, shares = _built(), [], []
+    summed = divide_layers({"half": half}, WITH_TOKENS, mesh)
+    half.layers[0].register_forward_hook(lambda _, args, share: shares.append(len(share)))
+    for count in (6, 7, 1):
+        tokens = torch.arange(count) % 6
+        with CommDebugMode() as sent:
+            made = half(tokens)
+        errors.append(float((made - whole(tokens)).abs().max()))
+    dtypes: list[str] = []
+    single = Words()
+    divide_layers({"half": single}, WITH_TOKENS, mesh)
+    single.layers[0].widen.register_forward_pre_hook(lambda _, args: dtypes.append(str(args[0].dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        single(tokens)
+    counts = {operation.__name__: count for operation, count in sent.get_comm_counts().items()}
+    return {"summed": len(summed), "errors": errors, "shares": shares, "sent": counts, "dtypes": dtypes}
 
 
 def _built() -> Words:
