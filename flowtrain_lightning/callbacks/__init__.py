@@ -1,9 +1,10 @@
-"""Callbacks: progress, monitor, timeline, costs that adapt, and plans that are looked at again."""
+"""Callbacks: progress, monitor, timeline, evaluation, costs that adapt, and plans that are looked at again."""
 
 from flowtrain_lightning.callbacks.adaptive_cost import AdaptCosts
+from flowtrain_lightning.callbacks.evaluation import EvaluateAnswers
 from flowtrain_lightning.callbacks.monitor import FlowMonitor
 from flowtrain_lightning.callbacks.progress import FlowProgressBar
 from flowtrain_lightning.callbacks.replan import FlowReplan
 from flowtrain_lightning.callbacks.timeline_recorder import TimelineRecorder
 
-__all__ = ["AdaptCosts", "FlowMonitor", "FlowProgressBar", "FlowReplan", "TimelineRecorder"]
+__all__ = ["AdaptCosts", "EvaluateAnswers", "FlowMonitor", "FlowProgressBar", "FlowReplan", "TimelineRecorder"]
