@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
 from torchmetrics import Metric
 
 from flowtrain_lightning.callbacks.evaluation_table import Answered, show
@@ -49,6 +48,9 @@ class EvaluateAnswers(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Measures the prompts, once on every node."""
+        if stage not in ("fit", "validate"):
+            return
+        self._loader = None  # of another run
         data = _data(trainer)
         if not isinstance(pl_module, FlowModule) or data is None or _STAGE not in data.files:
             raise ValueError(
@@ -71,7 +73,7 @@ class EvaluateAnswers(L.Callback):
             if known:
                 metric.update([each.answer for each in known], [each.truth for each in known])
                 for what, value in _values(name, metric.compute()):
-                    pl_module.log(f"val_{what}", value)
+                    pl_module.log(f"val_{what}", float(value))
         folder = str(trainer.log_dir or trainer.default_root_dir)  # every rank asks for it
         if trainer.is_global_zero:
             show(answered, trainer.loggers, folder, trainer.global_step)
@@ -125,7 +127,7 @@ def _truth(record: Record) -> str | None:
     return last.text if last is not None and last.role == ASSISTANT else None
 
 
-def _values(name: str, computed: Any) -> Iterator[tuple[str, Tensor]]:
+def _values(name: str, computed: Any) -> Iterator[tuple[str, Any]]:
     """Name and value of each thing that a metric computes."""
     if isinstance(computed, Mapping):
         yield from ((f"{name}_{part}", value) for part, value in computed.items())

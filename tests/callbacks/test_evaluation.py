@@ -13,7 +13,6 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flowtrain_lightning.callbacks import EvaluateAnswers
-from flowtrain_lightning.metrics import AnswerExactMatch, AnswerSimilarity
 from tests.callbacks.evaluating import SAMPLES
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, read_down, run_jobs
@@ -103,22 +102,6 @@ def test_weights_and_biases_and_tensorboard_show_pictures_answers_and_truths(tmp
     assert "answers/text_summary" in tags["tensors"]
     assert any(tag.startswith("answers/predict.jsonl-") for tag in tags["images"])
     assert {"val_exact_match", "val_anls"} <= trainer.callback_metrics.keys()
-
-
-@pytest.mark.parametrize(
-    ("answer", "truth", "exact", "similarity"),
-    [
-        ("red car", "Red car ", 1.0, 1.0),
-        ("red cat", "red car", 0.0, 1 - 1 / 7),
-        ("blue", "red car", 0.0, 0.0),
-        ("abcd", "abxy", 0.0, 0.0),
-        ("", "", 1.0, 1.0),
-    ],
-)
-def test_slips_of_spelling_cost_little_and_other_words_all(answer, truth, exact, similarity):
-    for metric, score in ((AnswerExactMatch(), exact), (AnswerSimilarity(), similarity)):
-        metric.update([answer, truth], [truth, truth])
-        assert metric.compute().item() == pytest.approx((score + 1) / 2)
 
 
 def test_without_prompts_the_run_is_refused(tmp_path, data):
