@@ -1,10 +1,19 @@
-"""Callbacks: progress, monitor, timeline, profiler, costs that adapt, and plans that are looked at again."""
+"""Callbacks: progress, monitor, timeline, profiler, evaluation, costs that adapt, and plans that are looked at again."""
 
 from flowtrain_lightning.callbacks.adaptive_cost import AdaptCosts
+from flowtrain_lightning.callbacks.evaluation import EvaluateAnswers
 from flowtrain_lightning.callbacks.monitor import FlowMonitor
 from flowtrain_lightning.callbacks.progress import FlowProgressBar
 from flowtrain_lightning.callbacks.replan import FlowReplan
 from flowtrain_lightning.callbacks.step_profiler import StepProfiler
 from flowtrain_lightning.callbacks.timeline_recorder import TimelineRecorder
 
-__all__ = ["AdaptCosts", "FlowMonitor", "FlowProgressBar", "FlowReplan", "StepProfiler", "TimelineRecorder"]
+__all__ = [
+    "AdaptCosts",
+    "EvaluateAnswers",
+    "FlowMonitor",
+    "FlowProgressBar",
+    "FlowReplan",
+    "StepProfiler",
+    "TimelineRecorder",
+]

@@ -39,7 +39,7 @@ class IndexParser(BriefParser):
             f"{_NAME} --config CONFIG [options]",
             COMMANDS["index"].meaning,
             "What the configuration says may also be given as options, such as --data.train data.jsonl: `flowtrain fit "
-            "--help` shows them. Of it only data counts here.",
+            "--help` shows them. Of it only data counts here, and what the model names for them.",
         )
         own.add_argument("-c", "--config", help="the YAML file that `flowtrain fit` takes")
         _add_own_options(own)
@@ -64,6 +64,7 @@ def run() -> None:
     cli = configured(IndexCLI, IndexParser, run=False, save_config_callback=None, parser_kwargs={"prog": _NAME})
     if cli.config.processes < 1:
         raise UsageError(f"--processes is {cli.config.processes}; give 1 or more.")
+    cli.datamodule.read_as(cli.model)  # which may name tokenizer, template and images
     begin = time.monotonic()
     for summary in cli.datamodule.index_ahead(cli.config.processes):
         print(summary)

@@ -47,8 +47,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def fit_and_export(folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, added: str | None, ranks: int) -> Path:
-    """Trains by YAML files of the recipe, and gives the folder that is exported for Hugging Face."""
+def fit_command(folder: Path, flowtrain: Path, recipe: str, added: str | None, ranks: int) -> list[str]:
+    """What a user types to train by YAML files of the recipe."""
     recipes = ROOT / "recipes" / "qwen_vl"
     text = (recipes / recipe).read_text(encoding="utf-8")
     assert text.count("models/qwen") == 2, "once where it says how to get it"
@@ -57,8 +57,13 @@ def fit_and_export(folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, a
     configs = ["--config", str(config), *(["--config", str(recipes / added)] if added else [])]
     data = [f"--data.{stage}={DRAWINGS}/data/{stage}.jsonl" for stage in ("train", "val")]
     folders = ["--data.index.cache_dir", str(folder / "index"), "--trainer.default_root_dir", str(folder / "runs")]
-    started = [str(Path(sys.executable).with_name("flowtrain")), "fit", *configs, *data, *folders, *FIT]
-    with launch([*started, "--trainer.devices", str(ranks)], folder / "log") as process:
+    return [str(flowtrain), "fit", *configs, *data, *folders, *FIT, "--trainer.devices", str(ranks)]
+
+
+def fit_and_export(folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, added: str | None, ranks: int) -> Path:
+    """Trains by YAML files of the recipe, and gives the folder that is exported for Hugging Face."""
+    command = fit_command(folder, Path(sys.executable).with_name("flowtrain"), recipe, added, ranks)
+    with launch(command, folder / "log") as process:
         assert process.wait(SECONDS) == 0, (folder / "log").read_text()
     (last,) = (folder / "runs").rglob("last.ckpt")
     monkeypatch.setattr(sys, "argv", ["flowtrain", "export", "--format", "hf", str(last), str(folder / "tuned")])
