@@ -48,7 +48,8 @@ def admit(socket: zmq.Socket[bytes], own: CurveKey, keys: frozenset[bytes]) -> T
     """
     socket.curve_publickey, socket.curve_secretkey = own
     socket.curve_server = True
-    socket.zap_domain = _DOMAIN.encode()  # with one, nobody is admitted without an answer
+    socket.zap_domain = _DOMAIN.encode()
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is admitted without an answer
     authenticator = ThreadAuthenticator(socket.context)
     authenticator.log.setLevel("ERROR")  # else it warns of each stranger
     authenticator.start()
