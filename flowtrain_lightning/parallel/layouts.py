@@ -21,6 +21,7 @@ from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
 from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
 from flowtrain_lightning.parallel.tensor_plan import divide_layers
+from flowtrain_lightning.ports import shut_at_the_end
 
 _PRECISION = {
     "bf16-mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -106,10 +107,12 @@ def _mesh(layout: Layout, device_type: str) -> DeviceMesh:
         replicas = {"replica": layout.replicas} if layout.replicas > 1 else {}
         data = {**replicas, "shard": layout.data // layout.replicas * layout.context}
     sizes = {**data, **({"tensor": layout.tensor} if layout.tensor > 1 else {})}
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    with shut_at_the_end():
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
     """The ranks that share this one's sequences, and have the same share of every layer."""
     shape = (layout.data, layout.context, layout.tensor)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "context", "tensor")).get_group("context")
+    with shut_at_the_end():
+        return init_device_mesh(device_type, shape, mesh_dim_names=("data", "context", "tensor")).get_group("context")

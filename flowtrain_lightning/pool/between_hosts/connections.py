@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
-import struct
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,9 +12,7 @@ from weakref import WeakSet
 import zmq
 
 from flowtrain_lightning.pool.between_hosts.outbox import Purpose
-
-_ATTACH_FILTER = 26  # SO_ATTACH_FILTER of Linux
-_DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)  # one instruction of a packet filter: return 0 bytes
+from flowtrain_lightning.ports import shut
 
 
 class Listener:
@@ -51,10 +47,8 @@ class Listener:
         return [descriptor for descriptor in (self._socket.fileno(), self._bound) if descriptor >= 0]
 
     def shut(self) -> None:
-        """Let nobody in any more: the kernel does it, since ZeroMQ would end what has come through here as well."""
-        code = ctypes.create_string_buffer(_DROP_ALL)
-        program = struct.pack("HxxxxxxP", len(_DROP_ALL) // 8, ctypes.addressof(code))
-        self._socket.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
+        """Let nobody in any more; those stay who have come."""
+        shut(self._socket)
 
     def close(self) -> None:
         """Let go of the port."""
