@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.05
 _HANDSHAKE_SECONDS = 10.0  # of one connection, after which a silent stranger is closed out
+_NEVER_MILLISECONDS = 2**31 - 1  # 25 days
 _WITH_LIMIT = (True, False)  # which listener: for pages, whose connections tell of a lost host, and for all others
 
 
@@ -130,7 +131,9 @@ class RemoteRendezvous:
             zmq.ROUTER_MANDATORY: 1,  # an error where a connection has ended
             zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
             zmq.HANDSHAKE_IVL: int(_HANDSHAKE_SECONDS * 1000),
-            zmq.RECONNECT_IVL: -1,  # what was on its way would be lost, so a connection that ends is the end
+            # What was on its way would be lost, so a connection that ends is the end. To forbid it altogether (-1)
+            # would let ZeroMQ wait for ever when both ends close at once.
+            zmq.RECONNECT_IVL: _NEVER_MILLISECONDS,
             zmq.TCP_KEEPALIVE: 1,
             zmq.TCP_KEEPALIVE_IDLE: 2,
             zmq.TCP_KEEPALIVE_INTVL: 2,

@@ -127,3 +127,10 @@ def test_nothing_stays_open():
             pass
     assert descriptors() == before
     assert threading.active_count() == threads
+
+
+@pytest.mark.full
+def test_ranks_that_leave_at_the_same_moment_never_wait_for_each_other():
+    for _ in range(100):
+        with meshes(3, "network"):
+            pass
