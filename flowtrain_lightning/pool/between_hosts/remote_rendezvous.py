@@ -69,14 +69,14 @@ class RemoteRendezvous:
         self._heard: set[tuple[int, Purpose]] = set()
         self._early: list[list[zmq.Frame]] = []
         self._is_used = False
-        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (self._limits[1], self._limits[1]))  # a crowd of strangers may come
         try:
             self._listeners = tuple(Listener(address) for _ in _WITH_LIMIT)
         except OSError as error:
             raise PoolError(
                 f"{self._who(rank)} cannot be reached at {address} ({error}); expected an IPv4 address of this host."
             ) from error
+        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self._limits[1], self._limits[1]))  # a crowd of strangers may come
         self._router = self._make_router()
         self._monitor = self._router.get_monitor_socket()
         self._authenticator = admit(self._router, self._keys[rank], frozenset(key.public for key in self._keys))
