@@ -80,7 +80,7 @@ def draw(seed: int) -> Trial:
     kind, rank = choose.choice(list(PLACES)), choose.choice(list(LABELS))
     place = choose.choice(PLACES[kind])
     started = kind == "kill worker"  # which has started by step 2, and is needed again before the last one
-    moments = range(1, 4) if kind == "wrong data" else MOMENTS.get(place, range(1, STEPS))  # more is to be read then
+    moments = range(1, 3) if kind == "wrong data" else MOMENTS.get(place, range(1, STEPS))  # more is to be read then
     step = choose.choice(range(2, 5) if started else moments)
     calls = int(10 ** choose.uniform(1, 5.3)) if place == "anywhere" else 0
     return Trial(seed, Fault(kind, rank, place, step, calls), choose.choice(list(LAYOUTS)), choose.choice((0, 0, 1, 2)))
