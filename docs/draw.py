@@ -31,6 +31,7 @@ Imports = Mapping[str, frozenset[str]]
 
 SHOWN: dict[str, tuple[float, str]] = {
     "packing": (0, "samples to microbatches"),
+    "ports": (1, "nobody in too late"),
     "pool": (1, "features and gradients"),
     "allocator": (2, "layouts, memory, time"),
     "attention": (3, "inside of sequences"),

@@ -23,11 +23,12 @@ STARTS = {*RUNS, "placement", "trainer", "strategy"}
 
 ROOMS = {
     "attention": set(),
+    "ports": set(),
     "packing": set(),
     "allocator": {"packing"},
-    "pool": set(),
+    "pool": {"ports"},
     "data": {"packing"},
-    "parallel": {"allocator", "attention"},
+    "parallel": {"allocator", "attention", "ports"},
     "compute": RANKS,
     "checkpoint": RANKS - {"pool", "compute"},
     "module": RUNS - {"packing", "pool", "runtime"},
@@ -46,7 +47,7 @@ ROOMS = {
 OUTSIDE = {
     "packing": {"numba", "numpy", "scipy"},
     "allocator": {"numpy", "scipy", "yaml"},
-    "pool": {"nixl", "numpy", "torch"},
+    "pool": {"nixl", "numpy", "torch", "zmq"},
     "parallel": {"numpy", "torch"},
 }
 """What rooms may import from outside the package; rooms that are not named here are free."""

@@ -1,4 +1,4 @@
-"""Callbacks: progress, monitor, timeline, profiler, evaluation, costs that adapt, and plans that are looked at again."""
+"""Callbacks: progress, monitor, timeline, profiler, evaluation, costs that adapt, plans that are looked at again."""
 
 from flowtrain_lightning.callbacks.adaptive_cost import AdaptCosts
 from flowtrain_lightning.callbacks.evaluation import EvaluateAnswers

@@ -24,9 +24,10 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from flowtrain_lightning.allocator import ROLES, Allocation
 from flowtrain_lightning.parallel.job_secret import JobKey
-from flowtrain_lightning.parallel.job_store import readable_rendezvous_errors, root_store
+from flowtrain_lightning.parallel.job_store import node_names, readable_rendezvous_errors, root_store
 from flowtrain_lightning.parallel.keyed_store import KeyedStore
 from flowtrain_lightning.parallel.messages import MAX_MESSAGE_BYTES, decode_message, encode_message
+from flowtrain_lightning.ports import shut_at_the_end
 
 WAITS_FOR_ALL = "wait for all ranks"
 WAITS_FOR_RANK = "wait for a message from rank"
@@ -195,7 +196,8 @@ class Groups:
         if self.role_ranks == 1:
             return None
         if role not in self._of_roles:
-            self._of_roles[role] = dist.new_group(self.ranks_of(role))
+            with shut_at_the_end():
+                self._of_roles[role] = dist.new_group(self.ranks_of(role))
         return self._of_roles[role]
 
     def ranks_of(self, role: str) -> list[int]:
@@ -361,7 +363,9 @@ def connect_groups(
     _connections += 1
     root = root_store(rank, ranks, timeout)
     with readable_rendezvous_errors(rank, ranks, timeout, root):
-        groups = _connect(rank, worlds, parts, backend, timeout, root, f"flowtrain/{_connections}")
+        node_names(ranks)  # gloo keeps a descriptor for each stranger who connects: it listens when all are there
+        with shut_at_the_end():
+            groups = _connect(rank, worlds, parts, backend, timeout, root, f"flowtrain/{_connections}")
     _connected, _connected_process = (key, groups), os.getpid()
     return groups
 

@@ -22,6 +22,7 @@ from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
 from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
 from flowtrain_lightning.parallel.tensor_plan import divide_layers
+from flowtrain_lightning.ports import shut_at_the_end
 
 _PRECISION = {
     "bf16-mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -149,11 +150,13 @@ def _mesh(layout: Layout, ranks: list[int], device_type: str) -> DeviceMesh:
         replicas = {"replica": layout.replicas} if layout.replicas > 1 else {}
         data = {**replicas, "shard": layout.data // layout.replicas * layout.context}
     sizes = {**data, **({"tensor": layout.tensor} if layout.tensor > 1 else {})}
-    return DeviceMesh(device_type, torch.tensor(ranks).view(*sizes.values()), mesh_dim_names=tuple(sizes))
+    with shut_at_the_end():
+        return DeviceMesh(device_type, torch.tensor(ranks).view(*sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _context_group(layout: Layout, ranks: list[int], device_type: str, own: bool) -> dist.ProcessGroup | None:
     """The ranks that share this one's sequences and its share of every layer; None on a rank of another role."""
     arranged = torch.tensor(ranks).view(layout.data, layout.context, layout.tensor)
-    mesh = DeviceMesh(device_type, arranged, mesh_dim_names=("data", "context", "tensor"))
+    with shut_at_the_end():
+        mesh = DeviceMesh(device_type, arranged, mesh_dim_names=("data", "context", "tensor"))
     return mesh.get_group("context") if own else None

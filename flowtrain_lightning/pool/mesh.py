@@ -32,7 +32,7 @@ _LOOK_SECONDS = 0.25  # how often a rank reads the others' pages, and its socket
 _PAGE_SECONDS = 0.2  # how long a closed connection waits for its process to be gone or to say why
 _REMOTE_PAGE_SECONDS = 1.0  # how long where it, or who is to blame, runs on another host
 _GOODBYE_SECONDS = 2.0  # how long closing waits for peers to read what is still queued
-_LAST_WORD_SECONDS = 0.3  # how long closing after a fault waits for other hosts to learn of it
+_LAST_WORD_SECONDS = 0.3  # how long a rank that knows of a fault waits for other hosts to learn of it
 _NOTHING_MORE = 1 << 64  # above all sequence numbers
 
 
@@ -40,7 +40,8 @@ class Mesh:
     """Connections to all other ranks. Used by one thread; only `abort` may be called by others.
 
     Small records to a rank of this host go through its inbox; others, and those for which the inbox is full, through
-    its socket. Each record has a sequence number, which puts both ways in order again.
+    its socket; those to ranks of other hosts over the network. Each record has a sequence number, which puts the ways
+    in order again.
 
     Build it with `Mesh.connect`.
 
@@ -69,7 +70,7 @@ class Mesh:
         self.remote = RemoteHosts(page, labels, connections.remote, self._wake.set, self._wake.abort)
         pages: dict[int, StatusPage] = {rank: page, **self.remote.pages}
         processes = {peer: remote.ended for peer, remote in self.remote.pages.items()}
-        sockets = {peer: connection.records for peer, connection in connections.remote.items()}
+        sockets = {}
         self._inbox = Inbox(page.memory, PAGE_BYTES, self.ranks)
         self._writers: dict[int, InboxWriter] = {}
         for peer, connection in connections.local.items():
@@ -83,7 +84,7 @@ class Mesh:
                 os.close(connection.wake_event)
         everyone = range(self.ranks)
         self.board = StatusBoard([pages[each] for each in everyone], [processes.get(each) for each in everyone])
-        self.peers = set(sockets)
+        self.peers = {*sockets, *self.remote.pages}
         self._streams = {peer: SocketStream(connection, peer) for peer, connection in sorted(sockets.items())}
         self._stream_of = {stream.descriptor: stream for stream in self._streams.values()}
         self._process_of = {process: peer for peer, process in processes.items()}
@@ -168,7 +169,7 @@ class Mesh:
         message = encode_record(record, sequence)
         writer = self._writers.get(peer)
         if writer is None or record.payload or record.descriptors or not writer.put(message):
-            self._send_over_socket(peer, message, record.descriptors)
+            self._send_outside(peer, message, record.descriptors)
 
     def receive(self, timeout: float = 0.0) -> list[ControlRecord]:
         """What has arrived for the present link; waits up to ``timeout`` seconds for something.
@@ -229,20 +230,23 @@ class Mesh:
 
     def _say_goodbye(self) -> None:
         self.page.finish()
-        for peer in self._streams:
+        for peer in sorted(self.peers):
             self._sent[peer] += 1
-            self._send_over_socket(peer, encode_record(ControlRecord(Kind.GOODBYE, self.rank), self._sent[peer]), ())
+            self._send_outside(peer, encode_record(ControlRecord(Kind.GOODBYE, self.rank), self._sent[peer]), ())
         deadline = time.monotonic() + _GOODBYE_SECONDS
         with suppress(PoolError):  # whoever fails now is no concern of a rank that has done its work
             while any(stream.queued for stream in self._streams.values()) and time.monotonic() < deadline:
                 self._read(0.05, [])
 
-    def _send_over_socket(self, peer: int, message: bytes, descriptors: tuple[int, ...]) -> None:
-        stream = self._streams.get(peer)
-        if stream is None:
+    def _send_outside(self, peer: int, message: bytes, descriptors: tuple[int, ...]) -> None:
+        """Send past the inbox."""
+        if peer not in self.peers:
             raise PoolError(f"Rank {peer} ({self.labels[peer]}) has left; nothing can be sent to it any more.")
-        stream.send(message, descriptors)
-        stream.watch(self._epoll)
+        if peer in self.remote.pages:
+            self.remote.send_record(peer, message)
+            return
+        self._streams[peer].send(message, descriptors)
+        self._streams[peer].watch(self._epoll)
 
     def _read(self, timeout: float, records: list[ControlRecord]) -> None:
         """Add what inbox and sockets hold; waits up to ``timeout`` seconds until one of them holds something."""
@@ -283,6 +287,8 @@ class Mesh:
         Raises:
             PoolError: when a record came twice, or after a goodbye.
         """
+        while self.remote.records:
+            found.append(self.remote.records.popleft())
         for record in found:
             sender, sequence = record.sender, record.sequence
             if sequence == self._received[sender] + 1:
@@ -327,7 +333,7 @@ class Mesh:
     def _blame(self, peer: int) -> None:
         patience = _REMOTE_PAGE_SECONDS if self.remote.pages else _PAGE_SECONDS
         blamed, sentence = blame_fault(self.board, self.rank, peer, patience)
-        self.remote.send_status()  # before this process ends and its own end is taken for the fault
+        self.remote.send_status(_LAST_WORD_SECONDS)  # before this process ends and its own end is taken for the fault
         self._wake.abort(sentence, blamed)
         self._wake.check()
 
@@ -336,10 +342,11 @@ class Mesh:
         self._received[peer] = _NOTHING_MORE
         self._held = {key: record for key, record in self._held.items() if key[0] != peer}
         self.peers.remove(peer)
-        stream = self._streams.pop(peer)
-        del self._stream_of[stream.descriptor]
-        self._epoll.unregister(stream.descriptor)
-        stream.close()
+        stream = self._streams.pop(peer, None)
+        if stream is not None:
+            del self._stream_of[stream.descriptor]
+            self._epoll.unregister(stream.descriptor)
+            stream.close()
         writer = self._writers.pop(peer, None)
         if writer is not None:
             writer.close()

@@ -1,8 +1,8 @@
 """Connects a rank with all others at start, when they have nothing but a store in common.
 
 Ranks of one host connect over unix sockets and exchange descriptors of shared memory; ranks of different hosts connect
-over TCP. The unix sockets have names in the abstract namespace: they are no files, and end with their processes. Such a
-name can be seen by all users of the host, therefore both sides ask the kernel whose process the other one is.
+over ZeroMQ. The unix sockets have names in the abstract namespace: they are no files, and end with their processes.
+Such a name can be seen by all users of the host, therefore both sides ask the kernel whose process the other one is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from flowtrain_lightning.pool.between_hosts.remote_rendezvous import RemoteConnection, RemoteRendezvous
+from flowtrain_lightning.pool.between_hosts.connections import RemoteConnections
+from flowtrain_lightning.pool.between_hosts.remote_rendezvous import RemoteRendezvous
 from flowtrain_lightning.pool.control_records import RECORD_BYTES, ControlRecord, Kind, decode_record, encode_record
 from flowtrain_lightning.pool.pool_errors import PeerFailed, PoolError
 from flowtrain_lightning.pool.socket_stream import close_descriptors, receive_bytes, send_bytes
@@ -58,12 +59,12 @@ class RankConnections:
 
     Attributes:
         local: those that share this rank's location.
-        remote: all others.
+        remote: all others, if there are any.
         locations: of every rank; empty where all run here.
     """
 
     local: dict[int, LocalConnection] = field(default_factory=dict)
-    remote: dict[int, RemoteConnection] = field(default_factory=dict)
+    remote: RemoteConnections | None = None
     locations: tuple[str, ...] = ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import secrets
 import tempfile
 import time
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from statistics import median
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from flowtrain_lightning.pool.between_hosts.authentication import make_secret
 from flowtrain_lightning.pool.counters import PoolCounters
 from flowtrain_lightning.pool.entry import Key, entry_nbytes
 from flowtrain_lightning.pool.mesh import Mesh
@@ -54,7 +54,7 @@ def self_test(timeout: float = 20.0, apart: bool = False) -> SelfTest:
         PoolError: when an entry did not come back in time, or came with wrong bytes.
     """
     deadline = time.monotonic() + timeout
-    secret = make_secret() if apart else None
+    secret = secrets.token_hex() if apart else None
     with tempfile.TemporaryDirectory(prefix="flowtrain-") as folder:
         store = Path(folder) / "store"
         reader = multiprocessing.get_context("fork").Process(target=_read, args=(store, timeout, secret), daemon=True)

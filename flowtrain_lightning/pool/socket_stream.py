@@ -1,6 +1,6 @@
-"""Control records over a socket: they go in without waiting, and what has arrived comes out with one system call.
+"""Control records over a unix socket: they go in without waiting, what has arrived comes out with one system call.
 
-Over a unix socket descriptors come along with them.
+Descriptors come along with them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ class SocketStream:
     Attributes:
         peer: the rank at its other end.
         descriptor: of the connection.
-        error: what the system said when the connection broke; None while it is whole, or closed by the peer.
     """
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self.peer = peer
         self.descriptor = connection.fileno()
-        self.error: OSError | None = None
         self._connection = connection
         self._queue: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._cut = b""  # the begin of a record whose end is to come
@@ -68,8 +66,7 @@ class SocketStream:
                     queue.popleft()
         except BlockingIOError:
             return
-        except OSError as error:
-            self.error = self.error or error.with_traceback(None)  # whose frames would keep all that they know
+        except OSError:
             queue.clear()  # it has ended; reading from it will say whether in good order
 
     def watch(self, epoll: select.epoll) -> None:
@@ -88,8 +85,7 @@ class SocketStream:
             arrived, descriptors = receive_bytes(self._connection)
         except BlockingIOError:
             return []
-        except OSError as error:  # for example: it closed before it had read everything
-            self.error = self.error or error.with_traceback(None)  # whose frames would keep all that they know
+        except OSError:  # for example: it closed before it had read everything
             return None
         if not arrived:
             return None

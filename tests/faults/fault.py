@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 INJECTED = "injected"
 """The file in the job's folder that tells when the fault came, in seconds of ``time.monotonic()``."""
 
@@ -34,7 +36,8 @@ class Fault:
         kind: ``"kill"`` and ``"stop"`` (signals), ``"raise"`` and ``"exit"`` (Python exceptions), ``"raise
             twice"`` (a callback that hears of the first exception raises another one), ``"vanish"`` (the process ends
             at once with exit code 0, ``os._exit``), ``"loop"`` and ``"sleep"`` (no end), ``"kill worker"`` (a process
-            that loads data for the rank), ``"full disk"`` (the system says so).
+            that loads data for the rank), ``"full disk"`` and ``"no memory"`` (the system says so), ``"wrong data"``
+            (somebody writes the training file anew), ``"clock jump"`` (the wall clock is set on by a day).
         rank: the global rank that breaks.
         place: one of ``PLACES``.
         step: ``trainer.global_step`` at that moment, where there is one.
@@ -61,6 +64,14 @@ class Fault:
             raise ValueError("a fault of the test")
         elif self.kind == "full disk":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        elif self.kind == "no memory":
+            torch.empty(1 << 60, dtype=torch.uint8)
+        elif self.kind == "wrong data":
+            records = folder / "data" / "train.jsonl"
+            records.write_text(records.read_text().replace("what?", "what now?"))
+        elif self.kind == "clock jump":
+            clock = time.time
+            time.time = lambda: clock() + 86400.0
         elif self.kind == "exit":
             sys.exit(0)
         elif self.kind == "vanish":

@@ -23,6 +23,8 @@ from tests.faults.verdict import (
     LABELS,
     assert_all_ended,
     assert_all_told,
+    assert_healthy,
+    assert_told_of_data,
     named,
     settings_for,
 )
@@ -39,6 +41,9 @@ PLACES = {
     "raise": ("build", "train", "between", "validation", "save"),
     **dict.fromkeys(("exit", "vanish", "loop", "sleep", "kill worker"), ("train", "between")),
     "full disk": ("save",),
+    "no memory": ("train", "between", "validation", "save"),
+    "wrong data": ("between",),
+    "clock jump": ("build", "train", "between", "save"),
 }
 """Kind of fault -> where it may happen."""
 
@@ -75,13 +80,16 @@ def draw(seed: int) -> Trial:
     kind, rank = choose.choice(list(PLACES)), choose.choice(list(LABELS))
     place = choose.choice(PLACES[kind])
     started = kind == "kill worker"  # which has started by step 2, and is needed again before the last one
-    step = choose.choice(range(2, 5) if started else MOMENTS.get(place, range(1, STEPS)))
+    moments = range(1, 3) if kind == "wrong data" else MOMENTS.get(place, range(1, STEPS))  # more is to be read then
+    step = choose.choice(range(2, 5) if started else moments)
     calls = int(10 ** choose.uniform(1, 5.3)) if place == "anywhere" else 0
     return Trial(seed, Fault(kind, rank, place, step, calls), choose.choice(list(LAYOUTS)), choose.choice((0, 0, 1, 2)))
 
 
 def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
     """Let the fault happen to a job in ``folder``, then let the job go on from its last checkpoint.
+
+    A clock that jumps is no fault: such a job is to end as if nothing had happened.
 
     Raises:
         AssertionError: a rank did not end in time or did not say why, something was left, or the weights are not bit
@@ -92,8 +100,16 @@ def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
     settings["strategy"] |= LAYOUTS[trial.layout]
     with _busy(trial.load):
         ended = forks.run(Job(folder, trial.fault, **settings))
+        if trial.fault.kind == "clock jump":
+            assert_healthy(ended)
+            assert _weights(folder) == _undisturbed_weights(forks, trial.layout), "the clock changed the weights"
+            return
         assert_all_ended(ended, trial.fault)
-        assert_all_told(ended, trial.fault)
+        if trial.fault.kind == "wrong data":
+            assert_told_of_data(ended)
+            _write_data(folder)
+        else:
+            assert_all_told(ended, trial.fault)
         resumed = forks.run(Job(folder, strategy=_strategy(trial.layout), ckpt_path="last"))
     assert (resumed.code, resumed.finished, resumed.left) == (0, dict.fromkeys(LABELS, STEPS), []), resumed.said
     assert _weights(folder) == _undisturbed_weights(forks, trial.layout), "the resumed job has other weights"
@@ -105,7 +121,6 @@ def _strategy(layout: str) -> dict[str, Any]:
 
 def _write_data(folder: Path) -> None:
     data = folder / "data"
-    data.mkdir(parents=True)
     write_records(data, 24, "train.jsonl")
     write_records(data, 8, "val.jsonl", seed=1)
 

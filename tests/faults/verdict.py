@@ -24,6 +24,7 @@ CAUSES = {
     "sleep": "made no progress for",
     "kill worker": "failed",
     "full disk": "failed",
+    "no memory": "failed",
 }
 """What the others say of a rank to which this happened."""
 
@@ -102,8 +103,21 @@ def assert_all_told(ended: Ended, fault: Fault) -> None:
             assert "ValueError: a fault of the test" in text
         if fault.kind == "kill worker":
             assert "dataloader" in text.lower()
+        if fault.kind == "no memory":
+            assert "can't allocate memory" in text
     if fault.kind in ("loop", "sleep"):
         assert "in happen" in ended.files[fault.rank], "where it hangs"
+
+
+def assert_told_of_data(ended: Ended) -> None:
+    """Every rank said which one read something else than was indexed, and from which file."""
+    told = sentences(ended.said)
+    assert len(told) >= len(LABELS) - 1
+    (blame,) = {sentence.split(" failed ")[0] for sentence in told}
+    assert blame in {f"Rank {rank} ({label})" for rank, label in LABELS.items()}, told
+    assert len(ended.files) >= len(LABELS) - 1
+    for text in ended.files.values():
+        assert "train.jsonl" in text, text
 
 
 def assert_told_at_start(ended: Ended, fault: Fault) -> None:

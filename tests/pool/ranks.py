@@ -109,9 +109,8 @@ def mesh_and_bare_peer(transport: str = "shared_memory") -> Iterator[tuple[Mesh,
         mesh.close(goodbye=False)
         for local in peer.local.values():
             local.close()
-        for remote in peer.remote.values():
-            for connection in (remote.records, remote.pages, remote.entries):
-                connection.close()
+        if peer.remote is not None:
+            peer.remote.close()
         os.close(descriptor)
         os.close(wake_event)
 

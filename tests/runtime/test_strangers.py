@@ -140,9 +140,17 @@ def mutated(choose, known):
 
 
 def listeners(pids):
-    """The addresses at which these processes listen."""
+    """The addresses at which these processes listen and let anybody in."""
     found = [each for pid in pids for each in psutil.Process(pid).net_connections("tcp4")]
-    return sorted({each.laddr for each in found if each.status == psutil.CONN_LISTEN})
+    return sorted(filter(lets_in, {each.laddr for each in found if each.status == psutil.CONN_LISTEN}))
+
+
+def lets_in(address):
+    try:
+        socket.create_connection(address, 1).close()
+    except TimeoutError:
+        return False
+    return True
 
 
 def shout(choose, pids, count):

@@ -1,17 +1,15 @@
-"""Ranks of other hosts: their status pages, what arrives from them, and the transport that sends entries over TCP."""
+"""Ranks of other hosts: their status pages, what arrives from them, and the transport that sends entries there."""
 
 from __future__ import annotations
 
-import socket
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from flowtrain_lightning.pool.address import Address
-from flowtrain_lightning.pool.between_hosts.io_thread import IoThread
-from flowtrain_lightning.pool.between_hosts.remote_rendezvous import RemoteConnection
-from flowtrain_lightning.pool.between_hosts.remote_status import RemoteStatusPage, StatusExchange, unacknowledged
+from flowtrain_lightning.pool.between_hosts.connections import RemoteConnections
+from flowtrain_lightning.pool.between_hosts.hosts_thread import HostsThread
+from flowtrain_lightning.pool.between_hosts.remote_status import RemoteStatusPage
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from flowtrain_lightning.pool.entry import Memory
 from flowtrain_lightning.pool.pool_errors import PoolError
@@ -20,51 +18,57 @@ from flowtrain_lightning.pool.status_page import StatusPage
 
 
 class RemoteHosts:
-    """All ranks of other hosts. Runs a thread for status pages and one for entries until `close`, if there are any.
+    """All ranks of other hosts. Runs a thread until `close`, if there are any.
 
     Args:
         page: of the calling rank.
         labels: one per rank.
-        connections: of each rank of another host. Control records are the mesh's affair.
-        wake: called when an entry has arrived.
+        connections: to ranks of other hosts; None where there are none.
+        wake: called when something has arrived.
         fail: called with a sentence and a rank when a peer sends what cannot be true.
 
     Attributes:
         pages: copies of the status pages of these ranks.
-        arrived: records of what has arrived without the mesh, such as entries with their bytes.
+        records: control records that have arrived, in the order of each rank.
+        arrived: records of what has arrived otherwise, such as entries with their bytes.
     """
 
     def __init__(
         self,
         page: StatusPage,
         labels: Sequence[str],
-        connections: Mapping[int, RemoteConnection],
+        connections: RemoteConnections | None,
         wake: Callable[[], None],
         fail: Callable[[str, int | None], None],
     ) -> None:
-        self.pages = {peer: RemoteStatusPage(peer, labels[peer]) for peer in connections}
+        self.pages: dict[int, RemoteStatusPage] = {}
+        self.records: deque[ControlRecord] = deque()
         self.arrived: deque[ControlRecord] = deque()
         self._wake = wake
-        self._records: list[socket.socket] = []
-        self._status: StatusExchange | None = None
-        self._io: IoThread | None = None
-        if not connections:
-            return
-        self._records = [connection.records for connection in connections.values()]
-        pages = {peer: (connection.pages, self.pages[peer]) for peer, connection in connections.items()}
-        self._status = StatusExchange(page, pages, len(labels), fail)
-        entries = {peer: connection.entries for peer, connection in connections.items()}
-        self._io = IoThread(entries, self.arrived, wake, fail)
+        self._thread: HostsThread | None = None
+        if connections is not None:
+            self.pages = {peer: RemoteStatusPage(peer, labels[peer]) for peer in connections.peers}
+            self._thread = HostsThread(page, connections, self.pages, len(labels), wake, fail)
+            self.records, self.arrived = self._thread.records, self._thread.entries
 
-    def send_status(self) -> None:
-        """Let the other hosts know now what the own status page says."""
-        if self._status is not None:
-            self._status.send_now()
+    def send_status(self, patience: float) -> None:
+        """Let the other hosts know now what the own status page says.
+
+        Args:
+            patience: seconds to wait until they have it, and all that was sent to them before.
+        """
+        if self._thread is not None:
+            self._thread.send_status(patience)
+
+    def send_record(self, peer: int, message: bytes) -> None:
+        """Send an encoded control record; see `HostsThread.send_record`."""
+        assert self._thread is not None, "there are no other hosts"
+        self._thread.send_record(peer, message)
 
     def send_entry(self, peer: int, record: ControlRecord, entry: memoryview) -> None:
-        """Send a record and the bytes of an entry; see `IoThread.send`."""
-        assert self._io is not None, "there are no other hosts"
-        self._io.send(peer, record, entry)
+        """Send a record and the bytes of an entry; see `HostsThread.send_entry`."""
+        assert self._thread is not None, "there are no other hosts"
+        self._thread.send_entry(peer, record, entry)
 
     def add(self, record: ControlRecord) -> None:
         """Add a record to what has arrived. Safe to call from any thread."""
@@ -77,16 +81,9 @@ class RemoteHosts:
         Args:
             patience: seconds for what is on its way to arrive: to close a connection may cut it off.
         """
-        if self._status is None or self._io is None:
-            return
-        deadline = time.monotonic() + patience
-        self._status.send_now(max(patience, 0.0))
-        while self._io.busy or any(map(unacknowledged, self._records)):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.005)
-        self._io.close()
-        self._status.close()
+        if self._thread is not None:
+            self._thread.send_status(patience)
+            self._thread.close()
 
 
 class RemoteTransport(Protocol):
@@ -159,7 +156,7 @@ class NetworkTransport:
         return len(self._known) == len(self._peers)
 
     def publish(self, reader: int, record: ControlRecord) -> None:
-        """Hand the entry to the I/O thread."""
+        """Hand the entry to the thread that talks to other hosts."""
         start = Address(record.address).offset
         self._hosts.send_entry(reader, record, memoryview(self._segment.memory)[start : start + record.size])
 

@@ -1,76 +1,35 @@
-"""Connects ranks of different hosts over TCP, three connections for each two of them, before any of them sends.
+"""Connects ranks of different hosts over ZeroMQ, three connections for each two of them, before any of them sends.
 
 Control records, status pages and the bytes of entries have a connection each: a large entry on its way over a slow
-network then delays no heartbeat, and each connection is used by one thread.
+network then delays no heartbeat.
 """
 
 from __future__ import annotations
 
-import os
+import resource
 import select
-import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING
-from weakref import WeakSet
 
-from flowtrain_lightning.pool.between_hosts.authentication import (
-    AuthenticationError,
-    Claim,
-    Responder,
-    authenticate_initiator,
-)
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from flowtrain_lightning.pool.between_hosts.connections import Listener, RemoteConnections, close_sockets, identity
+from flowtrain_lightning.pool.between_hosts.curve import admit, curve_key
+from flowtrain_lightning.pool.between_hosts.hosts_thread import UNREACHABLE_SECONDS
 from flowtrain_lightning.pool.between_hosts.location import own_location
+from flowtrain_lightning.pool.between_hosts.outbox import MAX_MESSAGE_BYTES, Purpose
+from flowtrain_lightning.pool.control_records import ControlRecord, Kind, decode_record, encode_record
 from flowtrain_lightning.pool.pool_errors import PeerFailed, PoolError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-UNREACHABLE_SECONDS = 10.0
-"""How long a host may be silent before its ranks count as lost. A kernel answers for processes that are stopped."""
-
 _LOOK_SECONDS = 0.05
-_AUTHENTICATION_SECONDS = 10.0  # of one connection
-_MOST_STRANGERS = 512  # connections that have not proved anything yet; a rank does so at once
-
-
-class Purpose(IntEnum):
-    """What each connection between two ranks of different hosts carries."""
-
-    RECORDS = 0
-    PAGES = 1
-    ENTRIES = 2
-
-
-@dataclass(frozen=True)
-class RemoteConnection:
-    """A connected rank of another host.
-
-    Its sockets are non-blocking.
-
-    Attributes:
-        records: carries control records.
-        pages: carries status pages.
-        entries: carries the bytes of entries.
-    """
-
-    records: socket.socket
-    pages: socket.socket
-    entries: socket.socket
-
-
-_inheritable: WeakSet[socket.socket] = WeakSet()
-
-
-def _close_in_child() -> None:
-    """A fork that outlived this process would hold its connections open, and others could not see that it died."""
-    for connection in list(_inheritable):
-        connection.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+_HANDSHAKE_SECONDS = 10.0  # of one connection, after which a silent stranger is closed out
+_NEVER_MILLISECONDS = 2**31 - 1  # 25 days
+_WITH_LIMIT = (True, False)  # which listener: for pages, whose connections tell of a lost host, and for all others
 
 
 class RemoteRendezvous:
@@ -104,56 +63,85 @@ class RemoteRendezvous:
         self._rank = rank
         self._labels = labels
         self._timeout = timeout
-        self._secret = secret
         self._deadline = time.monotonic() + timeout
-        self._sockets: dict[tuple[int, int], socket.socket] = {}
+        self._keys = [curve_key(secret, peer, len(labels)) for peer in range(len(labels))]
+        self._ends: dict[int, int] = {}
+        self._heard: set[tuple[int, Purpose]] = set()
+        self._early: list[list[zmq.Frame]] = []
+        self._is_used = False
         try:
-            self._listener = socket.create_server((address, 0), backlog=socket.SOMAXCONN)  # also for strangers
+            self._listeners = tuple(Listener(address) for _ in _WITH_LIMIT)
         except OSError as error:
             raise PoolError(
                 f"{self._who(rank)} cannot be reached at {address} ({error}); expected an IPv4 address of this host."
             ) from error
+        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self._limits[1], self._limits[1]))  # a crowd of strangers may come
+        self._router = self._make_router()
+        self._monitor = self._router.get_monitor_socket()
+        self._authenticator = admit(self._router, self._keys[rank], frozenset(key.public for key in self._keys))
         try:
-            _, port = self._listener.getsockname()
-            store.set(_host_key(rank), "\n".join((location or own_location(), address, str(port))))
+            for listener, with_limit in zip(self._listeners, _WITH_LIMIT, strict=True):
+                _limit(self._router, with_limit)
+                listener.bind(self._router)
+            own = (location or own_location(), address, *(str(listener.port) for listener in self._listeners))
+            store.set(_host_key(rank), "\n".join(own))
             hosts = [self._ask(_host_key(peer)).split("\n") for peer in range(len(labels))]
         except BaseException:
-            self._listener.close()
+            self.close()
             raise
-        self.locations = tuple(location for location, _, _ in hosts)
-        self._addresses = [(host, int(port)) for _, host, port in hosts]
+        self.locations = tuple(host[0] for host in hosts)
+        self._endpoints = [[f"tcp://{host[1]}:{port}" for port in host[2:]] for host in hosts]
         self.peers = {peer for peer in range(len(labels)) if self.locations[peer] != self.locations[rank]}
 
-    def connect(self, watched: dict[int, int]) -> dict[int, RemoteConnection]:
+    def connect(self, watched: dict[int, int]) -> RemoteConnections | None:
         """Connect to the peers below this rank, and wait for those above.
 
         Args:
             watched: descriptors that tell of the end of ranks which are connected already, and these ranks.
 
+        Returns:
+            The connections; None where no rank runs elsewhere.
+
         Raises:
             PeerFailed: when a peer ends meanwhile.
             PoolError: when a peer does not come in time.
         """
-        try:
-            for peer in sorted(self.peers):
-                if peer < self._rank:
-                    for purpose in Purpose:
-                        self._sockets[peer, purpose] = self._connect(peer, purpose)
-            self._accept_all(watched | {each.fileno(): peer for (peer, _), each in self._sockets.items()})
-            for connection in self._sockets.values():
-                _prepare(connection)
-            return {
-                peer: RemoteConnection(*(self._sockets[peer, purpose] for purpose in Purpose))
-                for peer in sorted(self.peers)
-            }
-        except BaseException:
-            for connection in self._sockets.values():
-                connection.close()
-            raise
+        for peer in sorted(self.peers):
+            if peer < self._rank:
+                self._connect(peer)
+        self._meet_all(watched)
+        if not self.peers:
+            return None
+        for listener in self._listeners:
+            listener.shut()
+        self._is_used = True
+        return RemoteConnections(self._rank, self._router, self._monitor, self._listeners, self._ends, self._early)
 
     def close(self) -> None:
-        """Listen no more."""
-        self._listener.close()
+        """Admit nobody any more, and close what nobody uses."""
+        self._authenticator.stop()
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
+        if not self._is_used:
+            close_sockets(self._router, self._monitor, self._listeners)
+
+    def _make_router(self) -> zmq.Socket[bytes]:
+        router: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
+        options = {
+            zmq.ROUTER_MANDATORY: 1,  # an error where a connection has ended
+            zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+            zmq.HANDSHAKE_IVL: int(_HANDSHAKE_SECONDS * 1000),
+            # What was on its way would be lost, so a connection that ends is the end. To forbid it altogether (-1)
+            # would let ZeroMQ wait for ever when both ends close at once.
+            zmq.RECONNECT_IVL: _NEVER_MILLISECONDS,
+            zmq.TCP_KEEPALIVE: 1,
+            zmq.TCP_KEEPALIVE_IDLE: 2,
+            zmq.TCP_KEEPALIVE_INTVL: 2,
+            zmq.TCP_KEEPALIVE_CNT: 9,  # later than where pages come
+        }
+        for option, value in options.items():
+            router.setsockopt(option, value)
+        return router
 
     def _ask(self, key: str) -> str:
         """What another rank has left in the store, or will."""
@@ -172,91 +160,91 @@ class RemoteRendezvous:
                 "keeps it, rank 0 as a rule, meet an error? See its output."
             ) from error
 
-    def _connect(self, peer: int, purpose: Purpose) -> socket.socket:
-        host, port = self._addresses[peer]
-        who = self._who(peer)
-        try:
-            connection = socket.create_connection((host, port), max(self._deadline - time.monotonic(), 0.001))
-        except ConnectionRefusedError as error:
-            raise PeerFailed(f"{who} ended during start-up. See its output.", peer) from error
-        except OSError as error:
-            raise PoolError(
-                f"{who} cannot be reached at {host}:{port} ({error}). Does a firewall stand between the hosts, or is "
-                "it the address of another network?"
-            ) from error
-        claim = Claim(self._rank, peer, len(self._labels), purpose)
-        try:
-            authenticate_initiator(connection, claim, self._secret, self._deadline)
-        except AuthenticationError as error:
-            connection.close()
-            raise PeerFailed(f"{who} did not answer at {host}:{port} during start-up: {error}.", peer) from error
-        return connection
+    def _connect(self, peer: int) -> None:
+        """Begin to connect to ``peer``, and send it the first word on each connection."""
+        router = self._router
+        router.curve_server = False
+        router.curve_publickey, router.curve_secretkey = self._keys[self._rank]
+        router.curve_serverkey = self._keys[peer].public
+        for purpose in Purpose:
+            is_limited = purpose is Purpose.PAGES
+            _limit(router, is_limited)
+            router.setsockopt(zmq.ROUTING_ID, identity(self._rank, purpose))
+            router.setsockopt(zmq.CONNECT_ROUTING_ID, identity(peer, purpose))
+            router.connect(self._endpoints[peer][_WITH_LIMIT.index(is_limited)])
+            self._say_hello(identity(peer, purpose))
 
-    def _accept_all(self, watched: dict[int, int]) -> None:
-        """Let in the peers above this rank, and notice when a rank that is connected ends meanwhile."""
-        expected = {(peer, purpose) for peer in self.peers if peer > self._rank for purpose in Purpose}
-        self._listener.setblocking(False)
-        poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
+    def _say_hello(self, name: bytes) -> None:
+        record = ControlRecord(Kind.HELLO, self._rank, number=len(self._labels))
+        self._router.send_multipart([name, encode_record(record)])
+
+    def _meet_all(self, watched: dict[int, int]) -> None:
+        """Hear from all peers on all connections, and notice when a rank ends meanwhile."""
+        expected = {(peer, purpose) for peer in self.peers for purpose in Purpose}
+        remote, local = zmq.Poller(), select.poll()
+        for each in (self._router, self._monitor):
+            remote.register(each, zmq.POLLIN)
         for descriptor in watched:
-            poll.register(descriptor, select.POLLRDHUP)
-        strangers: dict[int, Responder] = {}  # by descriptor, in the order in which they came
-        try:
-            while not expected <= self._sockets.keys():
-                if time.monotonic() >= self._deadline:
-                    raise self._missing(sorted({peer for peer, _ in expected - self._sockets.keys()}))
-                for descriptor, _ in poll.poll(_LOOK_SECONDS * 1000):
-                    if descriptor in watched:
-                        peer = watched[descriptor]
-                        raise PeerFailed(f"{self._who(peer)} ended during start-up. See its output.", peer)
-                    if descriptor == self._listener.fileno():
-                        self._accept(strangers, poll)
-                for descriptor, stranger in list(strangers.items()):
-                    if self._is_decided(stranger, expected):
-                        poll.unregister(descriptor)
-                        del strangers[descriptor]
-        finally:
-            for stranger in strangers.values():
-                stranger.connection.close()
+            local.register(descriptor, select.POLLRDHUP)
+        while self._heard != expected:
+            if time.monotonic() >= self._deadline:
+                raise self._missing(sorted({peer for peer, _ in expected - self._heard}))
+            for descriptor, _ in local.poll(0):
+                raise self._ended(watched[descriptor])
+            events = dict(remote.poll(round(_LOOK_SECONDS * 1000)))
+            if self._router in events:
+                self._hear()
+            if self._monitor in events:
+                self._notice_end()
 
-    def _accept(self, strangers: dict[int, Responder], poll: select.poll) -> None:
-        """Take in all who have connected; where they are too many, those go that have said nothing for longest."""
-        until = min(self._deadline, time.monotonic() + _AUTHENTICATION_SECONDS)
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # nobody is left, or the next one has gone again
-                return
-            strangers[connection.fileno()] = Responder(connection, self._secret, until)
-            poll.register(connection, select.POLLIN)
-            if len(strangers) > _MOST_STRANGERS:
-                oldest = next(iter(strangers))
-                poll.unregister(oldest)
-                strangers.pop(oldest).connection.close()
-
-    def _is_decided(self, stranger: Responder, expected: set[tuple[int, Purpose]]) -> bool:
-        """Keep a connection whose other end has proved itself, close one that failed; False while neither is known.
+    def _hear(self) -> None:
+        """Take in the first word of a connection, and answer it if the other end has begun; keep what comes later.
 
         Raises:
             PoolError: it belongs to the job, but is not one of those that are to come.
         """
-        try:
-            claim = stranger.advance()
-        except AuthenticationError:
-            stranger.connection.close()  # no business of ours, and no reason to end the job
-            return True
-        if claim is None:
-            return False
-        key = (claim.initiator, claim.purpose)
-        is_for_us = (claim.responder, claim.ranks) == (self._rank, len(self._labels))
-        if not is_for_us or key not in expected - self._sockets.keys():
-            stranger.connection.close()
+        whole = self._router.recv_multipart(copy=False)
+        name, message = whole[:2]
+        rank, _, purpose = name.bytes.decode().partition("/")
+        peer, end = int(rank), (int(rank), Purpose(purpose))
+        if end in self._heard:
+            self._early.append(whole)
+            return
+        record = decode_record(message.bytes, peer)
+        if peer not in self.peers or record.kind is not Kind.HELLO:
             raise PoolError(
-                f"A process introduced itself as rank {claim.initiator} of {claim.ranks}; expected one of "
-                f"{len(self._labels)} ranks that has not come yet. Is another run using the same store?"
+                f"A process introduced itself as rank {peer} of {record.number}; expected one of {len(self._labels)} "
+                "ranks that has not come yet. Is another run using the same store?"
             )
-        self._sockets[key] = stranger.connection
-        return True
+        self._heard.add(end)
+        self._ends[int(message.get(zmq.SRCFD))] = peer
+        if peer > self._rank:
+            self._say_hello(name.bytes)
+
+    def _notice_end(self) -> None:
+        event = parse_monitor_message(self._monitor.recv_multipart())
+        kind, endpoint = event["event"], event["endpoint"].decode()
+        if kind == zmq.EVENT_DISCONNECTED and event["value"] in self._ends:
+            raise self._ended(self._ends[event["value"]])
+        peer = next((peer for peer in self.peers if peer < self._rank and endpoint in self._endpoints[peer]), None)
+        if peer is None:
+            return  # of a stranger: no business of ours, and no reason to end the job
+        who = self._who(peer)
+        if kind == zmq.EVENT_CLOSED:
+            raise PeerFailed(
+                f"{who} ended during start-up, or cannot be reached at {endpoint}. See its output. If there is none: "
+                "does a firewall stand between the hosts, or is it the address of another network?",
+                peer,
+            )
+        if kind in _FAILED_HANDSHAKES or kind == zmq.EVENT_DISCONNECTED:
+            raise PeerFailed(
+                f"{who} did not answer at {endpoint} during start-up as one that knows this job's secret does. See its "
+                "output.",
+                peer,
+            )
+
+    def _ended(self, peer: int) -> PeerFailed:
+        return PeerFailed(f"{self._who(peer)} ended during start-up. See its output.", peer)
 
     def _missing(self, ranks: Sequence[int]) -> PoolError:
         missing = ", ".join(f"{rank} ({self._labels[rank]})" for rank in ranks)
@@ -269,16 +257,17 @@ class RemoteRendezvous:
         return f"Rank {rank} ({self._labels[rank]})"
 
 
+_FAILED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+)
+
+
 def _host_key(rank: int) -> str:
     return f"mesh/host/{rank}"
 
 
-def _prepare(connection: socket.socket) -> None:
-    """Send at once, never wait, and notice when the other host is gone though nothing is sent."""
-    connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 9)  # later than where pages come
-    _inheritable.add(connection)
+def _limit(router: zmq.Socket[bytes], is_limited: bool) -> None:
+    """Whether connections that are made from now on end when the other host has not confirmed anything for a while."""
+    router.setsockopt(zmq.TCP_MAXRT, int(UNREACHABLE_SECONDS * 1000) if is_limited else 0)

@@ -10,6 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from flowtrain_lightning.pool import Mesh, PoolError
+from flowtrain_lightning.pool.between_hosts.connections import identity
+from flowtrain_lightning.pool.between_hosts.outbox import Purpose
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from tests.pool import faults
 from tests.pool.ranks import join_job, labels, location_of, mesh_and_bare_peer, meshes, on_all_ranks, receive_all
@@ -35,11 +37,11 @@ def test_what_a_rank_does_is_known_on_other_hosts_soon():
         assert not one.board.died(1)
 
 
-@pytest.mark.parametrize("purpose", ["records", "pages", "entries"])
+@pytest.mark.parametrize("purpose", Purpose)
 def test_damaged_bytes_are_an_error_whichever_connection_brings_them(purpose):
     with mesh_and_bare_peer("network") as (mesh, peer):
-        connection = getattr(peer.remote[0], purpose)
-        connection.send(b"no record at all, but as long as one is and so no begin of one either")
+        damaged = b"no record at all, but as long as one is and so no begin of one either"
+        peer.remote.router.send_multipart([identity(0, purpose), damaged])
         with pytest.raises(PoolError, match="A control record from rank 1 was refused"):
             mesh.receive(50)
 
@@ -67,9 +69,10 @@ def test_hundreds_who_speak_or_are_silent_neither_get_in_nor_delay_the_ranks():
     def knock():
         while not store.check(["mesh/host/0"]):
             time.sleep(0.01)
-        _, host, port = store.get("mesh/host/0").decode().split("\n")
-        for said in (b"FLT1" + bytes(48), b"GET / HTTP/1.1\r\n\r\n" * 9, *[b""] * 600):
-            connection = socket.create_connection((host, int(port)))
+        _, host, *ports = store.get("mesh/host/0").decode().split("\n")
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)
+        for number, said in enumerate((greeting, b"GET / HTTP/1.1\r\n\r\n" * 9, *[b""] * 600)):
+            connection = socket.create_connection((host, int(ports[number % 2])))
             connection.sendall(said)
             others.append(connection)
 
@@ -124,3 +127,10 @@ def test_nothing_stays_open():
             pass
     assert descriptors() == before
     assert threading.active_count() == threads
+
+
+@pytest.mark.full
+def test_ranks_that_leave_at_the_same_moment_never_wait_for_each_other():
+    for _ in range(100):
+        with meshes(3, "network"):
+            pass
