@@ -24,6 +24,9 @@ from flowtrain_lightning.packing.compiled import announce_compilation
 from flowtrain_lightning.packing.offline import BATCH_UNITS, OfflineSettings, warm_up
 from flowtrain_lightning.parallel.groups import disconnect_groups
 
+ENVIRONMENT = dict(os.environ)
+"""Variables as they are before any test, or a fixture of many tests, has trained in this process."""
+
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, derandomize=True, database=None)
 settings.load_profile("tests")
@@ -47,14 +50,20 @@ def _no_trace_of_a_trainer() -> Iterator[None]:
 
     Threads of process groups do not outlive a fork, and `Ranks` forks.
     """
-    rank, environment = getattr(rank_zero_only, "rank", 0), dict(os.environ)
+    rank = getattr(rank_zero_only, "rank", 0)
+    _restore_environment()  # fixtures of many tests come before this one
     yield
     disconnect_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
     rank_zero_only.rank = rank
+    _restore_environment()
+
+
+def _restore_environment() -> None:
+    of_pytest = {name: value for name, value in os.environ.items() if name.startswith("PYTEST_")}
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(ENVIRONMENT | of_pytest)
 
 
 @pytest.fixture(scope="session")

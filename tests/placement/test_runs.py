@@ -59,7 +59,7 @@ def test_measuring_leaves_no_trace_in_the_run(runs):
 def test_the_log_says_in_one_block_what_was_chosen_and_why(runs):
     _, _, printed = runs
     block = re.search(
-        r"^flowtrain: (separate|colocated): .*\n  because .* is predicted .*\.\n( .*\n|> .*\n){4}", printed, re.M
+        r"^flowtrain: (separate|colocated): .*\n  because .* is predicted .*\.\n( .*\n|> .*\n){5}", printed, re.M
     )
     assert block is not None, printed
     assert re.search(r"^[> ] colocated x2 +[\d.e-]+ +[\d.e+]+ +\d+ % +\d+ %$", block.group(), re.M)
