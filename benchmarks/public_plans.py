@@ -38,20 +38,21 @@ REVIEWS: Mapping[str, tuple[str, ...]] = {
     "qwen2.5-vl-7b": (_OFTEN, _GROUPS, _GROUPS, "Yes. 8 samples a device, or the exchange would dominate."),
     "qwen2-audio-7b": (
         _OFTEN,
-        "Yes: one ring over 64 ranks is still as fast as groups.",
+        "Yes: two groups of 32 already save some of the exchange between nodes.",
         _GROUPS,
         _GROUPS,
     ),
     "qwen3-vl-8b": (
         _OFTEN,
-        "Yes: one ring over 64 ranks is still as fast as groups.",
+        "Yes: two groups of 32 already save some of the exchange between nodes.",
         _GROUPS,
         _GROUPS,
     ),
     "gemma-3-27b": (
         "Tensor ranks and shards within the node are what is left: 16 bytes a parameter alone take 55 of 80 GB on each "
         "device. People take adapters, or two nodes.",
-        "Yes without tensor ranks. Megatron-LM's users would take 4 tensor ranks and a short pipeline, for 11 % more.",
+        "Yes without tensor ranks. Megatron-LM's users would take 4 tensor ranks and a short pipeline, and gain "
+        "little.",
         "Yes, likewise.",
         "Yes, likewise.",
     ),
@@ -63,8 +64,7 @@ REVIEWS: Mapping[str, tuple[str, ...]] = {
     ),
     "internvl3-78b": (
         "Right, as for the 72B model.",
-        "Yes: shards, and two tensor ranks that share a node's links, with everything recomputed. Most would take 128 "
-        "devices.",
+        "Yes: shards alone, with everything recomputed. Most would take 128 devices.",
         "It runs; a backbone in 4 tensor ranks and 8 stages would be preferred.",
         "Likewise.",
     ),

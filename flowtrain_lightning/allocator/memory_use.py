@@ -16,6 +16,9 @@ LOGIT_BYTES = 12
 and their gradient in bf16 (in float32: the logits, which their gradient replaces). A loss in chunks of tokens holds
 those of one chunk."""
 
+RMS_NORM_BYTES = 4
+"""Bytes of a number in float32, in which eager norms by the root mean square keep their input."""
+
 USABLE = 0.94
 """Share of the memory that may be planned for; the rest is lost between blocks of torch's caching allocator."""
 
@@ -87,11 +90,8 @@ def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microba
     gradients = kept("gradients", trains * precision.gradients)
     states = kept("states", trains * precision.states * (not precision.host_states))
     if family.sharded:
-        layer = max((_gathered_parameters(part, family) for part in half.layers), default=0) / family.tensor
-        outside = sum(part.parameters for part in half.parts if not isinstance(part, Layers)) / family.tensor
-        weights = weights + (GATHERED_LAYERS * layer + outside) * precision.computing
-        whole = (layer + outside) * precision.computing + max(layer, outside) * precision.reduced
-        gradients = gradients + whole * (trains if trains < 0.5 else 1.0)
+        gathered, unreduced = _gathered_bytes(problem, family)
+        weights, gradients = weights + gathered, gradients + unreduced * (trains if trains < 0.5 else 1.0)
     activations, logits, features = _batch_bytes(problem, family, tokens, microbatches)
     return MemoryUse(
         weights,
@@ -102,6 +102,23 @@ def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microba
         features,
         np.full(tokens.shape, problem.cluster.device.overhead),
     )
+
+
+def _gathered_bytes(problem: RoleProblem, family: Family) -> tuple[float, float]:
+    """Bytes of gathered weights, and of gradients that are not scattered yet, at the fuller of two moments of FSDP2.
+
+    In a backward, what is outside of layers is there whole with its gradient, beside two layers and the gradient of
+    one. At its end, weights are given back before what was outside is reduced: its gradient is there in both widths,
+    beside what the last layer sent, which stays until the next reduction is done.
+    """
+    width, reduced = problem.precision.computing, problem.precision.reduced
+    layer = max((_gathered_parameters(part, family) for part in problem.half.layers), default=0) / family.tensor
+    parts = problem.half.parts
+    outside = sum(part.parameters for part in parts if not isinstance(part, Layers)) / family.tensor
+    gathered = (GATHERED_LAYERS * layer + outside) * width
+    in_backward = layer * (width + reduced) + outside * width
+    at_the_end = outside * (width + reduced) + layer * reduced
+    return gathered, max(in_backward, at_the_end - gathered)
 
 
 def _batch_bytes(
@@ -130,6 +147,8 @@ def activation_bytes(part: Layers, width: int, recompute: Recompute, keeps: bool
 
     Without recomputing it keeps the inputs of both norms and of every product, queries, keys, values and attention's
     result and logarithms, and what activations need. Attention's scores are not kept, since its kernel is fused.
+    Layers with gated networks, Llama's and those after it, normalise by the root mean square, which Hugging Face's
+    models compute in float32 step by step: each norm keeps its input so, and its result before the weight.
     Tensor ranks keep a share each, but for the inputs of attention and of the feed-forward network: these are gathered,
     and kept so, where the paper gathers them a second time.
 
@@ -151,7 +170,8 @@ def activation_bytes(part: Layers, width: int, recompute: Recompute, keeps: bool
     gathered, inputs = (2 * part.hidden, inner) if keeps else (0, 0)
     if keeps and part.experts is not None:
         inputs += 2 * part.experts.chosen * part.hidden
-    shared = width * (2 * part.hidden + attention + activation + inputs) + logarithms
+    norms = 2 * part.hidden * (RMS_NORM_BYTES + width if part.gated else width)
+    shared = norms + width * (attention + activation + inputs) + logarithms
     return float(width * gathered) + float(shared) / tensor
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,24 +21,38 @@ from torch.nn import functional  # noqa: E402
 TOKENS, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, SIZE = 512, 256, 640, 4, 2, 64
 
 
+class RootMeanSquare(torch.nn.Module):
+    """A norm as the models of Hugging Face compute it."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight.to(x.dtype) * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 class Layer(torch.nn.Module):
-    """A layer whose operations keep no more than they must."""
+    """A layer whose products, attention and activations keep no more than they must."""
 
     def __init__(self, gated):
         super().__init__()
         linear = torch.nn.Linear
         self.gated = gated
+        kind = RootMeanSquare if gated else partial(torch.nn.LayerNorm, elementwise_affine=False)
+        self.norms = torch.nn.ModuleList(kind(HIDDEN) for _ in range(2))
         self.qkv = linear(HIDDEN, (HEADS + 2 * KEY_VALUE_HEADS) * SIZE, False)
         self.leave, self.down = linear(HEADS * SIZE, HIDDEN, False), linear(INNER, HIDDEN, False)
         self.up = linear(HIDDEN, (1 + gated) * INNER, False)
 
     def forward(self, x):
-        normed = functional.layer_norm(x, (HIDDEN,))
+        normed = self.norms[0](x)
         q, k, v = self.qkv(normed).split([HEADS * SIZE, KEY_VALUE_HEADS * SIZE, KEY_VALUE_HEADS * SIZE], -1)
         q, k, v = (one.unflatten(-1, (-1, SIZE)).transpose(1, 2) for one in (q, k, v))
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.leave(seen.transpose(1, 2).flatten(2))
-        inner = self.up(functional.layer_norm(x, (HIDDEN,)))
+        inner = self.up(self.norms[1](x))
         if self.gated:
             gate, up = inner.chunk(2, -1)
             return x + self.down(functional.silu(gate) * up)
@@ -61,11 +76,13 @@ def kept_bytes(layer, x):
     return sum(kept.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gated", [True, False])
-def test_a_layer_keeps_what_torch_keeps(gated):
-    x = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
+def test_a_layer_keeps_what_torch_keeps(gated, dtype):
+    x = torch.randn(1, TOKENS, HIDDEN, requires_grad=True, dtype=dtype)
     part = Layers(1, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, SIZE, gated=gated, causal=True)
-    assert TOKENS * activation_bytes(part, 4, "none") == pytest.approx(kept_bytes(Layer(gated), x), rel=0.03)
+    kept = kept_bytes(Layer(gated).to(dtype), x)
+    assert TOKENS * activation_bytes(part, dtype.itemsize, "none") == pytest.approx(kept, rel=0.03)
 
 
 def test_a_frozen_layer_that_passes_gradients_on_keeps_no_inputs_of_products():
