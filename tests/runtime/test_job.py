@@ -82,7 +82,8 @@ def kill_while_they_start(moments: list[tuple[int, int]]) -> None:
             for result in ranks.wait(100):
                 assert result.code == (-signal.SIGKILL if result.rank == victim else TOLD), str(result)
                 assert result.rank == victim or SENTENCES.search(result.out), str(result)
-        assert time.monotonic() - since < (6 * SECONDS + 5) * slowness()
+        # Twice what all these jobs take where nothing else runs: another test may have one of two cores.
+        assert time.monotonic() - since < 2 * (6 * SECONDS + 5) * slowness()
 
 
 def test_the_others_end_in_time_with_a_sentence():
