@@ -126,6 +126,9 @@ def _projected(name: str, devices: int, samples: int) -> tuple[str, dict[str, An
     said = f"{heading} {plan.name} ({layouts}), {plan.seconds:.2f} s a step, {100 * plan.mfu:.0f} % MFU."
     if (reason := why_plan_cannot_run(plan, problems)) is not None:
         return f"{said} Training does not run it: it {reason}\n", {"plan": said, "refused": reason}
+    if any(one.layout.tensor * one.layout.context > 1 for one in plan.chosen.values()):
+        reason = "has ranks that share layers or sequences, whose memory cannot be counted here."
+        return f"{said} It {reason}\n", {"plan": said, "refused": reason}
     rows, found = [], {}
     for role, candidate in plan.chosen.items():
         planned, counted = role_bytes(name, problems[role], candidate)
