@@ -24,8 +24,7 @@ from flowtrain_lightning.packing.compiled import announce_compilation
 from flowtrain_lightning.packing.offline import BATCH_UNITS, OfflineSettings, warm_up
 from flowtrain_lightning.parallel.groups import disconnect_groups
 
-ENVIRONMENT = dict(os.environ)
-"""Variables as they are before any test, or a fixture of many tests, has trained in this process."""
+_environment: dict[str, str] = {}  # before any test, or a fixture of many tests, has trained in this process
 
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, derandomize=True, database=None)
@@ -42,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
     tiny = OfflineSettings(64, 2, CostModel(1.0, 0.01, 0.0), 2, encoder_ranks=2, global_batch_size=64)
     for batch_unit, sync_every in itertools.product(BATCH_UNITS, SYNC_EVERY):
         warm_up(replace(tiny, batch_unit=batch_unit, sync_every=sync_every))
+
+
+def pytest_collection_finish() -> None:
+    """Takes down the variables that are there when all tests are known; libraries have set theirs by then."""
+    _environment.update(os.environ)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +67,7 @@ def _no_trace_of_a_trainer() -> Iterator[None]:
 def _restore_environment() -> None:
     of_pytest = {name: value for name, value in os.environ.items() if name.startswith("PYTEST_")}
     os.environ.clear()
-    os.environ.update(ENVIRONMENT | of_pytest)
+    os.environ.update(_environment | of_pytest)
 
 
 @pytest.fixture(scope="session")

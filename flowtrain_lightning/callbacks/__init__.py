@@ -1,7 +1,7 @@
 """Callbacks: progress, monitor, timeline, profiler, evaluation, costs that adapt, plans that are looked at again."""
 
 from flowtrain_lightning.callbacks.adaptive_cost import AdaptCosts
-from flowtrain_lightning.callbacks.evaluation import EvaluateAnswers
+from flowtrain_lightning.callbacks.answer_evaluation import EvaluateAnswers
 from flowtrain_lightning.callbacks.monitor import FlowMonitor
 from flowtrain_lightning.callbacks.progress import FlowProgressBar
 from flowtrain_lightning.callbacks.replan import FlowReplan

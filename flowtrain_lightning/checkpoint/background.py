@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.checkpoint.checkpoint_index import Index, joined
 from flowtrain_lightning.checkpoint.files import remove, write_bytes
 from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part
@@ -48,7 +49,7 @@ class BackgroundSave:
     """
 
     def __init__(
-        self, checkpoint: dict[str, Any], filepath: Any, halves: Halves, allocation: Any, groups: Groups
+        self, checkpoint: dict[str, Any], filepath: Any, halves: Halves, allocation: Allocation, groups: Groups
     ) -> None:
         part = share_out(checkpoint, filepath, halves, allocation, groups)
         self.path = part.path

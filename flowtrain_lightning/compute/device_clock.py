@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 
-class DeviceEvent(Protocol):
+class TimedEvent(Protocol):
     """What `torch.cuda.Event` offers of a point in the work that a stream was given."""
 
     def query(self) -> bool:
@@ -34,7 +34,7 @@ class Mark(NamedTuple):
     """
 
     given: float
-    event: DeviceEvent | None
+    event: TimedEvent | None
 
 
 class DeviceClock:
@@ -49,7 +49,7 @@ class DeviceClock:
         now: the host's clock.
     """
 
-    def __init__(self, record: Callable[[], DeviceEvent] | None = None, now: Callable[[], float] = time.monotonic):
+    def __init__(self, record: Callable[[], TimedEvent] | None = None, now: Callable[[], float] = time.monotonic):
         self._record = record
         self._now = now
         self._known = self.mark()  # the one that was read last, and when it was
@@ -89,7 +89,7 @@ class DeviceClock:
         return came - start.event.elapsed_time(end.event) / 1e3, came
 
 
-def _cuda_event() -> DeviceEvent:
-    event: DeviceEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _cuda_event() -> TimedEvent:
+    event: TimedEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()  # type: ignore[attr-defined]
     return event

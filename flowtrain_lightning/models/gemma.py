@@ -14,17 +14,31 @@ from flowtrain_lightning.models.block_attention import SightMask, attend_in_bloc
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 
 
-class GemmaVLM(HuggingFaceVLM):
-    """Gemma 3 on images, without pan and scan. See `HuggingFaceVLM` for the arguments.
+class GemmaFamilyVLM(HuggingFaceVLM):
+    """What Gemma 3 and PaliGemma share: a SigLIP tower for images of one size, and tokens that see those behind them.
 
     The data module must make all images of the tower's size: ``images=images_of(...)``.
     """
 
-    families = ("gemma3",)
     halves: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "encoder": ("model.model.vision_tower", "model.model.multi_modal_projector"),
         "backbone": ("model.model.language_model", "model.lm_head"),
     }
+
+    def pack_backbone(self) -> None:
+        """Attention that takes a mask."""
+        attend_in_blocks(self._text)
+
+    def encode(self, media: PackedMedia) -> Tensor:
+        """Images of one size -> ``[sum(media.rows), width]``: as many rows of features for each."""
+        features: Tensor = self.model.model.get_image_features(media.images(), return_dict=True).pooler_output
+        return features.flatten(0, 1)
+
+
+class GemmaVLM(GemmaFamilyVLM):
+    """Gemma 3 on images, without pan and scan. See `HuggingFaceVLM` for the arguments."""
+
+    families = ("gemma3",)
 
     def check_config(self, config: Any) -> None:
         """Refuses images that do not fit into the window of local layers, where their tokens would not all see."""
@@ -35,15 +49,6 @@ class GemmaVLM(HuggingFaceVLM):
                 f"An image has {image} tokens (mm_tokens_per_image), but local layers see {window} (sliding_window): "
                 "whether its tokens see each other there depends on the version of transformers. Raise sliding_window."
             )
-
-    def pack_backbone(self) -> None:
-        """Attention that takes a mask."""
-        attend_in_blocks(self._text)
-
-    def encode(self, media: PackedMedia) -> Tensor:
-        """Images of one size -> ``[sum(media.rows), width]``: as many rows of features for each."""
-        features: Tensor = self.model.model.get_image_features(media.images(), return_dict=True).pooler_output
-        return features.flatten(0, 1)
 
     def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
         """The text model's arguments, with who sees whom."""

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.data import IGNORED_LABEL, Features, PackedBatch, PackedMedia
-from flowtrain_lightning.models.block_attention import SightMask, attend_in_blocks
-from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
+from flowtrain_lightning.data import IGNORED_LABEL, Features, PackedBatch
+from flowtrain_lightning.models.block_attention import SightMask
+from flowtrain_lightning.models.gemma import GemmaFamilyVLM
 
 
-class PaliGemmaVLM(HuggingFaceVLM):
-    """PaliGemma and PaliGemma 2. See `HuggingFaceVLM` for the arguments.
-
-    The data module must make all images of the tower's size: ``images=images_of(...)``.
-    """
+class PaliGemmaVLM(GemmaFamilyVLM):
+    """PaliGemma and PaliGemma 2. See `HuggingFaceVLM` for the arguments."""
 
     families = ("paligemma",)
-    halves: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "encoder": ("model.model.vision_tower", "model.model.multi_modal_projector"),
-        "backbone": ("model.model.language_model", "model.lm_head"),
-    }
-
-    def pack_backbone(self) -> None:
-        """Attention that takes a mask."""
-        attend_in_blocks(self._text)
-
-    def encode(self, media: PackedMedia) -> Tensor:
-        """Images of one size -> ``[sum(media.rows), width]``, a row of features per patch."""
-        features: Tensor = self.model.model.get_image_features(media.images(), return_dict=True).pooler_output
-        return features.flatten(0, 1)
 
     def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
         """The text model's arguments, with who sees whom; positions are counted from 1."""

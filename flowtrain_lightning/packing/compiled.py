@@ -35,7 +35,7 @@ def announce_compilation(announce: Callable[[str], object]) -> None:
     if numba is None:
         return
 
-    class Listener(event.Listener):  # type: ignore[misc]
+    class Announcer(event.Listener):  # type: ignore[misc]
         announced = False
 
         def on_start(self, started: Any) -> None:
@@ -48,5 +48,5 @@ def announce_compilation(announce: Callable[[str], object]) -> None:
 
     while _listeners:
         event.unregister(_COMPILING, _listeners.pop())  # type: ignore[no-untyped-call]
-    _listeners.append(Listener())
+    _listeners.append(Announcer())
     event.register(_COMPILING, _listeners[0])  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 A *lane* is what a rank does for one role. The rules, which :class:`_StepSimulation` follows:
 
 1. A backbone lane computes its microbatches in order, each once all features that it reads are there. Where ranks
-   synchronise at every microbatch, all backbone lanes that have one left begin it together.
+   synchronise at every microbatch, all backbone lanes that have one left begin it together, once all have theirs.
 2. An encoder lane computes the forwards of its batches in order, and their backwards in that order. A backward can
    begin once all microbatches that read the batch are done. A forward goes before a backward.
 3. An encoder lane keeps the activations of at most ``kept_batches`` batches from forward to backward; a forward that
@@ -257,8 +257,8 @@ class _StepSimulation:
         ]
         if not (self._recompute_where_blocked and waiting):
             raise ValueError(
-                f"kept_batches={self._lanes.kept_batches} keeps too few encoder batches for this order, or lanes on "
-                "one rank wait for each other; allow more, or mark batches as recomputed."
+                f"kept_batches={self._lanes.kept_batches} keeps too few encoder batches for this order; allow more, or "
+                "mark batches as recomputed."
             )
         number, lane = min(waiting)
         self.recomputed[lane].add(number)

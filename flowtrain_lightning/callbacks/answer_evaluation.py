@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torchmetrics import Metric
 
-from flowtrain_lightning.callbacks.evaluation_table import Answered, show
+from flowtrain_lightning.callbacks.answer_table import Answered, show
 from flowtrain_lightning.data import FlowDataModule, Record, StepBatch, StepLoader
 from flowtrain_lightning.data.conversation import ASSISTANT
 from flowtrain_lightning.metrics import AnswerExactMatch, AnswerSimilarity
