@@ -159,7 +159,7 @@ class MeasuredCosts:
         return None
 
     def _runs(self, allocation: Allocation) -> bool:
-        """A backbone that is frozen is not sharded beside an encoder that trains: ranks would wait in vain."""
+        """Training offers it, and no frozen backbone in shards is beside an encoder that trains: ranks would hang."""
         if why_it_cannot_run(allocation) is not None:
             return False
         trains = {role: half.trains for role, half in self.profile.roles.items()}
