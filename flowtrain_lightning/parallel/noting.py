@@ -62,9 +62,9 @@ class _NotingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = self._device(tensors, kwargs)
         if "device" in kwargs or (not tensors and "device" in arguments_of(func)):
             kwargs["device"] = device
-        result, memories = _on_meta(func, args, kwargs)
+        result, new = _on_meta(func, args, kwargs)
         results = tensors_in(result)
-        if not concerned and not self._is_weight(func, results, memories):
+        if not concerned and not self._is_weight(func, new):
             return func(*args, **kwargs)
         if any(not self._log.noted(tensor) for tensor in written_arguments(func, args, kwargs)):
             raise NotNotableError(f"{func} writes what is drawn into a tensor that is there")
@@ -96,10 +96,9 @@ class _NotingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.device("cpu")
 
     @staticmethod
-    def _is_weight(func: Any, results: list[Tensor], given: set[int]) -> bool:
+    def _is_weight(func: Any, new: list[Tensor]) -> bool:
         if draws(func):
             return True
-        new = [result for result in results if id(result.untyped_storage()) not in given]
         if func.overloadpacket in BLANK and any(one.is_floating_point() or one.is_complex() for one in new):
             return True
         return sum(one.nbytes for one in new) >= LARGE_BYTES
@@ -128,15 +127,17 @@ def _noted_trunc_normal(
     return tensor
 
 
-def _on_meta(func: Any, args: Any, kwargs: Any) -> tuple[Any, set[int]]:
-    """What an operation returns for arguments without memory, and the identities of the memories of these."""
+def _on_meta(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+    """What an operation returns for arguments without memory, and which of it lies in none of the arguments."""
     leaves, tree = tree_flatten((args, kwargs))
     leaves = [_without_memory(leaf) for leaf in leaves]
     args, kwargs = tree_unflatten(leaves, tree)
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
     result = func(*args, **kwargs)
-    return result, {id(leaf.untyped_storage()) for leaf in leaves if isinstance(leaf, Tensor)}
+    given = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]  # held: others would get their ids
+    new = [one for one in tensors_in(result) if all(one.untyped_storage() is not storage for storage in given)]
+    return result, new
 
 
 def _without_memory(leaf: Any) -> Any:
