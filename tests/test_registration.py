@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,47 +13,76 @@ import pytest
 import flowtrain_lightning as flow
 from flowtrain_lightning.registration import NAME
 
+ORDERS = {
+    "flowtrain first": "import flowtrain_lightning as flow; import lightning as L",
+    "lightning first": "import lightning as L; import flowtrain_lightning as flow",
+    "from lightning": "import flowtrain_lightning as flow; import lightning.pytorch as L",
+    "a name before lightning": "import flowtrain_lightning as flow; flow.FlowModule; import lightning as L",
+    "the registry alone": "import flowtrain_lightning as flow, lightning.pytorch.strategies; import lightning as L",
+}
+
 TRAINER = """
-trainer = {trainer}(strategy="flowtrain", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+trainer = L.Trainer(strategy="flowtrain", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
 assert type(trainer.strategy) is flow.FlowTrainStrategy
 """
 
+HOOK = """
+import importlib.util, sys, flowtrain_lightning
+importlib.util.find_spec("lightning.pytorch.strategies")  # looking for it is not loading it
+from lightning.pytorch.strategies import StrategyRegistry
+assert "flowtrain" in StrategyRegistry.available_strategies()
+assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("flowtrain")]
+assert "flowtrain_lightning.strategy" not in sys.modules
+"""
 
-def run(script):
-    """Runs a script in a fresh process."""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
+IN_TURN = """
+import json, os, sys, traceback, torch, torchmetrics  # which Lightning imports; they take most of its time
+failed = {}
+for name, script in json.load(sys.stdin).items():
+    end, beginning = os.pipe()
+    if not os.fork():
+        os.dup2(beginning, 1)
+        try:
+            exec(script, {})
+        except BaseException:
+            print(traceback.format_exc(), flush=True)
+        os._exit(0)
+    os.close(beginning)
+    with os.fdopen(end) as said:
+        failed[name] = said.read()
+    assert os.wait()[1] == 0, name
+assert not {"lightning", "flowtrain_lightning"} & set(sys.modules)
+print(json.dumps(failed))
+"""
+"""Runs scripts, each in a process in which neither Lightning nor flowtrain has been imported; prints what they say."""
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What each script said, of those that import Lightning; nothing if all was well."""
+    scripts = {"hook": HOOK, **{name: f"{imports}\n{TRAINER}" for name, imports in ORDERS.items()}}
+    return json.loads(run(IN_TURN, json.dumps(scripts)))
+
+
+def run(script, given=""):
+    """Runs a script in a fresh process; what it prints."""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("imports", "trainer"),
-    [
-        ("import flowtrain_lightning as flow\nimport lightning as L", "L.Trainer"),
-        ("import lightning as L\nimport flowtrain_lightning as flow", "L.Trainer"),
-        ("import flowtrain_lightning as flow\nfrom lightning.pytorch import Trainer", "Trainer"),
-        ("import flowtrain_lightning as flow\nmodule = flow.FlowModule\nimport lightning as L", "L.Trainer"),
-        ("import flowtrain_lightning as flow\nimport lightning.pytorch.strategies\nimport lightning as L", "L.Trainer"),
-    ],
-    ids=["flowtrain first", "lightning first", "from lightning", "a name before lightning", "the registry alone"],
-)
-def test_the_trainer_knows_the_strategy_in_every_order_of_imports(imports, trainer):
-    run(f"{imports}\n{TRAINER.format(trainer=trainer)}")
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_trainer_knows_the_strategy_in_every_order_of_imports(said, order):
+    assert said[order] == ""
 
 
-def test_the_import_itself_loads_neither_torch_nor_lightning_and_leaves_no_hook():
-    run(
-        """if True:
-        import sys
-        import importlib.util
-        import flowtrain_lightning
-        assert not {"torch", "lightning", "numpy"} & set(sys.modules)
-        importlib.util.find_spec("lightning.pytorch.strategies")  # looking for it is not loading it
-        from lightning.pytorch.strategies import StrategyRegistry
-        assert "flowtrain" in StrategyRegistry.available_strategies()
-        assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("flowtrain")]
-        assert "flowtrain_lightning.strategy" not in sys.modules
-        """
-    )
+def test_the_import_itself_loads_neither_torch_nor_lightning():
+    run("import sys, flowtrain_lightning\nassert not {'torch', 'lightning', 'numpy'} & set(sys.modules)")
+
+
+def test_when_lightning_is_imported_the_strategy_is_registered_and_no_hook_is_left(said):
+    assert said["hook"] == ""
 
 
 def test_planning_and_simulating_load_neither_torch_nor_lightning():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.lightning.theatre import launch
-from tests.recipes.test_qwen_vl import SECONDS, fit_command, folder
+from tests.recipes.test_qwen_vl import SECONDS, fit_arguments, folder
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -50,7 +50,7 @@ def test_it_tells_of_the_machine_plans_and_trains_on_two_processes(installed, fo
         [str(installed / "python"), "-c", "import flowtrain_lightning as flow; print(flow.__file__)"],
         [str(installed / "flowtrain"), "doctor"],
         [str(installed / "flowtrain"), "plan", "--model", "qwen2-vl-2b", "--devices", "8"],
-        fit_command(folder, installed / "flowtrain", "config.yaml", None, 2),
+        [str(installed / "flowtrain"), *fit_arguments(folder, "config.yaml", None, 2)],
     ):
         # In a new environment no loop is compiled yet, and two steps are not worth a minute of compiling.
         with launch(command, log, PYTHONPATH="", NUMBA_DISABLE_JIT="1") as process:

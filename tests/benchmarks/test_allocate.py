@@ -9,6 +9,7 @@ import pytest
 from tests.benchmarks.running import run
 
 
+@pytest.mark.full
 def test_every_split_of_emulated_ranks_has_a_prediction_and_a_measurement(tmp_path):
     printed = run("allocate.py", tmp_path, "--emulate", "2")
     (costs,) = json.loads((tmp_path / "allocate-2.json").read_text())["costs"].values()

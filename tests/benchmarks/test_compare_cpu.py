@@ -9,6 +9,7 @@ import pytest
 from tests.benchmarks.running import run
 
 
+@pytest.mark.full
 @pytest.mark.timeout(700)  # two runs one after the other, on a machine that may be busy
 def test_both_checkouts_are_measured_in_turns(tmp_path):
     printed = run("compare_cpu.py", tmp_path, "--ranks", "2", "--steps", "4", deadline=600)

@@ -10,6 +10,7 @@ from benchmarks.layout_runs import LAYOUTS, layer_bytes
 from tests.benchmarks.running import run
 
 
+@pytest.mark.full
 @pytest.mark.timeout(700)
 def test_memory_and_time_of_a_layout_stand_beside_those_of_lightnings_own(tmp_path):
     printed = run("layouts.py", tmp_path, "--layouts", "HSDP 2 x 2", deadline=600)

@@ -10,6 +10,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SMALL = """
 import sys
@@ -20,6 +22,7 @@ pool.main()
 """
 
 
+@pytest.mark.full
 def test_the_pool_is_measured_beside_its_peers(tmp_path):
     command = [sys.executable, "-c", SMALL, str(tmp_path)]
     pipe = subprocess.PIPE

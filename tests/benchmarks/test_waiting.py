@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.benchmarks.running import run
 
 
+@pytest.mark.full
 def test_steps_are_ready_when_the_training_loop_asks_for_them(tmp_path):
     run("waiting.py", tmp_path)
     runs = json.loads((tmp_path / "waiting.json").read_text())["runs"]

@@ -23,7 +23,7 @@ from tests.faults.verdict import (
     "fault",
     [
         Fault("kill", FIRST, "train", step=3),
-        Fault("raise", ENCODER, "train", step=3),
+        pytest.param(Fault("raise", ENCODER, "train", step=3), marks=pytest.mark.full),
         pytest.param(Fault("kill", ENCODER, "train", step=0), marks=pytest.mark.full),
         pytest.param(Fault("stop", FIRST, "wait", step=3), marks=pytest.mark.full),
         pytest.param(Fault("kill", BACKBONE, "build"), marks=pytest.mark.full),

@@ -1,11 +1,10 @@
-"""What a scene plays on: one layout, one folder, the tiny module and its data. Also the script that plays scenes."""
+"""What a scene plays on: one layout, one folder, the tiny module and its data."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +116,12 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
-def main() -> None:
-    """``stage.py LAYOUT FOLDER DATA MODULE:SCENE ...``: plays scenes one after another in the same processes."""
-    layout, folder, data_folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    for scene in sys.argv[4:]:
+def play(folder: Path, layout: str, data_folder: str, scenes: list[str]) -> None:
+    """Plays scenes, each ``module:function``, one after another in the same processes."""
+    for scene in scenes:
         module, _, name = scene.partition(":")
-        stage = Stage(layout, folder / name, data_folder)
+        stage = Stage(layout, folder / name, Path(data_folder))
         L.seed_everything(7, verbose=False)
         getattr(importlib.import_module(module), name)(stage)
         stage.folder.mkdir(parents=True, exist_ok=True)
-        (stage.folder / f"notes-{os.environ.get('LOCAL_RANK', '0')}.json").write_text(json.dumps(stage.notes))
-
-
-if __name__ == "__main__":
-    main()
+        (stage.folder / f"notes-{os.environ['RANK']}.json").write_text(json.dumps(stage.notes))

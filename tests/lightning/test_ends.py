@@ -27,7 +27,7 @@ SECONDS = 400
 LAUNCHERS = {"lightning": (), "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")}
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [("lightning", 1), ("torchrun", 0)])
+@pytest.mark.parametrize(("launcher", "rank"), [("lightning", 1), pytest.param("torchrun", 0, marks=pytest.mark.full)])
 def test_sigterm_to_one_rank_ends_all_with_a_checkpoint_that_resumes(one_rank, data_folder, launcher, rank):
     folder = one_rank.folder
     command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), str(folder), str(data_folder)]

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.forks import Job, run_jobs
 from tests.lightning.stage import DEVICES, Stage
 
 ROOT = Path(__file__).parents[2]
@@ -98,11 +98,9 @@ class Theatre:
 
     def _start(self, layout: str, scenes: list[str]) -> str:
         """Plays scenes in one start of the layout's processes; returns what they printed."""
-        command = [sys.executable, "-m", "tests.lightning.stage", layout, str(self._folder / layout)]
-        log = self._folder / f"{layout}.log"
-        with launch([*command, str(self._data_folder), *scenes], log) as process, suppress(subprocess.TimeoutExpired):
-            process.wait(SECONDS)
-        return log.read_text(errors="replace")[-20000:]
+        given = {"layout": layout, "data_folder": str(self._data_folder), "scenes": scenes}
+        job = Job(layout, "tests.lightning.stage:play", DEVICES[layout], given, deadline=SECONDS)
+        return run_jobs(self._folder, [job])[layout].log[-20000:]
 
 
 @contextmanager

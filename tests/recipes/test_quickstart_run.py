@@ -110,6 +110,7 @@ def test_ten_steps_under_plain_lightning_lower_the_loss(tmp_path: Path) -> None:
     assert training[-1][1] < training[0][1] - 1
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_four_steps_on_an_encoder_rank_and_a_backbone_rank_end_on_the_last_screen(tmp_path: Path) -> None:
     roles = ("--trainer.strategy=flowtrain_lightning.FlowTrainStrategy", "--trainer.strategy.encoder_ranks=1")

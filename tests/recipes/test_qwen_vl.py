@@ -1,4 +1,4 @@
-"""The recipe for Qwen-VL trains a small model of that family from its YAML files, as a user starts it."""
+"""The recipe for Qwen-VL trains a small model of that family from its YAML files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 import flowtrain_lightning as flow
 from flowtrain_lightning.cli import main
 from flowtrain_lightning.models import QwenVLM
-from tests.lightning.theatre import launch
+from tests.forks import Job, run_jobs
 from tests.models.tiny import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -47,8 +47,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def fit_command(folder: Path, flowtrain: Path, recipe: str, added: str | None, ranks: int) -> list[str]:
-    """What a user types to train by YAML files of the recipe."""
+def fit_arguments(folder: Path, recipe: str, added: str | None, ranks: int) -> list[str]:
+    """What a user types after ``flowtrain`` to train by YAML files of the recipe."""
     recipes = ROOT / "recipes" / "qwen_vl"
     text = (recipes / recipe).read_text(encoding="utf-8")
     assert text.count("models/qwen") == 2, "once where it says how to get it"
@@ -57,14 +57,13 @@ def fit_command(folder: Path, flowtrain: Path, recipe: str, added: str | None, r
     configs = ["--config", str(config), *(["--config", str(recipes / added)] if added else [])]
     data = [f"--data.{stage}={DRAWINGS}/data/{stage}.jsonl" for stage in ("train", "val")]
     folders = ["--data.index.cache_dir", str(folder / "index"), "--trainer.default_root_dir", str(folder / "runs")]
-    return [str(flowtrain), "fit", *configs, *data, *folders, *FIT, "--trainer.devices", str(ranks)]
+    return ["fit", *configs, *data, *folders, *FIT, "--trainer.devices", str(ranks)]
 
 
 def fit_and_export(folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, added: str | None, ranks: int) -> Path:
     """Trains by YAML files of the recipe, and gives the folder that is exported for Hugging Face."""
-    command = fit_command(folder, Path(sys.executable).with_name("flowtrain"), recipe, added, ranks)
-    with launch(command, folder / "log") as process:
-        assert process.wait(SECONDS) == 0, (folder / "log").read_text()
+    given = {"arguments": fit_arguments(folder, recipe, added, ranks)}
+    run_jobs(folder, [Job("fit", "tests.recipes.commands:flowtrain", ranks, given, deadline=SECONDS)])["fit"].check()
     (last,) = (folder / "runs").rglob("last.ckpt")
     monkeypatch.setattr(sys, "argv", ["flowtrain", "export", "--format", "hf", str(last), str(folder / "tuned")])
     main()

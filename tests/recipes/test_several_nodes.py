@@ -12,7 +12,7 @@ import pytest
 
 from tests.lightning.theatre import launch
 from tests.ports import free_port
-from tests.recipes.test_qwen_vl import SECONDS, fit_command, folder
+from tests.recipes.test_qwen_vl import SECONDS, fit_arguments, folder
 
 SCRIPTS = Path(__file__).parents[2] / "recipes" / "several_nodes"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -49,7 +49,7 @@ def test_what_is_missing_is_said():
 
 @pytest.mark.full
 def test_torchrun_trains_on_two_nodes(folder):
-    _, _, *options = fit_command(folder, Path("flowtrain"), "config.yaml", None, 1)
+    _, *options = fit_arguments(folder, "config.yaml", None, 1)
     where = {"NODES": "2", "MASTER": "127.0.0.1", "PORT": str(free_port()), "GPUS": "1", "PATH": PATH}
     options[options.index("--trainer.num_nodes") + 1] = "2"
     with ExitStack() as stack:
