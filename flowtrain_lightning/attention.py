@@ -38,8 +38,7 @@ def varlen_attention(
 
     In half precision on CUDA this is flash-attn where it is installed, on Hopper GPUs its version 3 before its version
     2, else PyTorch's ``varlen_attn``. Everywhere else it is PyTorch's ``scaled_dot_product_attention``, one sequence
-    after another: exact in any precision, and on CPU also the fastest way. On CUDA it waits there for the lengths of the
-    sequences.
+    after another: exact in any precision, and on CPU also the fastest way. On CUDA it waits for the lengths there.
 
     Args:
         query: ``[tokens, heads, head_dim]`` floats, the sequences one after another.

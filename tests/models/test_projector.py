@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains, role_of
@@ -16,25 +15,10 @@ from tests.exactness.compare import Run, error, read_run
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, run_jobs
-from tests.models.test_families import Samples, gradients, ours, theirs
-from tests.models.tiny import FAMILIES
+from tests.models.tiny import FAMILIES, projector_of, tower_of
 
 pytest.importorskip("transformers")
 
-TOWERS = {
-    "smolvlm": ["model.vision_model"],
-    "qwen2_vl": ["model.visual.blocks", "model.visual.patch_embed"],
-    "qwen2_5_vl": ["model.visual.blocks", "model.visual.patch_embed"],
-    "qwen3_vl": ["model.visual.blocks", "model.visual.patch_embed", "model.visual.pos_embed"],
-}
-"""What a user freezes of a family; of others it is ``model.vision_tower``."""
-PROJECTORS = {
-    "smolvlm": ["model.connector.modality_projection"],
-    "qwen2_vl": ["model.visual.merger"],
-    "qwen2_5_vl": ["model.visual.merger"],
-    "qwen3_vl": ["model.visual.merger", "model.visual.deepstack_merger_list"],
-}
-"""What is left of the encoder half to train; of others it is ``model.multi_modal_projector``."""
 FSDP, TENSOR, CONTEXT = ({"backbone": layout} for layout in ({"shard": "fsdp"}, {"tensor": 2}, {"context": 2}))
 QUICK = [
     ("llava with clip", "1+1", {}),
@@ -54,14 +38,6 @@ LONG = [
 CASES = [pytest.param(*case, id=" ".join(map(str, case))) for case in QUICK] + [
     pytest.param(*case, id=" ".join(map(str, case)), marks=pytest.mark.full) for case in LONG
 ]
-
-
-def tower_of(family: str) -> list[str]:
-    return TOWERS.get(family.partition(",")[0], ["model.vision_tower"])
-
-
-def projector_of(family: str) -> list[str]:
-    return PROJECTORS.get(family.partition(",")[0], ["model.multi_modal_projector"])
 
 
 def built(family: str, kind: Any = None, **settings: Any) -> Any:
@@ -96,33 +72,6 @@ def test_a_class_that_encodes_in_its_own_way_keeps_the_projector_where_its_encod
             return super().encode(media)
 
     assert built("llava with clip", OwnLlava, frozen="model.vision_tower").halves == kind.halves
-
-
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"qwen2_vl, tied"}))
-def test_logits_and_gradients_are_those_of_hugging_faces_model(family, tmp_path, double):
-    samples = Samples(tmp_path, FAMILIES[family])
-    torch.manual_seed(1)
-    module = built(family, frozen=tower_of(family))
-    module.model.save_pretrained(tmp_path / "model")
-    reference = type(module.model).from_pretrained(tmp_path / "model", dtype=torch.float64)
-    for path in tower_of(family):
-        reference.get_submodule(path).requires_grad_(False)
-    found, expected = ours(module, samples), theirs(reference, samples)
-    torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-9)
-    assert error(found["gradients"], expected["gradients"]) <= 1e-9
-    trained = gradients(module.model)
-    assert all(trained[f"{path}.{name}"] is not None for path in projector_of(family) for name in names(module, path))
-
-
-def names(module: Any, path: str) -> list[str]:
-    return [name for name, _ in module.model.get_submodule(path).named_parameters()]
-
-
-@pytest.fixture
-def double(float64_throughout):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module")
