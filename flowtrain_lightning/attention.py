@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -36,9 +36,9 @@ def varlen_attention(
 ) -> Tensor:
     """Scaled dot-product attention in which every packed sequence sees itself alone.
 
-    In half precision on CUDA this is flash-attn where it is installed, else PyTorch's ``varlen_attn``. Everywhere
-    else it is PyTorch's ``scaled_dot_product_attention``, one sequence after another: exact in any precision, and
-    on CPU also the fastest way. On CUDA it waits there for the lengths of the sequences.
+    In half precision on CUDA this is flash-attn where it is installed, on Hopper GPUs its version 3 before its version
+    2, else PyTorch's ``varlen_attn``. Everywhere else it is PyTorch's ``scaled_dot_product_attention``, one sequence
+    after another: exact in any precision, and on CPU also the fastest way. On CUDA it waits for the lengths there.
 
     Args:
         query: ``[tokens, heads, head_dim]`` floats, the sequences one after another.
@@ -71,24 +71,33 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_s
     """By the fastest kernel that is there."""
     # Bounds that lie on a device are never read by the host, which would wait for all that the device still has to do.
     if cu_seqlens.device.type in ("cuda", "meta") and query.dtype in (torch.float16, torch.bfloat16):
-        flash_attention = _flash_attention()
+        flash_attention = flash_kernel(is_hopper(query.device))
         if flash_attention is not None:
-            packed: Tensor = flash_attention(
-                query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=causal
-            )
+            found = flash_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=causal)
+            packed: Tensor = found[0] if isinstance(found, tuple) else found  # early builds of version 3 tell more
             return packed
         return _torch_varlen(query, key, value, cu_seqlens, max_seqlen, causal)
     return _per_sequence(query, key, value, cu_seqlens, causal)
 
 
 @cache
-def _flash_attention() -> Callable[..., Any] | None:
-    """flash-attn's kernel for packed sequences, or None where the package is not installed."""
-    try:
-        kernel: Callable[..., Any] = importlib.import_module("flash_attn").flash_attn_varlen_func
-    except ImportError:
-        return None
-    return kernel
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is a GPU of NVIDIA's Hopper generation, such as an H100."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def flash_kernel(hopper: bool) -> Callable[..., Any] | None:
+    """flash-attn's kernel for packed sequences, or None where it is not installed.
+
+    Args:
+        hopper: for a GPU that version 3 is made for, which is a package of its own.
+    """
+    for module in ("flash_attn_interface", "flash_attn") if hopper else ("flash_attn",):
+        with suppress(ImportError):
+            kernel: Callable[..., Any] = importlib.import_module(module).flash_attn_varlen_func
+            return kernel
+    return None
 
 
 def _torch_varlen(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import lightning as L
 import torch
@@ -72,12 +72,14 @@ class FlowModule(L.LightningModule):
     strategy's affair. The same subclass trains under ``strategy="flowtrain"``, ``"auto"`` and ``"ddp"``.
 
     Attributes:
-        halves: for each half the paths of its modules. Every parameter lies under exactly one half.
+        halves: for each half the paths of its modules. Every parameter lies under exactly one half. Which one decides
+            who computes it and, where nothing of the encoder half trains, how far ahead of the backbone that is: see
+            the guide on projectors.
         max_new_tokens: how many tokens ``generate`` adds at most.
         end_token: the id at which ``generate`` ends a sequence, or None.
     """
 
-    halves: ClassVar[Mapping[str, tuple[str, ...]]] = {"encoder": ("encoder",), "backbone": ("backbone",)}
+    halves: Mapping[str, tuple[str, ...]] = {"encoder": ("encoder",), "backbone": ("backbone",)}
     max_new_tokens: int = 32
     end_token: int | None = None
 
@@ -153,7 +155,8 @@ class FlowModule(L.LightningModule):
         Args:
             batch: the microbatch.
             features: modality -> features, whose rows belong at ``batch.media_positions[modality]``. A modality
-                without media in this microbatch is absent.
+                without media in this microbatch is absent; or it has no rows, where ranks share the backbone's weights
+                and others have media: weights that only features meet then take part on every rank.
         """
         raise NotImplementedError(f"{type(self).__name__} must define merge, which generate calls too.")
 

@@ -1,13 +1,15 @@
 """What the one attention function promises about packed sequences."""
 
 import inspect
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flowtrain_lightning.attention import torch_varlen_kernel, varlen_attention
+from flowtrain_lightning.attention import flash_kernel, torch_varlen_kernel, varlen_attention
 
 LENGTHS = [5, 1, 9, 3]
 CU_SEQLENS = torch.tensor([0, 5, 6, 15, 18], dtype=torch.int32)
@@ -98,6 +100,48 @@ def test_heads_that_do_not_divide_are_refused_with_both_numbers() -> None:
 def test_pytorchs_own_kernel_takes_the_arguments_that_it_is_given() -> None:
     kernel, options = torch_varlen_kernel()
     inspect.signature(kernel).bind(*[None] * 5, 9, 9, window_size=(-1, 0), **options)
+
+
+@pytest.mark.parametrize(
+    ("hopper", "installed", "chosen"),
+    [
+        (True, ("flash_attn_interface", "flash_attn"), "flash_attn_interface"),
+        (True, ("flash_attn",), "flash_attn"),
+        (False, ("flash_attn_interface", "flash_attn"), "flash_attn"),
+        (False, ("flash_attn_interface",), None),
+        (True, (), None),
+    ],
+)
+def test_version_3_of_flash_attn_comes_before_version_2_on_hopper_gpus_alone(
+    monkeypatch: pytest.MonkeyPatch, hopper: bool, installed: tuple[str, ...], chosen: str | None
+) -> None:
+    for name in ("flash_attn_interface", "flash_attn"):
+        found = SimpleNamespace(flash_attn_varlen_func=name) if name in installed else None
+        monkeypatch.setitem(sys.modules, name, found)
+    flash_kernel.cache_clear()
+    try:
+        assert flash_kernel(hopper) == chosen
+    finally:
+        flash_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("more", [(), (None,)])
+def test_flash_attn_is_given_bounds_and_cause_and_may_tell_more_than_was_asked(
+    monkeypatch: pytest.MonkeyPatch, more: tuple[None, ...]
+) -> None:
+    def kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal):
+        assert (max_seqlen_q, max_seqlen_k, causal) == (max(LENGTHS), max(LENGTHS), True)
+        assert cu_seqlens_q is cu_seqlens_k
+        return (q + 1, *more) if more else q + 1
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
+    flash_kernel.cache_clear()
+    try:
+        inputs = [x.detach().to("meta", torch.bfloat16) for x in packed(key_heads=2)]
+        output = varlen_attention(*inputs, CU_SEQLENS.to("meta"), max(LENGTHS), causal=True)
+        assert output.shape == inputs[0].shape
+    finally:
+        flash_kernel.cache_clear()
 
 
 def test_half_precision_on_a_device_runs_one_kernel_that_reads_no_bounds_and_copies_no_key_heads() -> None:

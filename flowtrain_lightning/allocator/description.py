@@ -183,10 +183,13 @@ class Half:
     Attributes:
         parts: what it is made of. The last one gives its result: features, or the logits of a backbone.
         extra_tokens: tokens that its layers add to every sequence, such as a class token.
+        handed_over: numbers in a vector of its result, and such vectors per token, where a projector is apart from it;
+            None: what the last part gives.
     """
 
     parts: tuple[Part, ...]
     extra_tokens: int = 0
+    handed_over: tuple[int, float] | None = None
 
     @property
     def parameters(self) -> int:
@@ -216,10 +219,24 @@ class Half:
     @property
     def result(self) -> tuple[int, float]:
         """Numbers in a vector of the result, and such vectors per token of the half."""
+        if self.handed_over is not None:
+            return self.handed_over
         last = self.parts[-1]
         if isinstance(last, Dense):
             return last.outputs * last.copies, last.per_token
         return (last.hidden if isinstance(last, Layers) else last.width), 1.0
+
+    @property
+    def projector(self) -> tuple[Dense, ...]:
+        """The matrices after the last layer; ``()`` without layers."""
+        layered = [number for number, part in enumerate(self.parts) if isinstance(part, Layers)]
+        after = self.parts[layered[-1] + 1 :] if layered else ()
+        return tuple(part for part in after if isinstance(part, Dense))
+
+    def without_projector(self) -> Half:
+        """This half up to its last layer. What it hands over is what the projector is given."""
+        first, kept = self.projector[0], len(self.parts) - len(self.projector)
+        return replace(self, parts=self.parts[:kept], handed_over=(first.inputs * first.copies, first.per_token))
 
     def adapted(self, rank: int) -> Half:
         """This half with nothing that trains but adapters of so low a rank in its layers."""
@@ -275,6 +292,23 @@ class ModuleDescription:
     def receives_gradient(self, role: str) -> bool:
         """Whether gradients must flow out of a role's half into what is before it: encoders that train."""
         return role == BACKBONE and any(half.trains for half in self.encoders.values())
+
+    def with_projectors_apart(self, tokens: Mapping[str, float]) -> ModuleDescription:
+        """This module with every projector that trains behind a frozen tower in the backbone, as it is trained.
+
+        Args:
+            tokens: modality -> tokens of its encoder for each token of the backbone, if there are any.
+        """
+        module = self
+        for modality, encoder in self.encoders.items():
+            if not encoder.trains or not encoder.projector or encoder.without_projector().trains:
+                continue
+            each = tokens.get(modality, 0.0)
+            moved = tuple(replace(part, per_token=part.per_token * each) for part in encoder.projector)
+            encoders = {**module.encoders, modality: encoder.without_projector()}
+            backbone = replace(module.backbone, parts=(*moved, *module.backbone.parts))
+            module = replace(module, encoders=encoders, backbone=backbone)
+        return module
 
     def with_adapters(self, rank: int) -> ModuleDescription:
         """This module with low-rank adapters (LoRA) in the backbone's layers, in place of its weights, to train.

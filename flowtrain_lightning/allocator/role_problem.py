@@ -252,6 +252,8 @@ def role_problems(
 ) -> dict[str, RoleProblem]:
     """Role -> what is known of it, for all roles of a module.
 
+    A projector that trains behind a frozen tower is the backbone's, as it is in training.
+
     Args:
         module: what trains.
         workload: what a step asks.
@@ -269,6 +271,7 @@ def role_problems(
         precision = PRECISIONS[precision]
     if precision.multiplied < 2 and cluster.device.peak_float8 is None:
         raise PlanningError(f"{cluster.device.name} has no fp8 products; choose precision 'bf16-mixed'.")
+    module = module.with_projectors_apart(workload.encoder_tokens)
     loads, measured = role_loads(module, workload), efficiencies or {}
     assumed = assumed_efficiency(cluster.device)
     return {

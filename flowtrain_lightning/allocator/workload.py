@@ -50,6 +50,11 @@ class Workload:
                 "token budget or leave such samples out."
             )
 
+    @property
+    def encoder_tokens(self) -> dict[str, float]:
+        """Modality -> tokens of its encoder for each token of the backbone."""
+        return {modality: float(lengths.sum() / self.tokens.sum()) for modality, lengths in self.media.items()}
+
 
 @dataclass(frozen=True)
 class RoleLoad:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from flowtrain_lightning.attention import torch_varlen_kernel
+from flowtrain_lightning.attention import flash_kernel, is_hopper, torch_varlen_kernel
 from flowtrain_lightning.cli.command_table import command_parser
 from flowtrain_lightning.pool import (
     MAX_OWNERS,
@@ -214,9 +214,9 @@ def _kernel_services() -> Iterator[Finding]:
 
 
 def _attention_kernels() -> Iterator[Finding]:
-    flash = _version("flash-attn")
     cuda = torch.cuda.is_available()
-    yield Finding("flash-attn", flash is not None and cuda, "packed attention on GPUs in half precision, first choice")
+    flash = cuda and flash_kernel(is_hopper(torch.device("cuda"))) is not None
+    yield Finding("flash-attn", flash, "packed attention on GPUs in half precision, first choice")
     yield Finding("varlen_attn", cuda and _has_varlen_kernel(), "the same, from PyTorch 2.11 on")
     yield Finding("SDPA", True, "packed attention sequence by sequence, everywhere else")
 

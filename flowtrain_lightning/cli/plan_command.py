@@ -147,7 +147,8 @@ def _costs(
 ) -> ModelledCosts:
     efficiencies = None
     if options.profile is not None:
-        efficiencies = measured_efficiencies(read_profile(options.profile), module, cluster.device, options.precision)
+        trained = module.with_projectors_apart(workload.encoder_tokens)
+        efficiencies = measured_efficiencies(read_profile(options.profile), trained, cluster.device, options.precision)
     precision = replace(
         PRECISIONS[options.precision].with_optimizer(options.optimizer),
         frozen=2 if options.frozen_bf16 else None,

@@ -30,6 +30,13 @@ class FeatureSpec:
         """The spec of some features."""
         return cls(tuple(tuple(f.shape[1:]) for f in features), tuple(f.dtype for f in features))
 
+    def no_rows(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Features of no media item, on a device."""
+        return tuple(
+            torch.empty((0, *shape), dtype=dtype, device=device)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
     def entry_nbytes(self, rows: Sequence[int]) -> list[int]:
         """Bytes of the pool that entries of so many rows take."""
         widths = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -20,10 +21,11 @@ class GemmaFamilyVLM(HuggingFaceVLM):
     The data module must make all images of the tower's size: ``images=images_of(...)``.
     """
 
-    halves: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    halves: Mapping[str, tuple[str, ...]] = {
         "encoder": ("model.model.vision_tower", "model.model.multi_modal_projector"),
         "backbone": ("model.model.language_model", "model.lm_head"),
     }
+    projector: ClassVar[tuple[str, ...]] = ("model.model.multi_modal_projector",)
 
     def pack_backbone(self) -> None:
         """Attention that takes a mask."""
@@ -31,7 +33,8 @@ class GemmaFamilyVLM(HuggingFaceVLM):
 
     def encode(self, media: PackedMedia) -> Tensor:
         """Images of one size -> ``[sum(media.rows), width]``: as many rows of features for each."""
-        features: Tensor = self.model.model.get_image_features(media.images(), return_dict=True).pooler_output
+        with self.projector_apart():
+            features: Tensor = self.model.model.get_image_features(media.images(), return_dict=True).pooler_output
         return features.flatten(0, 1)
 
 
@@ -49,6 +52,20 @@ class GemmaVLM(GemmaFamilyVLM):
                 f"An image has {image} tokens (mm_tokens_per_image), but local layers see {window} (sliding_window): "
                 "whether its tokens see each other there depends on the version of transformers. Raise sliding_window."
             )
+
+    def hand_over(self, hidden: Tensor) -> Tensor:
+        """Patches -> means over squares of them, ``[images, rows of each, width]``: the projector's first step."""
+        config = self.model.config
+        side = config.vision_config.image_size // config.vision_config.patch_size
+        patches = hidden.transpose(1, 2).reshape(len(hidden), -1, side, side)
+        means = functional.avg_pool2d(patches, side // math.isqrt(config.mm_tokens_per_image))
+        return means.flatten(2).transpose(1, 2)
+
+    def project(self, handed: Any) -> Tensor:
+        """The projector's other steps, a norm and a product."""
+        projector: Any = self.model.model.multi_modal_projector
+        projected: Tensor = projector.mm_soft_emb_norm(handed) @ projector.mm_input_projection_weight
+        return projected.type_as(handed)
 
     def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
         """The text model's arguments, with who sees whom."""

@@ -22,12 +22,12 @@ from flowtrain_lightning.models.adapters import adapters_as_dictionary, add_adap
 from flowtrain_lightning.models.cached_generation import generate_with_cache, takes_cache
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.processor import Processor, copy_processor, processor_of
+from flowtrain_lightning.models.projector import ProjectingModule
 from flowtrain_lightning.models.tensor_plans import decoder_plan, perceptron_plan
-from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import TensorPlan
 
 
-class HuggingFaceVLM(FlowModule):
+class HuggingFaceVLM(ProjectingModule):
     """What all families share: built by ``transformers``, packed attention, loss at target tokens only, AdamW.
 
     A subclass says which ``families`` it trains, names the ``halves`` by path and defines ``encode``; `QwenVLM` and
@@ -179,6 +179,7 @@ class HuggingFaceVLM(FlowModule):
             compile_blocks(self.model)
         for path in self.hparams["frozen"]:
             self._frozen(path).requires_grad_(False)
+        self.place_projector()
 
     def pack_backbone(self) -> None:
         """Lets the text model attend within packed sequences, each token to those before it.
@@ -245,6 +246,10 @@ class HuggingFaceVLM(FlowModule):
 
     def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
         """The text model's arguments: token embeddings, with features where the microbatch's media items go."""
+        return self.place_features(batch, self.projected(features))
+
+    def place_features(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
+        """The text model's arguments: token embeddings, with projected features where media items go."""
         embeddings = self._text.get_input_embeddings()(batch.tokens)
         for modality, rows in features.items():
             if isinstance(rows, tuple):

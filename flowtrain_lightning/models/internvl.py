@@ -19,14 +19,16 @@ class InternVLM(HuggingFaceVLM):
     """
 
     families = ("internvl",)
-    halves: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    halves: Mapping[str, tuple[str, ...]] = {
         "encoder": ("model.model.vision_tower", "model.model.multi_modal_projector"),
         "backbone": ("model.model.language_model", "model.lm_head"),
     }
+    projector: ClassVar[tuple[str, ...]] = ("model.model.multi_modal_projector",)
 
     def encode(self, media: PackedMedia) -> Tensor:
         """Tiles -> ``[sum(media.rows), width]``: a row of features per token, tile after tile."""
         tower: Any = self.model.config.vision_config
         tiles = tile_images(media, tower.image_size[0] // tower.patch_size[0])
-        features: Tensor = self.model.model.get_image_features(tiles, return_dict=True).pooler_output
+        with self.projector_apart():
+            features: Tensor = self.model.model.get_image_features(tiles, return_dict=True).pooler_output
         return features.flatten(0, 1)

@@ -19,10 +19,11 @@ class LlavaVLM(HuggingFaceVLM):
     """
 
     families = ("llava",)
-    halves: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    halves: Mapping[str, tuple[str, ...]] = {
         "encoder": ("model.model.vision_tower", "model.model.multi_modal_projector"),
         "backbone": ("model.model.language_model", "model.lm_head"),
     }
+    projector: ClassVar[tuple[str, ...]] = ("model.model.multi_modal_projector",)
 
     def check_config(self, config: Any) -> None:
         """Refuses towers that take images of any size."""
@@ -36,4 +37,6 @@ class LlavaVLM(HuggingFaceVLM):
 
     def encode(self, media: PackedMedia) -> Tensor:
         """Images of one size -> ``[sum(media.rows), width]``, a row of features per patch."""
-        return torch.cat(list(self.model.model.get_image_features(media.images(), return_dict=True).pooler_output))
+        with self.projector_apart():
+            features = self.model.model.get_image_features(media.images(), return_dict=True).pooler_output
+        return torch.cat(list(features))

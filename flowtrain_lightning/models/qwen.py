@@ -24,10 +24,11 @@ class QwenVLM(HuggingFaceVLM):
     """
 
     families = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-    halves: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    halves: Mapping[str, tuple[str, ...]] = {
         "encoder": ("model.model.visual",),
         "backbone": ("model.model.language_model", "model.lm_head"),
     }
+    projector: ClassVar[tuple[str, ...]] = ("model.model.visual.merger", "model.model.visual.deepstack_merger_list")
 
     def configure_whole(self) -> None:
         """Builds the model; its tower attends within all images of an encoder batch at once."""
@@ -74,15 +75,28 @@ class QwenVLM(HuggingFaceVLM):
         offsets = inputs.pop(_OFFSETS)
         bounds = {"max_length_q": media.max_seqlen, "max_length_k": media.max_seqlen}
         grid = _clips(media.grid)  # on the host, where the tower no more needs it
-        output = tower(frames.flatten(1), grid_thw=grid, cu_seqlens=media.cu_seqlens, **inputs, **bounds)
+        with self.projector_apart():
+            output = tower(frames.flatten(1), grid_thw=grid, cu_seqlens=media.cu_seqlens, **inputs, **bounds)
         return (output.pooler_output, *getattr(output, "deepstack_features", ()), offsets)
+
+    def hand_over(self, hidden: Tensor) -> Tensor:
+        """Patches -> ``[rows, patches of a row, width]``: blocks of patches that lie together become one row."""
+        return hidden.view(-1, self.model.config.vision_config.spatial_merge_size**2, hidden.shape[-1])
+
+    def project(self, handed: Any) -> tuple[Tensor, ...]:
+        """Rows and deepstack rows, each by the merger that the tower has for it."""
+        tower = self.model.model.visual
+        rows, *deepstack, offsets = handed
+        mergers = (tower.merger, *getattr(tower, "deepstack_merger_list", ()))
+        projected = (merge(given.flatten(0, 1)) for merge, given in zip(mergers, (rows, *deepstack), strict=False))
+        return (*projected, offsets)
 
     def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
         """The text model's arguments, with the positions and the deepstack features of the images."""
         if "image" not in features:
-            return {**super().merge(batch, {}), "position_ids": mrope_positions(batch, "image", None)[:, None]}
-        rows, *deepstack, offsets = features["image"]
-        arguments = super().merge(batch, {"image": rows})
+            return {**self.place_features(batch, {}), "position_ids": mrope_positions(batch, "image", None)[:, None]}
+        rows, *deepstack, offsets = self.projected(features)["image"]
+        arguments = self.place_features(batch, {"image": rows})
         arguments["position_ids"] = mrope_positions(batch, "image", offsets)[:, None]
         if deepstack:
             arguments |= {"deepstack": deepstack, "deepstack_positions": batch.media_positions["image"]}

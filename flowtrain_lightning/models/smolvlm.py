@@ -21,10 +21,11 @@ class SmolVLM(HuggingFaceVLM):
     """
 
     families = ("smolvlm",)
-    halves: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    halves: Mapping[str, tuple[str, ...]] = {
         "encoder": ("model.model.vision_model", "model.model.connector"),
         "backbone": ("model.model.text_model", "model.lm_head"),
     }
+    projector: ClassVar[tuple[str, ...]] = ("model.model.connector.modality_projection",)
 
     def encode(self, media: PackedMedia) -> Tensor:
         """Tiles -> ``[sum(media.rows), width]``: a row of features per token, tile after tile."""
@@ -34,5 +35,6 @@ class SmolVLM(HuggingFaceVLM):
         # Not by get_image_features, which takes a tile whose values are all 0 for padding and drops it.
         whole = torch.ones(len(tiles), side, side, dtype=torch.bool, device=tiles.device)
         hidden = self.model.model.vision_model(pixel_values=tiles, patch_attention_mask=whole, return_dict=True)
-        features: Tensor = self.model.model.connector(hidden.last_hidden_state)
+        with self.projector_apart():
+            features: Tensor = self.model.model.connector(hidden.last_hidden_state)
         return features.flatten(0, 1)

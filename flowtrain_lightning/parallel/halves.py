@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ Halves = Mapping[str, tuple[str, ...]]
 class HalvedModule(Protocol):
     """What a module of two halves offers to whoever builds and places them; `FlowModule` is one."""
 
-    halves: ClassVar[Halves]
+    halves: Halves
 
     @property
     def builds_whole(self) -> bool:
@@ -194,6 +194,28 @@ def check_halves(module: HalvedModule) -> None:
             )
 
 
+def with_moved(module: HalvedModule, moved: Collection[str], role: str) -> Halves:
+    """The halves of a module with some parts in another one. What held such a part is named by its other children.
+
+    Args:
+        module: is built.
+        moved: paths of modules.
+        role: whose half they belong to from now on.
+    """
+
+    def without(path: str) -> Iterator[str]:
+        if path in moved:
+            return
+        if any(part.startswith(f"{path}.") for part in moved):
+            for name, _ in module.get_submodule(path).named_children():
+                yield from without(f"{path}.{name}")
+        else:
+            yield path
+
+    kept = {half: tuple(each for path in paths for each in without(path)) for half, paths in module.halves.items()}
+    return {**kept, role: (*kept[role], *moved)}
+
+
 def role_of(name: str, halves: Mapping[str, Collection[str]]) -> str | None:
     """The role whose half owns the parameter or buffer of this name, or None."""
     return next((role for role, paths in halves.items() if _is_under(name, paths)), None)
@@ -208,7 +230,7 @@ def without_absent_halves(module: HalvedModule, resident: Collection[str]) -> It
             continue
         for path in module.halves[role]:
             parent_path, _, name = path.rpartition(".")
-            if not _has_module(module, path):  # building it failed, and what follows on that must not hide why
+            if not has_module(module, path):  # building it failed, and what follows on that must not hide why
                 continue
             parent = module.get_submodule(parent_path)
             removed.append((parent, name, getattr(parent, name)))
@@ -224,14 +246,15 @@ def _refuse_missing_modules(module: HalvedModule) -> None:
     built = "configure_whole" if module.builds_whole else "configure_{}"
     for role in ROLES:
         for path in module.halves[role]:
-            if not _has_module(module, path):
+            if not has_module(module, path):
                 raise ValueError(
                     f"{type(module).__name__} has no module {path!r}, where its {role} half should be. Build it in "
                     f"{built.format(role)}, or say in `halves` which modules the {role} is made of."
                 )
 
 
-def _has_module(module: HalvedModule, path: str) -> bool:
+def has_module(module: HalvedModule, path: str) -> bool:
+    """Whether a module was built under this path."""
     try:
         module.get_submodule(path)
     except AttributeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -14,6 +15,7 @@ from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.features import FeatureSpec, as_features
 from flowtrain_lightning.data import Features, PackedBatch
+from flowtrain_lightning.data.collate import IMAGE
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.program import MicrobatchWork
 from flowtrain_lightning.runtime.schedule import LaneContext, Progress, Schedule, Step
@@ -68,6 +70,11 @@ class BackboneLane:
                     yield f"features of microbatch {number}"
             waiting.popleft()
             if packed is not None:
+                if spec is not None and not features.tensors and step.batch.shard.pads_microbatches:
+                    # Other ranks may have media now, and sum gradients of all that a layout gathers together. So what
+                    # only features meet, such as a projector, takes part here as well.
+                    features.tensors = spec.no_rows(self._context.compute.device)
+                    packed = replace(packed, media_positions={IMAGE: packed.tokens[:0]})
                 leaves = self._compute(step, number, packed, features, outputs)
                 if step.trains and self._answers:
                     yield from self._return_gradients(step, features.work, leaves)

@@ -164,6 +164,42 @@ class DividedTokens(Divided):
         return {**super().tensor_plan(role, ranks), **dict.fromkeys(blocks, "divided_tokens")}
 
 
+class Tower(Encoder):
+    """Returns the four patches of each row as they are."""
+
+    def forward(self, media: PackedMedia) -> Tensor:
+        x = self.block(self.embed(media.patches), media.cu_seqlens, media.max_seqlen, False)
+        return x.unflatten(0, (-1, 4))
+
+
+class Projecting(Divided):
+    """Its backbone half has the projector, beside the decoder."""
+
+    halves: ClassVar = {"encoder": ("encoder",), "backbone": ("backbone", "projector")}
+
+    def configure_encoder(self) -> None:
+        self.encoder = Tower(levels=0, dropout=0.0)
+        if self.hparams["freeze_encoder"]:
+            self.encoder.requires_grad_(False)
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.projector = nn.Sequential(nn.Flatten(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
+        rows = {modality: given[0] if isinstance(given, tuple) else given for modality, given in features.items()}
+        return super().merge(batch, {modality: self.projector(given) for modality, given in rows.items()})
+
+    def encode(self, media: PackedMedia) -> tuple[Tensor, ...]:
+        return (self.encoder(media),)
+
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        group = {"params": list(self.projector.parameters()), "weight_decay": 0.0}
+        configured["optimizer"].add_param_group({**group, "initial_lr": self.hparams["lr"]})
+        return configured
+
+
 KINDS: dict[str, type[TinyVLM]] = {
     "tiny": TinyVLM,
     "unused level": UnusedLevel,
@@ -171,4 +207,5 @@ KINDS: dict[str, type[TinyVLM]] = {
     "deep": Deep,
     "divided": Divided,
     "divided tokens": DividedTokens,
+    "projecting": Projecting,
 }

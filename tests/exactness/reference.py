@@ -59,7 +59,7 @@ def train(
 def _step_loss(model: TinyVLM, dataset: StepDataset, step: int) -> Tensor:
     """The sum of all samples' losses over the number of all target tokens."""
     losses, targets = [], 0
-    for sequence, pictures in _samples(dataset, step):
+    for sequence, pictures in samples_of_step(dataset, step):
         features = _encode(model, pictures)
         logits = model.backbone(**model.merge(sequence, features))
         losses.append(functional.cross_entropy(logits, sequence.labels, ignore_index=IGNORED_LABEL, reduction="sum"))
@@ -67,7 +67,7 @@ def _step_loss(model: TinyVLM, dataset: StepDataset, step: int) -> Tensor:
     return torch.stack(losses).sum() / targets
 
 
-def _samples(dataset: StepDataset, step: int) -> Iterator[tuple[PackedBatch, list[PackedMedia]]]:
+def samples_of_step(dataset: StepDataset, step: int) -> Iterator[tuple[PackedBatch, list[PackedMedia]]]:
     """Each sample of a step as a microbatch of its own, with its pictures as encoder batches of their own."""
     loader = dataset.samples
     for sample in dataset.sampling.step(0, step).tolist():

@@ -17,7 +17,7 @@ import flowtrain_lightning as flow
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia
 from flowtrain_lightning.data.collate import pack_images, pack_sequences
 from tests.exactness.compare import error
-from tests.models.tiny import FAMILIES, Family
+from tests.models.tiny import FAMILIES, Family, projector_of, tower_of
 from tests.saved_tensors import SavedTensors
 from tests.tiny import tiny_data, write_records
 
@@ -198,3 +198,25 @@ def test_the_model_can_be_used_as_hugging_face_does(computed):
     _, expected, found = computed
     torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-9)
     assert error(found["gradients"], expected["gradients"]) <= 1e-9
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"qwen2_vl, tied"}))
+def test_a_projector_of_the_backbone_half_has_the_gradients_of_hugging_faces_model(name, tmp_path):
+    family, samples = FAMILIES[name], Samples(tmp_path, FAMILIES[name])
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = family.kind(family.config, frozen=tower_of(name))
+        module.configure_model()
+        assert {f"model.{path}" for path in projector_of(name)} <= {*module.halves["backbone"]}
+        module.model.save_pretrained(tmp_path / "model")
+        reference = type(module.model).from_pretrained(tmp_path / "model", dtype=torch.float64)
+        for path in tower_of(name):
+            reference.get_submodule(path).requires_grad_(False)
+        found, expected = ours(module, samples), theirs(reference, samples)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-9)
+    assert error(found["gradients"], expected["gradients"]) <= 1e-9
+    for path in projector_of(name):
+        assert all(weight.grad is not None for weight in module.model.get_submodule(path).parameters())

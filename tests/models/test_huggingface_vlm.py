@@ -137,7 +137,8 @@ def test_a_frozen_tower_runs_once_in_a_step(family, frozen, block, recompute):
     module.model.get_submodule(block).register_forward_pre_hook(lambda *_: runs.append(1))
     patches = torch.randn(16, images.patch_dim).numpy()
     features = module.encode(pack_images([LoadedImage(patches, (4, 4), 16 // images.merge_size**2)]))
-    (features[0] if isinstance(features, tuple) else features).sum().backward()
+    projected = module.projected({"image": features})["image"]
+    (projected[0] if isinstance(projected, tuple) else projected).sum().backward()
     assert len(runs) == 1
 
 

@@ -172,3 +172,25 @@ FAMILIES["paligemma 2"] = Family(
     attention="eager",
 )
 FAMILIES["qwen2_vl, tied"] = Family(flow.models.QwenVLM, {**FAMILIES["qwen2_vl"].config, "tie_word_embeddings": True})
+_TOWERS = {
+    "smolvlm": ["model.vision_model"],
+    "qwen2_vl": ["model.visual.blocks", "model.visual.patch_embed"],
+    "qwen2_5_vl": ["model.visual.blocks", "model.visual.patch_embed"],
+    "qwen3_vl": ["model.visual.blocks", "model.visual.patch_embed", "model.visual.pos_embed"],
+}
+_PROJECTORS = {
+    "smolvlm": ["model.connector.modality_projection"],
+    "qwen2_vl": ["model.visual.merger"],
+    "qwen2_5_vl": ["model.visual.merger"],
+    "qwen3_vl": ["model.visual.merger", "model.visual.deepstack_merger_list"],
+}
+
+
+def tower_of(family: str) -> list[str]:
+    """The modules of a family's tower, as a user freezes them."""
+    return _TOWERS.get(family.partition(",")[0], ["model.vision_tower"])
+
+
+def projector_of(family: str) -> list[str]:
+    """The modules that are left of its encoder half."""
+    return _PROJECTORS.get(family.partition(",")[0], ["model.multi_modal_projector"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flowtrain_lightning.data import PackingConfig
+from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.parallel.groups import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
@@ -21,20 +24,32 @@ def train(
     precision: str = "64-true",
     roles: dict[str, dict[str, Any]] | None = None,
     adapters: Any = None,
+    frozen: Sequence[str] = (),
+    moves: bool = True,
+    resumes: str | None = None,
+    steps: int = STEPS,
 ) -> None:
-    """Trains ``STEPS`` steps; every rank writes down what it computed, and all a checkpoint, ``last.ckpt``."""
+    """Trains some steps; every rank writes down what it computed, and all a checkpoint, ``last.ckpt``.
+
+    ``moves`` says whether a projector behind a frozen tower goes to the backbone half.
+    """
     chosen, recorder = FAMILIES[family], Recorder()
+    kind = chosen.kind if moves else type("Kept", (chosen.kind,), {"projector": ()})
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "frozen": frozen}
+    images: dict[str, Any] = {"images": chosen.images}
+    if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
+        images["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
     trainer = trainer_for(
         layout,
         strategy={"roles": roles} if roles else None,
         precision=precision,
-        max_steps=STEPS,
+        max_steps=steps,
         limit_val_batches=0,
         callbacks=[recorder],
         default_root_dir=folder,
     )
-    module = chosen.kind(chosen.config, adapters=adapters, lr=1e-2, weight_decay=0.1)
-    trainer.fit(module, datamodule=steps_data(Path(data), images=chosen.images))
+    module = kind(chosen.config, adapters=adapters, **settings)
+    trainer.fit(module, datamodule=steps_data(Path(data), **images), ckpt_path=resumes)
     trainer.save_checkpoint(folder / "last.ckpt")
     recorder.save(folder)
     disconnect_groups()
