@@ -70,6 +70,7 @@ class PackedMedia:
             computed: reading it from a device would wait for all that the device still has to do.
         max_seqlen: patches of the largest media item.
         rows: ``[media items]`` rows of features that the encoder must return for each media item, in order.
+        sizes: ``[media items]`` height and width in pixels of each image as it was in the data.
         inputs: what the module's ``prepare_media`` has worked out of the sizes; empty where nobody has asked it.
         normalisation: ``[3, patch_dim]`` float32: divisor, mean and deviation of each number of a patch; None where
             ``pixels`` are normalised already.
@@ -81,6 +82,7 @@ class PackedMedia:
     grid: Tensor
     max_seqlen: int
     rows: tuple[int, ...]
+    sizes: tuple[tuple[int, int], ...] = ()
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     normalisation: Tensor | None = None
 

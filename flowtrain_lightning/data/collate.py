@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch, PackedMedia
 from flowtrain_lightning.data.conversation import TokenSequence
-from flowtrain_lightning.data.image_processor import normalised
+from flowtrain_lightning.data.image_processor import LoadedImage
 from flowtrain_lightning.packing import IntArray
 
 IMAGE = "image"
@@ -19,27 +17,6 @@ IMAGE = "image"
 
 _PADDING_TOKEN = 0
 _PADDING_LENGTH = 8
-
-
-class LoadedImage(NamedTuple):
-    """An image ready to be packed.
-
-    Attributes:
-        pixels: ``[patches, patch_dim]`` uint8, or normalised floats.
-        grid: its height and width in patches.
-        rows: rows of features that the encoder returns for it.
-        normalisation: of pixels of uint8, see `ImageProcessor`.
-    """
-
-    pixels: NDArray[Any]
-    grid: tuple[int, int]
-    rows: int
-    normalisation: NDArray[np.float32] | None = None
-
-    @property
-    def patches(self) -> NDArray[np.float32]:
-        """``[patches, patch_dim]`` floats."""
-        return self.pixels if self.normalisation is None else normalised(self.pixels, self.normalisation)
 
 
 def pack_sequences(
@@ -104,6 +81,7 @@ def pack_images(images: Sequence[LoadedImage]) -> PackedMedia:
         grid=torch.tensor([image.grid for image in images], dtype=torch.int64),
         max_seqlen=max(lengths),
         rows=tuple(image.rows for image in images),
+        sizes=tuple(image.size for image in images),
         normalisation=torch.from_numpy(shared) if alike and shared is not None else None,
     )
 

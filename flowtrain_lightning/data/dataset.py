@@ -11,11 +11,11 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from flowtrain_lightning.data.batch import PackedBatch, PackedMedia, RankShard, StepBatch
-from flowtrain_lightning.data.collate import LoadedImage, pack_images, pack_sequences, padding_microbatch
+from flowtrain_lightning.data.collate import pack_images, pack_sequences, padding_microbatch
 from flowtrain_lightning.data.conversation import Template, TokenSequence
 from flowtrain_lightning.data.formats import DataError, Record
 from flowtrain_lightning.data.image_files import ImageError
-from flowtrain_lightning.data.image_processor import ImageProcessor
+from flowtrain_lightning.data.image_processor import ImageProcessor, LoadedImage
 from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.sample_source import SampleSource
@@ -98,19 +98,18 @@ class SampleLoader:
             generator = np.random.default_rng([self.seed, epoch, sample, number])
             augment = partial(_augmented, self.augment, generator)
         try:
-            pixels, grid = self.images.load_pixels(file, augment)
+            image = self.images.load_pixels(file, augment, alone=len(record.images) == 1)
         except ImageError as error:
             raise DataError(
                 f"{record.where}: image {file} cannot be used: {error}; correct the record, or leave such records "
                 "out with IndexConfig(unreadable='drop')."
             ) from error
-        found = self.images.rows_of_features(*grid)
-        if found != rows:
+        if image.rows != rows:
             raise DataError(
-                f"{record.where}: image {file} gives {found} rows of features, but gave {rows} when it was indexed; "
-                "it was changed meanwhile. Delete the index in the cache folder and start again."
+                f"{record.where}: image {file} gives {image.rows} rows of features, but gave {rows} when it was "
+                "indexed; it was changed meanwhile. Delete the index in the cache folder and start again."
             )
-        return LoadedImage(pixels, grid, rows, self.images.normalisation if pixels.dtype == np.uint8 else None)
+        return image
 
 
 @dataclass(frozen=True)

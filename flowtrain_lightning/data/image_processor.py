@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,29 @@ if TYPE_CHECKING:
 
 LARGEST_ASPECT = 200
 """How many times one side of an image may be as long as the other, by Qwen's rule."""
+
+
+class LoadedImage(NamedTuple):
+    """An image ready to be packed.
+
+    Attributes:
+        pixels: ``[patches, patch_dim]`` uint8, or normalised floats.
+        grid: its height and width in patches.
+        rows: rows of features that the encoder returns for it.
+        normalisation: of pixels of uint8, see `ImageProcessor`.
+        size: its height and width in pixels as it was in the data.
+    """
+
+    pixels: NDArray[Any]
+    grid: tuple[int, int]
+    rows: int
+    normalisation: NDArray[np.float32] | None = None
+    size: tuple[int, int] = (0, 0)
+
+    @property
+    def patches(self) -> NDArray[np.float32]:
+        """``[patches, patch_dim]`` floats."""
+        return self.pixels if self.normalisation is None else normalised(self.pixels, self.normalisation)
 
 
 @dataclass(frozen=True)
@@ -85,8 +108,13 @@ class ImageProcessor:
     def _block(self) -> int:
         return self.patch_size * self.merge_size
 
-    def size(self, height: int, width: int) -> tuple[int, int]:
+    def size(self, height: int, width: int, *, alone: bool = True) -> tuple[int, int]:
         """Height and width in patches of an image of ``height x width`` pixels.
+
+        Args:
+            height: in pixels.
+            width: in pixels.
+            alone: its record has no other image, which some models look at more closely.
 
         Raises:
             ImageError: the image has no pixels or is too long and thin.
@@ -109,45 +137,49 @@ class ImageProcessor:
             high, wide = (math.ceil(side * grow / block) for side in (height, width))
         return high * merge, wide * merge
 
-    def rows_of_features(self, high: int, wide: int) -> int:
-        """Rows of features, that is backbone tokens, of an image of ``high x wide`` patches."""
-        return high * wide // self.merge_size**2
+    def rows_of_features(self, grid: tuple[int, int], size: tuple[int, int]) -> int:
+        """Rows of features, that is backbone tokens, of an image.
+
+        Args:
+            grid: its height and width in patches.
+            size: its height and width in pixels as it was in the data.
+        """
+        return math.prod(grid) // self.merge_size**2
 
     def load(
-        self, file: ImageFile, augment: Callable[[Image], Image] | None = None
+        self, file: ImageFile, augment: Callable[[Image], Image] | None = None, *, alone: bool = True
     ) -> tuple[NDArray[np.float32], tuple[int, int]]:
         """The image's patches, normalised, and its height and width in patches; see `load_pixels`.
 
         Returns:
             ``[patches, patch_dim]`` floats in the encoder's order, and ``(height, width)`` in patches.
         """
-        pixels, grid = self.load_pixels(file, augment)
-        return normalised(pixels, self.normalisation), grid
+        image = self.load_pixels(file, augment, alone=alone)
+        return image.patches, image.grid
 
     def load_pixels(
-        self, file: ImageFile, augment: Callable[[Image], Image] | None = None
-    ) -> tuple[NDArray[Any], tuple[int, int]]:
-        """The image's patches before they are normalised, and its height and width in patches.
+        self, file: ImageFile, augment: Callable[[Image], Image] | None = None, *, alone: bool = True
+    ) -> LoadedImage:
+        """The image's patches, in the encoder's order, before they are normalised where that can wait.
 
         Args:
             file: the image.
             augment: changes the image before it is scaled. What it returns is scaled to the size that the original
                 has by the size rule, so it may crop but never changes how many tokens a sample has.
-
-        Returns:
-            ``[patches, patch_dim]`` in the encoder's order, uint8 or floats as of `values`, and ``(height, width)`` in
-            patches.
+            alone: its record has no other image.
 
         Raises:
             ImageError: it cannot be decoded.
         """
         image = decode(file)
         size = image.height, image.width
-        grid = self.size(*size)
+        grid = self.size(*size, alone=alone)
         if augment is not None:
             image = augment(image)
         image = flatten(image, "RGB" if self.channels == 3 else "L")
-        return self.cut(self.values(image, grid, size), grid), grid
+        pixels = self.cut(self.values(image, grid, size), grid)
+        normalisation = self.normalisation if pixels.dtype == np.uint8 else None
+        return LoadedImage(pixels, grid, self.rows_of_features(grid, size), normalisation, size)
 
     @cached_property
     def normalisation(self) -> NDArray[np.float32]:

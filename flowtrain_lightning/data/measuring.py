@@ -100,7 +100,8 @@ def measured_images(record: Record, measure: Measure) -> MeasuredImages:
     for image in record.images:
         try:
             header = read_header(image)
-            grid = measure.images.size(header.height, header.width)
+            size = header.height, header.width
+            grid = measure.images.size(*size, alone=len(record.images) == 1)
             if measure.unreadable == "drop":
                 decode(image)
         except ImageError as error:
@@ -113,7 +114,7 @@ def measured_images(record: Record, measure: Measure) -> MeasuredImages:
             ) from error
         animated += header.animated
         patches.append(math.prod(grid))
-        rows.append(measure.images.rows_of_features(*grid))
+        rows.append(measure.images.rows_of_features(grid, size))
     return MeasuredImages(np.asarray(patches, np.int64), np.asarray(rows, np.int64), True, animated)
 
 

@@ -11,6 +11,7 @@ from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.images import images_of
 from flowtrain_lightning.models.internvl import InternVLM
 from flowtrain_lightning.models.llava import LlavaVLM
+from flowtrain_lightning.models.onevision import OnevisionVLM
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.paligemma import PaliGemmaVLM
 from flowtrain_lightning.models.pretrained import Pretrained, from_pretrained, module_class
@@ -26,6 +27,7 @@ __all__ = [
     "HuggingFaceVLM",
     "InternVLM",
     "LlavaVLM",
+    "OnevisionVLM",
     "PaliGemmaVLM",
     "Pretrained",
     "Processor",

@@ -54,7 +54,7 @@ class HuggingFaceImages(ImageProcessor):
         header = read_header(file)
         return self.tiles(header.height, header.width)
 
-    def size(self, height: int, width: int) -> tuple[int, int]:
+    def size(self, height: int, width: int, *, alone: bool = True) -> tuple[int, int]:
         """Height and width in patches of all tiles of an image of ``height x width`` pixels.
 
         Raises:
@@ -67,10 +67,14 @@ class HuggingFaceImages(ImageProcessor):
         """What the encoder sees of an image, tile below tile: ``[height, width, channels]`` normalised values."""
         if (image.height, image.width) != size and grid != self.size(image.height, image.width):
             image = image.resize((size[1], size[0]))  # the plan counts on the tiles of the original
-        found = self.processor(image, return_tensors="np", **self.options)["pixel_values"]
+        found = self.processed(image, grid)
         high, wide = (side // self.patch_size * self.patch_size for side in found.shape[-2:])
         tiles = np.asarray(found, dtype=np.float32).reshape(-1, *found.shape[-3:])[..., :high, :wide]
         return np.ascontiguousarray(tiles.transpose(0, 2, 3, 1)).reshape(-1, wide, self.channels)
+
+    def processed(self, image: Image, grid: tuple[int, int]) -> Any:
+        """``[..., channels, height, width]`` the tiles, by Hugging Face's image processor."""
+        return self.processor(image, return_tensors="np", **self.options)["pixel_values"]
 
     def _count(self, height: int, width: int) -> int:
         if hasattr(self.processor, "crop_to_patches"):

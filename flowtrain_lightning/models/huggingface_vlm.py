@@ -40,7 +40,8 @@ class HuggingFaceVLM(ProjectingModule):
     Args:
         model: a name or a folder of Hugging Face, whose weights are loaded; or a ``transformers`` config (or its
             dictionary), to begin from random weights. Checkpoints keep the config, so that they need neither.
-        frozen: path or paths of modules of the Hugging Face model that do not train, such as ``"model.visual"``.
+        frozen: path or paths of modules, or of single parameters, of the Hugging Face model that do not train, such as
+            ``"model.visual"``.
         adapters: train small matrices beside the weights, which stay as they are: a config of ``peft`` such as
             ``LoraConfig(target_modules="all-linear")``, or its dictionary. What is saved is then a folder of adapters,
             which ``peft.PeftModel.from_pretrained`` opens.
@@ -115,9 +116,9 @@ class HuggingFaceVLM(ProjectingModule):
         if config.model_type not in self.families:
             raise ValueError(
                 f"{type(self).__name__} does not train models of type {config.model_type!r}. QwenVLM trains qwen2_vl, "
-                "qwen2_5_vl and qwen3_vl, LlavaVLM trains llava, InternVLM trains internvl, SmolVLM trains smolvlm, "
-                "GemmaVLM trains gemma3, PaliGemmaVLM trains paligemma; for others write a HuggingFaceVLM of your own "
-                "(docs/models.md)."
+                "qwen2_5_vl and qwen3_vl, LlavaVLM trains llava, OnevisionVLM trains llava_onevision, InternVLM trains "
+                "internvl, SmolVLM trains smolvlm, GemmaVLM trains gemma3, PaliGemmaVLM trains paligemma; for others "
+                "write a HuggingFaceVLM of your own (docs/models.md)."
             )
 
     # ---- what it reads ------------------------------------------------------------------------------------------
@@ -232,14 +233,14 @@ class HuggingFaceVLM(ProjectingModule):
     def _text(self) -> Any:
         return self.get_submodule(self.halves["backbone"][0])
 
-    def _frozen(self, path: str) -> nn.Module:
-        try:
-            part: nn.Module = self.model.get_submodule(path)
-        except AttributeError:
+    def _frozen(self, path: str) -> nn.Module | nn.Parameter:
+        part: nn.Module | nn.Parameter | None = dict(self.model.named_modules()).get(path)
+        part = part or dict(self.model.named_parameters()).get(path)
+        if part is None:
             raise ValueError(
                 f"frozen names {path!r}, but {type(self.model).__name__} has no such module. Name one as in "
                 f"named_modules(), such as {self.halves['encoder'][0].removeprefix('model.')!r}."
-            ) from None
+            )
         return part
 
     # ---- computing ----------------------------------------------------------------------------------------------

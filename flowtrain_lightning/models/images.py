@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.data import ImageProcessor
 from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
+from flowtrain_lightning.models.onevision_images import OnevisionImages
 
 
 def images_of(model: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessor:
     """What a Hugging Face model's own image processor does to images, for ``FlowDataModule(images=...)``.
 
     Equal to the bit with its Pillow backend: Qwen's patches by our own code, whatever has tiles of one size (CLIP's and
-    SigLIP's towers, InternVL, SmolVLM, Gemma 3) by the processor itself.
+    SigLIP's towers, LLaVA-OneVision, InternVL, SmolVLM, Gemma 3) by the processor itself.
 
     Args:
         model: the model's name or folder.
@@ -60,11 +63,14 @@ def _tiles(kind: str, processor: Any, config: Any, model: str | Path) -> ImagePr
     patch_size = patch[0] if isinstance(patch, list | tuple) else patch
     options: dict[str, Any] = {}
     merge, size = 1, processor.size
+    maker: Callable[..., HuggingFaceImages] = HuggingFaceImages
     match kind:
         case "CLIP":
             size = processor.crop_size if processor.do_center_crop else size
         case "Llava" | "Siglip":
             size = processor.crop_size if getattr(processor, "do_center_crop", False) else size
+        case "LlavaOnevision":
+            maker = partial(OnevisionImages, most_tiles=int(config.vision_aspect_ratio.removeprefix("anyres_max_")))
         case "GotOcr2":
             merge, options = round(1 / config.downsample_ratio), {"crop_to_patches": True}
         case "Gemma3":
@@ -76,10 +82,10 @@ def _tiles(kind: str, processor: Any, config: Any, model: str | Path) -> ImagePr
         case _:
             raise ValueError(
                 f"The image processor of {model} is a {kind}ImageProcessor, but only those of Qwen-VL, CLIP, "
-                "LLaVA-1.5, SigLIP, InternVL, SmolVLM and Gemma 3 can be followed. Say what it does yourself: "
-                "FlowDataModule(images=ImageProcessor(...))."
+                "LLaVA-1.5, SigLIP, LLaVA-OneVision, InternVL, SmolVLM and Gemma 3 can be followed. Say what it does "
+                "yourself: FlowDataModule(images=ImageProcessor(...))."
             )
-    return HuggingFaceImages(
+    return maker(
         patch_size=patch_size,
         merge_size=merge,
         fixed_size=(size["height"], size["width"]),

@@ -11,12 +11,21 @@ from flowtrain_lightning.models.gemma import GemmaVLM
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.internvl import InternVLM
 from flowtrain_lightning.models.llava import LlavaVLM
+from flowtrain_lightning.models.onevision import OnevisionVLM
 from flowtrain_lightning.models.paligemma import PaliGemmaVLM
 from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.qwen import QwenVLM
 from flowtrain_lightning.models.smolvlm import SmolVLM
 
-_TRAINED: tuple[type[HuggingFaceVLM], ...] = (QwenVLM, LlavaVLM, InternVLM, SmolVLM, GemmaVLM, PaliGemmaVLM)
+_TRAINED: tuple[type[HuggingFaceVLM], ...] = (
+    QwenVLM,
+    LlavaVLM,
+    OnevisionVLM,
+    InternVLM,
+    SmolVLM,
+    GemmaVLM,
+    PaliGemmaVLM,
+)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from flowtrain_lightning.data import IGNORED_LABEL, Record, Turn
-from flowtrain_lightning.data.collate import LoadedImage, pack_images, pack_sequences
+from flowtrain_lightning.data.collate import pack_images, pack_sequences
+from flowtrain_lightning.data.image_processor import LoadedImage
 from tests.data.support import TEMPLATE, Letters
 
 _ = IGNORED_LABEL

@@ -42,7 +42,7 @@ def test_sizes_follow_qwens_rule(height, width, patch):
 
 def test_a_known_image_has_the_known_number_of_tokens():
     assert ImageProcessor().size(295, 448) == (22, 32)
-    assert ImageProcessor().rows_of_features(22, 32) == 176
+    assert ImageProcessor().rows_of_features((22, 32), (295, 448)) == 176
 
 
 def test_patches_come_in_blocks_that_merge_into_one_row_of_features(tmp_path):
@@ -81,7 +81,7 @@ def test_images_of_one_size_can_be_had_whole(tmp_path, merge):
 def test_with_a_fixed_size_every_image_has_as_many_tokens(tmp_path):
     images = ImageProcessor(patch_size=14, merge_size=1, fixed_size=(336, 336))
     assert {images.size(*pixels) for pixels in ((10, 300), (4000, 100), (336, 336))} == {(24, 24)}
-    assert images.rows_of_features(24, 24) == 576
+    assert images.rows_of_features((24, 24), (336, 336)) == 576
     write_image(tmp_path / "wide.png", 20, 90)
     assert images.load(tmp_path / "wide.png")[0].shape == (576, images.patch_dim)
 
@@ -97,7 +97,7 @@ def test_pixels_are_bytes_that_become_the_same_numbers_wherever_they_are_normali
     every = np.arange(256, dtype=np.uint8).repeat(3).reshape(16, 16, 3)  # every value in every channel
     Image.fromarray(every).save(tmp_path / "p.png")
     images = ImageProcessor(4, 2, 256, 256)
-    pixels, grid = images.load_pixels(tmp_path / "p.png")
+    pixels, grid, *_ = images.load_pixels(tmp_path / "p.png")
     assert pixels.dtype == np.uint8
     mean, std = (np.asarray(of_channels, np.float32) for of_channels in (images.mean, images.std))
     expected = images.cut((every.astype(np.float32) / np.float32(255) - mean) / std, grid)
@@ -110,7 +110,7 @@ def test_pixels_are_bytes_that_become_the_same_numbers_wherever_they_are_normali
 def test_images_of_bytes_and_of_floats_are_packed_together(tmp_path):
     write_image(tmp_path / "p.png", 8, 8)
     images = ImageProcessor(4, 2, 64, 64)
-    (pixels, grid), (floats, _) = images.load_pixels(tmp_path / "p.png"), images.load(tmp_path / "p.png")
+    (pixels, grid, *_), (floats, _) = images.load_pixels(tmp_path / "p.png"), images.load(tmp_path / "p.png")
     packed = pack_images([LoadedImage(pixels, grid, 1, images.normalisation), LoadedImage(floats, grid, 1)])
     assert torch.equal(packed.patches[:4], packed.patches[4:])
 

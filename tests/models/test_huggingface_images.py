@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flowtrain_lightning.data.collate import LoadedImage, pack_images
+from flowtrain_lightning.data.collate import pack_images
 
 transformers = pytest.importorskip("transformers")
 
 from flowtrain_lightning.models import HuggingFaceImages, images_of, tile_images  # noqa: E402
 from tests.models.processors import PUBLISHED  # noqa: E402
 
-FAMILIES = ("llava", "internvl", "gemma3", "smolvlm")
+FAMILIES = ("llava", "internvl", "gemma3", "smolvlm", "llava_onevision")
 OPTIONS: dict[str, dict[str, Any]] = {"internvl": {"crop_to_patches": True}}
 """What the processors of Hugging Face tell their image processors."""
 
@@ -47,6 +49,12 @@ def write(folder: Path, height: int, width: int, mode: str = "RGB") -> Path:
     return folder / "image.png"
 
 
+def tiles_of(images: HuggingFaceImages, path: Path, *, alone: bool = True) -> torch.Tensor:
+    loaded = images.load_pixels(path, alone=alone)
+    each = math.prod(loaded.grid) // images.merge_size**2  # rows of features, if each block of patches makes one
+    return tile_images(pack_images([loaded._replace(rows=each)]), images.fixed_size[0] // images.patch_size)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("height", "width", "mode"),
@@ -55,10 +63,7 @@ def write(folder: Path, height: int, width: int, mode: str = "RGB") -> Path:
 def test_pixels_are_equal_to_the_bit(opened, tmp_path, family, height, width, mode):
     theirs, ours = opened(family)
     path = write(tmp_path, height, width, mode)
-    patches, grid = ours.load(path)
-    rows = ours.rows_of_features(*grid)
-    high = ours.fixed_size[0] // ours.patch_size
-    found = tile_images(pack_images([LoadedImage(patches, grid, rows)]), high)
+    found = tiles_of(ours, path)
     expected = theirs(Image.open(path), return_tensors="pt", **OPTIONS.get(family, {}))["pixel_values"]
     assert found.equal(expected.reshape(found.shape))
 
@@ -75,6 +80,15 @@ def test_how_many_tiles_there_are_is_known_from_the_size_alone(opened, family, h
     tiles = found.reshape(-1, *found.shape[-3:]).shape[0]
     high = ours.fixed_size[0] // ours.patch_size
     assert ours.size(height, width) == (high * tiles, high)
+
+
+@pytest.mark.parametrize(("height", "width"), [(56, 56), (90, 130), (60, 21)])
+def test_of_several_images_onevision_sees_one_square_tile_each(opened, tmp_path, height, width):
+    theirs, ours = opened("llava_onevision")
+    path = write(tmp_path, height, width)
+    image = Image.open(path)
+    expected = theirs([[image, image, image]], return_tensors="pt")["pixel_values"][0]
+    assert tiles_of(ours, path, alone=False).equal(expected)
 
 
 def test_an_augmented_image_keeps_its_tiles(opened, tmp_path):

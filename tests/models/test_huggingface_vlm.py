@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.data.collate import LoadedImage, pack_images
+from flowtrain_lightning.data.collate import pack_images
+from flowtrain_lightning.data.image_processor import LoadedImage
 from flowtrain_lightning.parallel.halves import fill_half
 from flowtrain_lightning.placement.meta_device import copy_on_meta
 from flowtrain_lightning.placement.module_profile import profile_module

@@ -10,7 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from flowtrain_lightning.data.collate import LoadedImage, pack_images
+from flowtrain_lightning.data.collate import pack_images
+from flowtrain_lightning.data.image_processor import LoadedImage
 from flowtrain_lightning.models import images_of
 
 transformers = pytest.importorskip("transformers")
@@ -48,8 +49,7 @@ def write_blocks(folder: Path, height: int, width: int, mode: str = "RGB") -> Pa
 
 
 def load(images: Any, path: Path) -> LoadedImage:
-    patches, grid = images.load(path)
-    return LoadedImage(patches, grid, images.rows_of_features(*grid))
+    return images.load_pixels(path)
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,12 @@ class Both:
 
     theirs: Any
     ours: Processor
-    template: Any
     images: list[Path]
     family: str
+
+    @property
+    def template(self) -> Any:
+        return self.ours.template
 
     def record(self, turns: list[dict[str, Any]], **others: Any) -> Record:
         images = sum(turn["content"].count(MEDIA_MARKER) for turn in turns if isinstance(turn["content"], str))
@@ -126,15 +129,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Both]:
         if family not in made:
             path = folder / family
             theirs = PUBLISHED[family].save(path, legacy=family == "qwen2_vl")
-            if family == "llava_onevision":
-                from flowtrain_lightning.data import ImageProcessor, open_tokenizer
-
-                template = template_of(path)
-                ours = Processor(open_tokenizer(theirs.tokenizer), template, ImageProcessor())
-            else:
-                ours = processor_of(path)
-                template = ours.template
-            made[family] = Both(theirs, ours, template, images, family)
+            made[family] = Both(theirs, processor_of(path), images, family)
         return made[family]
 
     return both
@@ -165,6 +160,17 @@ def test_any_text_is_written_as_by_the_processor(both, family, texts):
     roles = [user, assistant]
     record = of.record([roles[number % 2](text) for number, text in enumerate(texts)])
     assert of.sequence(record).tokens.tolist() == of.expected(record)["input_ids"].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("conversation", ["an image", "several images"])
+def test_rows_of_features_are_as_many_as_the_processor_writes(both, family, conversation):
+    of = both(family)
+    record, images = of.record(CONVERSATIONS[conversation]), of.ours.images
+    sizes = [SIZES[number % len(SIZES)] for number in range(len(record.images))]
+    grids = [images.size(*size, alone=len(sizes) == 1) for size in sizes]
+    rows = [images.rows_of_features(grid, size) for grid, size in zip(grids, sizes, strict=True)]
+    assert rows == of.rows(record).tolist()
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_onevision"])

@@ -11,6 +11,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 import flowtrain_lightning as flow
 from flowtrain_lightning.data import ImageProcessor
 from flowtrain_lightning.models import HuggingFaceImages
+from flowtrain_lightning.models.onevision_images import OnevisionImages
 from tests.tiny import IMAGES, CharTokenizer
 
 _IMAGE = CharTokenizer.specials.index("<|image_pad|>")
@@ -40,6 +41,8 @@ _SQUARE = {
 }
 _LLAMA = {**_TEXT, "model_type": "llama", "head_dim": 8, "pad_token_id": 0}
 
+_PINPOINTS = [[16, 16], [16, 32], [32, 16], [32, 32]]
+
 SQUARE = ImageProcessor(patch_size=4, merge_size=1, fixed_size=(16, 16))
 
 
@@ -50,6 +53,14 @@ def _internvl_images() -> HuggingFaceImages:
     )
     options = {"crop_to_patches": True}
     return HuggingFaceImages(patch_size=4, merge_size=2, fixed_size=(16, 16), processor=processor, options=options)
+
+
+def _onevision_images() -> OnevisionImages:
+    """Up to four tiles and one of the whole image, each of 16 x 16 pixels; as many rows of features as two have."""
+    processor = transformers.LlavaOnevisionImageProcessorPil(
+        size={"height": 16, "width": 16}, image_grid_pinpoints=_PINPOINTS
+    )
+    return OnevisionImages(patch_size=4, merge_size=1, fixed_size=(16, 16), processor=processor, most_tiles=2)
 
 
 def _smolvlm_images() -> HuggingFaceImages:
@@ -132,6 +143,18 @@ FAMILIES["internvl"] = Family(
         "image_seq_length": 4,
     },
     _internvl_images(),
+)
+FAMILIES["llava_onevision"] = Family(
+    flow.models.OnevisionVLM,
+    {
+        "model_type": "llava_onevision",
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_SQUARE, "model_type": "siglip_vision_model", "vision_use_head": False},
+        "image_token_index": _IMAGE,
+        "image_grid_pinpoints": _PINPOINTS,
+        "vision_aspect_ratio": "anyres_max_2",
+    },
+    _onevision_images(),
 )
 FAMILIES["smolvlm"] = Family(
     flow.models.SmolVLM,
