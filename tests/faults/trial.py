@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import subprocess
 import sys
@@ -25,14 +26,18 @@ from tests.faults.verdict import (
     assert_all_told,
     assert_healthy,
     assert_told_of_data,
+    assert_told_of_network,
     named,
     settings_for,
 )
+from tests.hosts import Hosts, why_not
 from tests.tiny import write_records
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole copies": {},
     "fsdp": {"roles": {"backbone": {"shard": "fsdp"}}},
+    "tensor": {"roles": {"backbone": {"tensor": 2}}},
+    "context": {"roles": {"backbone": {"context": 2}}},
 }
 """Name -> arguments of the strategy, for two backbone ranks and an encoder rank."""
 
@@ -44,6 +49,7 @@ PLACES = {
     "no memory": ("train", "between", "validation", "save"),
     "wrong data": ("between",),
     "clock jump": ("build", "train", "between", "save"),
+    "lost network": ("train", "between", "validation", "save"),
 }
 """Kind of fault -> where it may happen."""
 
@@ -86,6 +92,11 @@ def draw(seed: int) -> Trial:
     return Trial(seed, Fault(kind, rank, place, step, calls), choose.choice(list(LAYOUTS)), choose.choice((0, 0, 1, 2)))
 
 
+def why_impossible(trial: Trial) -> str | None:
+    """Why this machine cannot play the trial, or None where it can."""
+    return why_not() if trial.fault.kind == "lost network" else None
+
+
 def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
     """Let the fault happen to a job in ``folder``, then let the job go on from its last checkpoint.
 
@@ -98,8 +109,8 @@ def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
     _write_data(folder)
     settings = settings_for(trial.fault, HANG_TIMEOUT + _PATIENCE * trial.load)
     settings["strategy"] |= LAYOUTS[trial.layout]
-    with _busy(trial.load):
-        ended = forks.run(Job(folder, trial.fault, **settings))
+    with _busy(trial.load), _hosts_for(trial.fault) as hosts:
+        ended = forks.run(Job(folder, trial.fault, hosts=hosts, **settings))
         if trial.fault.kind == "clock jump":
             assert_healthy(ended)
             assert _weights(folder) == _undisturbed_weights(forks, trial.layout), "the clock changed the weights"
@@ -108,6 +119,8 @@ def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
         if trial.fault.kind == "wrong data":
             assert_told_of_data(ended)
             _write_data(folder)
+        elif trial.fault.kind == "lost network":
+            assert_told_of_network(ended)
         else:
             assert_all_told(ended, trial.fault)
         resumed = forks.run(Job(folder, strategy=_strategy(trial.layout), ckpt_path="last"))
@@ -141,6 +154,16 @@ def _undisturbed_weights(forks: Forks, layout: str) -> dict[str, str]:
         ended = forks.run(Job(folder, strategy=_strategy(layout)))
         assert (ended.code, ended.left) == (0, []), ended.said
         return _weights(folder)
+
+
+@contextmanager
+def _hosts_for(fault: Fault) -> Iterator[int | None]:
+    """Inside, there are two hosts of this process if the fault needs them."""
+    if fault.kind != "lost network":
+        yield None
+        return
+    with Hosts():
+        yield os.getpid()
 
 
 @contextmanager
