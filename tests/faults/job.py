@@ -14,6 +14,8 @@ from tests.hosts import ADDRESSES
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
+DEADLINE = 150.0
+"""Seconds after which a job on a calm machine counts as hanging."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Job:
     ckpt_path: str | None = None
     interrupt: bool = False
     hosts: int | None = None
-    deadline: float = 150.0
+    deadline: float = DEADLINE
     port: int = field(default_factory=free_port)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.faults.fault import Fault
 from tests.faults.forks import Forks
-from tests.faults.job import Job
+from tests.faults.job import DEADLINE, Job
 from tests.faults.train import STEPS
 from tests.faults.verdict import (
     HANG_TIMEOUT,
@@ -31,6 +31,7 @@ from tests.faults.verdict import (
     settings_for,
 )
 from tests.hosts import Hosts, why_not
+from tests.pool.faults import slowness
 from tests.tiny import write_records
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -107,7 +108,9 @@ def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
             for bit those of a job to which nothing happened.
     """
     _write_data(folder)
-    settings = settings_for(trial.fault, HANG_TIMEOUT + _PATIENCE * trial.load)
+    slow = slowness()
+    settings = settings_for(trial.fault, HANG_TIMEOUT * slow + _PATIENCE * trial.load)
+    settings["deadline"] = deadline = DEADLINE * slow
     settings["strategy"] |= LAYOUTS[trial.layout]
     with _busy(trial.load), _hosts_for(trial.fault) as hosts:
         ended = forks.run(Job(folder, trial.fault, hosts=hosts, **settings))
@@ -123,8 +126,9 @@ def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
             assert_told_of_network(ended)
         else:
             assert_all_told(ended, trial.fault)
-        resumed = forks.run(Job(folder, strategy=_strategy(trial.layout), ckpt_path="last"))
-    assert (resumed.code, resumed.finished, resumed.left) == (0, dict.fromkeys(LABELS, STEPS), []), resumed.said
+        resumed = forks.run(Job(folder, strategy=_strategy(trial.layout), ckpt_path="last", deadline=deadline))
+    became = (resumed.code, resumed.finished, resumed.left)
+    assert became == (0, dict.fromkeys(LABELS, STEPS), []), f"{resumed.said}\nThe job that went on: {became}"
     assert _weights(folder) == _undisturbed_weights(forks, trial.layout), "the resumed job has other weights"
 
 
@@ -151,7 +155,7 @@ def _undisturbed_weights(forks: Forks, layout: str) -> dict[str, str]:
     with TemporaryDirectory(prefix="undisturbed-") as name:
         folder = Path(name)
         _write_data(folder)
-        ended = forks.run(Job(folder, strategy=_strategy(layout)))
+        ended = forks.run(Job(folder, strategy=_strategy(layout), deadline=DEADLINE * slowness()))
         assert (ended.code, ended.left) == (0, []), ended.said
         return _weights(folder)
 
