@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.faults.forks import Forks
 from tests.faults.job import ROOT
-from tests.faults.trial import draw, run_trial
+from tests.faults.trial import draw, run_trial, why_impossible
 
 RESULTS = ROOT / "tests/results/campaign.jsonl"
 """One line for each trial: when and at which commit it was run, what happened, and what was not as promised."""
@@ -32,7 +32,11 @@ def main() -> int:
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with Forks() as forks, options.results.open("a") as results:
         for seed in range(options.first, options.first + options.of):
-            if seed not in done:
+            if seed in done:
+                continue
+            if reason := why_impossible(draw(seed)):
+                print(f"{draw(seed)} is left out: {reason}", flush=True)
+            else:
                 found = _run(seed, forks)
                 done[seed] = found["complaint"]
                 print(json.dumps(found), file=results, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from tests.hosts import cut
 
 INJECTED = "injected"
 """The file in the job's folder that tells when the fault came, in seconds of ``time.monotonic()``."""
@@ -37,7 +40,8 @@ class Fault:
             twice"`` (a callback that hears of the first exception raises another one), ``"vanish"`` (the process ends
             at once with exit code 0, ``os._exit``), ``"loop"`` and ``"sleep"`` (no end), ``"kill worker"`` (a process
             that loads data for the rank), ``"full disk"`` and ``"no memory"`` (the system says so), ``"wrong data"``
-            (somebody writes the training file anew), ``"clock jump"`` (the wall clock is set on by a day).
+            (somebody writes the training file anew), ``"clock jump"`` (the wall clock is set on by a day), ``"lost
+            network"`` (nothing passes between the two hosts any more).
         rank: the global rank that breaks.
         place: one of ``PLACES``.
         step: ``trainer.global_step`` at that moment, where there is one.
@@ -72,6 +76,8 @@ class Fault:
         elif self.kind == "clock jump":
             clock = time.time
             time.time = lambda: clock() + 86400.0
+        elif self.kind == "lost network":
+            cut(json.loads(os.environ["SETTINGS"])["hosts"])
         elif self.kind == "exit":
             sys.exit(0)
         elif self.kind == "vanish":

@@ -113,6 +113,10 @@ def _first_process(job: Job) -> None:
     for stream, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, said), (2, said)):
         os.dup2(file, stream)
     launcher.subprocess = _Subprocess  # type: ignore[assignment]
+    if job.hosts is not None:
+        for rank in range(1, job.ranks):
+            ForkedRank([], {**os.environ, **job.place(rank)}, None)
+        os.environ.update(job.place(0))
     train.main()
 
 

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.fault import Fault
+from tests.hosts import ADDRESSES
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
+DEADLINE = 150.0
+"""Seconds after which a job on a calm machine counts as hanging."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Job:
         afterwards: seconds that rank 0 spends after ``fit``.
         ckpt_path: of ``fit``.
         interrupt: Ctrl-C is pressed when rank 0 is in step 2.
+        hosts: the process that has made the two hosts on which the ranks run; None where all run here.
         deadline: seconds after which what is left of the job is killed.
     """
 
@@ -41,7 +45,8 @@ class Job:
     afterwards: float = 0.0
     ckpt_path: str | None = None
     interrupt: bool = False
-    deadline: float = 150.0
+    hosts: int | None = None
+    deadline: float = DEADLINE
     port: int = field(default_factory=free_port)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -52,7 +57,7 @@ class Job:
 
     def environment(self) -> dict[str, str]:
         """The environment of all its processes."""
-        names = ("ranks", "strategy", "workers", "first_step", "afterwards", "ckpt_path")
+        names = ("ranks", "strategy", "workers", "first_step", "afterwards", "ckpt_path", "hosts")
         settings = {name: getattr(self, name) for name in names}
         settings["fault"] = asdict(self.fault) if self.fault else None
         return {
@@ -63,6 +68,16 @@ class Job:
             "JOB": self.mark,
             "MASTER_PORT": str(self.port),
             "TMPDIR": str(self.temporary),
+        }
+
+    def place(self, rank: int) -> dict[str, str]:
+        """What else is in the environment of a rank that is started by itself, as on one of several nodes."""
+        return {
+            "RANK": str(rank),
+            "NODE_RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": ADDRESSES[0],
         }
 
 

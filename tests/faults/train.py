@@ -15,10 +15,14 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import flowtrain_lightning as flow
+from tests.exactness.modules import Divided
 from tests.faults.fault import Fault
-from tests.tiny import TinyVLM, tiny_data
+from tests.hosts import enter
+from tests.tiny import tiny_data
 
 STEPS = 6
+HOST_OF = (0, 0, 1)
+"""Where each rank runs in a job on two hosts."""
 
 
 class Scene:
@@ -29,7 +33,7 @@ class Scene:
         self.settings: dict[str, Any] = json.loads(os.environ["SETTINGS"])
         first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         self.fault = Fault(**self.settings["fault"]) if self.settings["fault"] and first_start else None
-        self.rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
 
     def note(self, name: str, text: object) -> None:
         """Write a file that the tests read."""
@@ -66,8 +70,8 @@ class Scene:
         return fault is not None and (fault.place, fault.step) == ("wait", step) and fault.rank != self.rank
 
 
-class Model(TinyVLM):
-    """The tiny module, with places at which it may break or be slow."""
+class Model(Divided):
+    """A tiny module that every layout can divide, with places at which it may break or be slow."""
 
     scene: Scene
     is_warm = False
@@ -137,10 +141,14 @@ def main() -> None:
     scene.pass_by("start")
     Model.scene = scene
     settings, folder = scene.settings, scene.folder
+    hosts = settings["hosts"]
+    if hosts is not None:
+        enter(HOST_OF[scene.rank], hosts)
     roles = {role: flow.RoleLayout(**wanted) for role, wanted in settings["strategy"].pop("roles", {}).items()}
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=settings["ranks"],
+        devices=settings["ranks"] if hosts is None else 1,
+        num_nodes=1 if hosts is None else settings["ranks"],
         strategy=flow.FlowTrainStrategy(**settings["strategy"], roles=roles),
         default_root_dir=folder,
         max_steps=STEPS,

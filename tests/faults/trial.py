@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 from tests.faults.fault import Fault
 from tests.faults.forks import Forks
-from tests.faults.job import Job
+from tests.faults.job import DEADLINE, Job
 from tests.faults.train import STEPS
 from tests.faults.verdict import (
     HANG_TIMEOUT,
@@ -25,14 +26,19 @@ from tests.faults.verdict import (
     assert_all_told,
     assert_healthy,
     assert_told_of_data,
+    assert_told_of_network,
     named,
     settings_for,
 )
+from tests.hosts import Hosts, why_not
+from tests.pool.faults import slowness
 from tests.tiny import write_records
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole copies": {},
     "fsdp": {"roles": {"backbone": {"shard": "fsdp"}}},
+    "tensor": {"roles": {"backbone": {"tensor": 2}}},
+    "context": {"roles": {"backbone": {"context": 2}}},
 }
 """Name -> arguments of the strategy, for two backbone ranks and an encoder rank."""
 
@@ -44,6 +50,7 @@ PLACES = {
     "no memory": ("train", "between", "validation", "save"),
     "wrong data": ("between",),
     "clock jump": ("build", "train", "between", "save"),
+    "lost network": ("train", "between", "validation", "save"),
 }
 """Kind of fault -> where it may happen."""
 
@@ -86,6 +93,11 @@ def draw(seed: int) -> Trial:
     return Trial(seed, Fault(kind, rank, place, step, calls), choose.choice(list(LAYOUTS)), choose.choice((0, 0, 1, 2)))
 
 
+def why_impossible(trial: Trial) -> str | None:
+    """Why this machine cannot play the trial, or None where it can."""
+    return why_not() if trial.fault.kind == "lost network" else None
+
+
 def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
     """Let the fault happen to a job in ``folder``, then let the job go on from its last checkpoint.
 
@@ -96,10 +108,12 @@ def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
             for bit those of a job to which nothing happened.
     """
     _write_data(folder)
-    settings = settings_for(trial.fault, HANG_TIMEOUT + _PATIENCE * trial.load)
+    slow = slowness()
+    settings = settings_for(trial.fault, HANG_TIMEOUT * slow + _PATIENCE * trial.load)
+    settings["deadline"] = deadline = DEADLINE * slow
     settings["strategy"] |= LAYOUTS[trial.layout]
-    with _busy(trial.load):
-        ended = forks.run(Job(folder, trial.fault, **settings))
+    with _busy(trial.load), _hosts_for(trial.fault) as hosts:
+        ended = forks.run(Job(folder, trial.fault, hosts=hosts, **settings))
         if trial.fault.kind == "clock jump":
             assert_healthy(ended)
             assert _weights(folder) == _undisturbed_weights(forks, trial.layout), "the clock changed the weights"
@@ -108,10 +122,13 @@ def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
         if trial.fault.kind == "wrong data":
             assert_told_of_data(ended)
             _write_data(folder)
+        elif trial.fault.kind == "lost network":
+            assert_told_of_network(ended)
         else:
             assert_all_told(ended, trial.fault)
-        resumed = forks.run(Job(folder, strategy=_strategy(trial.layout), ckpt_path="last"))
-    assert (resumed.code, resumed.finished, resumed.left) == (0, dict.fromkeys(LABELS, STEPS), []), resumed.said
+        resumed = forks.run(Job(folder, strategy=_strategy(trial.layout), ckpt_path="last", deadline=deadline))
+    became = (resumed.code, resumed.finished, resumed.left)
+    assert became == (0, dict.fromkeys(LABELS, STEPS), []), f"{resumed.said}\nThe job that went on: {became}"
     assert _weights(folder) == _undisturbed_weights(forks, trial.layout), "the resumed job has other weights"
 
 
@@ -138,9 +155,19 @@ def _undisturbed_weights(forks: Forks, layout: str) -> dict[str, str]:
     with TemporaryDirectory(prefix="undisturbed-") as name:
         folder = Path(name)
         _write_data(folder)
-        ended = forks.run(Job(folder, strategy=_strategy(layout)))
+        ended = forks.run(Job(folder, strategy=_strategy(layout), deadline=DEADLINE * slowness()))
         assert (ended.code, ended.left) == (0, []), ended.said
         return _weights(folder)
+
+
+@contextmanager
+def _hosts_for(fault: Fault) -> Iterator[int | None]:
+    """Inside, there are two hosts of this process if the fault needs them."""
+    if fault.kind != "lost network":
+        yield None
+        return
+    with Hosts():
+        yield os.getpid()
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+from flowtrain_lightning.pool.between_hosts.hosts_thread import UNREACHABLE_SECONDS
 from tests.faults.fault import Fault
 from tests.faults.job import Ended
-from tests.faults.train import STEPS
+from tests.faults.train import HOST_OF, STEPS
+from tests.pool.faults import slowness
 
 FIRST, BACKBONE, ENCODER = 0, 1, 2
 """The ranks of every job: two backbone ranks, the first of which starts the others, and an encoder rank."""
@@ -47,7 +48,7 @@ def named(fault: Fault) -> str:
 
 def settings_for(fault: Fault, hang_timeout: float = HANG_TIMEOUT) -> dict[str, Any]:
     """Limits where the fault is a hang, and workers that load data where they break or must end with their rank."""
-    start = START_TIMEOUT if fault.place == "build" else SLOW_START
+    start = START_TIMEOUT if fault.place == "build" else SLOW_START * slowness()
     limits = {"hang_timeout": hang_timeout, "timeout": start} if fault.kind in HANGS else {}
     workers = int(fault.kind == "kill worker" or fault.place in ("wait", "between"))
     return {"strategy": {"encoder_ranks": 1, **limits}, "workers": workers}
@@ -76,15 +77,15 @@ def sentences(text: str) -> list[str]:
 
 def assert_all_ended(ended: Ended, fault: Fault) -> None:
     """Every rank ended soon and with an error, and nothing is left."""
-    slow = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # other programs may want the processors as well
-    limit = slow * SECONDS + (START_TIMEOUT if fault.kind in HANGS else 0)
+    unseen = {**dict.fromkeys(HANGS, START_TIMEOUT), "lost network": UNREACHABLE_SECONDS}
+    limit = slowness() * SECONDS + unseen.get(fault.kind, 0.0)
     assert ended.finished == {}
     assert all(code != 0 for rank, code in ended.codes.items() if rank != fault.rank), ended.codes
     # A rank 0 that asks for code 0 gets it.
     assert ended.code != 0 or (fault.kind in ("exit", "vanish") and fault.rank == FIRST)
     assert set(ended.seconds) == set(LABELS)
     assert max(ended.seconds.values()) < limit, ended.seconds
-    assert ended.left == []
+    assert ended.left == [], ended.left
 
 
 def assert_all_told(ended: Ended, fault: Fault) -> None:
@@ -118,6 +119,15 @@ def assert_told_of_data(ended: Ended) -> None:
     assert len(ended.files) >= len(LABELS) - 1
     for text in ended.files.values():
         assert "train.jsonl" in text, text
+
+
+def assert_told_of_network(ended: Ended) -> None:
+    """Every rank said which one of the other host it cannot reach any more."""
+    assert set(ended.files) == set(LABELS)
+    for rank, text in ended.files.items():
+        others = [other for other in LABELS if HOST_OF[other] != HOST_OF[rank]]
+        lost = (f"Rank {other} ({LABELS[other]} on host-{HOST_OF[other]}) can no longer be" for other in others)
+        assert text.startswith(tuple(lost)), text
 
 
 def assert_told_at_start(ended: Ended, fault: Fault) -> None:
