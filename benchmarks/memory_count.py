@@ -223,11 +223,11 @@ def count_batch(
         torch.set_default_dtype(former)
     for block in (block for path in built.halves[role] for block in repeated_blocks(built.get_submodule(path))):
         recompute_in_backward(block, recompute)
-    for weight in built.parameters():
-        if weight.requires_grad:
-            weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
     live = LiveBytes([*built.parameters(), *built.buffers()])
     autocast = EmulatedAutocast(live)
+    # Of weights, vectors alone get gradients: those of matrices are counted with the layout, where they are summed.
+    half = half_parameters(built, role)
+    reached: list[Tensor] = [weight for weight in half if weight.requires_grad and weight.ndim == 1]
     media = media.with_patches(media.pixels.to("meta", next(half.dtype for half in built.parameters())))
     with MetaTensorMode(), autocast, built.logging_into(MetricAccumulator()):
         if role == ENCODER:
@@ -239,6 +239,7 @@ def count_batch(
             rows = features if isinstance(features, tuple) else (features,)
             trains = half_trains(built, ENCODER)
             leaves = tuple(row.detach().requires_grad_(trains and row.is_floating_point()) for row in rows)
+            reached += [row for row in leaves if row.requires_grad]
             with live:
                 output = built.backbone_step(packed, as_features(media.modality, leaves), "train")[0]
     outputs = [each for each in (output if isinstance(output, tuple) else (output,)) if each.requires_grad]
@@ -246,7 +247,7 @@ def count_batch(
     edges, gradients = [get_gradient_edge(each) for each in outputs], [torch.empty_like(each) for each in outputs]
     del output, outputs
     with MetaTensorMode(), autocast, live:
-        torch.autograd.backward(edges, gradients)
+        torch.autograd.backward(edges, gradients, inputs=[get_gradient_edge(each) for each in reached])
     return CountedBatch(saved, live.most, autocast.copied_bytes)
 
 
@@ -296,10 +297,6 @@ _PRODUCTS = {
     Tensor.__matmul__,
     torch.bmm,
 }
-
-
-def _drop_gradient(weight: Tensor) -> None:
-    weight.grad = None
 
 
 def _local_bytes(tensors: Iterable[Tensor]) -> int:

@@ -25,14 +25,14 @@ from flowtrain_lightning.cli.plan_choice import choose_plans, why_plan_cannot_ru
 SAMPLES = {8: 256, 64: 512, 512: 4096, 4096: 32768}
 """Devices -> samples of a step."""
 
-_OFTEN = "Yes: the usual way to train this size on one node; its memory is nearly full."
+_OFTEN = "Yes: the usual way to train this size on one node."
 _GROUPS = "Yes: groups of nodes (HSDP), for a ring over all ranks would cost more than it saves."
 
 REVIEWS: Mapping[str, tuple[str, ...]] = {
     "smolvlm-2.2b": (
         "Yes, though whole copies with sharded states (ZeRO-1) are as common at this size.",
-        "Some would: two tensor ranks use a node's fast links. Most would keep shards, 6 % slower here.",
-        "Likewise. A step of 0.6 s is short: more samples would hide more of the exchange.",
+        "Yes, in groups of two nodes; whole copies with sharded states are as common at this size.",
+        "Likewise. A step of 0.7 s is short: more samples would hide more of the exchange.",
         "Likewise; few would give so small a model 4,096 devices.",
     ),
     "qwen2.5-vl-7b": (_OFTEN, _GROUPS, _GROUPS, "Yes. 8 samples a device, or the exchange would dominate."),
@@ -49,8 +49,8 @@ REVIEWS: Mapping[str, tuple[str, ...]] = {
         _GROUPS,
     ),
     "gemma-3-27b": (
-        "Tensor ranks and shards within the node are what is left: 16 bytes a parameter alone take 55 of 80 GB on each "
-        "device. People take adapters, or two nodes.",
+        "It runs, but barely: 16 bytes a parameter alone take 55 of 80 GB on each device. People take adapters, or two "
+        "nodes.",
         "Yes without tensor ranks. Megatron-LM's users would take 4 tensor ranks and a short pipeline, and gain "
         "little.",
         "Yes, likewise.",

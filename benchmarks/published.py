@@ -91,6 +91,7 @@ def problems(
         batch,
         token_budget=tokens * microbatch,
         encoder_budget=max(patches, picture) * microbatch,
+        loss_chunk=None,
     )
     # Clusters of the papers need not be whole nodes of eight.
     cluster = Cluster(chosen, -(-devices // chosen.per_node) * chosen.per_node, chosen.per_node)

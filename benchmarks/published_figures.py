@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.description import Half
 from flowtrain_lightning.allocator.dimensions import backbone, vision_encoder
+
+_tower = partial(vision_encoder, perceptrons_only=False)
+"""A vision encoder as Megatron-LM divides it among tensor ranks: attention too."""
+
+_language_model = partial(backbone, gathered_logits=False)
+"""A backbone as Megatron-LM divides it: its loss is of shares of the logits."""
 
 # ---- Optimus, arXiv 2408.03505, section 5: dimensions (width x layers) are printed --------------------------------
 
@@ -14,12 +21,12 @@ OPTIMUS_TOKENS = 2048
 """Tokens of a sample, printed. Assumed to be those of its picture too: with that and full recomputing counted, the
 printed MFU times an H100's peak gives the work of a step within 1 %, so both are assumed."""
 
-VIT_22B = vision_encoder(layers=48, hidden=6144, feed_forward=24576, heads=48, patch=14, output=12288)
-VIT_3B = vision_encoder(layers=48, hidden=2304, feed_forward=9216, heads=24, patch=14, output=3072)
-GPT_175B = backbone(
+VIT_22B = _tower(layers=48, hidden=6144, feed_forward=24576, heads=48, patch=14, output=12288)
+VIT_3B = _tower(layers=48, hidden=2304, feed_forward=9216, heads=24, patch=14, output=3072)
+GPT_175B = _language_model(
     layers=96, hidden=12288, feed_forward=49152, heads=96, vocabulary=50304, gated=False
 )  # vocabulary assumed
-GPT_11B = backbone(layers=80, hidden=3072, feed_forward=12288, heads=24, vocabulary=50304, gated=False)
+GPT_11B = _language_model(layers=80, hidden=3072, feed_forward=12288, heads=24, vocabulary=50304, gated=False)
 
 OPTIMUS = {
     "Megatron-LM": {1536: 10.65, 2048: 8.26, 3072: 5.91},
@@ -33,19 +40,19 @@ OPTIMUS_SMALL_FSDP = 3.20
 
 # ---- DIP, arXiv 2504.14145 ----------------------------------------------------------------------------------------
 
-DIP_LM = backbone(layers=32, hidden=4096, feed_forward=14336, heads=32, key_value_heads=8, vocabulary=128256)
+DIP_LM = _language_model(layers=32, hidden=4096, feed_forward=14336, heads=32, key_value_heads=8, vocabulary=128256)
 """Its 7B model, taken to be the Llama3-8B that its tables describe."""
 
 DIP_LM_SECONDS = 4.068
 """8 H800, tensor 2, pipeline 4, 12.7 PFLOP a step."""
 
-DIP_VIT_2B = vision_encoder(layers=40, hidden=2048, feed_forward=8192, heads=16, patch=14, output=4096, merge=4)
-DIP_LM_5B = backbone(layers=22, hidden=4096, feed_forward=14336, heads=32, key_value_heads=8, vocabulary=128256)
+DIP_VIT_2B = _tower(layers=40, hidden=2048, feed_forward=8192, heads=16, patch=14, output=4096, merge=4)
+DIP_LM_5B = _language_model(layers=22, hidden=4096, feed_forward=14336, heads=32, key_value_heads=8, vocabulary=128256)
 DIP_STATIC_SECONDS = 4.567
 """ViT-2B + LM-5B, static load, same GPUs and work. Both sizes are printed, dimensions are assumed."""
 
-DIP_VIT_5B = vision_encoder(layers=64, hidden=1792, feed_forward=15360, heads=16, patch=14, output=5120, merge=4)
-DIP_LM_32B = backbone(layers=64, hidden=5120, feed_forward=27648, heads=40, key_value_heads=8, vocabulary=152064)
+DIP_VIT_5B = _tower(layers=64, hidden=1792, feed_forward=15360, heads=16, patch=14, output=5120, merge=4)
+DIP_LM_32B = _language_model(layers=64, hidden=5120, feed_forward=27648, heads=40, key_value_heads=8, vocabulary=152064)
 DIP_VIT_LAYER, DIP_LM_LAYER = 6.75e-3, 10.5e-3
 """Seconds of a layer, forward and backward: 8 pictures of 728 pixels and 8,192 tokens. Tensor 8 is assumed, which is
 what the paper gives for these two models."""
@@ -53,7 +60,7 @@ what the paper gives for these two models."""
 # ---- HetPar, arXiv 2605.27678, tables A2 to A5: only sizes in billions are printed, so dimensions are assumed --------
 
 ENCODERS: dict[str, Half] = {
-    name: vision_encoder(layers=layers, hidden=hidden, feed_forward=4 * hidden, heads=16, patch=14, output=8192).frozen(
+    name: _tower(layers=layers, hidden=hidden, feed_forward=4 * hidden, heads=16, patch=14, output=8192).frozen(
         keep_projector=True
     )
     for name, layers, hidden in (
@@ -65,7 +72,9 @@ ENCODERS: dict[str, Half] = {
     )
 }
 LANGUAGE_MODELS: dict[str, Half] = {
-    name: backbone(layers=layers, hidden=hidden, feed_forward=inner, heads=heads, key_value_heads=8, vocabulary=128256)
+    name: _language_model(
+        layers=layers, hidden=hidden, feed_forward=inner, heads=heads, key_value_heads=8, vocabulary=128256
+    )
     for name, layers, hidden, inner, heads in (
         ("7B", 32, 4096, 14336, 32),
         ("14B", 48, 5120, 13824, 40),

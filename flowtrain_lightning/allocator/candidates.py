@@ -248,7 +248,7 @@ def why_undividable(problem: RoleProblem, tensor: int, pipeline: int, context: i
     per_node = problem.cluster.per_node
     if per_node % tensor:
         return f"Tensor ranks share a node, but {tensor} do not divide its {per_node} devices."
-    for part in layers:
+    for part in () if problem.half.perceptrons_only else layers:
         for what, count in (
             ("attention heads", part.heads),
             ("key-value heads", part.key_value_heads),

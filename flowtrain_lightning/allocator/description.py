@@ -23,6 +23,11 @@ class Embedding:
     trainable: bool = True
 
     @property
+    def divided_width(self) -> int:
+        """The dimension by which tensor ranks may divide it."""
+        return self.entries
+
+    @property
     def parameters(self) -> int:
         """Numbers that it holds."""
         return self.entries * self.width
@@ -44,6 +49,8 @@ class Dense:
         copies: equal matrices side by side, such as the mergers of Qwen3-VL's several feature levels.
         tied: the matrix belongs to an embedding, so that it adds no parameters.
         trainable: whether it trains.
+        gathered: of a language-model head: tensor ranks gather their shares of the logits, and each computes the loss;
+            else the loss is of shares, as Megatron-LM's.
     """
 
     inputs: int
@@ -52,6 +59,12 @@ class Dense:
     copies: int = 1
     tied: bool = False
     trainable: bool = True
+    gathered: bool = True
+
+    @property
+    def divided_width(self) -> int:
+        """The dimension by which tensor ranks may divide it."""
+        return self.outputs
 
     @property
     def parameters(self) -> int:
@@ -99,6 +112,7 @@ class Layers:
         unused: the result is computed but never read, so that nothing flows back.
         trainable: whether they train.
         adapters: rank of the low-rank adapters (LoRA) that train beside every matrix but those of experts; 0 is none.
+        fused: queries, keys and values are one product, whose result is kept whole beside rotated queries and keys.
     """
 
     count: int
@@ -114,6 +128,7 @@ class Layers:
     unused: bool = False
     trainable: bool = True
     adapters: int = 0
+    fused: bool = False
 
     @property
     def query_width(self) -> int:
@@ -185,11 +200,14 @@ class Half:
         extra_tokens: tokens that its layers add to every sequence, such as a class token.
         handed_over: numbers in a vector of its result, and such vectors per token, where a projector is apart from it;
             None: what the last part gives.
+        perceptrons_only: tensor ranks divide the feed-forward networks of its layers, and have all else whole, as of
+            the towers of Hugging Face's models.
     """
 
     parts: tuple[Part, ...]
     extra_tokens: int = 0
     handed_over: tuple[int, float] | None = None
+    perceptrons_only: bool = False
 
     @property
     def parameters(self) -> int:

@@ -17,7 +17,7 @@ from flowtrain_lightning.allocator.description import (
     Part,
 )
 
-_NO_NUMBERS = ("experts", "gated", "pooled", "tied")
+_NO_NUMBERS = ("experts", "fused", "gated", "gathered_logits", "perceptrons_only", "pooled", "tied")
 """Dimensions that are no whole numbers."""
 
 
@@ -41,6 +41,8 @@ def vision_encoder(
     unused_layers: int = 0,
     extra_tokens: int = 0,
     positions: int = 0,
+    fused: bool = False,
+    perceptrons_only: bool = True,
 ) -> Half:
     """A vision transformer with its projector. Its tokens are patches.
 
@@ -63,6 +65,8 @@ def vision_encoder(
         unused_layers: last layers whose result nobody reads.
         extra_tokens: tokens that are added to every picture.
         positions: entries of the table of position embeddings.
+        fused: queries, keys and values are one product, and are rotated.
+        perceptrons_only: see `Half`.
     """
     whole = 0 if window is None else (full_layers or 0)
     square = merge * merge
@@ -70,12 +74,12 @@ def vision_encoder(
     shape = (hidden, feed_forward, heads, heads, hidden // heads, gated, False)
     parts: list[Part] = [Dense(channels * frames * patch * patch, hidden)]
     parts += [Embedding(positions, hidden)] if positions else []
-    parts += [Layers(layers - whole - unused_layers, *shape, window=window)]
-    parts += [Layers(whole, *shape)] if whole else []
-    parts += [Layers(unused_layers, *shape, unused=True)] if unused_layers else []
+    parts += [Layers(layers - whole - unused_layers, *shape, window=window, fused=fused)]
+    parts += [Layers(whole, *shape, fused=fused)] if whole else []
+    parts += [Layers(unused_layers, *shape, unused=True, fused=fused)] if unused_layers else []
     parts += [Dense(hidden if pooled else square * hidden, inner, 1 / square, levels)]
     parts += [Dense(inner, output, 1 / square, levels)] if projector_width is not None else []
-    return Half(tuple(parts), extra_tokens)
+    return Half(tuple(parts), extra_tokens, perceptrons_only)
 
 
 def audio_encoder(
@@ -104,7 +108,7 @@ def audio_encoder(
     parts: list[Part] = [Dense(3 * bins, hidden, 2.0), Dense(3 * hidden, hidden)]
     parts += [Embedding(positions, hidden, trainable=False)] if positions else []
     parts += [Layers(layers, hidden, feed_forward, heads, heads, hidden // heads), Dense(hidden, output, 1 / pool)]
-    return Half(tuple(parts))
+    return Half(tuple(parts), perceptrons_only=True)
 
 
 def backbone(
@@ -121,6 +125,7 @@ def backbone(
     window: int | None = None,
     full_layers: int | None = None,
     experts: Mapping[str, int] | None = None,
+    gathered_logits: bool = True,
 ) -> Half:
     """A decoder with its embedding and head. Its tokens are those of the samples.
 
@@ -137,6 +142,7 @@ def backbone(
         window: tokens that layers see; None is all.
         full_layers: layers that see all tokens nevertheless.
         experts: fields of `Experts`, for layers with a mixture of experts.
+        gathered_logits: see `Dense`.
     """
     whole = 0 if window is None else (full_layers or 0)
     shape = (hidden, feed_forward, heads, key_value_heads or heads, head_size or hidden // heads, gated, True)
@@ -144,7 +150,7 @@ def backbone(
     parts: list[Part] = [Embedding(vocabulary, hidden)]
     parts += [Layers(layers - whole, *shape, window=window, experts=mixture)]
     parts += [Layers(whole, *shape, experts=mixture)] if whole else []
-    parts += [Dense(hidden, vocabulary, tied=tied)]
+    parts += [Dense(hidden, vocabulary, tied=tied, gathered=gathered_logits)]
     return Half(tuple(parts))
 
 

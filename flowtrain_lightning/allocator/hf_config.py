@@ -175,6 +175,7 @@ def _qwen(vision: Config, width: int, feed_forward: int, output: int, merge: int
         merge=merge,
         projector_width=merge * merge * width,
         output=output,
+        fused=True,
         **more,
     )
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from flowtrain_lightning.allocator.allocation import BACKBONE, Recompute
-from flowtrain_lightning.allocator.description import Half, Layers
+from flowtrain_lightning.allocator.description import Dense, Half, Layers, Part
+from flowtrain_lightning.allocator.division import Division, division, parameters_of_rank
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, experts_share
 
@@ -21,6 +22,8 @@ RMS_NORM_BYTES = 4
 
 USABLE = 0.94
 """Share of the memory that may be planned for; the rest is lost between blocks of torch's caching allocator."""
+
+_UNDIVIDED = Division()
 
 GATHERED_LAYERS = 2
 """Layers whose gathered weights exist at the same time under full sharding: the present and the next one. What is
@@ -36,7 +39,7 @@ class MemoryUse:
         gradients: gradients of what trains.
         states: moments and master weights of the optimizer.
         activations: what forwards keep for backwards, and what one layer works with.
-        logits: what the loss needs.
+        logits: what the loss needs, beyond what a layer works with at another time.
         features: entries of the pool, with their gradients.
         overhead: context, libraries, communication buffers.
     """
@@ -112,9 +115,9 @@ def _gathered_bytes(problem: RoleProblem, family: Family) -> tuple[float, float]
     beside what the last layer sent, which stays until the next reduction is done.
     """
     width, reduced = problem.precision.computing, problem.precision.reduced
-    layer = max((_gathered_parameters(part, family) for part in problem.half.layers), default=0) / family.tensor
-    parts = problem.half.parts
-    outside = sum(part.parameters for part in parts if not isinstance(part, Layers)) / family.tensor
+    half, tensor = problem.half, family.tensor
+    layer = max((_gathered_parameters(half, part, family) for part in half.layers), default=0.0)
+    outside = sum(parameters_of_rank(half, part, tensor) for part in half.parts if not isinstance(part, Layers))
     gathered = (GATHERED_LAYERS * layer + outside) * width
     in_backward = layer * (width + reduced) + outside * width
     at_the_end = outside * (width + reduced) + layer * reduced
@@ -126,7 +129,8 @@ def _batch_bytes(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Activations, logits and features on the fuller of a pipeline's first and last stage.
 
-    The first stage holds the most microbatches, the last one holds one and the logits.
+    The first stage holds the most microbatches, the last one holds one and the logits. These are gone when the last
+    layer's backward begins, so that what a layer works with takes their place.
     """
     most = family.pipeline if family.pipeline > 1 else problem.load.batches_in_flight
     in_flight = np.minimum(microbatches, most)
@@ -136,13 +140,16 @@ def _batch_bytes(
     working = _working_bytes(problem, family) * tokens
     logits = _logit_bytes(problem, family) * np.minimum(tokens, problem.load.loss_chunk or np.inf)
     features = in_flight * tokens * _feature_bytes(problem, family)
+    more = np.maximum(logits - working, 0.0)
     if family.pipeline == 1:
-        return in_flight * kept + working, logits, features
-    at_first = (in_flight - 1) * kept >= logits
-    return np.where(at_first, in_flight, 1.0) * kept + working, np.where(at_first, 0.0, logits), features
+        return in_flight * kept + working, more, features
+    at_first = (in_flight - 1) * kept >= more
+    return np.where(at_first, in_flight, 1.0) * kept + working, np.where(at_first, 0.0, more), features
 
 
-def activation_bytes(part: Layers, width: int, recompute: Recompute, keeps: bool = True, tensor: int = 1) -> float:
+def activation_bytes(
+    part: Layers, width: int, recompute: Recompute, keeps: bool = True, ranks: Division = _UNDIVIDED
+) -> float:
     """Bytes per token that one layer keeps for its backward (after Korthikanti et al., arXiv 2205.05198, section 4.1).
 
     Without recomputing it keeps the inputs of both norms and of every product, queries, keys, values and attention's
@@ -150,75 +157,107 @@ def activation_bytes(part: Layers, width: int, recompute: Recompute, keeps: bool
     Layers with gated networks, Llama's and those after it, normalise by the root mean square, which Hugging Face's
     models compute in float32 step by step: each norm keeps its input so, and its result before the weight.
     Tensor ranks keep a share each, but for the inputs of attention and of the feed-forward network: these are gathered,
-    and kept so, where the paper gathers them a second time.
+    and kept so, where the paper gathers them a second time. Of a fused product of queries, keys and values all is kept
+    for the values, though queries and keys are kept anew once they are rotated.
 
     Args:
         part: the layers.
         width: bytes of a number.
         recompute: what is computed again; ``"selective"`` does without norms' and activations' results.
         keeps: the weights train, so that products keep their inputs.
-        tensor: ranks that share the layer.
+        ranks: tensor ranks that share the layer.
     """
     inner = part.active_feed_forward
     attention = 2 * part.query_width + 2 * part.key_value_width
     logarithms = 4 * part.heads
     if recompute == "full":
-        return float(width * part.hidden) / tensor
+        return width * part.hidden / ranks.attention
     if recompute == "selective":
-        return float(width * (2 * part.hidden + attention + (2 if part.gated else 1) * inner) + logarithms) / tensor
+        products = (width * (2 * part.hidden + attention) + logarithms) / ranks.attention
+        return products + width * (2 if part.gated else 1) * inner / ranks.feed_forward
+    rotated = part.query_width + part.key_value_width if part.fused else 0
     activation = (3 if part.gated else 1) * inner
     gathered, inputs = (2 * part.hidden, inner) if keeps else (0, 0)
     if keeps and part.experts is not None:
         inputs += 2 * part.experts.chosen * part.hidden
     norms = 2 * part.hidden * (RMS_NORM_BYTES + width if part.gated else width)
-    shared = norms + width * (attention + activation + inputs) + logarithms
-    return float(width * gathered) + float(shared) / tensor
+    shared = (norms + width * (attention + rotated) + logarithms) / ranks.attention
+    return width * gathered + shared + width * (activation + inputs) / ranks.feed_forward
+
+
+def outside_bytes(half: Half, part: Dense, width: int) -> float:
+    """Bytes per token that a product outside of layers keeps for its backward: inputs, and before those their cause.
+
+    After layers that is their last norm, which keeps its input; after another product an activation, which does too.
+    """
+    before = half.parts[: half.parts.index(part)]
+    inputs = part.copies * part.per_token * part.inputs * width
+    if before and isinstance(before[-1], Layers):
+        last = before[-1]
+        norm = last.hidden * (RMS_NORM_BYTES + width if last.gated else width)
+        return inputs * part.trainable + norm
+    return inputs * (int(part.trainable) + bool(before and isinstance(before[-1], Dense)))
 
 
 def _parameters_of_a_stage(half: Half, family: Family) -> float:
     """Parameters on a device of the fullest stage."""
+
+    def here(part: Part) -> float:
+        return parameters_of_rank(half, part, family.tensor)
+
     if family.pipeline == 1:
-        return half.parameters / family.tensor
-    layers = sum(part.parameters for part in half.layers)
+        return sum(map(here, half.parts))
     most = -(-half.depth // family.pipeline) / max(1, half.depth)
-    ends = max((part.parameters for part in half.parts if not isinstance(part, Layers)), default=0)
-    return (layers * most + ends) / family.tensor
+    ends = max((here(part) for part in half.parts if not isinstance(part, Layers)), default=0.0)
+    return sum(map(here, half.layers)) * most + ends
 
 
-def _gathered_parameters(part: Layers, family: Family) -> float:
+def _gathered_parameters(half: Half, part: Layers, family: Family) -> float:
     """Parameters of a layer that a rank has while it computes it."""
-    return part.layer_parameters - part.expert_parameters * (1 - 1 / family.expert)
+    experts = part.expert_parameters * (1 - 1 / family.expert) / family.tensor
+    return parameters_of_rank(half, part, family.tensor) / max(1, part.count) - experts
 
 
 def kept_activations(problem: RoleProblem, family: Family) -> float:
-    """Bytes per token of a microbatch that all layers together keep."""
+    """Bytes per token of a microbatch that all layers together keep, and what is around them."""
+    half, width = problem.half, problem.precision.computing
     flows, total = problem.receives_gradient, 0.0
-    for part in problem.half.parts:
+    for part in half.parts:
         flows = flows or part.trained_parameters > 0
         if isinstance(part, Layers) and flows and not part.unused:
+            ranks = division(half, part, family.tensor)
             trains = part.trained_parameters > 0
-            each = activation_bytes(part, problem.precision.computing, family.recompute, trains, family.tensor)
-            total += part.count * each
+            total += part.count * activation_bytes(part, width, family.recompute, trains, ranks)
+        elif isinstance(part, Dense) and flows:
+            total += outside_bytes(half, part, width)
     return total / family.context
 
 
 def _working_bytes(problem: RoleProblem, family: Family) -> float:
-    """Bytes per token that the largest layer works with: what it would keep, and under recomputing keeps for a while.
+    """Bytes per token that the largest layer works with: what it computes again and then keeps, and one gradient.
 
-    A forward without a backward needs about half of that.
+    A forward without a backward needs about half of what a layer would keep.
     """
-    width = problem.precision.computing
-    each = (activation_bytes(part, width, "none", tensor=family.tensor) for part in problem.half.layers)
-    flows = problem.receives_gradient or any(part.trained_parameters for part in problem.half.layers)
-    return max(each, default=0.0) * (1.0 if flows else 0.5) / family.context
+    half, width = problem.half, problem.precision.computing
+    flows = problem.receives_gradient or any(part.trained_parameters for part in half.layers)
+
+    def working(part: Layers) -> float:
+        ranks = division(half, part, family.tensor)
+        whole = activation_bytes(part, width, "none", ranks=ranks)
+        kept = activation_bytes(part, width, family.recompute, ranks=ranks)
+        return whole - kept + width * part.hidden if flows else whole / 2
+
+    return max(map(working, half.layers), default=0.0) / family.context
 
 
 def _logit_bytes(problem: RoleProblem, family: Family) -> float:
     """Bytes of logits per token of a microbatch; encoders have none."""
     if problem.role != BACKBONE:
         return 0.0
-    vocabulary, _ = problem.half.result
-    return LOGIT_BYTES * vocabulary / (family.tensor * family.context)
+    (vocabulary, _), head = problem.half.result, problem.half.parts[-1]
+    if isinstance(head, Dense) and not head.gathered:
+        vocabulary //= family.tensor
+    return LOGIT_BYTES * vocabulary / family.context
 
 
 def _feature_bytes(problem: RoleProblem, family: Family) -> float:

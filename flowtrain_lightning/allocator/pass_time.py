@@ -9,6 +9,7 @@ import numpy as np
 from flowtrain_lightning.allocator.allocation import BACKBONE
 from flowtrain_lightning.allocator.collectives import ring
 from flowtrain_lightning.allocator.description import Dense, Layers
+from flowtrain_lightning.allocator.division import Division, division, sharers
 from flowtrain_lightning.allocator.flops import FLASH_BACKWARD, FloatArray
 from flowtrain_lightning.allocator.kernels import attention_seconds, moving_seconds, product_seconds
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
@@ -72,13 +73,18 @@ def _dense_seconds(
     problem: RoleProblem, part: Dense, family: Family, tokens: FloatArray, flows: bool
 ) -> tuple[FloatArray, FloatArray]:
     device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
-    vectors = tokens * part.per_token / family.context
-    outputs = part.outputs / family.tensor
-    once = part.copies * product_seconds(vectors, outputs, float(part.inputs), device, share, width)
-    logits = problem.role == BACKBONE and part is problem.half.parts[-1]
-    each = LOSS_BYTES / 3 if logits else 3.0 * width
-    moved = moving_seconds(part.copies * vectors * outputs * each, device, share)
-    return once + moved, (int(part.trainable) + int(flows)) * once + (1 + logits) * moved * (part.trainable or flows)
+    vectors, by = tokens * part.per_token / family.context, sharers(problem.half, part.outputs, family.tensor)
+    once = part.copies * product_seconds(vectors, part.outputs / by, float(part.inputs), device, share, width)
+    if not (problem.role == BACKBONE and part is problem.half.parts[-1]):
+        moved = moving_seconds(part.copies * vectors * part.outputs / by * 3.0 * width, device, share)
+        return once + moved, (int(part.trainable) + int(flows)) * once + moved * (part.trainable or flows)
+    # Tensor ranks gather their shares of the logits. A loss in chunks makes all of it a second time in the backward.
+    logits = vectors * part.outputs
+    sent = ring(problem.cluster, by, 1, share.exchange).gather(logits * width) if part.gathered else 0.0
+    moved = moving_seconds(logits / (1 if part.gathered else by) * (LOSS_BYTES / 3), device, share)
+    forward = once + moved + sent
+    backward = (int(part.trainable) + int(flows)) * once + 2 * moved * (part.trainable or flows)
+    return forward, backward + forward * (vectors > (problem.load.loss_chunk or np.inf))
 
 
 def _layer_seconds(
@@ -88,10 +94,10 @@ def _layer_seconds(
     trains = trains and not part.unused
     device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
     products, adapters = _products(problem, part, family, tokens), _adapters(problem, part, family, tokens)
-    sharers = family.tensor * family.context
-    attention = attention_seconds(part, pairs, tokens / sharers, device, share, width)
-    casts = _cast_bytes(part) if problem.precision.multiplied < width else 0.0
-    moved = moving_seconds(tokens * (_moved_bytes(part, width) + casts) / sharers, device, share)
+    ranks, mine = division(problem.half, part, family.tensor), tokens / family.context
+    attention = attention_seconds(part, pairs, mine / ranks.attention, device, share, width)
+    casts = _cast_bytes(part) / ranks.feed_forward if problem.precision.multiplied < width else 0.0
+    moved = moving_seconds(mine * (_moved_bytes(part, width, ranks) + casts), device, share)
     forward = np.maximum(products + adapters + attention + moved, share.launch)
     tensor, context = _exchange(problem, part, family, tokens)
     gathered = tensor / 2  # the other half is scattered, which selective recomputing keeps
@@ -112,14 +118,15 @@ def _layer_seconds(
 def _products(problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray) -> FloatArray:
     """Seconds of a layer's products with weights, forward."""
     device, share, width = problem.cluster.device, problem.efficiency, problem.precision.multiplied
-    vectors, tensor = tokens / family.context, family.tensor
+    vectors, ranks = tokens / family.context, division(problem.half, part, family.tensor)
 
     def seconds(m: FloatArray, n: float, k: float, groups: int = 1) -> FloatArray:
         return product_seconds(m, n, k, device, share, width, groups)
 
-    key_value = max(part.key_value_width / tensor, part.head_size)
-    total = seconds(vectors, part.query_width / tensor + 2 * key_value, part.hidden)
-    total = total + seconds(vectors, part.hidden, part.query_width / tensor)
+    query, key_value = part.query_width / ranks.attention, part.key_value_width / ranks.attention
+    total = seconds(vectors, query + 2 * max(key_value, part.head_size), part.hidden)
+    total = total + seconds(vectors, part.hidden, query)
+    tensor = ranks.feed_forward
     ups = 2 if part.gated else 1
     dense_width = part.feed_forward if part.experts is None else part.experts.shared
     if dense_width:
@@ -150,7 +157,7 @@ def _cast_bytes(part: Layers) -> float:
     return 4.0 * inputs
 
 
-def _moved_bytes(part: Layers, width: int) -> float:
+def _moved_bytes(part: Layers, width: int, ranks: Division) -> float:
     """Bytes per token that a layer's norms, residuals, rotations and activations read and write, forward.
 
     Two norms read and write the hidden state, two sums read two and write one, the rotation reads and writes queries
@@ -159,19 +166,23 @@ def _moved_bytes(part: Layers, width: int) -> float:
     residual = 10 * part.hidden
     rotation = 2 * (part.query_width + part.key_value_width)
     activation = (3 if part.gated else 2) * part.active_feed_forward
-    return float(width * (residual + rotation + activation))
+    return width * ((residual + rotation) / ranks.attention + activation / ranks.feed_forward)
 
 
 def _exchange(problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Seconds of a layer's forward collectives among tensor ranks, and among context ranks.
 
     Tensor ranks gather and scatter the hidden state around attention and around the feed-forward network, with
-    sequence parallelism between (Korthikanti et al., arXiv 2205.05198, section 4.2). Context ranks gather keys and
-    values.
+    sequence parallelism between (Korthikanti et al., arXiv 2205.05198, section 4.2). Where they share feed-forward
+    networks alone, they sum these networks' results. Context ranks gather keys and values.
     """
     cluster, share, width = problem.cluster, problem.efficiency, problem.precision.computing
     hidden = tokens / family.context * part.hidden * width
-    tensor = 4 * ring(cluster, family.tensor, 1, share.exchange).gather(hidden)
+    ranks = division(problem.half, part, family.tensor)
+    if ranks.attention == family.tensor:
+        tensor = 4 * ring(cluster, family.tensor, 1, share.exchange).gather(hidden)
+    else:
+        tensor = ring(cluster, ranks.feed_forward, 1, share.exchange).reduce(hidden)
     keys = tokens * 2 * part.key_value_width / family.tensor * width
     return tensor, ring(cluster, family.context, family.tensor, share.exchange).gather(keys)
 

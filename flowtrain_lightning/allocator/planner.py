@@ -116,22 +116,20 @@ class PlacementChoice(Generic[P]):
         apart, together = self._fastest(True), self._fastest(False)
         return None if apart is None or together is None else together.seconds / apart.seconds - 1
 
-    def table(self) -> str:
-        """The best predictions, a line each; the chosen one is marked."""
+    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The headings and lines of a table of the best predictions; the chosen one is marked."""
         best = sorted(self.predictions, key=lambda each: each.seconds)[:_SHOWN]
         shown = [each for each in self.predictions if each is self.chosen or any(each is one for one in best)]
-        return text_table(
-            ("", "s/step", "samples/s", *self.chosen.cells()),
-            [
-                (
-                    f"{'>' if each is self.chosen else ' '} {each.name}",
-                    f"{each.seconds:.4g}",
-                    f"{each.samples_per_second:.4g}",
-                    *each.cells().values(),
-                )
-                for each in shown
-            ],
-        )
+        lines = [
+            (
+                f"{'>' if each is self.chosen else ' '} {each.name}",
+                f"{each.seconds:.4g}",
+                f"{each.samples_per_second:.4g}",
+                *each.cells().values(),
+            )
+            for each in shown
+        ]
+        return ("", "s/step", "samples/s", *self.chosen.cells()), lines
 
     def _fastest(self, separates: bool) -> P | None:
         found = (each for each in self.predictions if each.separates == separates)
@@ -162,13 +160,3 @@ def _idle(rival: Prediction) -> str:
     (role, share), *others = rival.idle.items()
     rest = "".join(f" and {role} ranks for {100 * share:.0f} %" for role, share in others)
     return f", where {role} ranks would be idle for {100 * share:.0f} % of a step{rest}"
-
-
-def text_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, the first flush left."""
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-    aligned = []
-    for cells in (head, *lines):
-        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        aligned.append("  ".join([cells[0].ljust(widths[0]), *rest]))
-    return "\n".join(aligned)

@@ -8,6 +8,7 @@ import numpy as np
 from scipy.special import ndtri
 
 from flowtrain_lightning.allocator.collectives import ring
+from flowtrain_lightning.allocator.division import share_of_rank
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.memory_use import kept_activations
 from flowtrain_lightning.allocator.pass_time import PassTime, pass_time
@@ -142,7 +143,7 @@ def _layers_of_a_stage(once: PassTime, stages: int, interleave: int) -> FloatArr
 def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
     """States and weights read and written, gradients read."""
     precision, device = problem.precision, problem.cluster.device
-    trained = problem.half.trainable_parameters / (family.tensor * family.pipeline)
+    trained = problem.half.trainable_parameters * share_of_rank(problem.half, family.tensor) / family.pipeline
     states = 2 * precision.states
     if precision.host_states:
         # Gradients go there, weights come back, and the host reads and writes the states no faster than that.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flowtrain_lightning.allocator.collectives import ring
+from flowtrain_lightning.allocator.division import share_of_rank
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.kernels import moving_seconds
 from flowtrain_lightning.allocator.pass_time import PassTime
@@ -26,8 +27,8 @@ def sharing_time(
         microbatches: ``[layouts]`` microbatches of a replica and step.
     """
     half, precision = problem.half, problem.precision
-    split = family.tensor * family.pipeline
-    here = half.parameters * (1 - experts_share(half) * (1 - 1 / family.expert)) / split
+    experts = experts_share(half) * (1 - 1 / family.expert)
+    here = half.parameters * share_of_rank(half, family.tensor) * (1 - experts) / family.pipeline
     trained = here * half.trainable_parameters / max(1, half.parameters)
     holders = ring(problem.cluster, family.shards, family.tensor, problem.efficiency.exchange)
     depth = max(1, round(half.depth / family.pipeline))

@@ -14,6 +14,9 @@ from flowtrain_lightning.allocator.allocation import BACKBONE, PlanningError
 from flowtrain_lightning.allocator.description import ModuleDescription
 from flowtrain_lightning.allocator.flops import IntArray
 
+LOSS_CHUNK = 1024
+"""Tokens of a chunk where nothing else is said."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -25,7 +28,8 @@ class Workload:
         global_batch_size: samples of a step.
         token_budget: the most tokens of a backbone microbatch.
         encoder_budget: the most encoder tokens of an encoder batch.
-        loss_chunk: tokens whose logits exist at the same time, with a loss in chunks; None is the microbatch.
+        loss_chunk: tokens whose logits exist at the same time, as the loss of the models of Hugging Face takes them
+            (`flowtrain_lightning.models`); None is the microbatch.
 
     Raises:
         PlanningError: no samples, or a number below 1.
@@ -36,7 +40,7 @@ class Workload:
     global_batch_size: int = 256
     token_budget: int = 8192
     encoder_budget: int = 16384
-    loss_chunk: int | None = None
+    loss_chunk: int | None = LOSS_CHUNK
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "token_budget", "encoder_budget", "loss_chunk"):

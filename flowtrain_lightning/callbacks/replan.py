@@ -24,6 +24,7 @@ from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.placement.measured import MeasuredCosts, MeasuredPrediction
 from flowtrain_lightning.placement.profile import Profile
+from flowtrain_lightning.placement.text_table import text_table
 from flowtrain_lightning.runtime.rank_metrics import joined_timings
 from flowtrain_lightning.runtime.runner import RoleRunner
 from flowtrain_lightning.strategy import FlowTrainStrategy
@@ -105,7 +106,7 @@ class FlowReplan(L.Callback):
         drifted = " and ".join(f"the {role} takes {ratio:.2f} times" for role, ratio in sorted(drift.items()))
         rank_zero_warn(
             f"The allocation no longer fits: {drifted} as long as it was planned with. With these times "
-            f"{choice.reason}.\n{choice.table()}\n  {self._advice(choice)}"
+            f"{choice.reason}.\n{text_table(*choice.rows())}\n  {self._advice(choice)}"
         )
 
     def _advice(self, choice: PlacementChoice[MeasuredPrediction]) -> str:

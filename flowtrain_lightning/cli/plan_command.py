@@ -26,9 +26,9 @@ from flowtrain_lightning.allocator import (
 )
 from flowtrain_lightning.allocator.given_plan import given_plan
 from flowtrain_lightning.allocator.plan_file import read_plan, write_plan
-from flowtrain_lightning.allocator.planner import text_table
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.allocator.role_problem import OPTIMIZERS
+from flowtrain_lightning.allocator.workload import LOSS_CHUNK
 from flowtrain_lightning.cli.command_table import command_parser
 from flowtrain_lightning.cli.plan_bill import bill_of
 from flowtrain_lightning.cli.plan_choice import Choices, choose_plans, why_plan_cannot_run
@@ -36,6 +36,7 @@ from flowtrain_lightning.cli.plan_input import read_device, read_module, read_wo
 from flowtrain_lightning.cli.plan_report import PlanReport
 from flowtrain_lightning.placement.calibration import measured_efficiencies
 from flowtrain_lightning.placement.profile import ProfileError, read_profile
+from flowtrain_lightning.placement.text_table import text_table
 
 MISTAKES = (PlanningError, ProfileError)
 
@@ -109,7 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--batch", "--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
     add("--token-budget", type=_budget, default=8192, help="the most tokens of a microbatch, or search (default: 8192)")
-    add("--loss-chunk", type=int, metavar="TOKENS", help="tokens whose logits the loss holds at a time (default: all)")
+    add(
+        "--loss-chunk",
+        type=int,
+        default=LOSS_CHUNK,
+        metavar="TOKENS",
+        help="tokens whose logits the loss holds at a time (default: %(default)s, as the models of Hugging Face here)",
+    )
     add("--encoder-budget", type=int, default=16384, help="of an encoder batch (default: %(default)s)")
     add("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default: %(default)s")
     add("--optimizer", choices=list(OPTIMIZERS), default=OPTIMIZERS[0], help="default: %(default)s")

@@ -13,6 +13,7 @@ from flowtrain_lightning.allocator.placements import ModelledPlan, Problems, joi
 from flowtrain_lightning.allocator.planner import PLAN_KINDS
 from flowtrain_lightning.cli.plan_bill import Bill
 from flowtrain_lightning.cli.plan_choice import Choices, why_plan_cannot_run
+from flowtrain_lightning.placement.text_table import text_table
 
 WIDTH = 60
 
@@ -91,7 +92,7 @@ class PlanReport:
 
     def text(self) -> str:
         """Everything, for a terminal."""
-        parts = [self._heading(), self.choices.recommended.table(), self.verdict()]
+        parts = [self._heading(), text_table(*self.choices.recommended.rows()), self.verdict()]
         parts += [] if self.bill is None else [self.bill.text()]
         return "\n\n".join([*parts, self._layouts(), self._memory(), self._time()])
 
@@ -153,11 +154,8 @@ class PlanReport:
     def _verdict_on_given(self, given: ModelledPlan) -> list[str]:
         cluster, best = self.problems[BACKBONE].cluster, self.choices.recommended.chosen
         gain = given.seconds / best.seconds - 1
-        apart = (
-            f"{100 * gain:.0f} % more than"
-            if gain > self.choices.recommended.margin
-            else "no more than can be told than"
-        )
+        margin = self.choices.recommended.margin
+        apart = f"{100 * gain:.0f} % more than" if gain > margin else "as far as can be told no more than"
         lines = [
             f"Yours ({given.name}): {given.seconds:.4g} s a step ({given.seconds_low:.3g} to "
             f"{given.seconds_high:.3g}), {apart} the recommended plan."
@@ -173,9 +171,10 @@ class PlanReport:
     def _plan_values(self, plan: ModelledPlan) -> dict[str, Any]:
         roles = {}
         for role, candidate in plan.chosen.items():
-            details, shard = candidate.details(self.problems[role]), candidate.layout.shard
+            details, layout = candidate.details(self.problems[role]), candidate.layout
+            also = {"expert": layout.expert, "shard": layout.shard, "replicas": layout.replicas}
             roles[role] = {
-                "layout": {**candidate.layout.degrees, "shard": shard, "replicas": candidate.layout.replicas},
+                "layout": {**layout.degrees, **also},
                 "recompute": candidate.recompute,
                 "seconds": details.time.at(0),
                 "microbatches": int(details.time.microbatches[0]),

@@ -9,11 +9,11 @@ import numpy as np
 from flowtrain_lightning.allocator import BACKBONE, PRECISIONS, ROLES
 from flowtrain_lightning.allocator.devices import maker_device
 from flowtrain_lightning.allocator.flops import FloatArray
-from flowtrain_lightning.allocator.planner import text_table
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.cost_model import predict
 from flowtrain_lightning.placement.data_profile import DataProfile
 from flowtrain_lightning.placement.profile import Profile, ProfileOrigin, RoleProfile
+from flowtrain_lightning.placement.text_table import text_table
 
 _SHOWN = 5
 """Sizes of each half in the table."""

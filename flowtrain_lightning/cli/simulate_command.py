@@ -14,7 +14,6 @@ import numpy as np
 
 from flowtrain_lightning.allocator import Allocation, PlanningError
 from flowtrain_lightning.allocator.plan_file import read_plan
-from flowtrain_lightning.allocator.planner import text_table
 from flowtrain_lightning.cli.command_table import command_parser
 from flowtrain_lightning.cli.lengths import read_sizes
 from flowtrain_lightning.packing import IntArray, PackingError
@@ -27,6 +26,7 @@ from flowtrain_lightning.placement.simulation import (
     refuse_what_no_profile_tells,
     simulate,
 )
+from flowtrain_lightning.placement.text_table import text_table
 
 MISTAKES = (PlanningError, PackingError, ProfileError)
 

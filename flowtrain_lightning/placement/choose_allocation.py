@@ -33,6 +33,7 @@ from flowtrain_lightning.placement.measuring_process import measured_profile
 from flowtrain_lightning.placement.profile import Profile
 from flowtrain_lightning.placement.request import OFF, PlacementRequest, refuse_other_ranks, refuse_what_cannot_run
 from flowtrain_lightning.placement.run_costs import first_steps, processors_of, rank_bytes
+from flowtrain_lightning.placement.text_table import text_table
 
 ALLOCATION_FILE = "allocation.yaml"
 
@@ -65,7 +66,7 @@ class PlacementDecision:
         lines = [self.allocation.describe(), f"  because {self.reason}."]
         if self.choice is not None and self.costs is not None:
             lines += [
-                self.choice.table(),
+                text_table(*self.choice.rows()),
                 f"  Predicted from the first {SIMULATED_STEPS} steps of the data and costs measured on "
                 f"{self.costs.profile.origin.device}.",
             ]

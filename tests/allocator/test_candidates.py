@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -53,7 +55,9 @@ def test_only_what_was_allowed_is_offered():
 
 def test_heads_that_cannot_be_shared_are_not_shared():
     encoder = problems("internvl3-78b", devices=8)["encoder"]  # 25 heads
-    assert {family.tensor for family in families_of(encoder, SearchSpace())} == {1}
+    divided = replace(encoder, half=replace(encoder.half, perceptrons_only=False))
+    assert {family.tensor for family in families_of(divided, SearchSpace())} == {1}
+    assert {family.tensor for family in families_of(encoder, SearchSpace())} == {1, 2, 4, 8}
 
 
 def test_no_rank_goes_without_a_sample():

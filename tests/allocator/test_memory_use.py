@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from flowtrain_lightning.allocator.description import Layers
 from flowtrain_lightning.allocator.memory_use import activation_bytes, memory_use
 from flowtrain_lightning.allocator.role_problem import Family
+from flowtrain_lightning.allocator.workload import LOSS_CHUNK
 from tests.allocator.problems import problems
 
 torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
+
+from flowtrain_lightning.compute.cross_entropy import CHUNK  # noqa: E402
 
 TOKENS, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, SIZE = 512, 256, 640, 4, 2, 64
 
@@ -36,10 +39,10 @@ class RootMeanSquare(torch.nn.Module):
 class Layer(torch.nn.Module):
     """A layer whose products, attention and activations keep no more than they must."""
 
-    def __init__(self, gated):
+    def __init__(self, gated, rotates=False):
         super().__init__()
         linear = torch.nn.Linear
-        self.gated = gated
+        self.gated, self.rotates = gated, rotates
         kind = RootMeanSquare if gated else partial(torch.nn.LayerNorm, elementwise_affine=False)
         self.norms = torch.nn.ModuleList(kind(HIDDEN) for _ in range(2))
         self.qkv = linear(HIDDEN, (HEADS + 2 * KEY_VALUE_HEADS) * SIZE, False)
@@ -50,6 +53,8 @@ class Layer(torch.nn.Module):
         normed = self.norms[0](x)
         q, k, v = self.qkv(normed).split([HEADS * SIZE, KEY_VALUE_HEADS * SIZE, KEY_VALUE_HEADS * SIZE], -1)
         q, k, v = (one.unflatten(-1, (-1, SIZE)).transpose(1, 2) for one in (q, k, v))
+        if self.rotates:
+            q, k = (one * torch.ones(TOKENS, 1) for one in (q, k))
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.leave(seen.transpose(1, 2).flatten(2))
         inner = self.up(self.norms[1](x))
@@ -83,6 +88,13 @@ def test_a_layer_keeps_what_torch_keeps(gated, dtype):
     part = Layers(1, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, SIZE, gated=gated, causal=True)
     kept = kept_bytes(Layer(gated).to(dtype), x)
     assert TOKENS * activation_bytes(part, dtype.itemsize, "none") == pytest.approx(kept, rel=0.03)
+
+
+def test_a_fused_product_of_queries_keys_and_values_is_kept_whole_beside_what_is_rotated():
+    x = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
+    part = Layers(1, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, SIZE, causal=True, fused=True)
+    kept = kept_bytes(Layer(False, rotates=True), x)
+    assert TOKENS * activation_bytes(part, 4, "none") == pytest.approx(kept, rel=0.03)
 
 
 def test_a_frozen_layer_that_passes_gradients_on_keeps_no_inputs_of_products():
@@ -148,10 +160,19 @@ def test_a_frozen_half_keeps_neither_gradients_nor_states_nor_activations():
 
 
 def test_logits_are_a_large_part_of_a_small_model():
-    problem = problems("qwen2-vl-2b")["backbone"]
+    problem = problems("qwen2-vl-2b", loss_chunk=8192)["backbone"]
     use = memory_use(problem, Family(np.array([1.0])), np.array([8192.0]), np.array([1.0])).at(0)
-    assert use["logits"] == 12 * 8192 * 151936
+    assert 0.95 * 12 * 8192 * 151936 < use["logits"] <= 12 * 8192 * 151936
     assert use["logits"] > use["weights"]
+
+
+def test_logits_take_the_place_of_what_a_layer_works_with():
+    problem = problems("qwen2.5-vl-7b", loss_chunk=16)["backbone"]
+    assert memory_use(problem, Family(np.ones(1)), np.array([8192.0]), np.ones(1)).at(0)["logits"] == 0
+
+
+def test_where_nothing_is_said_the_loss_is_in_chunks_as_of_the_models_of_hugging_face():
+    assert LOSS_CHUNK == CHUNK
 
 
 def test_roles_on_one_device_share_its_overhead(backbone):

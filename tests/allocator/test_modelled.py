@@ -107,7 +107,9 @@ def test_a_search_among_whole_copies_gives_plans_that_only_replicate():
 
 
 def test_where_whole_copies_of_both_halves_do_not_fit_separation_works():
-    choice = choose_placement(ModelledCosts(problems("qwen2.5-vl-3b", devices=8, token_budget=4096), WHOLE_COPIES))
+    choice = choose_placement(
+        ModelledCosts(problems("qwen2.5-vl-3b", devices=8, token_budget=4096, loss_chunk=4096), WHOLE_COPIES)
+    )
     assert [plan.kind for plan in choice.predictions] == ["separate"]
     assert choice.reason == "separate is the fastest that is possible, and to have all roles on the same ranks is not"
     assert {role: one.devices for role, one in choice.chosen.chosen.items()} == {"encoder": 2, "backbone": 6}

@@ -43,9 +43,20 @@ def test_computing_takes_at_least_what_the_peak_allows():
 
 
 def test_a_backward_is_two_forwards_and_recomputing_adds_one():
-    plain, again = timed(data=8), timed(data=8, recompute="full")
+    whole = problems(devices=64, loss_chunk=8192)["backbone"]
+    plain, again = timed(data=8, problem=whole), timed(data=8, problem=whole, recompute="full")
     assert plain.backward[0] / plain.forward[0] == pytest.approx(2, rel=0.06)
     assert (again.backward - plain.backward)[0] == pytest.approx(plain.forward[0], rel=0.1)
+
+
+def test_a_loss_in_chunks_makes_logits_twice():
+    in_chunks, at_once = (problems(devices=64, loss_chunk=tokens)["backbone"] for tokens in (1024, 8192))
+    there, back = (
+        getattr(timed(problem=in_chunks), part)[0] / getattr(timed(problem=at_once), part)[0]
+        for part in ("forward", "backward")
+    )
+    assert there == pytest.approx(1)
+    assert 1.02 < back < 1.10
 
 
 def test_a_frozen_encoder_has_no_backward_and_nothing_to_reduce():

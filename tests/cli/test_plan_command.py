@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,6 +79,16 @@ def test_json_has_every_figure(plan):
     assert best["samples_per_second"] == pytest.approx(256 / best["step_seconds"])
     assert set(best["roles"]) == {"encoder", "backbone"}
     assert best["roles"]["backbone"]["seconds"]["forward"] > 0
+
+
+def test_json_has_the_keys_that_the_page_on_planning_names(plan):
+    values = json.loads(plan(*MODEL, "--devices", "8", "--json"))
+    one = values["plans"][values["best"]]
+    role = one["roles"]["backbone"]
+    named = {key for table in (values, one, role, role["layout"], role["seconds"], role["bytes"]) for key in table}
+    page = (Path(__file__).parents[2] / "docs/planning.md").read_text(encoding="utf-8")
+    documented = page[page.index("### In JSON") :].split("\n## ")[0]
+    assert named <= set(re.findall(r"`([a-z_0-9]+)`", documented))
 
 
 def test_the_plan_that_is_written_can_be_read_back(plan, tmp_path):

@@ -1,0 +1,46 @@
+"""What of a half the ranks of a tensor group divide among them, and what each of them has whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowtrain_lightning.allocator.description import Half, Layers, Part
+
+
+@dataclass(frozen=True)
+class Division:
+    """Tensor ranks that share the work of a layer.
+
+    Attributes:
+        attention: ranks that share attention, and the tokens of norms and sums.
+        feed_forward: ranks that share the feed-forward network.
+    """
+
+    attention: int = 1
+    feed_forward: int = 1
+
+
+def division(half: Half, part: Layers, tensor: int) -> Division:
+    """How ``tensor`` ranks divide one of a half's layers."""
+    if not half.perceptrons_only:
+        return Division(tensor, tensor)
+    return Division(1, 1 if part.feed_forward % tensor else tensor)
+
+
+def sharers(half: Half, width: int, tensor: int) -> int:
+    """Of ``tensor`` ranks those that divide a matrix outside of layers, or an embedding, by a width: all, or none."""
+    return 1 if half.perceptrons_only or width % tensor else tensor
+
+
+def parameters_of_rank(half: Half, part: Part, tensor: int) -> float:
+    """Numbers of a part that one of ``tensor`` ranks has."""
+    if not isinstance(part, Layers):
+        return part.parameters / sharers(half, part.divided_width, tensor)
+    of = division(half, part, tensor)
+    attention = part.attention_parameters + 2 * part.hidden + part.adapters * part.adapted_width
+    return part.count * (attention / of.attention + (part.layer_parameters - attention) / of.feed_forward)
+
+
+def share_of_rank(half: Half, tensor: int) -> float:
+    """Share of a half's parameters that one of ``tensor`` ranks has."""
+    return sum(parameters_of_rank(half, part, tensor) for part in half.parts) / max(1, half.parameters)
