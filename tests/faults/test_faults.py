@@ -36,6 +36,7 @@ EVERY_CLASS_ONCE = [
     Fault("raise", ENCODER, "train", step=3),
     Fault("raise", FIRST, "validation", step=2),
     Fault("raise", ENCODER, "save", step=4),
+    Fault("full disk", BACKBONE, "save", step=4),
     Fault("raise twice", ENCODER, "train", step=3),
     Fault("loop", ENCODER, "train", step=3),
     Fault("loop", BACKBONE, "train", step=3),
@@ -61,6 +62,7 @@ MATRIX = (
             ("loop", "sleep", "exit", "vanish", "kill worker"), (FIRST, BACKBONE, ENCODER), ("train", "between")
         )
     ]
+    + [Fault("full disk", rank, "save", step=4) for rank in (FIRST, BACKBONE, ENCODER)]
     + [Fault("sleep", rank, "build") for rank in (FIRST, BACKBONE, ENCODER)]
 )
 

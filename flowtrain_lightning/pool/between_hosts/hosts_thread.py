@@ -239,7 +239,7 @@ class HostsThread:
 def _send(router: zmq.Socket[bytes], message: list[bytes | memoryview]) -> bool:
     """Whether the message is on its way. That a connection has ended is told by the monitor."""
     try:
-        router.send_multipart(message, zmq.NOBLOCK, copy=False)  # large ones are read where they lie
+        router.send_multipart(message, zmq.NOBLOCK)
     except zmq.ZMQError:
         return False
     return True

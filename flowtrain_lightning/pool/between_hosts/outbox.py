@@ -7,8 +7,8 @@ from enum import Enum
 
 from flowtrain_lightning.pool.control_records import MAX_PAYLOAD, RECORD_BYTES, ControlRecord, encode_record
 
-PIECE_BYTES = 256 * 1024
-"""Bytes of an entry that one message carries: larger ones gain little, smaller ones cost a thread's turn each."""
+PIECE_BYTES = 64 * 1024
+"""Bytes of an entry that one message carries: larger ones gain nothing, and stay in no processor's cache."""
 
 MAX_MESSAGE_BYTES = 2 * PIECE_BYTES
 """A longer message ends its connection before memory is taken for it. None of ours is so long, encrypted or not."""
