@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.checkpoint.checkpoint_index import Index, joined
-from flowtrain_lightning.checkpoint.files import remove, write_bytes
+from flowtrain_lightning.checkpoint.files import NotSavedError, remove, write_bytes
 from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part
 from flowtrain_lightning.checkpoint.local_shard import LocalShard
 from flowtrain_lightning.checkpoint.saving import finish, share_out, write_rest
@@ -71,7 +71,7 @@ class BackgroundSave:
         """Waits until the checkpoint has its name. Every rank calls it.
 
         Raises:
-            OSError: on every rank, where one could not write its part; nothing of it is left.
+            NotSavedError: on every rank, where one could not write its part; nothing of it is left.
         """
         if cross.rank != 0:  # rank 0's waits for the others'
             self._thread.join()
@@ -98,12 +98,7 @@ class BackgroundSave:
         self._thread.join()
         if self._part.rank == 0:
             shutil.rmtree(self._part.temporary, ignore_errors=True)
-        reasons = [f"rank {rank} could not write its part: {fault}" for rank, fault in enumerate(told) if fault]
-        raise OSError(
-            f"The checkpoint {self.path} was not saved; {'; '.join(reasons)}. Earlier ones are as they were. "
-            "Make room there, or name another folder (Trainer(default_root_dir=...), ModelCheckpoint(dirpath=...)), "
-            'and go on from the one before: fit(..., ckpt_path="last").'
-        )
+        raise NotSavedError(self.path, told, "Earlier ones are as they were.")
 
     def _run(self) -> None:
         part = self._part

@@ -17,13 +17,14 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flowtrain_lightning.parallel.agreed_error import AgreedError
 from flowtrain_lightning.parallel.groups import CrossGroup
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
@@ -219,6 +220,26 @@ def _appears(made: Path) -> bool:
 # ---- writing in which all ranks take part ---------------------------------------------------------------------------
 
 
+class NotSavedError(OSError, AgreedError):
+    """A checkpoint was not saved: names the ranks that could not write, why not, and what to do.
+
+    Args:
+        path: the checkpoint.
+        told: for each rank why it could not write its part, or None; not all are None.
+        remains: a sentence on what is left of it and of earlier ones.
+    """
+
+    def __init__(self, path: Path, told: Sequence[str | None], remains: str) -> None:
+        causes = {rank: cause for rank, cause in enumerate(told) if cause}
+        reasons = "; ".join(f"rank {rank} could not write its part: {cause}" for rank, cause in causes.items())
+        super().__init__(
+            f"The checkpoint {path} was not saved; {reasons}. {remains} Make room there, or name another folder "
+            "(Trainer(default_root_dir=...), ModelCheckpoint(dirpath=...)), and go on from the one before: "
+            'fit(..., ckpt_path="last").'
+        )
+        self.rank = min(causes)
+
+
 @contextmanager
 def written_together(path: Path, cross: CrossGroup) -> Iterator[None]:
     """Inside, this rank writes its part of ``path``; afterwards all ranks have written, or all raise. All enter it.
@@ -231,7 +252,7 @@ def written_together(path: Path, cross: CrossGroup) -> Iterator[None]:
         cross: of this rank; no collective of it runs inside.
 
     Raises:
-        OSError: on every rank, alike; names the ranks that could not write, why not, and what to do.
+        NotSavedError: on every rank, alike.
     """
     own: Exception | None = None
     try:
@@ -246,12 +267,8 @@ def written_together(path: Path, cross: CrossGroup) -> Iterator[None]:
     refusal = _system_error(own)
     reason = f"{refusal.strerror if refusal else own}{_free(path.parent)}"
     told = cross.gather_messages(None if own is None else reason)
-    reasons = [f"rank {rank} could not write its part: {text}" for rank, text in enumerate(told) if text]
-    raise OSError(
-        f"The checkpoint {path} was not saved; {'; '.join(reasons)}. Nothing is left of it, and earlier checkpoints "
-        "are as they were. Make room there, or name another folder (Trainer(default_root_dir=...), "
-        'ModelCheckpoint(dirpath=...)), and go on from the one before: fit(..., ckpt_path="last").'
-    ) from (None if refusal else own)
+    remains = "Nothing is left of it, and earlier checkpoints are as they were."
+    raise NotSavedError(path, told, remains) from (None if refusal else own)
 
 
 def _is_of_writing(error: Exception) -> bool:

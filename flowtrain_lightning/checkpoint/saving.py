@@ -81,7 +81,7 @@ def save_checkpoint(
 
     Raises:
         FileNotFoundError: a rank does not see the directory: its node has another file system there.
-        OSError: on every rank, where one could not write its part; nothing of it is left.
+        NotSavedError: on every rank, where one could not write its part; nothing of it is left.
         ValueError: ``filepath`` is a URL.
     """
     cross = groups.cross

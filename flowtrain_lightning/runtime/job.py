@@ -16,12 +16,14 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation
+from flowtrain_lightning.parallel.agreed_error import AgreedError
 from flowtrain_lightning.parallel.groups import connect_groups, default_groups, parts_of_groups
 from flowtrain_lightning.parallel.job_store import node_names
 from flowtrain_lightning.pool import (
     Mesh,
     address_of,
     address_towards,
+    blame_fault,
     describe_ways,
     first_fault,
     interface_of,
@@ -29,6 +31,7 @@ from flowtrain_lightning.pool import (
 from flowtrain_lightning.runtime.health import HealthMonitor
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_CAUSE_SECONDS = 3.0  # in which the rank to blame says why, which this one can only do less well
 
 
 class Job:
@@ -123,7 +126,9 @@ class Job:
         with _ignore_sigchld():
             lines = traceback.format_exception_only(exception) if interrupted else traceback.format_exception(exception)
             try:
-                if isinstance(exception, RuntimeError):  # so a collective fails when a peer has gone
+                if isinstance(exception, AgreedError) and exception.rank != self.rank:
+                    blame_fault(self._mesh.board, self.rank, exception.rank, _CAUSE_SECONDS)
+                elif isinstance(exception, RuntimeError):  # so a collective fails when a peer has gone
                     first_fault(self._mesh.board, self.rank)
             finally:  # a signal's handler may have raised meanwhile
                 self._mesh.page.fail("".join(lines))  # in vain where the page blames another rank by now

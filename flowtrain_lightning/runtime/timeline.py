@@ -17,7 +17,7 @@ COMPUTE = "compute"
 STALL = "stall"
 COMMUNICATION = "communication"
 
-_KEPT_SPANS = 20_000
+_KEPT_SPANS = 20_000  # of some 200 bytes each: 4 MB, which fill up in the first few thousand steps
 
 
 class Span(NamedTuple):

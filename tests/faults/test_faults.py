@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults.fault import Fault
 from tests.faults.observing import run_script
+from tests.faults.trial import LAYOUTS
 from tests.faults.verdict import (
     BACKBONE,
     CAUSES,
@@ -35,6 +36,7 @@ EVERY_CLASS_ONCE = [
     Fault("raise", ENCODER, "train", step=3),
     Fault("raise", FIRST, "validation", step=2),
     Fault("raise", ENCODER, "save", step=4),
+    Fault("full disk", BACKBONE, "save", step=4),
     Fault("raise twice", ENCODER, "train", step=3),
     Fault("loop", ENCODER, "train", step=3),
     Fault("loop", BACKBONE, "train", step=3),
@@ -60,6 +62,7 @@ MATRIX = (
             ("loop", "sleep", "exit", "vanish", "kill worker"), (FIRST, BACKBONE, ENCODER), ("train", "between")
         )
     ]
+    + [Fault("full disk", rank, "save", step=4) for rank in (FIRST, BACKBONE, ENCODER)]
     + [Fault("sleep", rank, "build") for rank in (FIRST, BACKBONE, ENCODER)]
 )
 
@@ -125,9 +128,19 @@ def test_mixed_ranks_end_together_too(rank, label, forks, job):
         assert text.startswith(f"Rank {rank} ({label}) {CAUSES['kill']}")
 
 
-@pytest.mark.parametrize("kind", ["kill", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("raise", "loop"))])
-def test_ranks_that_wait_for_a_shard_of_another_end_with_it(kind, forks, job):
-    strategy = {"encoder_ranks": 1, "roles": {"backbone": {"shard": "fsdp"}}, "hang_timeout": HANG_TIMEOUT}
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("fsdp", "kill"),
+        *(pytest.param("fsdp", kind, marks=pytest.mark.full) for kind in ("raise", "loop")),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in itertools.product(("tensor", "context"), ("kill", "raise", "loop"))
+        ),
+    ],
+)
+def test_ranks_that_wait_in_a_collective_for_another_end_with_it(layout, kind, forks, job):
+    strategy = {"encoder_ranks": 1, **LAYOUTS[layout], "hang_timeout": HANG_TIMEOUT}
     ended = forks.run(job(fault := Fault(kind, BACKBONE, "train", step=3), strategy=strategy))
     assert_all_ended(ended, fault)
     assert_all_told(ended, fault)
