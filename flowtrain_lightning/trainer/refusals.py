@@ -55,9 +55,13 @@ REFUSED_CALLBACKS: dict[type[L.Callback], str] = {
         "when one rank fails, the others cannot write their part. Set ModelCheckpoint(every_n_train_steps=...); "
         "SIGTERM saves `preempted.ckpt` by itself"
     ),
-    StochasticWeightAveraging: "it keeps a copy of both halves on each rank. Average exported checkpoints",
+    StochasticWeightAveraging: (
+        "it keeps a copy of both halves on each rank. Take flowtrain_lightning.callbacks.AverageWeights(decay=None), "
+        "and a scheduler of learning rates"
+    ),
     WeightAveraging: (
-        "it keeps a copy of both halves on each rank and saves that of rank 0 alone. Average exported checkpoints"
+        "it copies the module before its halves are on their ranks, and cannot copy shards. Take "
+        "flowtrain_lightning.callbacks.AverageWeights, which computes the same on every layout"
     ),
 }
 """Callbacks, subclasses included, with the reason and what to do instead."""
