@@ -133,6 +133,11 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 "SparseAdam takes sparse gradients, but flowtrain sums dense ones over the ranks of a role. Use AdamW, "
                 "and embeddings with sparse=False."
             )
+        if type(optimizer).__module__.startswith("torchao."):
+            raise TypeError(
+                f"torchao's {type(optimizer).__name__} keeps its moments in a kind of tensor of its own, which "
+                "checkpoints cannot hold. Take bitsandbytes.optim.AdamW8bit."
+            )
         sharded = any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"])
         if sharded and type(optimizer).__name__ not in _ELEMENTWISE:
             raise TypeError(

@@ -21,6 +21,7 @@ def train(
     precision: str = "64-true",
     roles: dict[str, dict[str, Any]] | None = None,
     adapters: Any = None,
+    frozen_in_bf16: bool = False,
 ) -> None:
     """Trains ``STEPS`` steps; every rank writes down what it computed, and all a checkpoint, ``last.ckpt``."""
     chosen, recorder = FAMILIES[family], Recorder()
@@ -33,7 +34,7 @@ def train(
         callbacks=[recorder],
         default_root_dir=folder,
     )
-    module = chosen.kind(chosen.config, adapters=adapters, lr=1e-2, weight_decay=0.1)
+    module = chosen.kind(chosen.config, adapters=adapters, frozen_in_bf16=frozen_in_bf16, lr=1e-2, weight_decay=0.1)
     trainer.fit(module, datamodule=steps_data(Path(data), images=chosen.images))
     trainer.save_checkpoint(folder / "last.ckpt")
     recorder.save(folder)
