@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn, get_swa_avg_fn
 
 from flowtrain_lightning.parallel.gradients import local_part
@@ -122,14 +122,14 @@ class AverageWeights(L.Callback):
 
 
 def _averaged_tensors(module: L.LightningModule) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of all that is averaged of what this rank holds."""
-    for name, weight in module.named_parameters():
-        if weight.requires_grad and not weight.is_meta:
-            yield name, weight
-    saved = module.state_dict().keys()
-    for name, buffer in module.named_buffers():
-        if name in saved and buffer.is_floating_point() and not buffer.is_meta:
-            yield name, buffer
+    """First name and value of all that is averaged of what this rank holds."""
+    seen: set[int] = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or value.is_meta or not value.is_floating_point() or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value.requires_grad or not isinstance(value, nn.Parameter):
+            yield name, value
 
 
 def _first_names(module: L.LightningModule, state: Mapping[str, Any]) -> dict[str, str]:
