@@ -20,7 +20,7 @@ from flowtrain_lightning.checkpoint.checkpoint_index import Index
 from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError, parse_index, read_checked, read_index
 from flowtrain_lightning.checkpoint.local_shard import LocalShard, local_part
 from flowtrain_lightning.checkpoint.saving import OBJECTS, RANDOM_STATES
-from flowtrain_lightning.checkpoint.stored_keys import parse_key
+from flowtrain_lightning.checkpoint.stored_keys import WEIGHTS, parse_key
 from flowtrain_lightning.checkpoint.tensor_files import read_tensors
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
@@ -124,7 +124,7 @@ def read_checkpoint(
         path: the directory.
         wanted: says of a parameter or buffer by its name whether it is read; None reads all.
         weights_only: False allows objects other than tensors and plain data; only for files you trust.
-        optimizers: whether their states are read.
+        optimizers: whether all is read that training needs to go on: their states, and beside averages the weights.
 
     Raises:
         DamagedCheckpointError: names the file and the tensor, and another checkpoint.
@@ -159,12 +159,15 @@ def _read_dictionary(
     """
     checkpoint = {**index.lightning, "flowtrain": index.run, **_read_objects(path, OBJECTS, index, weights_only)}
     if not optimizers:
-        checkpoint.pop("optimizer_states", None)
+        for place in ("optimizer_states", WEIGHTS["current"]):
+            checkpoint.pop(place, None)
     states = checkpoint.get("optimizer_states", [])
 
     def reads(key: str) -> bool:
-        number, name, _ = parse_key(key)
-        return (number is None or number < len(states)) and (wanted is None or wanted(name))
+        place_or_number, name, _ = parse_key(key)
+        known = range(len(states)) if isinstance(place_or_number, int) else checkpoint
+        is_read = place_or_number in known
+        return is_read and (wanted is None or wanted(name))
 
     found: dict[str, Any] = dict(index.values)
     for name in index.files:
@@ -173,11 +176,11 @@ def _read_dictionary(
     found = {key: value for key, value in found.items() if reads(key)}
     found |= _read_tensors(path, index, filter(reads, index.tensors), layouts)
     for key, value in found.items():
-        number, name, entry = parse_key(key)
-        if number is None:
-            checkpoint["state_dict"][name] = value
+        place_or_number, name, entry = parse_key(key)
+        if isinstance(place_or_number, str):
+            checkpoint[place_or_number][name] = value
         else:
-            states[number]["state"].setdefault(name, {})[entry] = value
+            states[place_or_number]["state"].setdefault(name, {})[entry] = value
     return checkpoint
 
 

@@ -27,7 +27,7 @@ from flowtrain_lightning.checkpoint.files import (
 from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part, stored_file, write_index
 from flowtrain_lightning.checkpoint.optimizer_state import NamedState
 from flowtrain_lightning.checkpoint.plain_values import is_plain
-from flowtrain_lightning.checkpoint.stored_keys import with_keys
+from flowtrain_lightning.checkpoint.stored_keys import WEIGHTS, with_keys
 from flowtrain_lightning.checkpoint.tensor_files import can_store, write_tensors
 from flowtrain_lightning.parallel.groups import CrossGroup, Groups
 from flowtrain_lightning.parallel.halves import Halves, role_of
@@ -138,14 +138,15 @@ def _take_halves(
     checkpoint: dict[str, Any], halves: Halves, allocation: Allocation, rank: int
 ) -> dict[str, dict[str, Any]]:
     """Takes this rank's halves out of the checkpoint: role -> key -> value. What lies on no half stays."""
-    weights: dict[str, Any] = checkpoint.pop("state_dict")
     optimizers: list[NamedState] | None = checkpoint.pop("optimizer_states", None)
     own: dict[str, dict[str, Any]] = {role: {} for role in ROLES if rank in allocation.ranks[role]}
-    for key, name, value in with_keys(weights, optimizers or []):
+    for key, name, value in with_keys(checkpoint, optimizers or []):
         role = role_of(name, halves)
         if role in own:
             own[role][key] = value
-    checkpoint["state_dict"] = {name: value for name, value in weights.items() if role_of(name, halves) is None}
+    for place in WEIGHTS.values() & checkpoint.keys():
+        weights: dict[str, Any] = checkpoint[place]
+        checkpoint[place] = {name: value for name, value in weights.items() if role_of(name, halves) is None}
     if optimizers is not None:
         checkpoint["optimizer_states"] = [{"state": {}, "param_groups": state["param_groups"]} for state in optimizers]
     checkpoint["flowtrain"] = {

@@ -7,22 +7,27 @@ from typing import Any
 
 from flowtrain_lightning.checkpoint.optimizer_state import NamedState
 
+WEIGHTS = {"weights": "state_dict", "current": "current_model_state"}
+"""How keys of weights begin -> where in Lightning's dictionary they stand: those of the model, and, where these are
+averages, those from which training goes on."""
 
-def with_keys(weights: Mapping[str, Any], optimizers: Sequence[NamedState]) -> Iterator[tuple[str, str, Any]]:
+
+def with_keys(checkpoint: Mapping[str, Any], optimizers: Sequence[NamedState]) -> Iterator[tuple[str, str, Any]]:
     """For each weight and entry: ``weights.NAME`` or ``optimizer.NUMBER.NAME#ENTRY``, the name, and the value."""
-    for name, value in weights.items():
-        yield f"weights.{name}", name, value
+    for kind, place in WEIGHTS.items():
+        for name, value in checkpoint.get(place, {}).items():
+            yield f"{kind}.{name}", name, value
     for number, optimizer in enumerate(optimizers):
         for name, entries in optimizer["state"].items():
             for entry, value in entries.items():
                 yield f"optimizer.{number}.{name}#{entry}", name, value
 
 
-def parse_key(key: str) -> tuple[int | None, str, str]:
-    """The optimizer's number (None: a weight), the parameter's name and the entry of its state."""
+def parse_key(key: str) -> tuple[str | int, str, str]:
+    """Where the weight stands or the optimizer's number, the parameter's name, and the entry of its state."""
     kind, _, rest = key.partition(".")
-    if kind == "weights":
-        return None, rest, ""
+    if kind in WEIGHTS:
+        return WEIGHTS[kind], rest, ""
     number, _, rest = rest.partition(".")
     name, _, entry = rest.rpartition("#")
     return int(number), name, entry

@@ -20,6 +20,7 @@ from flowtrain_lightning.compute.cross_entropy import summed_cross_entropy
 from flowtrain_lightning.data import Features, FlowDataModule, PackedBatch
 from flowtrain_lightning.models.adapters import adapters_as_dictionary, add_adapters
 from flowtrain_lightning.models.cached_generation import generate_with_cache, takes_cache
+from flowtrain_lightning.models.frozen_weights import PRECISION, keep_frozen_in_bf16
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.processor import Processor, copy_processor, processor_of
 from flowtrain_lightning.models.projector import ProjectingModule
@@ -45,6 +46,9 @@ class HuggingFaceVLM(ProjectingModule):
         adapters: train small matrices beside the weights, which stay as they are: a config of ``peft`` such as
             ``LoraConfig(target_modules="all-linear")``, or its dictionary. What is saved is then a folder of adapters,
             which ``peft.PeftModel.from_pretrained`` opens.
+        frozen_in_bf16: linear layers that do not train, as beside adapters, keep their weights in bfloat16: 2 bytes a
+            parameter for 4. For ``precision="bf16-mixed"``, which computes the same with them, to the bit where they
+            were published in bfloat16.
         recompute: keep only what each layer is given and compute the rest a second time for the backward (gradient
             checkpointing): far less memory, up to a third more time.
         compile: ``"blocks"`` lets PyTorch compile the repeated layers of both halves, once for all numbers of tokens;
@@ -72,6 +76,7 @@ class HuggingFaceVLM(ProjectingModule):
         *,
         frozen: str | Sequence[str] = (),
         adapters: Mapping[str, Any] | Any | None = None,
+        frozen_in_bf16: bool = False,
         recompute: bool = False,
         compile: Compile = "none",
         lr: float = 1e-5,
@@ -93,6 +98,7 @@ class HuggingFaceVLM(ProjectingModule):
                 "model": config.to_dict(),
                 "frozen": [frozen] if isinstance(frozen, str) else list(frozen),
                 "adapters": None if adapters is None else adapters_as_dictionary(adapters),
+                "frozen_in_bf16": frozen_in_bf16,
                 "recompute": recompute,
                 "compile": compile,
                 "lr": lr,
@@ -130,11 +136,16 @@ class HuggingFaceVLM(ProjectingModule):
         return source and processor_of(source, self.hparams["min_pixels"], self.hparams["max_pixels"])
 
     def setup(self, stage: str) -> None:
-        """Refuses data that write images by another token than the model looks for.
+        """Refuses data that write images by another token than the model looks for, and weights that do not fit.
 
         Raises:
-            ValueError: they do.
+            ValueError: says what does not fit.
         """
+        if self.hparams["frozen_in_bf16"] and self.trainer.precision != PRECISION:
+            raise ValueError(
+                f"frozen_in_bf16 keeps weights in bfloat16, but Trainer(precision={self.trainer.precision!r}) computes "
+                f"with them as they are. Set precision={PRECISION!r}, or leave frozen_in_bf16 away."
+            )
         data = getattr(self.trainer, "datamodule", None)
         if not isinstance(data, FlowDataModule):
             return
@@ -181,6 +192,8 @@ class HuggingFaceVLM(ProjectingModule):
         for path in self.hparams["frozen"]:
             self._frozen(path).requires_grad_(False)
         self.place_projector()
+        if self.hparams["frozen_in_bf16"]:
+            keep_frozen_in_bf16(self.model)
 
     def pack_backbone(self) -> None:
         """Lets the text model attend within packed sequences, each token to those before it.

@@ -25,7 +25,7 @@ class OnevisionVLM(HuggingFaceVLM):
     """
 
     families = ("llava_onevision",)
-    halves: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    halves: Mapping[str, tuple[str, ...]] = {
         "encoder": (
             "model.model.vision_tower",
             "model.model.multi_modal_projector",

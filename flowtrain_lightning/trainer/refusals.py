@@ -55,9 +55,13 @@ REFUSED_CALLBACKS: dict[type[L.Callback], str] = {
         "when one rank fails, the others cannot write their part. Set ModelCheckpoint(every_n_train_steps=...); "
         "SIGTERM saves `preempted.ckpt` by itself"
     ),
-    StochasticWeightAveraging: "it keeps a copy of both halves on each rank. Average exported checkpoints",
+    StochasticWeightAveraging: (
+        "it keeps a copy of both halves on each rank. Take flowtrain_lightning.callbacks.AverageWeights(decay=None), "
+        "and a scheduler of learning rates"
+    ),
     WeightAveraging: (
-        "it keeps a copy of both halves on each rank and saves that of rank 0 alone. Average exported checkpoints"
+        "it copies the module before its halves are on their ranks, and cannot copy shards. Take "
+        "flowtrain_lightning.callbacks.AverageWeights, which computes the same on every layout"
     ),
 }
 """Callbacks, subclasses included, with the reason and what to do instead."""
@@ -128,6 +132,11 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
             raise TypeError(
                 "SparseAdam takes sparse gradients, but flowtrain sums dense ones over the ranks of a role. Use AdamW, "
                 "and embeddings with sparse=False."
+            )
+        if type(optimizer).__module__.startswith("torchao."):
+            raise TypeError(
+                f"torchao's {type(optimizer).__name__} keeps its moments in a kind of tensor of its own, which "
+                "checkpoints cannot hold. Take bitsandbytes.optim.AdamW8bit."
             )
         sharded = any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"])
         if sharded and type(optimizer).__name__ not in _ELEMENTWISE:

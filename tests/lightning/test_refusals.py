@@ -65,7 +65,7 @@ def test_a_setting_is_refused(one_rank, settings, words):
 CALLBACKS: dict[str, tuple[Callable[[Path], L.Callback], str]] = {
     "BackboneFinetuning": (lambda _: callbacks.BackboneFinetuning(1), "on_train_epoch_start"),
     "BatchSizeFinder": (lambda _: callbacks.BatchSizeFinder(), "token_budget"),
-    "EMAWeightAveraging": (lambda _: callbacks.EMAWeightAveraging(), "Average exported checkpoints"),
+    "EMAWeightAveraging": (lambda _: callbacks.EMAWeightAveraging(), "callbacks.AverageWeights"),
     "GradientAccumulationScheduler": (
         lambda _: callbacks.GradientAccumulationScheduler({1: 1}),
         "global_batch_size",
@@ -74,8 +74,8 @@ CALLBACKS: dict[str, tuple[Callable[[Path], L.Callback], str]] = {
     "ModelCheckpoint": (lambda _: callbacks.ModelCheckpoint(save_on_exception=True), "every_n_train_steps"),
     "ModelPruning": (lambda _: callbacks.ModelPruning("l1_unstructured"), "Prune an exported checkpoint"),
     "OnExceptionCheckpoint": (lambda folder: callbacks.OnExceptionCheckpoint(folder), "every_n_train_steps"),
-    "StochasticWeightAveraging": (lambda _: callbacks.StochasticWeightAveraging(0.1), "Average exported checkpoints"),
-    "WeightAveraging": (lambda _: callbacks.WeightAveraging(), "Average exported checkpoints"),
+    "StochasticWeightAveraging": (lambda _: callbacks.StochasticWeightAveraging(0.1), "callbacks.AverageWeights"),
+    "WeightAveraging": (lambda _: callbacks.WeightAveraging(), "callbacks.AverageWeights"),
 }
 
 

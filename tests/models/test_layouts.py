@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from tests.exactness.compare import Run, error, read_run
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
+from tests.exactness.train import Named
 from tests.forks import Job, run_jobs
 from tests.models.tiny import FAMILIES
 
@@ -58,7 +60,13 @@ def test_an_encoder_rank_and_a_backbone_rank_compute_what_one_process_does(train
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["colocated 2", "mixed 1+2", "2+2 sharded"])
 def test_tiles_are_joined_in_every_placement_as_in_one_process(trained, layout):
-    assert_equal(*(read_run(trained("llava_onevision", each)) for each in (layout, "auto")))
+    runs = [read_run(trained("llava_onevision", each)) for each in (layout, "auto")]
+    assert_equal(*(replace(run, weights=[_without_key_biases(run.weights[-1])]) for run in runs))
+
+
+def _without_key_biases(weights: Named) -> Named:
+    """Weights less what softmax takes no notice of: its gradient is rounding, which AdamW scales up to steps."""
+    return {name: weight for name, weight in weights.items() if not name.endswith("k_proj.bias")}
 
 
 def assert_equal(found: Run, expected: Run) -> None:

@@ -25,6 +25,7 @@ def train(
     roles: dict[str, dict[str, Any]] | None = None,
     adapters: Any = None,
     frozen: Sequence[str] = (),
+    frozen_in_bf16: bool = False,
     moves: bool = True,
     resumes: str | None = None,
     steps: int = STEPS,
@@ -35,7 +36,7 @@ def train(
     """
     chosen, recorder = FAMILIES[family], Recorder()
     kind = chosen.kind if moves else type("Kept", (chosen.kind,), {"projector": ()})
-    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "frozen": frozen}
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "frozen": frozen, "frozen_in_bf16": frozen_in_bf16}
     images: dict[str, Any] = {"images": chosen.images}
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
         images["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))

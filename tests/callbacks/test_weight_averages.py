@@ -1,0 +1,126 @@
+"""Averages of weights are those of Lightning's own callback on every layout, and go on from a checkpoint to the bit."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain_lightning import export_checkpoint
+from flowtrain_lightning.callbacks import AverageWeights
+from flowtrain_lightning.checkpoint import read_checkpoint
+from tests.callbacks.averaging import DECAY, SAVED_AT
+from tests.checkpoint.test_resume import same
+from tests.exactness.compare import error
+from tests.exactness.data import write_steps
+from tests.exactness.layouts import ranks_of
+from tests.exactness.modules import Divided
+from tests.forks import Done, Job, run_jobs
+
+SHARDED = {"encoder": {"shard": "fsdp"}, "backbone": {"shard": "fsdp"}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    # in the precision in which Lightning's callback, which builds the module itself, builds it
+    "by Lightning": {"layout": "auto", "by_lightning": True, "precision": "32-true"},
+    "auto, 32 bits": {"layout": "auto", "precision": "32-true"},
+    "auto": {"layout": "auto"},
+    "separate": {"layout": "1+1"},
+    "shards": {"layout": "colocated 2", "roles": SHARDED},
+}
+
+
+def job(name: str, data: str, **arguments: Any) -> Job:
+    of_layout = {"data": data, **LAYOUTS[name], **arguments}
+    label = f"{name} resumed" if "resume" in arguments else name
+    return Job(label, "tests.callbacks.averaging:train", ranks_of(of_layout["layout"]), of_layout)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Each layout's run, and some that went on from a checkpoint: of their own layout, or of another."""
+    folder = tmp_path_factory.mktemp("averages")
+    write_steps(folder / "data")
+    data = str(folder / "data")
+    done = run_jobs(folder, [job(name, data) for name in LAYOUTS])
+    separate, shards = (done[name].check().folder / "saved.ckpt" for name in ("separate", "shards"))
+    plain = folder / "plain.ckpt"
+    export_checkpoint(shards, plain)
+    jobs = [
+        job("separate", data, resume=str(separate)),
+        job("shards", data, resume=str(separate)),
+        job("by Lightning", data, resume=str(plain), precision="64-true"),
+    ]
+    return done | run_jobs(folder, jobs)
+
+
+def ranks(done: Done) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    return [torch.load(path, weights_only=True) for path in sorted(done.check().folder.glob("rank*.pt"))]
+
+
+def averages(done: Done) -> dict[str, torch.Tensor]:
+    return {name: value for rank in ranks(done) for name, value in rank["averages"].items()}
+
+
+def validations(done: Done) -> list[float]:
+    first, *others = (rank["validations"] for rank in ranks(done))
+    assert all(other == first for other in others)
+    return first
+
+
+def test_alone_they_are_those_of_lightnings_callback_to_the_bit(runs):
+    assert same(averages(runs["auto, 32 bits"]), averages(runs["by Lightning"]))
+    assert validations(runs["auto, 32 bits"]) == validations(runs["by Lightning"])
+
+
+def test_they_are_what_the_formula_says(runs):
+    (rank,) = ranks(runs["auto"])
+    by_hand = {
+        name: reduce(lambda average, new: DECAY * average + (1 - DECAY) * new, [step[name] for step in rank["steps"]])
+        for name in rank["averages"]
+    }
+    assert error(rank["averages"], by_hand) <= 1e-15
+
+
+@pytest.mark.parametrize("layout", ["separate", "shards"])
+def test_halves_and_shards_have_the_averages_of_one_process(runs, layout):
+    assert error(averages(runs[layout]), averages(runs["auto"])) <= 1e-9
+    assert validations(runs[layout]) == pytest.approx(validations(runs["auto"]), rel=1e-9)
+
+
+def test_a_resumed_run_has_the_averages_of_one_without_a_break_to_the_bit(runs):
+    assert same(averages(runs["separate resumed"]), averages(runs["separate"]))
+
+
+def test_shards_go_on_from_the_checkpoint_of_halves(runs):
+    assert error(averages(runs["shards resumed"]), averages(runs["auto"])) <= 1e-9
+
+
+def test_lightnings_callback_goes_on_from_the_exported_checkpoint_of_shards(runs):
+    assert error(averages(runs["by Lightning resumed"]), averages(runs["auto"])) <= 1e-6  # its averages have 32 bits
+
+
+def test_the_averages_are_what_a_checkpoint_is_opened_with(runs):
+    folder = runs["separate"].folder
+    opened = dict(Divided.load_from_checkpoint(folder / "last.ckpt").named_parameters())
+    assert error({name: weight.detach().double() for name, weight in opened.items()}, averages(runs["separate"])) < 1e-6
+    saved = read_checkpoint(folder / "saved.ckpt")
+    current = {name: step for rank in ranks(runs["separate"]) for name, step in rank["steps"][SAVED_AT - 1].items()}
+    assert same({name: saved["current_model_state"][name] for name in current}, current)
+    assert not same(saved["state_dict"], saved["current_model_state"])
+
+
+def test_equal_weights_for_all_steps_give_the_mean():
+    trainer, module = _Trainer(), torch.nn.Linear(1, 1, bias=False)
+    average = AverageWeights(decay=None, update_starting_at_step=1)
+    for step, weight in enumerate((5.0, 1.0, 2.0, 6.0)):
+        torch.nn.init.constant_(module.weight, weight)
+        trainer.global_step = step + 1
+        average.on_train_batch_end(trainer, module, None, None, step)
+    average.on_train_end(trainer, module)
+    assert module.weight.item() == 3.0
+
+
+class _Trainer:
+    global_step = 0
