@@ -30,6 +30,7 @@ from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import HalfEngine, broadcast_half
+from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
 from flowtrain_lightning.parallel.groups import collective_backend
 from flowtrain_lightning.parallel.halves import fill_half, half_tensors, without_absent_halves
 from flowtrain_lightning.parallel.job_store import root_store
@@ -58,7 +59,9 @@ from flowtrain_lightning.trainer.refusals import (
     refuse_foreign_module,
     refuse_frozen_backbone,
     refuse_optimizers,
+    refuse_optimizers_of_shares,
     refuse_other_systems,
+    refuse_precision_of_deepspeed,
     refuse_sharded_before,
     refuse_storage_options,
     refuse_unlike_nodes,
@@ -141,6 +144,7 @@ class FlowTrainStrategy(ParallelStrategy):
         self._runner: RoleRunner | None = None
         self._sharded: tuple[FlowModule, dict[str, HalfEngine]] | None = None  # as it stays after a run
         self._named_optimizers: Sequence[NamedOptimizer] = ()
+        self._optimizer_takers: Sequence[DeepSpeedHalf] = ()
         self._saving: BackgroundSave | None = None
 
     # ---- who does what ------------------------------------------------------------------------------------------
@@ -311,14 +315,14 @@ class FlowTrainStrategy(ParallelStrategy):
             module.drop_absent_roles()
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        self._runner = RoleRunner(
-            module, trainer, self.job, self._make_engines(trainer), self.encoder_activations, self.pool
-        )
+        engines = self._make_engines(trainer)
+        self._runner = RoleRunner(module, trainer, self.job, engines, self.encoder_activations, self.pool)
         module.attach_runner(self._runner)
         for sentence in not_layout_invariant(module):
             rank_zero_info(f"flowtrain: {sentence}")
         if fits:
             self.setup_optimizers(trainer)
+            self._share_optimizers(engines)
             self._record_allocation(trainer)
         others = [each for each in trainer.callbacks if not isinstance(each, PreemptionCheckpoint)]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, PreemptionCheckpoint(self._runner, self.job)]  # type: ignore[attr-defined]
@@ -329,6 +333,7 @@ class FlowTrainStrategy(ParallelStrategy):
         module, allocation = self.flow_module, self.allocation
         if self._sharded is None or self._sharded[0] is not module:
             refuse_sharded_before(module)
+            refuse_precision_of_deepspeed(allocation.layouts, str(trainer.precision))
             refuse_frozen_backbone(allocation.layouts, module)
             refuse_unshared_sequences(allocation.layouts, module)
             groups = self._make_groups()
@@ -398,6 +403,14 @@ class FlowTrainStrategy(ParallelStrategy):
         refuse_optimizers(self.optimizers)
         self._named_optimizers = [NamedOptimizer(optimizer, self.flow_module) for optimizer in self.optimizers]
 
+    def _share_optimizers(self, engines: Mapping[str, HalfEngine]) -> None:
+        """Lets halves whose ranks share what the optimizer does take it."""
+        self._optimizer_takers = [engine for engine in engines.values() if isinstance(engine, DeepSpeedHalf)]
+        for engine in self._optimizer_takers:
+            refuse_optimizers_of_shares(self.optimizers)
+            for optimizer, named in zip(self.optimizers, self._named_optimizers, strict=True):
+                named.share(engine.take_optimizer(optimizer))
+
     def on_train_end(self) -> None:
         """Waits for the checkpoint that is being written."""
         with self.job.during("save a checkpoint"):
@@ -429,6 +442,8 @@ class FlowTrainStrategy(ParallelStrategy):
                 # A module that lies on no half was refused: its weights may have no memory to move.
                 if not any(parameter.is_meta for parameter in self.flow_module.parameters()):
                     self.flow_module.cpu()
+        for engine in self._optimizer_takers:
+            engine.release()
         for optimizer in self._named_optimizers:
             optimizer.to_host()
         self.precision_plugin.teardown()
@@ -522,6 +537,7 @@ class FlowTrainStrategy(ParallelStrategy):
             self.checkpoint_io,
             weights_only,
             resumes=module.trainer.training,
+            shares={name: share for named in self._named_optimizers for name, share in named.shares.items()},
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

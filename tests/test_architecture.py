@@ -48,7 +48,7 @@ OUTSIDE = {
     "packing": {"numba", "numpy", "scipy"},
     "allocator": {"numpy", "scipy", "yaml"},
     "pool": {"nixl", "numpy", "torch", "zmq"},
-    "parallel": {"numpy", "torch"},
+    "parallel": {"deepspeed", "numpy", "torch"},
 }
 """What rooms may import from outside the package; rooms that are not named here are free."""
 

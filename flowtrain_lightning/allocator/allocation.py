@@ -16,11 +16,12 @@ BACKBONE = "backbone"
 ROLES = (ENCODER, BACKBONE)
 """The names of the roles, in the order in which data flow through them."""
 
-Sharding = Literal["replicate", "zero1", "zero2", "zero3", "fsdp"]
+Sharding = Literal["replicate", "zero1", "zero2", "zero3", "fsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
 """What a data-parallel rank keeps of the weights, gradients and optimizer states.
 
 ``"replicate"`` keeps all, ``"zero1"`` its share of the states, ``"zero2"`` its share of states and gradients,
-``"zero3"`` (DeepSpeed) and ``"fsdp"`` (FSDP2) its share of everything.
+``"zero3"`` and ``"fsdp"`` (FSDP2) its share of everything. Those of ZeRO are for plans of any system; ``"deepspeed-1"``
+to ``"deepspeed-3"`` are the same by DeepSpeed.
 """
 
 Recompute = Literal["none", "selective", "full"]
@@ -119,7 +120,17 @@ class Layout:
     @property
     def gathers_weights(self) -> bool:
         """Data-parallel members need each other to compute a layer, so that all must work in one order."""
-        return self.shard in ("fsdp", "zero3")
+        return self.shard in ("fsdp", "zero3", "deepspeed-3")
+
+    @property
+    def by_deepspeed(self) -> bool:
+        """DeepSpeed runs the role."""
+        return self.shard.startswith("deepspeed-")
+
+    @property
+    def sums_in_step(self) -> bool:
+        """Data-parallel members need each other in every backward, so that all must work in one order."""
+        return self.gathers_weights or self.shard == "deepspeed-2"
 
     @property
     def shares_weights(self) -> bool:

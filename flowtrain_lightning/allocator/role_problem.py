@@ -90,6 +90,9 @@ DIVIDED: Mapping[Sharding, tuple[str, ...]] = {
     "zero2": ("states", "gradients"),
     "zero3": ("states", "gradients", "weights"),
     "fsdp": ("states", "gradients", "weights"),
+    "deepspeed-1": ("states",),
+    "deepspeed-2": ("states", "gradients"),
+    "deepspeed-3": ("states", "gradients", "weights"),
 }
 """What the ranks that hold the same weights divide among them (ZeRO, arXiv 1910.02054, section 5)."""
 

@@ -58,9 +58,9 @@ def sharing_time(
         np.full_like(family.data, copied), problem.cluster.device, problem.efficiency
     )
     updated = holders.gather(trained * precision.computing)
-    if family.shard == "zero2":
+    if family.shard in ("zero2", "deepspeed-2"):
         return copies + microbatches * layered(once.backward, trained * precision.reduced), updated
-    if family.shard == "zero1":
+    if family.shard in ("zero1", "deepspeed-1"):
         return copies, layered(once.backward, trained * precision.reduced) + updated
     return copies, gradients
 

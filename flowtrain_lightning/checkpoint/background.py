@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.checkpoint.checkpoint_index import Index, joined
+from flowtrain_lightning.checkpoint.element_run import ElementRun
 from flowtrain_lightning.checkpoint.files import NotSavedError, remove, write_bytes
 from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part
 from flowtrain_lightning.checkpoint.local_shard import LocalShard
@@ -146,4 +147,6 @@ def _on_host(value: Any) -> Any:
     if isinstance(value, DTensor):
         part = local_part(value).detach().to("cpu", copy=True)
         return LocalShard(part, local_region(value), tuple(value.shape))
+    if isinstance(value, ElementRun):
+        return replace(value, part=value.part.detach().to("cpu", copy=True))
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -25,8 +25,9 @@ from flowtrain_lightning.checkpoint.tensor_files import read_tensors
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 from flowtrain_lightning.parallel.messages import decode_message
+from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
 from flowtrain_lightning.parallel.random_streams import global_seed, restore_random_states
-from flowtrain_lightning.parallel.regions import Region, local_region, whole
+from flowtrain_lightning.parallel.regions import Region, local_region, rows_around_run, whole
 
 
 def load_checkpoint(
@@ -37,6 +38,7 @@ def load_checkpoint(
     checkpoint_io: CheckpointIO,
     weights_only: bool | None = None,
     resumes: bool = True,
+    shares: Mapping[str, OptimizerShare] | None = None,
 ) -> dict[str, Any]:
     """Reads this rank's part of a checkpoint directory, or a plain Lightning checkpoint with ``checkpoint_io``.
 
@@ -51,6 +53,7 @@ def load_checkpoint(
         checkpoint_io: reads plain checkpoints.
         weights_only: False allows objects other than tensors and plain data; only for files you trust.
         resumes: training goes on: optimizers are read and this rank's random states restored, if there are any.
+        shares: name -> what this rank's optimizer steps of a parameter, where that is not what the module holds.
 
     Raises:
         DamagedCheckpointError: names the file and the tensor, and another checkpoint.
@@ -69,6 +72,7 @@ def load_checkpoint(
             weights_only,
             optimizers=resumes,
             layouts=module.state_dict(),
+            shares=shares or {},
         )
         states = decode_message(read_checked(path, RANDOM_STATES, index)) if resumes else []
     if resumes:
@@ -131,7 +135,9 @@ def read_checkpoint(
         ValueError: the directory is no checkpoint, or of another format, or holds other objects.
     """
     with _offering_another(path):
-        return _read_dictionary(path, read_index(path), wanted, weights_only, optimizers=optimizers, layouts={})
+        return _read_dictionary(
+            path, read_index(path), wanted, weights_only, optimizers=optimizers, layouts={}, shares={}
+        )
 
 
 def read_allocation(path: Path) -> Allocation:
@@ -151,11 +157,13 @@ def _read_dictionary(
     *,
     optimizers: bool,
     layouts: Mapping[str, Any],
+    shares: Mapping[str, OptimizerShare],
 ) -> dict[str, Any]:
     """See `read_checkpoint`.
 
     ``layouts`` tells by name of a parameter or buffer what it is to be loaded into. Where that is a DTensor, this
-    rank's part is read, of entries of the optimizer's state that have its shape as well.
+    rank's part is read, of entries of the optimizer's state that have its shape as well. ``shares`` tells of which
+    parameters only some rows of such entries are read.
     """
     checkpoint = {**index.lightning, "flowtrain": index.run, **_read_objects(path, OBJECTS, index, weights_only)}
     if not optimizers:
@@ -174,7 +182,7 @@ def _read_dictionary(
         if name.endswith(".pt") and name != OBJECTS:
             found |= _read_objects(path, name, index, weights_only)
     found = {key: value for key, value in found.items() if reads(key)}
-    found |= _read_tensors(path, index, filter(reads, index.tensors), layouts)
+    found |= _read_tensors(path, index, filter(reads, index.tensors), layouts, shares)
     for key, value in found.items():
         place_or_number, name, entry = parse_key(key)
         if isinstance(place_or_number, str):
@@ -184,15 +192,21 @@ def _read_dictionary(
     return checkpoint
 
 
-def _read_tensors(path: Path, index: Index, keys: Iterator[str], layouts: Mapping[str, Any]) -> dict[str, Any]:
-    """Whole tensors, and `LocalShard`s where the layout is that of a DTensor."""
+def _read_tensors(
+    path: Path, index: Index, keys: Iterator[str], layouts: Mapping[str, Any], shares: Mapping[str, OptimizerShare]
+) -> dict[str, Any]:
+    """Whole tensors, and `LocalShard`s where the layout is that of a DTensor, or a share says so."""
     regions: dict[str, Region] = {}
     shards: set[str] = set()
     for key in keys:
         shape = index.tensors[key].shape
-        target = layouts.get(parse_key(key)[1])
+        number, name, _ = parse_key(key)
+        target, share = layouts.get(name), shares.get(name)
         if isinstance(target, DTensor) and tuple(target.shape) == shape:
             regions[key] = local_region(target)
+            shards.add(key)
+        elif number is not None and share is not None and share.shape == shape:
+            regions[key] = rows_around_run(shape, share.start, share.size)
             shards.add(key)
         else:
             regions[key] = whole(shape)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from flowtrain_lightning.checkpoint.element_run import ElementRun, run_within
 from flowtrain_lightning.checkpoint.local_shard import LocalShard, in_layout_of
+from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
 
 NamedState = dict[str, Any]
 """``{"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}``."""
@@ -23,19 +26,27 @@ class NamedOptimizer:
 
     Attributes:
         groups: for each group the names of all its parameters, absent ones included, in the user's order.
+        shares: of each parameter, by name, of which the optimizer steps a share on this rank.
     """
 
     def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
         self._optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._parameters: dict[str, nn.Parameter] = {}
+        self.shares: dict[str, OptimizerShare] = {}
         self.groups: list[list[str]] = []
         self._take_groups()
+
+    def share(self, shares: Mapping[nn.Parameter, OptimizerShare]) -> None:
+        """Notes that in place of some parameters the optimizer steps a share of them."""
+        for name in [name for name, parameter in self._parameters.items() if parameter in shares]:
+            self.shares[name] = shares[self._parameters.pop(name)]
 
     def state(self) -> NamedState:
         """This rank's state by name; the groups name all parameters."""
         self._take_groups()
         state = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._parameters.items()}
+        state |= {name: _runs(self._optimizer.state.get(share.flat, {}), share) for name, share in self.shares.items()}
         return {
             "state": {name: dict(entries) for name, entries in state.items() if entries},
             "param_groups": [
@@ -59,28 +70,35 @@ class NamedOptimizer:
         """
         self._take_groups()
         by_name = with_names(saved, self.groups)
-        numbers = {name: n for n, name in enumerate(self._parameters)}
         if len(by_name["param_groups"]) != len(self.groups):
             raise ValueError(
                 f"The checkpoint's optimizer has {len(by_name['param_groups'])} parameter groups, but "
                 f"configure_optimizers gives {len(self.groups)}. Use the same configure_optimizers as when it was "
                 "saved."
             )
-        groups = []
         for position, (settings, names) in enumerate(zip(by_name["param_groups"], self.groups, strict=True)):
             if changed := set(names) ^ set(settings["params"]):
                 raise ValueError(
                     f"Group {position} of the checkpoint's optimizer and of configure_optimizers differ in "
                     f"{', '.join(sorted(changed))}. Use the same configure_optimizers as when it was saved."
                 )
-            # PyTorch goes by position: the numbers come in the order of this run's parameters.
-            own = [numbers[name] for name in names if name in numbers]
-            groups.append({**_settings(settings), "params": own})
+        # PyTorch goes by position: the numbers come in the order of what this rank's optimizer steps.
+        own = [group["params"] for group in self._optimizer.param_groups]
+        numbers = {id(stepped): n for n, stepped in enumerate(stepped for group in own for stepped in group)}
+        groups = [
+            {**_settings(settings), "params": [numbers[id(stepped)] for stepped in group]}
+            for settings, group in zip(by_name["param_groups"], own, strict=True)
+        ]
+        saved_state = by_name["state"]
         state = {
-            numbers[name]: _in_layout(entries, self._parameters[name])
-            for name, entries in by_name["state"].items()
-            if name in numbers
+            numbers[id(parameter)]: _in_layout(saved_state[name], parameter)
+            for name, parameter in self._parameters.items()
+            if name in saved_state
         }
+        for flat in {id(share.flat): share.flat for share in self.shares.values()}.values():
+            shares = {name: share for name, share in self.shares.items() if share.flat is flat}
+            if entries := flat_state(flat, shares, saved_state):
+                state[numbers[id(flat)]] = entries
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _take_groups(self) -> None:
@@ -147,11 +165,64 @@ def _in_layout(entries: Mapping[str, Any], parameter: nn.Parameter) -> dict[str,
     if not isinstance(parameter, DTensor):
         return dict(entries)
     return {
-        entry: in_layout_of(value, parameter)
-        if isinstance(value, Tensor | LocalShard) and value.shape and tuple(value.shape) == tuple(parameter.shape)
-        else value
+        entry: in_layout_of(value, parameter) if _is_like(value, parameter.shape) else value
         for entry, value in entries.items()
     }
+
+
+def _runs(entries: Mapping[str, Any], share: OptimizerShare) -> dict[str, Any]:
+    """A parameter's entries, of those of a flat tensor; a count of steps is that of all parameters in it."""
+    whole = {entry: value for entry, value in entries.items() if not _is_like(value, share.flat.shape)}
+    if share.size == 0:  # the ranks that step the parameter tell of the others
+        return whole
+    runs = {entry: ElementRun(share.of(entries[entry]), share.start, share.shape) for entry in entries.keys() - whole}
+    return {**whole, **runs}
+
+
+def flat_state(
+    flat: Tensor, shares: Mapping[str, OptimizerShare], saved: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The state of a flat tensor, of which several parameters have a share.
+
+    Args:
+        flat: what the optimizer steps.
+        shares: by the parameters' names.
+        saved: their states, entry by entry; empty where they were never stepped.
+
+    Raises:
+        ValueError: parameters were not stepped equally often, which one state cannot tell.
+    """
+    stepped = [name for name in shares if saved.get(name)]
+    found: dict[str, Any] = {}
+    for name in stepped:
+        for entry, value in saved[name].items():
+            if _is_like(value, shares[name].shape):
+                share = shares[name]
+                share.of(found.setdefault(entry, torch.zeros_like(flat, requires_grad=False))).copy_(
+                    run_within(value, share)
+                )
+            elif not _is_equal(found.setdefault(entry, value), value):
+                _refuse_unlike(stepped[0], name, f"{entry} is {found[entry]} and {value}")
+    if stepped and len(stepped) < len(shares):
+        _refuse_unlike(stepped[0], next(name for name in shares if name not in stepped), "the latter was never stepped")
+    return found
+
+
+def _refuse_unlike(one: str, other: str, difference: str) -> None:
+    raise ValueError(
+        f"The checkpoint's optimizer has treated {one} and {other} differently ({difference}), but DeepSpeed keeps one "
+        "state for all weights of a parameter group that lie on a half. Go on in the layout in which it was saved, or "
+        "in one of whole copies or shards ('replicate', 'fsdp')."
+    )
+
+
+def _is_like(value: Any, shape: Sequence[int]) -> bool:
+    """Whether an entry has a number for each element of a parameter, or of a flat tensor."""
+    return isinstance(value, Tensor | LocalShard) and bool(value.shape) and tuple(value.shape) == tuple(shape)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

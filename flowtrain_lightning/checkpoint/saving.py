@@ -15,6 +15,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from flowtrain_lightning.allocator import ROLES, Allocation
 from flowtrain_lightning.checkpoint.checkpoint_index import Index, joined
+from flowtrain_lightning.checkpoint.element_run import ElementRun
 from flowtrain_lightning.checkpoint.files import (
     make_temporary,
     refuse_unseen,
@@ -165,8 +166,7 @@ def _share_out(own: dict[str, dict[str, Any]], cross: CrossGroup) -> set[str]:
     held: dict[str, Any] = {}
     for value_of in own.values():
         for key, value in value_of.items():
-            region = local_region(value) if isinstance(value, Tensor) else None
-            held[key] = region and [list(region.offsets), list(region.sizes)]
+            held[key] = _place(value)
     of_ranks = [json.loads(text) for text in cross.gather_messages(json.dumps(held))]
     mine = set()
     for key, region in held.items():
@@ -174,6 +174,16 @@ def _share_out(own: dict[str, dict[str, Any]], cross: CrossGroup) -> set[str]:
         if holders[zlib.crc32(key.encode()) % len(holders)] == cross.rank:
             mine.add(key)
     return mine
+
+
+def _place(value: Any) -> list[list[int]] | None:
+    """Where in the whole value belongs what this rank holds of it, in JSON types; None for what is no tensor."""
+    if isinstance(value, ElementRun):
+        return [[value.start], [value.part.numel()]]
+    if not isinstance(value, Tensor):
+        return None
+    region = local_region(value)
+    return [list(region.offsets), list(region.sizes)]
 
 
 def _write_half(role: str, values: dict[str, Any], part: RankPart) -> list[Index]:

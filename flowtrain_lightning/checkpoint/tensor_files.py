@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flowtrain_lightning.checkpoint.checkpoint_index import Index, Piece, StoredFile, StoredTensor, piece_key
 from flowtrain_lightning.checkpoint.digest import DIGEST_THREADS, digest_of, tensor_digest
+from flowtrain_lightning.checkpoint.element_run import ElementRun
 from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError
 from flowtrain_lightning.checkpoint.local_shard import LocalShard
 from flowtrain_lightning.parallel.gradients import local_part
@@ -35,7 +36,7 @@ _HEADER_LENGTH = 8  # bytes before the header of a safetensors file that tell ho
 
 def can_store(value: Any) -> bool:
     """Whether a value is a tensor of a kind that safetensors files hold."""
-    tensor = value.part if isinstance(value, LocalShard) else value
+    tensor = value.part if isinstance(value, LocalShard | ElementRun) else value
     return isinstance(tensor, Tensor) and tensor.layout == torch.strided and _knows(tensor.dtype)
 
 
@@ -48,7 +49,7 @@ def _knows(dtype: torch.dtype) -> bool:
     return True
 
 
-def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor | LocalShard]) -> Index:
+def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor | LocalShard | ElementRun]) -> Index:
     """Writes this rank's parts of tensors into one file, which is on the disk when this returns.
 
     In host memory lies as much as the rank writes.
@@ -70,12 +71,13 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor | LocalS
     dtypes: dict[str, torch.dtype] = {}
     storages: set[int] = set()
     for key, tensor in tensors.items():
-        region = tensor.region if isinstance(tensor, LocalShard) else local_region(tensor)
-        part = _on_cpu(tensor, storages)
-        blocks = list(region.split(PIECE_BYTES // part.itemsize)) if region.elements else []
-        dtypes[key] = part.dtype
-        written |= {piece_key(key, block): part[block.within(region)] for block in blocks}
-        stored[key] = blocks
+        stored[key] = []
+        for region, local in _boxes(tensor):
+            part = _on_cpu(local, storages)
+            blocks = list(region.split(PIECE_BYTES // part.itemsize)) if region.elements else []
+            dtypes[key] = part.dtype
+            written |= {piece_key(key, block): part[block.within(region)] for block in blocks}
+            stored[key] += blocks
     digests = _digests(written)
     index = Index()
     for key, blocks in stored.items():
@@ -88,9 +90,19 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor | LocalS
     return index
 
 
-def _on_cpu(tensor: Tensor | LocalShard, storages: set[int]) -> Tensor:
-    """This rank's part, contiguous. Parts that share memory, such as tied weights, get a copy, as safetensors asks."""
-    local = tensor.part if isinstance(tensor, LocalShard) else local_part(tensor)
+def _boxes(tensor: Tensor | LocalShard | ElementRun) -> Iterable[tuple[Region, Tensor]]:
+    """Where what this rank holds of a tensor belongs, and the numbers."""
+    match tensor:
+        case ElementRun():
+            return tensor.boxes
+        case LocalShard():
+            return [(tensor.region, tensor.part)]
+        case _:
+            return [(local_region(tensor), local_part(tensor))]
+
+
+def _on_cpu(local: Tensor, storages: set[int]) -> Tensor:
+    """What a rank holds, contiguous. Parts that share memory, such as tied weights, get a copy, as safetensors asks."""
     part = local.detach().cpu().contiguous()
     storage = part.untyped_storage().data_ptr()
     if storage in storages:

@@ -17,7 +17,8 @@ class HalfEngine(Protocol):
     them, in whatever form the layout keeps the parameter. A parameter that no rank used keeps ``grad = None``.
 
     Attributes:
-        parameters: of the half, as this rank holds them, in the module's order.
+        parameters: of the half, as this rank holds them, in the module's order; where ranks share what the optimizer
+            does and not the weights, what it steps in their place.
         in_lockstep: the ranks that share weights must run forwards and backwards in one order.
     """
 

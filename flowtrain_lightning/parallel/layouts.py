@@ -14,6 +14,7 @@ from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.allocation import Offload, Recompute
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
+from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
 from flowtrain_lightning.parallel.engine import HalfEngine
 from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf
 from flowtrain_lightning.parallel.groups import Groups
@@ -94,7 +95,8 @@ def make_engine(
     Args:
         module: its half of this role is here; its weights are equal on all ranks of the role, or have no memory yet.
         role: whose half it is.
-        layout: whole copies or FSDP2 over data-parallel ranks, with any tensor and context degree.
+        layout: whole copies or FSDP2 over data-parallel ranks, with any tensor and context degree, or ZeRO-1 or 2 of
+            DeepSpeed.
         groups: of the role.
         recompute: what of every repeated block backwards compute again.
         offload: what lies in host memory.
@@ -115,10 +117,16 @@ def make_engine(
         assert mesh is not None
         summed = divide_layers(modules, module.tensor_plan(role, layout.tensor), mesh["tensor"])
     engine: HalfEngine
-    if layout.shard == "replicate":
+    if layout.shard != "fsdp":
         for block in (block for half in modules.values() for block in repeated_blocks(half)):
             recompute_in_backward(block, recompute)
         fill()
+    if layout.by_deepspeed:
+        device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+        engine = DeepSpeedHalf(
+            modules, groups.all, device, stage=1 if layout.shard == "deepspeed-1" else 2, activations=on_host
+        )
+    elif layout.shard == "replicate":
         # No mesh of one dimension: it would be the default group, in which early sums could meet other collectives.
         group = groups.all if mesh is None else mesh.get_group("data")
         engine = ReplicatedHalf(half_parameters(module, role), group, early=early, activations=on_host)

@@ -58,6 +58,40 @@ def whole(shape: Sequence[int]) -> Region:
     return Region((0,) * len(shape), tuple(shape))
 
 
+def regions_of_run(shape: Sequence[int], start: int, size: int) -> Iterator[Region]:
+    """Boxes that hold a run of a tensor's elements, in their order.
+
+    Args:
+        shape: of the tensor.
+        start: the first element, counted row by row.
+        size: how many.
+    """
+    if size == 0:
+        return
+    if len(shape) < 2:
+        yield Region((start,) * len(shape), (size,) * len(shape))
+        return
+    row = math.prod(shape[1:])
+    number, within = divmod(start, row)
+    if within or size < row:
+        done = min(row - within, size)
+        for box in regions_of_run(shape[1:], within, done):
+            yield Region((number, *box.offsets), (1, *box.sizes))
+    else:
+        done = size - size % row
+        yield Region((number, *(0 for _ in shape[1:])), (done // row, *shape[1:]))
+    yield from regions_of_run(shape, start + done, size - done)
+
+
+def rows_around_run(shape: Sequence[int], start: int, size: int) -> Region:
+    """The rows that a run of a tensor's elements touches, as one box; see `regions_of_run`."""
+    if not shape:
+        return whole(shape)
+    row = max(1, math.prod(shape[1:]))
+    first, end = start // row, -(-(start + size) // row)
+    return Region((first, *(0 for _ in shape[1:])), (end - first if size else 0, *shape[1:]))
+
+
 def local_region(tensor: Tensor) -> Region:
     """The region of a tensor that this rank holds: all of it, or its part of a DTensor.
 

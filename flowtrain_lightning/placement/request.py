@@ -138,11 +138,18 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
             return (
                 f"gives the {role} context {layout.context}, but only the backbone has sequences to share; set it to 1."
             )
-        if layout.shard not in ("replicate", "fsdp") or layout.pipeline > 1:
+        if layout.shard not in ("replicate", "fsdp", "deepspeed-1", "deepspeed-2") or layout.pipeline > 1:
             return (
                 f"gives the {role} the layout {layout.describe()}, but today the ranks of a role hold whole copies of "
                 f"its half ({Layout(data=layout.ranks).describe()}), shards of it by FSDP2 "
-                f"({Layout(data=layout.ranks, shard='fsdp').describe()}), either with tensor or context ranks."
+                f"({Layout(data=layout.ranks, shard='fsdp').describe()}), either with tensor or context ranks, or "
+                "whole copies whose optimizer states they share by DeepSpeed (shard 'deepspeed-1' or 'deepspeed-2')."
+            )
+        if layout.by_deepspeed and (layout.ranks_of_member > 1 or allocation.placement == "mixed"):
+            return (
+                f"gives the {role} the layout {layout.describe()} in the placement {allocation.placement}, but "
+                "DeepSpeed runs here in separate and colocated placements, without tensor and context ranks. Take "
+                "shard 'fsdp', which goes with all of them."
             )
     backbone = set(allocation.ranks[BACKBONE])
     for group in allocation.shard_groups(ENCODER):

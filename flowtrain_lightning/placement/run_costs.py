@@ -25,9 +25,9 @@ def rank_shard(allocation: Allocation, rank: int) -> RankShard:
         encoder_rank=allocation.member_of(ENCODER, rank),
         encoder_ranks=layouts[ENCODER].data,
         colocated_lanes=allocation.colocated_lanes,
-        pads_microbatches=layouts[BACKBONE].gathers_weights,
-        pads_encoder_batches=layouts[ENCODER].gathers_weights,
-        in_lockstep=any(layout.shares_weights for layout in layouts.values()),
+        pads_microbatches=layouts[BACKBONE].sums_in_step,
+        pads_encoder_batches=layouts[ENCODER].sums_in_step,
+        in_lockstep=any(layout.shares_weights or layout.sums_in_step for layout in layouts.values()),
         shares_encoder_batches=layouts[ENCODER].ranks_of_member > 1,
     )
 

@@ -151,6 +151,39 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
+def refuse_precision_of_deepspeed(layouts: Mapping[str, Layout], precision: str) -> None:
+    """Raises where DeepSpeed would get weights that are not float32.
+
+    Args:
+        layouts: role -> its layout.
+        precision: of the Trainer.
+
+    Raises:
+        ValueError: says what was given and what to do.
+    """
+    for role, layout in layouts.items():
+        if layout.by_deepspeed and precision not in ("32-true", "bf16-mixed"):
+            raise ValueError(
+                f"The {role} has shard {layout.shard!r} and Trainer(precision={precision!r}) was given, but DeepSpeed "
+                "sums and optimizes float32 here. Take precision '32-true' or 'bf16-mixed', or shard 'fsdp'."
+            )
+
+
+def refuse_optimizers_of_shares(optimizers: Iterable[Optimizer]) -> None:
+    """Raises for optimizers that cannot step a run of a weight's elements as they step the weight.
+
+    Raises:
+        TypeError: names the optimizer and what to do.
+    """
+    known = [name for name in _ELEMENTWISE if name != "Adagrad"]  # which makes its state before its part is known
+    for optimizer in optimizers:
+        if type(optimizer).__name__ not in known:
+            raise TypeError(
+                f"{type(optimizer).__name__} was given, but DeepSpeed optimizes a half, and its ranks step a run of "
+                f"all weights' elements each. Use one of {', '.join(known)}, or whole copies (shard 'replicate')."
+            )
+
+
 def refuse_frozen_backbone(layouts: Mapping[str, Layout], module: FlowModule) -> None:
     """Raises where ranks share the weights of a backbone that is frozen while the encoder trains.
 
@@ -161,7 +194,7 @@ def refuse_frozen_backbone(layouts: Mapping[str, Layout], module: FlowModule) ->
     Raises:
         ValueError: says what was given and what to do.
     """
-    if layouts[BACKBONE].gathers_weights and half_trains(module, ENCODER) and not half_trains(module, BACKBONE):
+    if layouts[BACKBONE].sums_in_step and half_trains(module, ENCODER) and not half_trains(module, BACKBONE):
         raise ValueError(
             "All weights of the backbone are frozen and sharded while the encoder trains: a microbatch without media "
             "items has no backward then, which other ranks wait for. Let some of its weights train, or take whole "

@@ -32,7 +32,7 @@ def test_a_degree_below_one_is_refused_by_name(name):
 
 
 def test_an_unknown_sharding_is_refused_with_what_is_known():
-    known = "'replicate', 'zero1', 'zero2', 'zero3', 'fsdp'"
+    known = "'replicate', 'zero1', 'zero2', 'zero3', 'fsdp', 'deepspeed-1', 'deepspeed-2', 'deepspeed-3'"
     with pytest.raises(AllocationError, match=f"A layout cannot shard by 'halves'; known are {known}"):
         Layout(shard="halves")
 

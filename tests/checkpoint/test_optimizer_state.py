@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, with_names, with_numbers
+from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
+from flowtrain_lightning.parallel.regions import whole
 
 
 class TwoHalves(nn.Module):
@@ -200,3 +203,52 @@ def test_state_by_name_of_other_groups_is_refused_with_what_differs(groups, word
     optimizer = torch.optim.AdamW([{"params": group} for group in groups(module)])
     with pytest.raises(ValueError, match=f"{words}.*Use the same configure_optimizers"):
         NamedOptimizer(optimizer, module).load(named.state())
+
+
+def shared(rank: int, cut: int) -> tuple[torch.optim.Optimizer, NamedOptimizer]:
+    """After a step by one of two ranks that cut the first group's 14 numbers, one behind the other, at ``cut``."""
+    torch.manual_seed(0)
+    module = TwoHalves()
+    optimizer = module.optimizer()
+    named = NamedOptimizer(optimizer, module)
+    group = optimizer.param_groups[0]
+    begin, end = ((0, cut), (cut, 14))[rank]
+    flat = torch.cat([weight.detach().flatten() for weight in group["params"]])[begin:end].requires_grad_()
+    shares, first = {}, 0
+    for weight in group["params"]:
+        start, stop = max(first, begin), min(first + weight.numel(), end)
+        size = max(stop - start, 0)
+        shares[weight] = OptimizerShare(flat, tuple(weight.shape), start - begin, start - first if size else 0, size)
+        first += weight.numel()
+    group["params"] = [flat]
+    named.share(shares)
+    step(optimizer)
+    return optimizer, named
+
+
+@pytest.mark.parametrize("cut", [3, 8, 11])
+def test_ranks_that_step_shares_of_weights_tell_of_the_whole_state_and_take_theirs_of_it(cut: int):
+    _, _, alone = trained()
+    expected = alone.state()["state"]
+    for name in ("backbone.weight", "encoder.weight"):
+        found = torch.full(expected[name]["exp_avg"].shape, torch.nan)
+        for rank in range(2):
+            entries = shared(rank, cut)[1].state()["state"][name]
+            assert entries["step"] == 1
+            for region, part in entries["exp_avg"].boxes if "exp_avg" in entries else ():
+                found[region.within(whole(found.shape))] = part
+        check_equal(found, expected[name]["exp_avg"])
+    for rank in range(2):
+        optimizer, named = shared(rank, cut)
+        before = copy.deepcopy(optimizer.state_dict())
+        step(optimizer)
+        named.load(alone.state())
+        check_equal(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize("other", [{}, {"step": torch.tensor(3.0)}])
+def test_weights_that_were_not_stepped_equally_often_are_refused_where_one_state_is_theirs(other: dict[str, Any]):
+    saved = trained()[2].state()
+    saved["state"]["encoder.weight"] = {**saved["state"]["encoder.weight"], **other} if other else {}
+    with pytest.raises(ValueError, match=r"treated backbone.weight and encoder.weight differently"):
+        shared(0, 8)[1].load(saved)

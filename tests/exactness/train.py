@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,11 @@ class Recorder(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.initial = weights_of(pl_module)
 
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: StepBatch, _: int) -> None:
+        self._has_media = bool(batch.plan.entries)
+
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        self.gradients.append(gradients_of(pl_module))
+        self.gradients.append(gradients_of(pl_module, has_media=self._has_media))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
@@ -66,10 +70,19 @@ def weights_of(module: torch.nn.Module) -> Named:
     return {name: whole(p.detach()).clone() for name, p in module.named_parameters() if not p.is_meta}
 
 
-def gradients_of(module: torch.nn.Module) -> Named:
-    """Gradients of the weights that live on this rank, by name."""
+def gradients_of(module: torch.nn.Module, *, has_media: bool = True) -> Named:
+    """Gradients of the weights that live on this rank, by name; the encoder has none in a step without media."""
     here = {name: p for name, p in module.named_parameters() if not p.is_meta}
-    return {name: None if p.grad is None else whole(p.grad).clone() for name, p in here.items()}
+    return {name: _gradient(p, has_media or not name.startswith("encoder.")) for name, p in here.items()}
+
+
+def _gradient(parameter: torch.nn.Parameter, is_used: bool) -> Tensor | None:
+    if parameter.grad is not None:
+        return whole(parameter.grad).clone()
+    if "deepspeed" not in sys.modules or not is_used:
+        return None
+    gradient: Tensor | None = sys.modules["deepspeed.utils"].safe_get_full_grad(parameter)  # all ranks of a role ask
+    return gradient
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.parallel.regions import Region, cover_exactly_once, whole
+from flowtrain_lightning.parallel.regions import (
+    Region,
+    cover_exactly_once,
+    regions_of_run,
+    rows_around_run,
+    whole,
+)
 
 
 @st.composite
@@ -83,3 +89,25 @@ def test_regions_outside_of_the_tensor_or_without_numbers_do_not_cover_it(shape,
 def test_a_tensor_without_numbers_is_covered_by_nothing_and_a_scalar_by_itself():
     assert cover_exactly_once((0, 3), [])
     assert cover_exactly_once((), [whole(())])
+
+
+@given(st.data(), shapes)
+def test_a_run_of_elements_is_what_its_boxes_hold_in_their_order(data, shape):
+    numbers = torch.arange(whole(shape).elements).view(shape)
+    start = data.draw(st.integers(0, numbers.numel()))
+    size = data.draw(st.integers(0, numbers.numel() - start))
+    boxes = [numbers[box.within(whole(shape))].flatten() for box in regions_of_run(shape, start, size)]
+    assert [int(number) for box in boxes for number in box] == list(range(start, start + size))
+    assert len(boxes) < 2 * max(1, len(shape))
+
+
+@given(st.data(), shapes)
+def test_the_rows_around_a_run_are_those_that_it_touches(data, shape):
+    numbers = torch.arange(whole(shape).elements).view(shape)
+    start = data.draw(st.integers(0, numbers.numel()))
+    size = data.draw(st.integers(0, numbers.numel() - start))
+    rows = numbers[rows_around_run(shape, start, size).within(whole(shape))]
+    held = set(rows.flatten().tolist())
+    assert held >= set(range(start, start + size))
+    if shape:
+        assert len(rows) == len({number // numbers[0].numel() for number in range(start, start + size)})

@@ -93,6 +93,15 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
         (planned("separate", encoder=Layout(1, context=2), backbone=1), "the encoder context 2, but only the backbone"),
         (planned("separate", encoder=1, backbone=Layout(2, shard="zero2")), "the backbone the layout data 2, zero2"),
         (
+            planned("separate", encoder=1, backbone=Layout(2, shard="deepspeed-3")),
+            r"data 2, deepspeed-3, .* \(shard 'deepspeed-1' or 'deepspeed-2'\)",
+        ),
+        (
+            planned("separate", encoder=1, backbone=Layout(2, tensor=2, shard="deepspeed-1")),
+            "data 2, tensor 2, deepspeed-1 in the placement separate, but DeepSpeed .* without tensor and context",
+        ),
+        (mixed(Layout(4, shard="deepspeed-1"), 2), "deepspeed-1 in the placement mixed, but DeepSpeed runs here in"),
+        (
             mixed(Layout(4, shard="fsdp"), 2),
             r"is mixed .* data 4, fsdp, in which ranks 0-3 need each other .* only some of them are backbone ranks",
         ),
@@ -101,7 +110,16 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
             "the roles backbone, image, audio, .* encoder and backbone",
         ),
     ],
-    ids=["pipeline", "context of the encoder", "DeepSpeed", "a shard group of both kinds", "two encoders"],
+    ids=[
+        "pipeline",
+        "context of the encoder",
+        "ZeRO of any system",
+        "ZeRO-3 of DeepSpeed",
+        "tensor ranks under DeepSpeed",
+        "DeepSpeed on ranks of both kinds",
+        "a shard group of both kinds",
+        "two encoders",
+    ],
 )
 def test_a_plan_that_cannot_run_yet_is_refused(allocation, words):
     with pytest.raises(AllocationError, match=words):

@@ -17,6 +17,8 @@ from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.trainer.refusals import (
     refuse_frozen_backbone,
     refuse_optimizers,
+    refuse_optimizers_of_shares,
+    refuse_precision_of_deepspeed,
     refuse_sharded_before,
     refuse_unshared_sequences,
 )
@@ -79,3 +81,20 @@ def test_sequences_that_nobody_slices_are_refused_with_context_ranks() -> None:
 
     with pytest.raises(ValueError, match="Stepping overrides backbone_step"):
         refuse_unshared_sequences(layouts, Stepping())
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_a_precision_that_deepspeed_does_not_have_here_is_refused(precision):
+    layouts = {"encoder": Layout(2), "backbone": Layout(2, shard="deepspeed-2")}
+    with pytest.raises(ValueError, match=rf"backbone has shard 'deepspeed-2' .*{precision}.* Take precision '32-true'"):
+        refuse_precision_of_deepspeed(layouts, precision)
+    refuse_precision_of_deepspeed(layouts, "bf16-mixed")
+    refuse_precision_of_deepspeed({**layouts, "backbone": Layout(2, shard="fsdp")}, precision)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Adagrad])
+def test_an_optimizer_that_cannot_step_a_share_is_refused(kind):
+    weights = list(nn.Linear(2, 2).parameters())
+    with pytest.raises(TypeError, match=f"{kind.__name__} was given, but DeepSpeed optimizes a half.* Use one of SGD"):
+        refuse_optimizers_of_shares([kind(weights)])
+    refuse_optimizers_of_shares([torch.optim.AdamW(weights)])

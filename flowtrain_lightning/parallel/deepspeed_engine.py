@@ -1,0 +1,139 @@
+"""DeepSpeed's engine for the ranks of one role: how it is started, and what it has no public name for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
+
+Stage = Literal[1, 2]
+"""Of ZeRO: ranks share optimizer states, or those and gradients."""
+
+_BUCKET_ELEMENTS = 16 << 20
+
+
+def start_engine(
+    model: nn.Module, groups: list[list[nn.Parameter]], ranks: Any, device: torch.device, stage: Stage
+) -> tuple[Any, list[Tensor]]:
+    """Gives a model to DeepSpeed, which cuts the weights of each group into a part for every rank.
+
+    Args:
+        model: its weights are float32.
+        groups: weights that are optimized with the same settings.
+        ranks: the process group of those that hold the model.
+        device: of this rank.
+        stage: of ZeRO.
+
+    Returns:
+        a `deepspeed.DeepSpeedEngine`, and of each group this rank's part, flat, which is to be stepped before the
+        engine's own `step`.
+    """
+    optimizer = _SteppedByUser(groups)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # it counts forwards by itself only where it runs them
+        "gradient_accumulation_steps": 1,
+        "gradient_allreduce_op": "sum",
+        "gradient_clipping": 0.0,  # else it clips to 1
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+        "zero_optimization": {
+            "stage": stage,
+            "contiguous_gradients": stage > 1,  # without, ZeRO-1 needs no hooks on weights
+            "overlap_comm": False,
+            "reduce_bucket_size": _BUCKET_ELEMENTS,
+            "allgather_bucket_size": _BUCKET_ELEMENTS,
+            "compute_grad_norm": False,  # where it is not finite DeepSpeed would leave out the step
+        },
+    }
+    with _environment(device):
+        import deepspeed
+
+        # On a CPU it would compile an operation of its own for messages within a node.
+        deepspeed.ops.__compatible_ops__ = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
+        deepspeed.utils.logger.setLevel("WARNING")
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=_Ranks(ranks))
+    return engine, [flat for group in optimizer.param_groups for flat in group["params"]]
+
+
+class _SteppedByUser(Optimizer):
+    """What DeepSpeed takes for the optimizer: the user's has stepped already when it is called."""
+
+    def __init__(self, groups: list[list[nn.Parameter]]) -> None:
+        super().__init__([{"params": weights} for weights in groups], {"lr": 0.0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Does nothing."""
+
+
+class _Ranks:
+    """The ranks of a role, as DeepSpeed asks for them (its ``mpu``)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold copies."""
+        return self._group
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
+        return dist.get_world_size(self._group)
+
+    def get_data_parallel_rank(self) -> int:
+        """This one's number among them."""
+        return dist.get_rank(self._group)
+
+    def get_model_parallel_group(self) -> None:
+        """There are no ranks that share a layer."""
+
+    def get_model_parallel_world_size(self) -> int:
+        """This rank alone."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """Its number."""
+        return 0
+
+
+@contextmanager
+def _environment(device: torch.device) -> Iterator[None]:
+    """Inside are the variables by which DeepSpeed finds its device and, where they are missing, asks MPI."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    found = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": str(device.index or 0), "DS_ACCELERATOR": device.type}
+    former = {name: os.environ.get(name) for name in found}
+    os.environ.update(found)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# ---- what DeepSpeed has no public name for --------------------------------------------------------------------------
+
+
+def share_of(weight: nn.Parameter, flat: Tensor) -> OptimizerShare:
+    """Which part of a weight lies where in a flat tensor of this rank."""
+    mapping: Any = weight._hp_mapping  # type: ignore[attr-defined]
+    if mapping is None:
+        return OptimizerShare(flat, tuple(weight.shape), 0, 0, 0)
+    part, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return OptimizerShare(flat, tuple(weight.shape), place.start, part.start, part.numel)
+
+
+def summed_gradient(weight: nn.Parameter) -> Tensor:
+    """This rank's part of a weight's gradient, as it was summed last."""
+    mapping: Any = weight._hp_mapping  # type: ignore[attr-defined]
+    gradient: Tensor = mapping.get_lp_grad_fragment(weight._index_in_param_group)  # type: ignore[attr-defined]
+    return gradient

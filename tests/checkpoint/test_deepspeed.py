@@ -1,0 +1,32 @@
+"""Checkpoints of halves that DeepSpeed optimizes: by parameter name, to and from other layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forks import Job, read_down, run_jobs
+from tests.tiny import write_records
+
+pytest.importorskip("deepspeed")
+
+
+def noted(folder: Path, target: str) -> list[dict[str, Any]]:
+    write_records(folder / "data", 24, "train.jsonl")
+    job = Job("job", f"tests.checkpoint.deepspeed:{target}", 2, {"data": str(folder / "data")}, deadline=190)
+    return read_down(run_jobs(folder, [job])["job"].check().folder)
+
+
+def test_a_run_goes_on_bit_for_bit_and_to_and_from_other_layouts(tmp_path):
+    for apart in noted(tmp_path, "resume"):
+        assert apart.pop("deepspeed to deepspeed") == 0.0
+        assert apart == {name: pytest.approx(0.0, abs=1e-5) for name in apart}
+
+
+def test_weights_that_no_step_used_are_told_of_and_refused_where_states_differ(tmp_path):
+    for rank in noted(tmp_path, "refuse"):
+        assert any("2 of 14 weights took part in no sample" in each for each in rank["warnings"]), rank["warnings"]
+        assert "encoder.unused" in rank["refusal"]
+        assert "was never stepped" in rank["refusal"]
