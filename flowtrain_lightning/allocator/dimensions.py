@@ -79,7 +79,7 @@ def vision_encoder(
     parts += [Layers(unused_layers, *shape, unused=True, fused=fused)] if unused_layers else []
     parts += [Dense(hidden if pooled else square * hidden, inner, 1 / square, levels)]
     parts += [Dense(inner, output, 1 / square, levels)] if projector_width is not None else []
-    return Half(tuple(parts), extra_tokens, perceptrons_only)
+    return Half(tuple(parts), extra_tokens, perceptrons_only=perceptrons_only)
 
 
 def audio_encoder(
