@@ -123,7 +123,7 @@ def find_fault(board: StatusBoard, rank: int) -> tuple[int, str] | None:
     """The rank that is to blame for a peer's end, and the sentence about it; None when no peer failed, died or hangs.
 
     A rank that ended because of another one says so in its page, so the trail leads back to the first. It may lead
-    to ``rank`` itself, when it hangs and others have found that.
+    to ``rank`` itself, when it hangs and others have found that, or when it was the first of several that failed.
     """
     ended: dict[int, str] = {}
     for peer in range(len(board)):
@@ -135,6 +135,9 @@ def find_fault(board: StatusBoard, rank: int) -> tuple[int, str] | None:
     hang = _found_by_peer(board, rank)
     if not ended:
         return hang
+    own = _ended(board[rank], died=False)
+    if own is not None:
+        ended[rank] = own
     first = min(ended, key=lambda peer: (board[peer].blames is not None, _when(board[peer]), peer))
     blamed = board[first].blames
     if blamed is None or blamed >= len(board):  # what stands in another rank's memory may be damaged

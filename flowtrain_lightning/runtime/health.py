@@ -23,7 +23,7 @@ from types import FrameType
 
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
 
-from flowtrain_lightning.pool import Mesh, State, Status, fault_sentence, find_fault, has_ended
+from flowtrain_lightning.pool import Mesh, State, fault_sentence, find_fault, has_ended
 from flowtrain_lightning.runtime.process_end import end_at_once, end_children, outlive_parent, say_fault
 from flowtrain_lightning.runtime.start_beats import StartBeats
 
@@ -231,10 +231,11 @@ class _JoinedRanks:
         board, rank = self._board, self.mesh.rank
         self.mesh.page.beat()
         self.mesh.page.tell_collective(_main_in_collective())
-        found, own = find_fault(board, rank), board[rank]
-        if found is not None and not _failed_before(own, board[found[0]]):
+        found = find_fault(board, rank)
+        if found is not None:
             blamed, sentence = found
-            return Fault(blamed, sentence, hang=blamed == rank or not has_ended(board, blamed))
+            return Fault(blamed, sentence, hang=not has_ended(board, blamed))
+        own = board[rank]
         if own.state is State.FAILED:
             return Fault(rank, f"{fault_sentence(own, 'failed')} Its error was:\n{own.error}", hang=False)
         silent = self._silent_seconds()
@@ -270,13 +271,6 @@ class _JoinedRanks:
             return Fault(rank, fault_sentence(board[rank], f"made no progress for {silent:.0f} s"), hang=True)
         waiting = "; ".join(fault_sentence(board[rank], "waits")[:-1] for rank in there)
         return Fault(None, f"All ranks wait for each other, for {silent:.0f} s: {waiting}.", hang=True)
-
-
-def _failed_before(own: Status, other: Status) -> bool:
-    """Whether both failed, each by itself, and this rank did so first: then all ranks name it."""
-    if own.state is not State.FAILED or own.blames is not None or other.state is not State.FAILED:
-        return False
-    return (own.failed_time, own.rank) < (other.failed_time, other.rank)
 
 
 def _main_frame() -> FrameType | None:

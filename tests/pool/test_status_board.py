@@ -126,6 +126,16 @@ def test_a_rank_that_failed_is_to_blame_with_its_error(board):
     assert "ValueError: bad picture" in sentence
 
 
+def test_of_ranks_that_fail_at_once_all_name_the_first(board):
+    for rank in (2, 1, 3):
+        board.pages[rank].fail(f"ValueError: of rank {rank}")
+    board.dead = {0}  # as a consequence: it lived until after the first fault
+    board.pages[0].beat()
+    found = [find_fault(board, rank) for rank in range(4)]
+    assert found == [found[0]] * 4
+    assert found[0][1].startswith("Rank 2 (role 2) failed in phase 'forward' of step 2.")
+
+
 def test_the_trail_leads_back_to_the_first_fault(board):
     board.pages[1].blame(2)
     board.dead = {1, 2}

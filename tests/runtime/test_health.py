@@ -213,29 +213,6 @@ def test_a_rank_whose_clean_up_hangs_ends_too():
     assert all("ValueError: bad picture" in result.err for result in results)
 
 
-def fail_at_once(rank, ranks):
-    """Ranks 1 and 0 fail one right after the other, each by itself; rank 2 computes."""
-    mesh, _, _ = start(rank, ranks)
-    mesh.page.enter("forward of encoder batch 5", 3)
-    while rank == 0 and not mesh.board[1].failed_time:
-        pass
-    if rank == 1:
-        while any(mesh.board[peer].step != 3 for peer in (0, 2)):
-            time.sleep(0.01)
-    if rank < 2:
-        mesh.page.fail("ValueError: bad picture")
-    time.sleep(600)
-
-
-def test_of_ranks_that_fail_at_once_all_name_the_first():
-    with Ranks(fail_at_once, 3) as ranks:
-        results = ranks.wait(60)
-        texts = [fault(ranks, rank) for rank in range(3)]
-    assert [result.code for result in results] == [1, 1, 1]
-    assert [text.split(" failed")[0] for text in texts] == [texts[1].split(" failed")[0]] * 3
-    assert texts[1].startswith("Rank 1 (")
-
-
 def alone(rank, ranks):
     mesh, _, health = start(rank, ranks, hang=0.2)
     mesh.page.fail("an error that the user handles")
