@@ -143,7 +143,7 @@ class DeepSpeedHalf:
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
         """Inside, one backward runs; ZeRO-2 sums its gradients."""
-        if self._stage == 1:
+        if not self.in_lockstep:
             yield
             return
         with self._engine.coalesce_grad_reduction():  # which sums at its end, and not in the order of the backward
