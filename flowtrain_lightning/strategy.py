@@ -405,7 +405,8 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def _share_optimizers(self, engines: Mapping[str, HalfEngine]) -> None:
         """Lets halves whose ranks share what the optimizer does take it."""
-        self._optimizer_takers = [engine for engine in engines.values() if isinstance(engine, DeepSpeedHalf)]
+        takers = [engine for engine in engines.values() if isinstance(engine, DeepSpeedHalf)]
+        self._optimizer_takers = [engine for engine in takers if engine.trains]
         for engine in self._optimizer_takers:
             refuse_optimizers_of_shares(self.optimizers)
             for optimizer, named in zip(self.optimizers, self._named_optimizers, strict=True):

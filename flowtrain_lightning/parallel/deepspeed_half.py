@@ -100,8 +100,8 @@ class DeepSpeedHalf:
         if sum(map(len, of_groups)) < len(trained):
             raise ValueError(
                 f"{len(trained) - sum(map(len, of_groups))} weights of a half in DeepSpeed's layout want a gradient, "
-                "but the optimizer does not have them, so that nobody would sum their gradients. Give configure_"
-                "optimizers' optimizer all of them, or set `requires_grad_(False)` where the half is built."
+                "but the optimizer does not have them, so that nobody would sum their gradients. Give them all to the "
+                "optimizer of `configure_optimizers`, or set `requires_grad_(False)` where the half is built."
             )
         self._engine, flats = start_engine(self._model, of_groups, self._group, self._device, self._stage)
         for group, weights, flat in zip(groups, of_groups, flats, strict=True):
@@ -143,7 +143,7 @@ class DeepSpeedHalf:
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
         """Inside, one backward runs; ZeRO-2 sums its gradients."""
-        if self._stage == 1:
+        if not self.in_lockstep:
             yield
             return
         with self._engine.coalesce_grad_reduction():  # which sums at its end, and not in the order of the backward

@@ -10,7 +10,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from flowtrain_lightning.parallel.groups import disconnect_groups
+from tests.exactness.compare import error
 from tests.exactness.layouts import trainer_for
+from tests.exactness.test_layouts import without_key_biases
 from tests.exactness.train import Named, weights_of
 from tests.forks import write_down
 from tests.tiny import TinyVLM, tiny_data
@@ -30,8 +32,8 @@ class Grouped(TinyVLM):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class LateEncoder(Grouped):
-    """Half of its encoder is not used, and so never stepped."""
+class UnusedLayer(Grouped):
+    """Its encoder has a layer that is not used, and so never stepped."""
 
     def configure_encoder(self) -> None:
         super().configure_encoder()
@@ -82,10 +84,10 @@ def refuse(folder: Path, *, data: str) -> None:
     """Notes what is said of a weight that is never used, and of its optimizer state in another run."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        train(folder, "deepspeed", data, BOTH, kind=LateEncoder)
-    train(folder, "copies", data, {}, kind=LateEncoder)
+        train(folder, "deepspeed", data, BOTH, kind=UnusedLayer)
+    train(folder, "copies", data, {}, kind=UnusedLayer)
     try:
-        train(folder, "rest", data, BOTH, kind=LateEncoder, ckpt_path=str(folder / "copies" / "step=2.ckpt"))
+        train(folder, "rest", data, BOTH, kind=UnusedLayer, ckpt_path=str(folder / "copies" / "step=2.ckpt"))
         refusal = ""
     except ValueError as error:
         refusal = str(error)
@@ -93,10 +95,25 @@ def refuse(folder: Path, *, data: str) -> None:
     disconnect_groups()
 
 
+def all_stages(folder: Path, *, data: str) -> None:
+    """Fits with validation, validates, predicts and fits on, in mixed precision, by DeepSpeed and on whole copies."""
+    found = {}
+    for name, roles in (("deepspeed", BOTH), ("copies", {})):
+        trainer = trainer_for(
+            "colocated 2", strategy={"roles": roles}, precision="bf16-mixed", max_epochs=1, default_root_dir=folder
+        )
+        module, records = Grouped(), tiny_data(Path(data), global_batch_size=6)
+        trainer.fit(module, records)
+        metrics = [trainer.callback_metrics.copy(), trainer.validate(module, records, verbose=False)[0]]
+        predicted = trainer.predict(module, records)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, records)
+        metrics.append(trainer.callback_metrics)
+        numbers = [float(value) for of_stage in metrics for _, value in sorted(of_stage.items())]
+        found[name] = [*numbers, len(predicted or [])]
+    write_down(folder, found)
+    disconnect_groups()
+
+
 def _apart(one: Named, other: Named) -> float:
-    assert one.keys() == other.keys()
-    return max(
-        float((weight - other[name]).norm() / other[name].norm())  # type: ignore[operator, union-attr]
-        for name, weight in one.items()
-        if "key" not in name
-    )
+    return error(without_key_biases(one), without_key_biases(other))

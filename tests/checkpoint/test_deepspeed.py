@@ -14,7 +14,8 @@ pytest.importorskip("deepspeed")
 
 
 def noted(folder: Path, target: str) -> list[dict[str, Any]]:
-    write_records(folder / "data", 24, "train.jsonl")
+    for name, count in (("train.jsonl", 24), ("val.jsonl", 8), ("predict.jsonl", 5)):
+        write_records(folder / "data", count, name)
     job = Job("job", f"tests.checkpoint.deepspeed:{target}", 2, {"data": str(folder / "data")}, deadline=190)
     return read_down(run_jobs(folder, [job])["job"].check().folder)
 
@@ -27,6 +28,11 @@ def test_a_run_goes_on_bit_for_bit_and_to_and_from_other_layouts(tmp_path):
 
 def test_weights_that_no_step_used_are_told_of_and_refused_where_states_differ(tmp_path):
     for rank in noted(tmp_path, "refuse"):
-        assert any("2 of 14 weights took part in no sample" in each for each in rank["warnings"]), rank["warnings"]
+        assert any("2 of 18 weights took part in no sample" in each for each in rank["warnings"]), rank["warnings"]
         assert "encoder.unused" in rank["refusal"]
         assert "was never stepped" in rank["refusal"]
+
+
+def test_stages_in_mixed_precision_give_what_they_give_on_whole_copies(tmp_path):
+    for found in noted(tmp_path, "all_stages"):
+        assert found["deepspeed"] == pytest.approx(found["copies"], rel=0.01)

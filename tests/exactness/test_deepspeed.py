@@ -21,9 +21,8 @@ QUICK = [
 ]
 LONG = [
     Case(layout, {"encoder": encoder, "backbone": backbone}, "32-true", {"encoder_activations": kept}, clip=0.2)
-    for layout in ("3+2", "colocated 3")
+    for layout, kept in (("3+2", 4), ("colocated 3", 1))
     for encoder, backbone in (({}, ZERO1), ({}, ZERO2), (ZERO1, ZERO1), (ZERO2, ZERO2), (FSDP, ZERO2), (ZERO2, FSDP))
-    for kept in (1, 4)
 ] + [
     Case("2+2", {"encoder": ZERO2, "backbone": ZERO2}, "32-true", freeze=True),
     Case("1+1", {"encoder": ZERO2, "backbone": ZERO1}, "32-true"),

@@ -1,0 +1,94 @@
+"""What a rank does in the tests of halves that DeepSpeed optimizes; it writes down what it saw."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+
+from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
+from tests.forks import write_down
+from tests.parallel.sharding import Layered
+
+
+def shares(folder: Path) -> None:
+    """Trains by ZeRO-1 and ZeRO-2, and notes what a rank holds and what is said of mistakes."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    write_down(folder, {str(stage): _train(stage) for stage in (1, 2)})
+    dist.destroy_process_group()
+
+
+def _train(stage: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = Layered()
+    weights = list(module.parameters())
+    half = DeepSpeedHalf({"half": module}, None, torch.device("cpu"), stage=stage)
+    said = [_said(lambda: half.take_optimizer(AdamW(weights[1:])))]
+    optimizer = AdamW(weights, lr=0.1)
+    half.take_optimizer(optimizer)
+
+    half.begin_step()
+    if dist.get_rank() == 0:  # no other rank comes to its sum
+        said.append(_said(lambda: _backward(half, module, fails=True)))
+    half.begin_step()
+    before = [weight.detach().clone() for weight in weights]
+    kept = 0
+    for last in (False, True):
+        _backward(half, module, last=last)
+        kept = sum(weight.grad.numel() for weight in weights if weight.grad is not None)
+    half.finish_gradients(0.5)
+    norm = float(half.squared_norm([flat.grad for flat in half.parameters if flat.grad is not None])) ** 0.5
+    optimizer.step()
+    moved = sum(not one.equal(other) for one, other in zip(before, weights, strict=True))
+    states = sum(entry.numel() for state in optimizer.state.values() for entry in state.values() if entry.ndim)
+
+    half.begin_step()
+    half.finish_gradients(1.0)  # of a step that used nothing
+    before = [weight.detach().clone() for weight in weights]
+    optimizer.step()
+    rested = all(one.equal(other) for one, other in zip(before, weights, strict=True))
+
+    weights[0].requires_grad_(False)
+    said.append(_said(half.begin_step))
+    half.release()
+    return {
+        "weights": sum(weight.numel() for weight in weights),
+        "kept": kept,
+        "states": states,
+        "moved": moved,
+        "rested": rested,
+        "norm": norm,
+        "expected": _norm_alone(),
+        "said": said,
+    }
+
+
+def _backward(half: DeepSpeedHalf, module: Layered, *, last: bool = True, fails: bool = False) -> None:
+    rows = torch.ones(3, 8) * (1 + dist.get_rank())
+    loss = half.call(lambda: module(rows).square().sum())
+    with half.backward(last=last):
+        loss.backward()
+        if fails:
+            raise ArithmeticError("the backward fails")
+
+
+def _norm_alone() -> float:
+    """Of half the gradient of the four backwards of two ranks."""
+    torch.manual_seed(0)
+    module = Layered()
+    for rank in range(2):
+        for _ in range(2):
+            module(torch.ones(3, 8) * (1 + rank)).square().sum().backward()
+    return float(torch.cat([weight.grad.flatten() for weight in module.parameters()]).norm()) / 2  # type: ignore
+
+
+def _said(function: Any) -> str:
+    try:
+        function()
+    except (ArithmeticError, ValueError) as error:
+        return str(error)
+    return ""
