@@ -38,11 +38,14 @@ def train(folder: Path, *, data: str, family: str, frozen: Sequence[str]) -> Non
             loss, tokens = module.backbone_step(batch, _features(module, images), "train")
             losses.append(loss)
             targets += tokens
-        mean = torch.stack(losses).sum() / targets
-        mean.backward()
+        total = torch.stack(losses).sum()
+        total.backward()
+        for weight in module.parameters():
+            if weight.grad is not None:
+                weight.grad /= targets  # not before: norms of transformers round gradients to float32 on their way
         recorder.gradients.append(gradients_of(module))
         optimizer.step()
-        recorder.losses.append(mean.item())
+        recorder.losses.append(total.item() / targets)
         recorder.weights.append(weights_of(module))
     recorder.save(folder)
 

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains, role_of
+from flowtrain_lightning.placement.module_profile import profile_module
 from tests.exactness.compare import Run, error, read_run
-from tests.exactness.data import write_steps
+from tests.exactness.data import STEPS, write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, run_jobs
 from tests.models.tiny import FAMILIES, projector_of, tower_of
+from tests.tiny import tiny_data, write_records
 
 pytest.importorskip("transformers")
 
@@ -74,6 +77,21 @@ def test_a_class_that_encodes_in_its_own_way_keeps_the_projector_where_its_encod
     assert built("llava with clip", OwnLlava, frozen="model.vision_tower").halves == kind.halves
 
 
+def test_a_profile_tells_the_projector_with_the_backbone(tmp_path):
+    family = "llava with clip"
+    write_records(tmp_path, 16)
+    data = tiny_data(tmp_path, images=FAMILIES[family].images, global_batch_size=8, token_budget=512)
+    settings = {"accelerator": "cpu", "seconds": 0.1, "reduction": False, "progress": False, "flops": True}
+    module = FAMILIES[family].kind(FAMILIES[family].config, frozen=tower_of(family))
+    roles = profile_module(module, data, **settings).roles
+    encoder, backbone = roles["encoder"], roles["backbone"]
+    whole = built(family, frozen=tower_of(family))
+    assert backbone.parameters == sum(weight.numel() for weight in half_parameters(whole, "backbone"))
+    assert (encoder.trains, encoder.gradient_bytes, encoder.forward_share) == (False, 0, 1.0)
+    assert encoder.flops.forward.linear > 0
+    assert encoder.flops.backward == CostModel(0.0, 0.0, 0.0)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of a run."""
@@ -114,13 +132,13 @@ def test_every_layout_computes_what_a_plain_loop_does(run, plain, family, layout
     check_equal(found, plain(family))
 
 
-def test_checkpoints_go_on_with_the_projector_on_the_other_side(run, plain):
+def test_checkpoints_go_on_with_the_projector_on_the_other_side(run):
     family = "llava with clip"
-    shared = {"family": family, "layout": "1+1"}
-    frozen = tower_of(family)
-    kept = run("kept", "training:train", 2, **shared, frozen=frozen, moves=False, steps=2)
-    moved = run("moved", "training:train", 2, **shared, frozen=frozen, resumes=str(kept / "last.ckpt"))
-    check_equal(read_run(moved), plain(family), first=2)
+    shared = {"family": family, "layout": "1+1", "frozen": tower_of(family)}
+    whole = run("whole", "training:train", 2, **shared, steps=2 * STEPS)
+    kept = run("kept", "training:train", 2, **shared, moves=False)
+    moved = run("moved", "training:train", 2, **shared, steps=2 * STEPS, resumes=str(kept / "last.ckpt"))
+    check_equal(read_run(moved), read_run(whole), first=STEPS)
     unfrozen = FAMILIES[family].kind.load_from_checkpoint(moved / "last.ckpt", frozen=[])
     assert half_trains(unfrozen, "encoder")
     weights = {name: weight.detach().double() for name, weight in unfrozen.named_parameters()}
