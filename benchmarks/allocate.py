@@ -1,4 +1,4 @@
-"""Is the allocation that flowtrain takes by itself the fastest one? Predictions beside measurements.
+"""Is the allocation that flowtrain takes by itself the fastest one? Predictions, and plans, beside measurements.
 
 python benchmarks/allocate.py                 six modules on two processes, really trained: about twelve minutes
 python benchmarks/allocate.py --emulate 8     every split of 8 ranks whose computing is sleep: about ten minutes
@@ -22,6 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of every process, since two of them share
 import torch
 
 from benchmarks import variants
+from benchmarks.calibrated import planned_seconds
 from benchmarks.launch import launch, machine
 from benchmarks.measure import read_ranks, throughput
 from benchmarks.modules import ROOT, Work, packed_module, training_records
@@ -83,8 +84,10 @@ def compare_placements(out: Path, rounds: int, steps: int, quick: bool) -> None:
         work.data().setup("fit")  # writes the index, once for all runs
         for module, samples in {"tiny": 8}.items() if quick else MODULES.items():
             sized = replace(work, global_batch_size=samples)
+            profile = _profile(module, sized, Path(temporary) / f"{module}-profile".replace(":", "-"))
             results[module] = {
-                "predicted": _predicted(module, sized, Path(temporary) / f"{module}-profile".replace(":", "-")),
+                "predicted": _predicted(sized, profile),
+                "planned": planned_seconds(module, sized, profile),
                 "measured": _measured(module, sized, Path(temporary), 1 if quick else rounds, 2 if quick else steps),
             }
             print(f"{module}: {results[module]}")
@@ -93,15 +96,20 @@ def compare_placements(out: Path, rounds: int, steps: int, quick: bool) -> None:
     print(f"\n{text}\nWritten to {out}.")
 
 
-def _predicted(module: str, work: Work, folder: Path) -> dict[str, float]:
+def _profile(module: str, work: Work, folder: Path) -> Profile:
+    """What the halves take in a process of their own."""
+    launch(_write_profile, (module, work, folder), 1, folder, DEADLINE)
+    return read_profile(folder / "profile.json")
+
+
+def _predicted(work: Work, profile: Profile) -> dict[str, float]:
     """Placement -> seconds of a step, and the one that a run would take."""
-    launch(_profile, (module, work, folder), 1, folder, DEADLINE)
-    choice = choose(work, read_profile(folder / "profile.json"))
+    choice = choose(work, profile)
     found: dict[str, float] = {each.allocation.placement: each.seconds for each in choice.predictions}
     return {**found, "chosen": list(PLACEMENTS).index(choice.chosen.allocation.placement)}
 
 
-def _profile(job: tuple[str, Work, Path]) -> None:
+def _write_profile(job: tuple[str, Work, Path]) -> None:
     module, work, folder = job
     torch.set_num_threads(1)
     profile = profile_module(
@@ -138,20 +146,20 @@ def _measured(module: str, work: Work, temporary: Path, rounds: int, steps: int)
 
 
 def placement_table(results: dict[str, dict[str, Any]]) -> str:
-    """A line per module: what was predicted, what was measured, and whether the choice was right."""
+    """A line per module: what was measured, predicted by a run's own costs and planned by the models of time."""
     lines = []
     for module, found in results.items():
         cells = [module]
         medians = {placement: median(found["measured"][placement]) for placement in PLACEMENTS}
         for placement, seconds in medians.items():
-            predicted = found["predicted"][placement]
-            cells += [f"{1e3 * predicted:.0f}", f"{1e3 * seconds:.0f}", f"{predicted / seconds - 1:+.0%}"]
+            said = [found[by][placement] for by in ("predicted", "planned")]
+            cells += [f"{1e3 * seconds:.0f}", *(f"{1e3 * one:.0f} ({one / seconds - 1:+.0%})" for one in said)]
         chosen = list(PLACEMENTS)[found["predicted"]["chosen"]]
         fastest = min(medians, key=lambda placement: medians[placement])
         lead = max(medians.values()) / medians[fastest] - 1
         verdict = "tie" if lead < TIE else "right" if chosen == fastest else "wrong"
         lines.append([*cells, PLACEMENTS[chosen], f"{PLACEMENTS[fastest]} (by {lead:.0%})", verdict])
-    heads = [f"{name}: {what}" for name in PLACEMENTS.values() for what in ("predicted ms", "measured ms", "error")]
+    heads = [f"{name}: {what}" for name in PLACEMENTS.values() for what in ("measured ms", "predicted", "planned")]
     return table(["encoder : backbone", *heads, "chosen", "fastest", "the choice was"], lines)
 
 

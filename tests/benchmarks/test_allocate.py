@@ -26,4 +26,5 @@ def test_both_placements_of_a_module_have_a_prediction_and_a_measurement(tmp_pat
     found = json.loads((tmp_path / "allocate.json").read_text())["modules"]["tiny"]
     assert set(found["measured"]) == {"separate", "colocated"}
     assert set(found["measured"]) < set(found["predicted"])
+    assert set(found["measured"]) == set(found["planned"])
     assert "the choice was" in printed
