@@ -21,7 +21,8 @@ _NEWLINE = "image_newline"
 class OnevisionVLM(HuggingFaceVLM):
     """LLaVA-OneVision on images. See `HuggingFaceVLM` for the arguments.
 
-    The data module must cut images into the model's tiles: ``images=images_of(...)``.
+    The data module must cut images into the model's tiles: ``images=images_of(...)``. The projector stays with the
+    tower, since tiles are joined to a picture after it: the tower works ahead where the projector is frozen too.
     """
 
     families = ("llava_onevision",)
