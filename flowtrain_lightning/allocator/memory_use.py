@@ -130,14 +130,15 @@ def _batch_bytes(
     """Activations, logits and features on the fuller of a pipeline's first and last stage.
 
     The first stage holds the most microbatches, the last one holds one and the logits. These are gone when the last
-    layer's backward begins, so that what a layer works with takes their place.
+    layer's backward begins, as is what was kept outside of layers, so that what a layer works with takes their place.
     """
     most = family.pipeline if family.pipeline > 1 else problem.load.batches_in_flight
     in_flight = np.minimum(microbatches, most)
     kept = kept_activations(problem, family) * tokens / family.pipeline
     if problem.precision.host_activations:
         kept = kept * min(1.0, GATHERED_LAYERS * family.pipeline / max(1, problem.half.depth))
-    working = _working_bytes(problem, family) * tokens
+    outside = _kept_outside(problem, family)
+    working = max(0.0, _working_bytes(problem, family) - outside) * tokens
     logits = _logit_bytes(problem, family) * np.minimum(tokens, problem.load.loss_chunk or np.inf)
     features = in_flight * tokens * _feature_bytes(problem, family)
     more = np.maximum(logits - working, 0.0)
@@ -228,14 +229,23 @@ def kept_activations(problem: RoleProblem, family: Family) -> float:
             ranks = division(half, part, family.tensor)
             trains = part.trained_parameters > 0
             total += part.count * activation_bytes(part, width, family.recompute, trains, ranks)
-        elif isinstance(part, Dense) and flows:
-            total += outside_bytes(half, part, width)
+    return total / family.context + _kept_outside(problem, family)
+
+
+def _kept_outside(problem: RoleProblem, family: Family) -> float:
+    """Bytes per token of a microbatch that products outside of layers keep."""
+    half, flows, total = problem.half, problem.receives_gradient, 0.0
+    for part in half.parts:
+        flows = flows or part.trained_parameters > 0
+        if isinstance(part, Dense) and flows:
+            total += outside_bytes(half, part, problem.precision.computing)
     return total / family.context
 
 
 def _working_bytes(problem: RoleProblem, family: Family) -> float:
-    """Bytes per token that the largest layer works with: what it computes again and then keeps, and one gradient.
+    """Bytes per token that the largest layer works with: what it computes again and then keeps, and gradients.
 
+    Gradients are most in the feed-forward network: of the hidden state on both sides, and of what the activation takes.
     A forward without a backward needs about half of what a layer would keep.
     """
     half, width = problem.half, problem.precision.computing
@@ -244,8 +254,10 @@ def _working_bytes(problem: RoleProblem, family: Family) -> float:
     def working(part: Layers) -> float:
         ranks = division(half, part, family.tensor)
         whole = activation_bytes(part, width, "none", ranks=ranks)
-        kept = activation_bytes(part, width, family.recompute, ranks=ranks)
-        return whole - kept + width * part.hidden if flows else whole / 2
+        if not flows:
+            return whole / 2
+        inner = (2 if part.gated else 1) * part.active_feed_forward / ranks.feed_forward
+        return whole - activation_bytes(part, width, family.recompute, ranks=ranks) + width * (inner + 2 * part.hidden)
 
     return max(map(working, half.layers), default=0.0) / family.context
 

@@ -1,0 +1,37 @@
+"""Planned memory of a batch beside what is counted, for layers as wide as those of Qwen2.5-VL-7B."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks.memory_count import count_batch
+from benchmarks.projected import full_media, full_microbatch
+from flowtrain_lightning.allocator import Cluster, describe_config, named_device, role_problems, typical_workload
+from flowtrain_lightning.allocator.memory_use import memory_use
+from flowtrain_lightning.allocator.public_models import CONFIGS
+from flowtrain_lightning.allocator.role_problem import Family
+from flowtrain_lightning.models import QwenVLM
+
+FULL = CONFIGS["qwen2.5-vl-7b"]
+SHALLOW = {
+    **FULL,
+    "text_config": {**FULL["text_config"], "num_hidden_layers": 2, "vocab_size": 4096},
+    "vision_config": {**FULL["vision_config"], "depth": 4, "fullatt_block_indexes": [3]},
+    "image_token_id": 5,
+    "video_token_id": 6,
+    "vision_start_token_id": 7,
+    "vision_end_token_id": 8,
+}
+
+
+@pytest.mark.parametrize(("role", "recompute"), [("backbone", "full"), ("encoder", "selective")])
+def test_a_batch_is_planned_within_a_tenth_of_what_is_counted(role, recompute):
+    module = describe_config(SHALLOW)
+    problem = role_problems(module, typical_workload(module), Cluster(named_device("h100"), 8, 8))[role]
+    family = Family(np.array([8.0]), shard="fsdp", recompute=recompute)
+    use = memory_use(problem, family, np.array([2048.0]), np.ones(1)).at(0)
+    counted = count_batch(QwenVLM(SHALLOW), role, full_microbatch(2), full_media(2), sharded=True, recompute=recompute)
+    assert use["activations"] + use["logits"] == pytest.approx(counted.peak, rel=0.1)
