@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # of every process, since two of them share two cores
 
 import lightning as L
+import numpy as np
 import transformers
 from torch import Tensor
 
@@ -42,11 +43,12 @@ from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 DEADLINE = 300.0
 """Seconds for one run, on a machine that may be busy otherwise."""
 
-TOWER_SECONDS, DECODER_SECONDS = 0.08, 0.1
+TOWER_SECONDS, DECODER_SECONDS = 0.16, 0.2
 """Of the tower's and the decoder's work for what fills a microbatch; the decoder's backward is in it."""
 
-TOKEN_BUDGET, SAMPLES = 512, 8
-"""Of a microbatch, and samples that about fill one."""
+TOKEN_BUDGET = 1024
+FILLED = 0.9
+"""Of the budget of each microbatch, on average."""
 
 WAYS = {"encoder": "the encoder's", "backbone": "the backbone's"}
 """Whose the projector is."""
@@ -59,6 +61,9 @@ class Job:
     Attributes:
         way: a key of ``WAYS``.
         microbatches: of a step, about.
+        samples: that about fill one.
+        per_patch: seconds of the tower.
+        per_token: seconds of the decoder.
         steps: that are timed, after as many that are not.
         records: the training file.
         folder: where rank 0 writes.
@@ -71,6 +76,20 @@ class Job:
     records: Path
     folder: Path
     cache: Path
+    samples: int = 1
+    per_patch: float = 0.0
+    per_token: float = 0.0
+
+    def calibrated(self) -> Job:
+        """With as many samples, and seconds for each of their patches and tokens, as the averages ask for."""
+        data = self.data()
+        data.setup("fit")
+        source = data.train_dataloader().steps.samples.source
+        sizes = source.sizes(np.arange(len(source)))
+        samples = int(FILLED * TOKEN_BUDGET / sizes.tokens.mean())
+        patches = samples * float(sizes.media_patches.sum()) / len(sizes)
+        tokens = samples * float(sizes.tokens.mean())
+        return replace(self, samples=samples, per_patch=TOWER_SECONDS / patches, per_token=DECODER_SECONDS / tokens)
 
     def data(self) -> FlowDataModule:
         """The data module."""
@@ -78,7 +97,7 @@ class Job:
             self.records,
             tokenizer=TOKENIZER,
             images=ImageProcessor(patch_size=14, merge_size=1, fixed_size=(84, 84)),
-            global_batch_size=SAMPLES * self.microbatches,
+            global_batch_size=self.samples * self.microbatches,
             token_budget=TOKEN_BUDGET,
             seed=SEED,
             index=IndexConfig(too_long="drop", cache_dir=self.cache),
@@ -141,8 +160,7 @@ def main() -> None:
         for microbatches in (1,) if options.quick else (1, 2, 4):
             base = Path(temporary)
             steps = 2 if options.quick else options.steps
-            job = Job("", microbatches, steps, training_records(), base, base / "index")
-            job.data().setup("fit")  # writes the index, once for all runs
+            job = Job("", microbatches, steps, training_records(), base, base / "index").calibrated()
             runs = [
                 {way: run(replace(job, way=way, folder=base / f"{way} {microbatches} {number}")) for way in WAYS}
                 for number in range(1 if options.quick else options.rounds)
@@ -177,9 +195,8 @@ def train(job: Job) -> None:
         default_root_dir=job.folder,
     )
     L.seed_everything(SEED, verbose=False)
-    patches = 36 * SAMPLES  # of about one picture a sample
     kind = SleepingLlava if job.way == "backbone" else WithTheEncoder
-    trainer.fit(kind(config(), TOWER_SECONDS / patches, DECODER_SECONDS / TOKEN_BUDGET), job.data())
+    trainer.fit(kind(config(), job.per_patch, job.per_token), job.data())
     if trainer.global_rank == 0:
         seconds = (ends.seconds[-1] - ends.seconds[-1 - job.steps]) / job.steps
         (job.folder / "rank0.json").write_text(json.dumps({"seconds": seconds, "losses": ends.losses}))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.parallel.groups import disconnect_groups
@@ -13,6 +15,17 @@ from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.train import Recorder
 from tests.models.tiny import FAMILIES
+
+
+class SaveAfter(L.Callback):
+    """Saves a checkpoint after a step."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step < STEPS:
+            trainer.save_checkpoint(self.path)
 
 
 def train(
@@ -28,9 +41,11 @@ def train(
     frozen_in_bf16: bool = False,
     moves: bool = True,
     resumes: str | None = None,
-    steps: int = STEPS,
+    saves_after: int = STEPS,
 ) -> None:
-    """Trains some steps; every rank writes down what it computed, and all a checkpoint, ``last.ckpt``.
+    """Trains ``STEPS`` steps; every rank writes down what it computed, and all checkpoints.
+
+    These are ``last.ckpt`` of the end, and ``middle.ckpt`` of the step that was asked for.
 
     ``moves`` says whether a projector behind a frozen tower goes to the backbone half.
     """
@@ -44,9 +59,9 @@ def train(
         layout,
         strategy={"roles": roles} if roles else None,
         precision=precision,
-        max_steps=steps,
+        max_steps=STEPS,
         limit_val_batches=0,
-        callbacks=[recorder],
+        callbacks=[recorder, SaveAfter(saves_after, folder / "middle.ckpt")],
         default_root_dir=folder,
     )
     module = kind(chosen.config, adapters=adapters, **settings)
