@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import AdamW
 
 from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
 from tests.forks import write_down
-from tests.parallel.sharding import Layered
 
 
 def shares(folder: Path) -> None:
@@ -24,7 +24,7 @@ def shares(folder: Path) -> None:
 
 def _train(stage: Any) -> dict[str, Any]:
     torch.manual_seed(0)
-    module = Layered()
+    module = _half()
     weights = list(module.parameters())
     half = DeepSpeedHalf({"half": module}, None, torch.device("cpu"), stage=stage)
     said = [_said(lambda: half.take_optimizer(AdamW(weights[1:])))]
@@ -34,6 +34,7 @@ def _train(stage: Any) -> dict[str, Any]:
     half.begin_step()
     if dist.get_rank() == 0:  # no other rank comes to its sum
         said.append(_said(lambda: _backward(half, module, fails=True)))
+    module.zero_grad(set_to_none=True)
     half.begin_step()
     before = [weight.detach().clone() for weight in weights]
     kept = 0
@@ -67,7 +68,11 @@ def _train(stage: Any) -> dict[str, Any]:
     }
 
 
-def _backward(half: DeepSpeedHalf, module: Layered, *, last: bool = True, fails: bool = False) -> None:
+def _half() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 5))
+
+
+def _backward(half: DeepSpeedHalf, module: nn.Module, *, last: bool = True, fails: bool = False) -> None:
     rows = torch.ones(3, 8) * (1 + dist.get_rank())
     loss = half.call(lambda: module(rows).square().sum())
     with half.backward(last=last):
@@ -79,7 +84,7 @@ def _backward(half: DeepSpeedHalf, module: Layered, *, last: bool = True, fails:
 def _norm_alone() -> float:
     """Of half the gradient of the four backwards of two ranks."""
     torch.manual_seed(0)
-    module = Layered()
+    module = _half()
     for rank in range(2):
         for _ in range(2):
             module(torch.ones(3, 8) * (1 + rank)).square().sum().backward()
