@@ -200,12 +200,13 @@ def _read_tensors(
     shards: set[str] = set()
     for key in keys:
         shape = index.tensors[key].shape
-        number, name, _ = parse_key(key)
-        target, share = layouts.get(name), shares.get(name)
+        place_or_number, name, _ = parse_key(key)
+        target = layouts.get(name)
+        share = shares.get(name) if isinstance(place_or_number, int) else None
         if isinstance(target, DTensor) and tuple(target.shape) == shape:
             regions[key] = local_region(target)
             shards.add(key)
-        elif number is not None and share is not None and share.shape == shape:
+        elif share is not None and share.shape == shape:
             regions[key] = rows_around_run(shape, share.start, share.size)
             shards.add(key)
         else:
