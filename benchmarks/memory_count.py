@@ -34,8 +34,9 @@ from flowtrain_lightning.compute.features import as_features
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
+from flowtrain_lightning.parallel.cross_group import CrossGroup
 from flowtrain_lightning.parallel.gradients import local_part
-from flowtrain_lightning.parallel.groups import CrossGroup, Groups
+from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
 from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.parallel.layouts import make_engine, make_groups

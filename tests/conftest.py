@@ -22,7 +22,7 @@ import flowtrain_lightning.packing
 from flowtrain_lightning.packing import SYNC_EVERY, CostModel
 from flowtrain_lightning.packing.compiled import announce_compilation
 from flowtrain_lightning.packing.offline import BATCH_UNITS, OfflineSettings, warm_up
-from flowtrain_lightning.parallel.groups import disconnect_groups
+from flowtrain_lightning.parallel.connecting import disconnect_groups
 
 _environment: dict[str, str] = {}  # before any test, or a fixture of many tests, has trained in this process
 

@@ -18,9 +18,9 @@ from flowtrain_lightning.compute.features import as_features
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import Features, StepBatch
 from flowtrain_lightning.parallel import ReplicatedHalf, squared_norm
-from flowtrain_lightning.parallel.groups import gather_over
 from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
 from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.parallel.sealed_messages import gather_over
 
 
 class WholeModule(UserMethods, HalvedModule, Protocol):

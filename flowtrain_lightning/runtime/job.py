@@ -17,7 +17,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation
 from flowtrain_lightning.parallel.agreed_error import AgreedError
-from flowtrain_lightning.parallel.groups import connect_groups, default_groups, parts_of_groups
+from flowtrain_lightning.parallel.connecting import connect_groups
+from flowtrain_lightning.parallel.groups import default_groups, parts_of_groups
 from flowtrain_lightning.parallel.job_store import node_names
 from flowtrain_lightning.pool import (
     Mesh,

@@ -16,7 +16,7 @@ from flowtrain_lightning import FlowCheckpointIO
 from flowtrain_lightning.callbacks import AdaptCosts
 from flowtrain_lightning.data import PackedBatch, PackingConfig, StepBatch
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.parallel.groups import disconnect_groups
+from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.layouts import trainer_for
 from tests.tiny import TinyVLM, tiny_data
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from flowtrain_lightning.callbacks import AverageWeights
-from flowtrain_lightning.parallel.groups import disconnect_groups
+from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.modules import Divided

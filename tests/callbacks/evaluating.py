@@ -9,7 +9,7 @@ from torchmetrics.text import CharErrorRate
 
 from flowtrain_lightning.callbacks import EvaluateAnswers
 from flowtrain_lightning.metrics import AnswerSimilarity
-from flowtrain_lightning.parallel.groups import disconnect_groups
+from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.layouts import trainer_for
 from tests.forks import write_down
 from tests.tiny import TinyVLM, tiny_data

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning.pytorch.loggers import CSVLogger
 
 from flowtrain_lightning.callbacks import FlowMonitor
-from flowtrain_lightning.parallel.groups import disconnect_groups
+from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.layouts import trainer_for
 from tests.tiny import TinyVLM, tiny_data
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from flowtrain_lightning.checkpoint import read_checkpoint
-from flowtrain_lightning.parallel.groups import disconnect_groups
+from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.data import steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.modules import Deep

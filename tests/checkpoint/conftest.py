@@ -13,7 +13,8 @@ import torch
 from flowtrain_lightning import export_checkpoint
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import save_checkpoint
-from flowtrain_lightning.parallel.groups import CrossGroup, Groups
+from flowtrain_lightning.parallel.cross_group import CrossGroup
+from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.job_secret import JobKey
 from tests.checkpoint.saving import HALVES
 from tests.checkpoint.training import LAYOUTS, SAVED_AT, write_data

@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import load_checkpoint, load_half, save_checkpoint
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
-from flowtrain_lightning.parallel.groups import Groups, connect_groups
+from flowtrain_lightning.parallel.connecting import connect_groups
+from flowtrain_lightning.parallel.groups import Groups
 from tests.forks import write_down
 
 ROLES = ("encoder", "backbone")

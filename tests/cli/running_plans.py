@@ -7,7 +7,7 @@ from pathlib import Path
 import lightning as L
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.parallel.groups import disconnect_groups
+from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.forks import write_down
 from tests.tiny import TinyVLM, tiny_data
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from flowtrain_lightning.parallel.groups import disconnect_groups
+from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.data import steps_data
 from tests.exactness.layouts import trainer_for
 from tests.forks import write_down

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from flowtrain_lightning.cli import main
-from flowtrain_lightning.parallel.groups import disconnect_groups
+from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.layouts import ranks_of
 from tests.forks import ROOT
 

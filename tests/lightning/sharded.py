@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from flowtrain_lightning.parallel.groups import disconnect_groups
+from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.layouts import trainer_for
 from tests.exactness.modules import Divided
 from tests.exactness.train import weights_of

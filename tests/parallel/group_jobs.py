@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from flowtrain_lightning.parallel.groups import CrossGroup, Groups, connect_groups, disconnect_groups
+from flowtrain_lightning.parallel.connecting import connect_groups, disconnect_groups
+from flowtrain_lightning.parallel.cross_group import CrossGroup
+from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.runtime import runner as runner_module
 from tests.exactness.data import steps_data
 from tests.exactness.layouts import trainer_for

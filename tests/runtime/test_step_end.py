@@ -14,7 +14,8 @@ import torch.distributed as dist
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.data import RankShard, StepBatch
-from flowtrain_lightning.parallel.groups import CrossGroup, Groups
+from flowtrain_lightning.parallel.cross_group import CrossGroup
+from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.pool import Key, Mesh, Pool
 from flowtrain_lightning.runtime.program import make_program

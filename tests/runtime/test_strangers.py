@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from flowtrain_lightning.allocator import Allocation, Layout
-from flowtrain_lightning.parallel.groups import disconnect_groups
+from flowtrain_lightning.parallel.connecting import disconnect_groups
 from flowtrain_lightning.parallel.job_secret import secret_file
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind, encode_record
 from flowtrain_lightning.runtime.health import process_health
