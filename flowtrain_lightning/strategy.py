@@ -181,7 +181,7 @@ class FlowTrainStrategy(ParallelStrategy):
     @property
     def rank_shard(self) -> RankShard:
         """Which part of every step this rank's loaders load."""
-        return rank_shard(self.allocation, self.global_rank)
+        return rank_shard(self.allocation, self.global_rank, self.num_nodes)
 
     def prepare_step(self, batch: StepBatch) -> StepProgram | None:
         """This rank's work in a step, worked out by the loader's thread."""

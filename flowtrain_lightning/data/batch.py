@@ -31,6 +31,9 @@ class RankShard:
         encoder_rank: the data-parallel rank within the encoder role, or None where the rank has no encoder lane.
         encoder_ranks: data-parallel ranks of the encoder role.
         colocated_lanes: the encoder rank and the backbone rank of each process that has both; ``()`` where none has.
+        encoder_nodes: the node of each encoder rank, so that media items are encoded near their readers; ``()`` where
+            there is one node.
+        backbone_nodes: the node of each backbone rank, likewise.
         local: every rank encodes just the media that it reads, one encoder batch per microbatch (plain Lightning).
         pads_microbatches: backbone ranks gather weights together, so each runs a microbatch at every position: where it
             has none, one that counts for nothing.
@@ -45,6 +48,8 @@ class RankShard:
     encoder_rank: int | None
     encoder_ranks: int
     colocated_lanes: tuple[tuple[int, int], ...] = ()
+    encoder_nodes: tuple[int, ...] = ()
+    backbone_nodes: tuple[int, ...] = ()
     local: bool = False
     pads_microbatches: bool = False
     pads_encoder_batches: bool = False

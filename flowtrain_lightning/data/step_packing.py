@@ -98,6 +98,8 @@ class StepPacking:
             token_budget=self.token_budget,
             local=shard.local,
             colocated_lanes=shard.colocated_lanes,
+            encoder_nodes=shard.encoder_nodes,
+            backbone_nodes=shard.backbone_nodes,
             cost=self.cost,
             encoder_cost=self.encoder_cost,
             sync_every=self._sync_every(shard),

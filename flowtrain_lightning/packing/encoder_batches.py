@@ -24,8 +24,12 @@ def pack_encoder_batches(
     encoder_ranks: int,
     colocated_lanes: Sequence[tuple[int, int]] = (),
     busy: FloatArray | None = None,
+    encoder_nodes: Sequence[int] = (),
+    backbone_nodes: Sequence[int] = (),
 ) -> EncoderBatches:
     """Deal the media items of one position after another to the encoder ranks, balanced over the whole step.
+
+    Where there are several nodes, a media item is encoded on the node of its reader as long as ranks stay even.
 
     A batch holds media items of one position only, so the position of the reading microbatches never falls on a rank,
     and inside a batch the media items of one reader are adjacent. Ties are broken by index.
@@ -39,6 +43,8 @@ def pack_encoder_batches(
             media items are encoded unless balance moves them.
         busy: ``[encoder ranks]`` what each has to do beside encoding, in the unit of ``costs``: it is balanced together
             with what is encoded, and where some ranks only encode, media items go there first. None is nothing.
+        encoder_nodes: the node of each encoder rank; ``()`` where there is one.
+        backbone_nodes: the node of each backbone rank, likewise.
 
     Returns:
         ``[encoder rank][number]`` -> media item numbers. No batch is empty, so ranks may differ in their number.
@@ -48,7 +54,10 @@ def pack_encoder_batches(
     home = np.array([encoder_of.get(reader, -1) for reader in backbone_rank.tolist()], dtype=np.int64)
     takes = np.full(encoder_ranks, busy is not None)
     takes[[encoder for encoder, _ in colocated_lanes]] = False
-    encoder_rank = _deal(costs, order, home, np.zeros(encoder_ranks) if busy is None else busy, takes)
+    node = np.array(encoder_nodes or [0] * encoder_ranks, dtype=np.int64)
+    reader_node = np.array(backbone_nodes, dtype=np.int64)[backbone_rank] if backbone_nodes else np.zeros_like(home)
+    busy = np.zeros(encoder_ranks) if busy is None else busy
+    encoder_rank = _deal(costs, order, home, busy, takes, node, reader_node)
     by_batch = np.lexsort((backbone_rank, position, encoder_rank))
     changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(position[by_batch]) != 0)
     batches: list[list[IntArray]] = [[] for _ in range(encoder_ranks)]
@@ -80,8 +89,19 @@ def local_encoder_batches(backbone_rank: IntArray, position: IntArray, *, ranks:
 
 
 @compiled
-def _deal(costs: FloatArray, order: IntArray, home: IntArray, busy: FloatArray, takes: BoolArray) -> IntArray:
+def _deal(
+    costs: FloatArray,
+    order: IntArray,
+    home: IntArray,
+    busy: FloatArray,
+    takes: BoolArray,
+    node: IntArray,
+    reader_node: IntArray,
+) -> IntArray:
     """Each media item, in ``order``, to the rank with the least cost so far; then the ranks are rebalanced.
+
+    On its reader's node a rank is taken even if it has more to do than one elsewhere, at most by what the costliest
+    media item costs.
 
     Args:
         costs: ``[media items]`` encoder cost.
@@ -90,6 +110,8 @@ def _deal(costs: FloatArray, order: IntArray, home: IntArray, busy: FloatArray, 
         home: ``[media items]`` the rank on which each stays unless balance moves it, or -1.
         busy: ``[ranks]`` what each encoder rank has to do beside encoding.
         takes: ``[ranks]`` whether a rank takes media items from their home where it has less to do.
+        node: ``[ranks]`` of each encoder rank.
+        reader_node: ``[media items]`` of the rank that reads each.
 
     Returns:
         ``[media items]`` the encoder rank of each.
@@ -97,11 +119,17 @@ def _deal(costs: FloatArray, order: IntArray, home: IntArray, busy: FloatArray, 
     ranks = len(busy)
     rank_of = home.copy()
     load = busy.copy()
+    most = costs.max() if len(costs) else 0.0
     for item in order:
-        best = home[item]
+        best, near = home[item], home[item]
         for rank in range(ranks):
-            if best < 0 or ((takes[rank] or home[item] < 0) and load[rank] < load[best]):
+            may = takes[rank] or home[item] < 0
+            if best < 0 or (may and load[rank] < load[best]):
                 best = rank
+            if node[rank] == reader_node[item] and (near < 0 or (may and load[rank] < load[near])):
+                near = rank
+        if near >= 0 and load[near] <= load[best] + most:
+            best = near
         rank_of[item] = best
         load[best] += costs[item]
     for _ in range(_SWAPS * ranks):

@@ -32,6 +32,8 @@ def plan_step(
     token_budget: int,
     local: bool = False,
     colocated_lanes: Sequence[tuple[int, int]] = (),
+    encoder_nodes: Sequence[int] = (),
+    backbone_nodes: Sequence[int] = (),
     cost: CostModel = DEFAULT_COST,
     encoder_cost: CostModel | None = None,
     sync_every: SyncEvery = "microbatch",
@@ -49,6 +51,9 @@ def plan_step(
         colocated_lanes: the encoder rank and the backbone rank of each process that has both: there the backbone rank's
             media items are encoded unless balance moves them. Where other encoder ranks only encode, these have
             precedence, as far as all then end the step together.
+        encoder_nodes: the node of each encoder rank, so that media items are encoded near their readers; ``()`` where
+            there is one.
+        backbone_nodes: the node of each backbone rank, likewise.
         cost: what a packed set of sequences costs the backbone.
         encoder_cost: what a set of media items costs the encoder, by patches and in the unit of ``cost``. With it media
             items are dealt by cost, positions come in the order that makes the step shortest, and samples of equal
@@ -95,6 +100,8 @@ def plan_step(
             busy=_beside_encoding(microbatches, sizes, cost, sync_every, encoder_ranks, colocated_lanes)
             if some_only_encode
             else None,
+            encoder_nodes=encoder_nodes,
+            backbone_nodes=backbone_nodes,
         )
     return StepPlan(samples, sizes, _by_source(microbatches, batches, sizes), batches)
 

@@ -10,21 +10,27 @@ from functools import partial
 
 import torch
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation
 from flowtrain_lightning.data import FlowDataModule, RankShard, StepDataset
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.placement.measured import PlanSteps, Processors
 
 
-def rank_shard(allocation: Allocation, rank: int) -> RankShard:
-    """Which part of every step a rank loads."""
+def rank_shard(allocation: Allocation, rank: int, nodes: int = 1) -> RankShard:
+    """Which part of every step a rank loads, where the ranks lie on ``nodes`` alike."""
     layouts = allocation.layouts
+    of_node = allocation.size // nodes
+    node_of = {
+        role: tuple(ranks[0] // of_node for ranks in allocation.members(role)) if nodes > 1 else () for role in ROLES
+    }
     return RankShard(
         backbone_rank=allocation.member_of(BACKBONE, rank),
         backbone_ranks=layouts[BACKBONE].data,
         encoder_rank=allocation.member_of(ENCODER, rank),
         encoder_ranks=layouts[ENCODER].data,
         colocated_lanes=allocation.colocated_lanes,
+        encoder_nodes=node_of[ENCODER],
+        backbone_nodes=node_of[BACKBONE],
         pads_microbatches=layouts[BACKBONE].sums_in_step,
         pads_encoder_batches=layouts[ENCODER].sums_in_step,
         in_lockstep=any(layout.shares_weights or layout.sums_in_step for layout in layouts.values()),

@@ -94,3 +94,25 @@ def test_of_a_colocated_step_little_moves_and_ranks_are_even(seed):
     loads = [sum(int(sizes.media_patches[batch].sum()) for batch in of_rank) for of_rank in colocated.encoder_batches]
     assert max(loads) <= 1.001 * np.mean(loads)
     assert moved_rows(colocated) < 0.15 * moved_rows(plan_step(sizes, np.arange(400), **settings))
+
+
+def test_media_items_are_encoded_on_the_node_of_their_reader_as_long_as_ranks_stay_even():
+    generator = np.random.default_rng(0)
+    costs, reader = generator.integers(16, 5000, 700), generator.integers(0, 12, 700)
+    nodes = {"encoder_nodes": (0, 0, 1, 1), "backbone_nodes": (0,) * 6 + (1,) * 6}
+    position = generator.integers(0, 4, 700)
+
+    def sent_elsewhere(batches):
+        reader_node = np.array(nodes["backbone_nodes"])[reader]
+        of_rank = [np.concatenate(own) for own in batches]
+        return sum((reader_node[own] != nodes["encoder_nodes"][rank]).sum() for rank, own in enumerate(of_rank)) / 700
+
+    near = pack(costs, reader, position, encoder_ranks=4, **nodes)
+    totals = [sum(costs[item] for batch in of_rank for item in batch) for of_rank in near]
+    assert 1 - np.mean(totals) / max(totals) < 0.001
+    assert sent_elsewhere(near) < 0.1 < 0.4 < sent_elsewhere(pack(costs, reader, position, encoder_ranks=4))
+
+
+def test_a_node_that_encodes_nothing_is_served_by_the_others():
+    nodes = {"encoder_nodes": (0, 0), "backbone_nodes": (0, 1)}
+    assert pack([10] * 4, [1] * 4, [0] * 4, encoder_ranks=2, **nodes) == [[[0, 2]], [[1, 3]]]
