@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -124,6 +125,7 @@ def _server() -> _Server:
 
 def _serve() -> None:
     warm_up()
+    gc.freeze()  # what is there stays: forks that collected it would copy its memory
     # Ranks that still run when the tests have ended abruptly must not outlive them.
     parent = os.getppid()
     for line in sys.stdin:
