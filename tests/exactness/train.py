@@ -67,13 +67,20 @@ class Recorder(L.Callback):
 
 def weights_of(module: torch.nn.Module) -> Named:
     """Weights that live on this rank, by name."""
-    return {name: whole(p.detach()).clone() for name, p in module.named_parameters() if not p.is_meta}
+    return {name: _weight(p) for name, p in module.named_parameters() if not p.is_meta}
 
 
 def gradients_of(module: torch.nn.Module, *, has_media: bool = True) -> Named:
     """Gradients of the weights that live on this rank, by name; the encoder has none in a step without media."""
     here = {name: p for name, p in module.named_parameters() if not p.is_meta}
     return {name: _gradient(p, has_media or not name.startswith("encoder.")) for name, p in here.items()}
+
+
+def _weight(parameter: torch.nn.Parameter) -> Tensor:
+    if not hasattr(parameter, "ds_id"):
+        return whole(parameter.detach()).clone()
+    with sys.modules["deepspeed"].zero.GatheredParameters([parameter]):  # all ranks of a role ask
+        return parameter.detach().clone()
 
 
 def _gradient(parameter: torch.nn.Parameter, is_used: bool) -> Tensor | None:
