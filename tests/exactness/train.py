@@ -86,7 +86,7 @@ def _weight(parameter: torch.nn.Parameter) -> Tensor:
 def _gradient(parameter: torch.nn.Parameter, is_used: bool) -> Tensor | None:
     if parameter.grad is not None:
         return whole(parameter.grad).clone()
-    if "deepspeed" not in sys.modules or not is_used:
+    if "deepspeed" not in sys.modules or not is_used or not parameter.requires_grad:
         return None
     gradient: Tensor | None = sys.modules["deepspeed.utils"].safe_get_full_grad(parameter)  # all ranks of a role ask
     return gradient
