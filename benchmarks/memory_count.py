@@ -309,7 +309,7 @@ def _touch(block: nn.Module, rows: Tensor) -> Tensor:
     return rows + sum(weight.sum() for weight in block.parameters())
 
 
-def _nothing() -> None:
+def _nothing(_: object) -> None:
     """Does nothing."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
@@ -31,6 +31,8 @@ from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import HalfEngine, broadcast_half
 from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
+from flowtrain_lightning.parallel.deepspeed_partition import held_state, showing_shapes
+from flowtrain_lightning.parallel.element_run import ElementRun
 from flowtrain_lightning.parallel.groups import collective_backend
 from flowtrain_lightning.parallel.halves import fill_half, half_tensors, without_absent_halves
 from flowtrain_lightning.parallel.job_store import root_store
@@ -56,6 +58,7 @@ from flowtrain_lightning.trainer.launcher import RankLauncher
 from flowtrain_lightning.trainer.layout_invariance import not_layout_invariant
 from flowtrain_lightning.trainer.preemption import PreemptionCheckpoint
 from flowtrain_lightning.trainer.refusals import (
+    refuse_averages_of_runs,
     refuse_foreign_module,
     refuse_frozen_backbone,
     refuse_optimizers,
@@ -334,6 +337,7 @@ class FlowTrainStrategy(ParallelStrategy):
         if self._sharded is None or self._sharded[0] is not module:
             refuse_sharded_before(module)
             refuse_precision_of_deepspeed(allocation.layouts, str(trainer.precision))
+            refuse_averages_of_runs(allocation.layouts, trainer.callbacks)  # type: ignore[attr-defined]
             refuse_frozen_backbone(allocation.layouts, module)
             refuse_unshared_sequences(allocation.layouts, module)
             groups = self._make_groups()
@@ -377,12 +381,12 @@ class FlowTrainStrategy(ParallelStrategy):
             for role in roles
         }
 
-    def _fill(self, role: str, groups: RoleGroups) -> None:
+    def _fill(self, role: str, groups: RoleGroups, keep: Callable[[nn.Parameter], None] | None) -> None:
         """Gives a half that was built without weights those of this rank, once it is in its layout."""
         module = self.flow_module
         if role in module.unfilled:
             on_host = self.allocation.offload.get(role) in ("weights", "all")
-            fill_half(module, role, module.unfilled[role], self.root_device, on_host=on_host)
+            fill_half(module, role, module.unfilled[role], self.root_device, on_host=on_host, keep=keep)
             broadcast_copies(half_tensors(module, role), groups.all, groups.replicas)
 
     def _record_allocation(self, trainer: L.Trainer) -> None:
@@ -399,7 +403,8 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """The user's optimizers, less the parameters of absent halves."""
-        super().setup_optimizers(trainer)
+        with showing_shapes(self.flow_module):  # groups often follow from them
+            super().setup_optimizers(trainer)
         refuse_optimizers(self.optimizers)
         self._named_optimizers = [NamedOptimizer(optimizer, self.flow_module) for optimizer in self.optimizers]
 
@@ -494,8 +499,8 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights that live on this rank, by name."""
-        state = self.flow_module.state_dict()
-        return {name: value for name, value in state.items() if not (isinstance(value, Tensor) and value.is_meta)}
+        state = held_state(self.flow_module)
+        return {name: value for name, value in state.items() if not _is_absent(value)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's optimizer state, by parameter name."""
@@ -557,3 +562,8 @@ class FlowTrainStrategy(ParallelStrategy):
             remove_checkpoint(filepath)
         else:
             self._saving.remove_afterwards(Path(filepath))
+
+
+def _is_absent(value: Any) -> bool:
+    """Whether a rank has nothing of a weight."""
+    return value.part.numel() == 0 if isinstance(value, ElementRun) else isinstance(value, Tensor) and value.is_meta

@@ -128,6 +128,11 @@ class Layout:
         return self.shard.startswith("deepspeed-")
 
     @property
+    def most_kept_forwards(self) -> int | None:
+        """Forwards of a rank that may wait for their backward at the same time; None is any number."""
+        return 1 if self.shard == "deepspeed-3" else None
+
+    @property
     def sums_in_step(self) -> bool:
         """Data-parallel members need each other in every backward, so that all must work in one order."""
         return self.gathers_weights or self.shard == "deepspeed-2"

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.checkpoint.checkpoint_index import Index, joined
-from flowtrain_lightning.checkpoint.element_run import ElementRun
 from flowtrain_lightning.checkpoint.files import NotSavedError, remove, write_bytes
 from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part
 from flowtrain_lightning.checkpoint.local_shard import LocalShard
 from flowtrain_lightning.checkpoint.saving import finish, share_out, write_rest
 from flowtrain_lightning.parallel.cross_group import CrossGroup
+from flowtrain_lightning.parallel.element_run import ElementRun
 from flowtrain_lightning.parallel.gradients import local_part
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import Halves

@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.allocator import ROLES, Allocation
 from flowtrain_lightning.checkpoint.checkpoint_index import Index
 from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError, parse_index, read_checked, read_index
-from flowtrain_lightning.checkpoint.local_shard import LocalShard, local_part
+from flowtrain_lightning.checkpoint.local_shard import LocalShard, local_part, refuse_other_shape, run_within
 from flowtrain_lightning.checkpoint.saving import OBJECTS, RANDOM_STATES
 from flowtrain_lightning.checkpoint.stored_keys import WEIGHTS, parse_key
 from flowtrain_lightning.checkpoint.tensor_files import read_tensors
+from flowtrain_lightning.parallel.deepspeed_partition import held_state
+from flowtrain_lightning.parallel.element_run import ElementRun
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 from flowtrain_lightning.parallel.messages import decode_message
@@ -42,8 +45,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Reads this rank's part of a checkpoint directory, or a plain Lightning checkpoint with ``checkpoint_io``.
 
-    Where the module holds a DTensor, only the rank's part of it is read, of the optimizer's state as well, and lies
-    in the dictionary as a `LocalShard`.
+    Where the module holds a part of a weight, only that is read, of the optimizer's state as well, and lies in the
+    dictionary as a `LocalShard`.
 
     Args:
         filepath: directory or file.
@@ -71,7 +74,7 @@ def load_checkpoint(
             lambda name: role_of(name, module.halves) in roles,
             weights_only,
             optimizers=resumes,
-            layouts=module.state_dict(),
+            layouts=held_state(module),
             shares=shares or {},
         )
         states = decode_message(read_checked(path, RANDOM_STATES, index)) if resumes else []
@@ -94,7 +97,7 @@ def load_half(module: HalvedModule, saved: Mapping[str, Any], roles: Collection[
     Raises:
         RuntimeError: the checkpoint is not of this module.
     """
-    known = module.state_dict()
+    known = held_state(module)
     own = {name for name in known if role_of(name, module.halves) in (None, *roles)}
     missing, unknown = sorted(own - saved.keys()), sorted(saved.keys() - known.keys())
     if strict and (missing or unknown):
@@ -102,17 +105,30 @@ def load_half(module: HalvedModule, saved: Mapping[str, Any], roles: Collection[
             f"The checkpoint does not fit {type(module).__name__}: missing {missing or 'nothing'}, "
             f"unknown {unknown or 'nothing'}. Build the module as it was saved, or set strict_loading=False."
         )
-    sharded = {name for name in own & saved.keys() if isinstance(known[name], DTensor)}
-    module.load_state_dict({name: saved[name] for name in (own & saved.keys()) - sharded}, strict=False)
-    known = module.state_dict()  # loading made FSDP2 move shards that are shorter than those of other ranks
-    for name in sorted(sharded):
+    parts = {name for name in own & saved.keys() if isinstance(known[name], DTensor | ElementRun)}
+    module.load_state_dict({name: saved[name] for name in (own & saved.keys()) - parts}, strict=False)
+    known = held_state(module)  # loading made FSDP2 move shards that are shorter than those of other ranks
+    for name in sorted(parts):
         try:
-            known[name].to_local().copy_(local_part(saved[name], known[name]))
+            _take_part(known[name], saved[name])
         except RuntimeError as error:
             raise RuntimeError(
                 f"The checkpoint does not fit {type(module).__name__}: {name}: {error}. Build the module as it was "
                 "saved."
             ) from error
+
+
+def _take_part(held: DTensor | ElementRun, value: Tensor | LocalShard) -> None:
+    """Copies what this rank holds of a weight.
+
+    Raises:
+        RuntimeError: the value has another shape.
+    """
+    if isinstance(held, DTensor):
+        held.to_local().copy_(local_part(value, held))
+    else:
+        refuse_other_shape(value.shape, held.shape)
+        held.part.copy_(run_within(value, held.start, held.part.numel()))
 
 
 def read_checkpoint(
@@ -162,7 +178,8 @@ def _read_dictionary(
     """See `read_checkpoint`.
 
     ``layouts`` tells by name of a parameter or buffer what it is to be loaded into. Where that is a DTensor, this
-    rank's part is read, of entries of the optimizer's state that have its shape as well. ``shares`` tells of which
+    rank's part is read, of entries of the optimizer's state that have its shape as well; where it is an `ElementRun`,
+    the rows around that. ``shares`` tells of which
     parameters only some rows of such entries are read.
     """
     checkpoint = {**index.lightning, "flowtrain": index.run, **_read_objects(path, OBJECTS, index, weights_only)}
@@ -195,7 +212,7 @@ def _read_dictionary(
 def _read_tensors(
     path: Path, index: Index, keys: Iterator[str], layouts: Mapping[str, Any], shares: Mapping[str, OptimizerShare]
 ) -> dict[str, Any]:
-    """Whole tensors, and `LocalShard`s where the layout is that of a DTensor, or a share says so."""
+    """Whole tensors, and `LocalShard`s where the layout is that of a DTensor or a run, or a share says so."""
     regions: dict[str, Region] = {}
     shards: set[str] = set()
     for key in keys:
@@ -205,6 +222,9 @@ def _read_tensors(
         share = shares.get(name) if isinstance(place_or_number, int) else None
         if isinstance(target, DTensor) and tuple(target.shape) == shape:
             regions[key] = local_region(target)
+            shards.add(key)
+        elif isinstance(target, ElementRun) and isinstance(place_or_number, str) and target.shape == shape:
+            regions[key] = rows_around_run(shape, target.start, target.part.numel())
             shards.add(key)
         elif share is not None and share.shape == shape:
             regions[key] = rows_around_run(shape, share.start, share.size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,10 +37,7 @@ def local_part(value: Tensor | LocalShard, target: DTensor) -> Tensor:
     Raises:
         RuntimeError: the whole has another shape.
     """
-    if tuple(value.shape) != tuple(target.shape):
-        raise RuntimeError(
-            f"the checkpoint's tensor has shape {tuple(value.shape)}, but that of the module has {tuple(target.shape)}"
-        )
+    refuse_other_shape(value.shape, target.shape)
     region = local_region(target)
     if isinstance(value, LocalShard):
         assert value.region == region, "it was read for the layout in which it is wanted"
@@ -56,3 +55,29 @@ def in_layout_of(value: Tensor | LocalShard, target: DTensor) -> DTensor:
         shape=target.shape,
         stride=target.stride(),
     )
+
+
+def run_within(value: Tensor | LocalShard, start: int, size: int) -> Tensor:
+    """A run of a tensor's elements, in their order.
+
+    Args:
+        value: the whole tensor, or rows of it among which the run is.
+        start: the first element's number in the whole tensor, counted row by row.
+        size: how many.
+    """
+    rows = value.part if isinstance(value, LocalShard) else value
+    above = value.region.offsets[0] if isinstance(value, LocalShard) and value.shape else 0
+    first = start - above * math.prod(value.shape[1:])
+    return rows.reshape(-1)[first : first + size]
+
+
+def refuse_other_shape(saved: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raises where a checkpoint's tensor has another shape than that of the module.
+
+    Raises:
+        RuntimeError: has both.
+    """
+    if tuple(saved) != tuple(wanted):
+        raise RuntimeError(
+            f"the checkpoint's tensor has shape {tuple(saved)}, but that of the module has {tuple(wanted)}"
+        )

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flowtrain_lightning.checkpoint.element_run import ElementRun, run_within
-from flowtrain_lightning.checkpoint.local_shard import LocalShard, in_layout_of
+from flowtrain_lightning.checkpoint.local_shard import LocalShard, in_layout_of, run_within
+from flowtrain_lightning.parallel.element_run import ElementRun
 from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
 
 NamedState = dict[str, Any]
@@ -199,7 +199,7 @@ def flat_state(
             if _is_like(value, shares[name].shape):
                 share = shares[name]
                 share.of(found.setdefault(entry, torch.zeros_like(flat, requires_grad=False))).copy_(
-                    run_within(value, share)
+                    run_within(value, share.start, share.size)
                 )
             elif not _is_equal(found.setdefault(entry, value), value):
                 _refuse_unlike(stepped[0], name, f"{entry} is {found[entry]} and {value}")

@@ -15,7 +15,6 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from flowtrain_lightning.allocator import ROLES, Allocation
 from flowtrain_lightning.checkpoint.checkpoint_index import Index, joined
-from flowtrain_lightning.checkpoint.element_run import ElementRun
 from flowtrain_lightning.checkpoint.files import (
     make_temporary,
     refuse_unseen,
@@ -31,6 +30,7 @@ from flowtrain_lightning.checkpoint.plain_values import is_plain
 from flowtrain_lightning.checkpoint.stored_keys import WEIGHTS, with_keys
 from flowtrain_lightning.checkpoint.tensor_files import can_store, write_tensors
 from flowtrain_lightning.parallel.cross_group import CrossGroup
+from flowtrain_lightning.parallel.element_run import ElementRun
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import Halves, role_of
 from flowtrain_lightning.parallel.messages import encode_message

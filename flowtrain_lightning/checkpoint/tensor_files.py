@@ -21,9 +21,9 @@ from torch import Tensor
 
 from flowtrain_lightning.checkpoint.checkpoint_index import Index, Piece, StoredFile, StoredTensor, piece_key
 from flowtrain_lightning.checkpoint.digest import DIGEST_THREADS, digest_of, tensor_digest
-from flowtrain_lightning.checkpoint.element_run import ElementRun
 from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError
 from flowtrain_lightning.checkpoint.local_shard import LocalShard
+from flowtrain_lightning.parallel.element_run import ElementRun
 from flowtrain_lightning.parallel.gradients import local_part
 from flowtrain_lightning.parallel.regions import Region, local_region
 

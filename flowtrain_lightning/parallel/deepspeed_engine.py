@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
 
-Stage = Literal[1, 2]
-"""Of ZeRO: ranks share optimizer states, or those and gradients."""
+Stage = Literal[1, 2, 3]
+"""Of ZeRO: ranks share optimizer states, or those and gradients, or those and weights."""
 
 _BUCKET_ELEMENTS = 16 << 20
+_IN_ONE_PIECE = 1 << 50  # elements
 
 
 def start_engine(
@@ -27,20 +29,20 @@ def start_engine(
 
     Args:
         model: its weights are float32.
-        groups: weights that are optimized with the same settings.
+        groups: weights that are optimized with the same settings; by ZeRO-3 there may be none, and no backward then.
         ranks: the process group of those that hold the model.
         device: of this rank.
         stage: of ZeRO.
 
     Returns:
         a `deepspeed.DeepSpeedEngine`, and of each group this rank's part, flat, which is to be stepped before the
-        engine's own `step`.
+        engine's own `step`; by ZeRO-3, instead of it.
     """
-    optimizer = _SteppedByUser(groups)
+    optimizer = _SteppedByUser(groups) if groups else None
     config = {
         "train_micro_batch_size_per_gpu": 1,  # it counts forwards by itself only where it runs them
         "gradient_accumulation_steps": 1,
-        "gradient_allreduce_op": "sum",
+        "gradient_allreduce_op": "mean" if stage == 3 else "sum",  # ZeRO-3 knows no other
         "gradient_clipping": 0.0,  # else it clips to 1
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
@@ -50,17 +52,33 @@ def start_engine(
             "overlap_comm": False,
             "reduce_bucket_size": _BUCKET_ELEMENTS,
             "allgather_bucket_size": _BUCKET_ELEMENTS,
-            "compute_grad_norm": False,  # where it is not finite DeepSpeed would leave out the step
+            # Where the norm is not finite DeepSpeed would leave out the step; ZeRO-3's is never called.
+            "compute_grad_norm": stage == 3,
+            "sub_group_size": _IN_ONE_PIECE,
+            # Weights are gathered for one module, and by the order of the last step no others ahead of it.
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+            "memory_efficient_linear": False,  # it would replace PyTorch's for all modules of the process
         },
     }
-    with _environment(device):
-        import deepspeed
+    with deepspeed_environment(device):
+        engine, *_ = import_deepspeed().initialize(model=model, optimizer=optimizer, config=config, mpu=_Ranks(ranks))
+    if optimizer is None:
+        return engine, []
+    return engine, _flat_weights(engine) if stage == 3 else [
+        flat for group in optimizer.param_groups for flat in group["params"]
+    ]
 
-        # On a CPU it would compile an operation of its own for messages within a node.
-        deepspeed.ops.__compatible_ops__ = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
-        deepspeed.utils.logger.setLevel("WARNING")
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=_Ranks(ranks))
-    return engine, [flat for group in optimizer.param_groups for flat in group["params"]]
+
+def import_deepspeed() -> Any:
+    """The package, set to compile nothing and to be quiet."""
+    import deepspeed
+
+    # On a CPU it would compile an operation of its own for messages within a node.
+    deepspeed.ops.__compatible_ops__ = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
+    deepspeed.utils.logger.setLevel("WARNING")
+    return deepspeed
 
 
 class _SteppedByUser(Optimizer):
@@ -104,7 +122,7 @@ class _Ranks:
 
 
 @contextmanager
-def _environment(device: torch.device) -> Iterator[None]:
+def deepspeed_environment(device: torch.device) -> Iterator[None]:
     """Inside are the variables by which DeepSpeed finds its device and, where they are missing, asks MPI."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     found = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": str(device.index or 0), "DS_ACCELERATOR": device.type}
@@ -137,3 +155,41 @@ def summed_gradient(weight: nn.Parameter) -> Tensor:
     mapping: Any = weight._hp_mapping  # type: ignore[attr-defined]
     gradient: Tensor = mapping.get_lp_grad_fragment(weight._index_in_param_group)  # type: ignore[attr-defined]
     return gradient
+
+
+def _flat_weights(engine: Any) -> list[Tensor]:
+    """What the optimizer steps by ZeRO-3: the memory in which this rank's parts of the weights lie.
+
+    DeepSpeed would step a copy, which it makes for weights of half precision, and with these too.
+    """
+    optimizer = engine.optimizer
+    optimizer.fp32_partitioned_groups_flat = flats = list(optimizer.fp16_partitioned_groups_flat)
+    for flat in flats:
+        flat.requires_grad_()
+    return flats
+
+
+def flat_gradients(engine: Any, flats: Sequence[Tensor]) -> list[Tensor]:
+    """Where ZeRO-3 adds up this rank's parts of the gradients, laid out as the flat tensors that are stepped."""
+    return list(torch.split(engine.optimizer.grad_partitions_flat_buffer, [flat.numel() for flat in flats]))
+
+
+def forget_hooks(engine: Any) -> None:
+    """After an engine of ZeRO-3 was destroyed: lets another one set hooks of its own onto the same modules."""
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    for module in engine.module.modules():
+        for name in ("pre_bwd_fn", "post_bwd_fn"):
+            vars(module).pop(name, None)
+
+
+@contextmanager
+def linear_without_weights() -> Iterator[None]:
+    """Inside, what linear layers keep for their backward are not the numbers of their weights, so that these can go."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    former, F.linear = F.linear, zero3_linear_wrap
+    try:
+        yield
+    finally:
+        F.linear = former

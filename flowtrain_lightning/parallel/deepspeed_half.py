@@ -52,11 +52,7 @@ class DeepSpeedHalf:
         stage: Stage,
         activations: ActivationsOnHost | None = None,
     ) -> None:
-        if find_spec("deepspeed") is None:
-            raise ModuleNotFoundError(
-                f"A role has shard 'deepspeed-{stage}', but DeepSpeed is not installed: pip install "
-                "flowtrain-lightning[deepspeed]. Or give it shard 'fsdp', which PyTorch brings."
-            )
+        refuse_missing_deepspeed(stage)
         self._model = RoleForward(modules)
         self._group = group if group is not None else dist.group.WORLD
         self._device = device
@@ -71,7 +67,7 @@ class DeepSpeedHalf:
         self._step_hook: Any = None
         self._shares: dict[nn.Parameter, OptimizerShare] = {}
         self._sums: dict[Tensor, Tensor] = {}
-        self._used = [False] * len(self._trained)
+        self._used = [False] * len(self._trained)  # by this rank in this step
         self._has_told = False
 
     @property
@@ -106,15 +102,16 @@ class DeepSpeedHalf:
         self._engine, flats = start_engine(self._model, of_groups, self._group, self._device, self._stage)
         for group, weights, flat in zip(groups, of_groups, flats, strict=True):
             group["params"] = [*(other for other in group["params"] if other not in trained), flat]
-            self._shares |= {weight: share_of(weight, flat) for weight in weights}
+            self._shares |= {weight: self._share_of(weight, flat) for weight in weights}
         self.parameters = flats  # type: ignore[assignment]
         self._step_hook = optimizer.register_step_post_hook(lambda *_: self._send_weights())
         return self._shares
 
     def release(self) -> None:
         """Takes DeepSpeed's hooks off the weights. Afterwards another optimizer may be taken."""
-        if self._engine is not None:
+        if self._step_hook is not None:
             self._step_hook.remove()
+        if self._engine is not None:
             self._engine.destroy()
             self._engine, self._shares, self.parameters = None, {}, list(self._weights)
 
@@ -124,12 +121,7 @@ class DeepSpeedHalf:
         Raises:
             ValueError: weights were frozen or unfrozen since DeepSpeed took them.
         """
-        if self._wanted != [weight.requires_grad for weight in self._weights]:
-            raise ValueError(
-                "`requires_grad` of a parameter was changed after DeepSpeed took its half, which optimizes the weights "
-                "that wanted a gradient then. Set it where the half is built, and save a checkpoint and go on from it "
-                "in a new run to change it; or take a layout of whole copies."
-            )
+        self._refuse_changed()
         self._sums.clear()
         self._used = [False] * len(self._trained)
         if self._engine is not None:
@@ -162,9 +154,7 @@ class DeepSpeedHalf:
             return
         if self._stage == 1:
             self._note_used()
-        used = torch.tensor(self._used, dtype=torch.int32, device=self._device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
-        by_any = used.bool().tolist()
+        by_any = self._used_by_any()
         for flat in self.parameters:
             flat.grad = None
         if not any(by_any):
@@ -190,6 +180,24 @@ class DeepSpeedHalf:
             squares += gradient.norm().double().square()
         dist.all_reduce(squares, group=self._group)
         return squares
+
+    def _refuse_changed(self) -> None:
+        if self._wanted != [weight.requires_grad for weight in self._weights]:
+            raise ValueError(
+                "`requires_grad` of a parameter was changed after DeepSpeed took its half, which optimizes the weights "
+                "that wanted a gradient then. Set it where the half is built, and save a checkpoint and go on from it "
+                "in a new run to change it; or take a layout of whole copies."
+            )
+
+    def _share_of(self, weight: nn.Parameter, flat: Tensor) -> OptimizerShare:
+        return share_of(weight, flat)
+
+    def _used_by_any(self) -> list[bool]:
+        """Of each trained weight, whether any rank has used it in this step."""
+        used = torch.tensor(self._used, dtype=torch.int32, device=self._device)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        by_any: list[bool] = used.bool().tolist()
+        return by_any
 
     def _note_used(self) -> None:
         self._used = [used or weight.grad is not None for used, weight in zip(self._used, self._trained, strict=True)]
@@ -228,3 +236,16 @@ class DeepSpeedHalf:
                 "act on them, which they do not in other layouts.",
                 stacklevel=2,
             )
+
+
+def refuse_missing_deepspeed(stage: Stage) -> None:
+    """Raises where DeepSpeed is not installed.
+
+    Raises:
+        ModuleNotFoundError: says what to do.
+    """
+    if find_spec("deepspeed") is None:
+        raise ModuleNotFoundError(
+            f"A role has shard 'deepspeed-{stage}', but DeepSpeed is not installed: pip install "
+            "flowtrain-lightning[deepspeed]. Or give it shard 'fsdp', which PyTorch brings."
+        )

@@ -119,7 +119,13 @@ def _build(
 
 
 def fill_half(
-    module: HalvedModule, role: str, weights: UnfilledWeights, device: torch.device, *, on_host: bool = False
+    module: HalvedModule,
+    role: str,
+    weights: UnfilledWeights,
+    device: torch.device,
+    *,
+    on_host: bool = False,
+    keep: Callable[[nn.Parameter], None] | None = None,
 ) -> None:
     """Gives the weights of a half their numbers, and moves whatever else of it is a whole tensor to its device.
 
@@ -129,10 +135,11 @@ def fill_half(
         weights: of the half.
         device: where the half computes.
         on_host: its weights lie in host memory nevertheless.
+        keep: see `UnfilledWeights.fill`.
     """
     assert isinstance(module, nn.Module)
     paths = module.halves[role]
-    weights.fill(module, lambda name: _is_under(name, paths), torch.device("cpu") if on_host else device)
+    weights.fill(module, lambda name: _is_under(name, paths), torch.device("cpu") if on_host else device, keep)
     for tensor in half_tensors(module, role):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)

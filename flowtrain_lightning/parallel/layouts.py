@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -14,7 +16,9 @@ from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.allocation import Offload, Recompute
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
+from flowtrain_lightning.parallel.deepspeed_engine import Stage
 from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
+from flowtrain_lightning.parallel.deepspeed_shards import DeepSpeedShardedHalf
 from flowtrain_lightning.parallel.engine import HalfEngine
 from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf
 from flowtrain_lightning.parallel.groups import Groups
@@ -85,7 +89,7 @@ def make_engine(
     device_type: str,
     precision: str,
     early: bool,
-    fill: Callable[[], None],
+    fill: Callable[[Callable[[nn.Parameter], None] | None], None],
 ) -> HalfEngine:
     """Put a layout onto one half of a module.
 
@@ -95,7 +99,7 @@ def make_engine(
     Args:
         module: its half of this role is here; its weights are equal on all ranks of the role, or have no memory yet.
         role: whose half it is.
-        layout: whole copies or FSDP2 over data-parallel ranks, with any tensor and context degree, or ZeRO-1 or 2 of
+        layout: whole copies or FSDP2 over data-parallel ranks, with any tensor and context degree, or ZeRO of
             DeepSpeed.
         groups: of the role.
         recompute: what of every repeated block backwards compute again.
@@ -104,7 +108,8 @@ def make_engine(
         precision: of the Trainer.
         early: whole copies may sum gradients during the last backward. Sums of two roles on one GPU, in communicators
             of their own, could wait for each other.
-        fill: gives weights that have no memory their numbers, whole or in parts.
+        fill: gives weights that have no memory their numbers, whole or in parts, and calls its argument, if it has one,
+            with each that has got them.
 
     Raises:
         ValueError: the module does not say how the half is divided among tensor ranks, or says what cannot be.
@@ -120,12 +125,15 @@ def make_engine(
     if layout.shard != "fsdp":
         for block in (block for half in modules.values() for block in repeated_blocks(half)):
             recompute_in_backward(block, recompute)
-        fill()
+    if layout.shard in ("replicate", "deepspeed-1", "deepspeed-2"):
+        fill(None)
     if layout.by_deepspeed:
         device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-        engine = DeepSpeedHalf(
-            modules, groups.all, device, stage=1 if layout.shard == "deepspeed-1" else 2, activations=on_host
-        )
+        if layout.shard == "deepspeed-3":
+            engine = DeepSpeedShardedHalf(modules, groups.all, device, fill=fill, activations=on_host)
+        else:
+            stage: Stage = 1 if layout.shard == "deepspeed-1" else 2
+            engine = DeepSpeedHalf(modules, groups.all, device, stage=stage, activations=on_host)
     elif layout.shard == "replicate":
         # No mesh of one dimension: it would be the default group, in which early sums could meet other collectives.
         group = groups.all if mesh is None else mesh.get_group("data")
@@ -137,7 +145,7 @@ def make_engine(
             mesh["replica", "shard"] if layout.replicas > 1 and groups.replicas is None else mesh["shard"],
             replicas=groups.replicas,
             wrap=getattr(module, f"parallelize_{role}"),
-            fill=fill,
+            fill=partial(fill, None),
             precision=_PRECISION.get(precision),
             recompute=recompute,
             offload_parameters=offload in ("weights", "all"),

@@ -48,7 +48,13 @@ class UnfilledWeights:
                 _replace(module, {id(parameter): empty})
         self._make_tables(module)
 
-    def fill(self, module: nn.Module, wanted: Callable[[str], bool], device: torch.device) -> None:
+    def fill(
+        self,
+        module: nn.Module,
+        wanted: Callable[[str], bool],
+        device: torch.device,
+        keep: Callable[[nn.Parameter], None] | None = None,
+    ) -> None:
         """Gives weights their numbers: all of each, or what this rank holds of a DTensor.
 
         Beside these, host or device memory holds one weight at a time. Of a weight that was read from a file, this
@@ -58,27 +64,34 @@ class UnfilledWeights:
             module: as it was built, perhaps put into a layout since.
             wanted: says which parameters by name.
             device: where they are to lie.
+            keep: is called with each weight as soon as it has its numbers, and may give up some of them.
         """
         filled: dict[int, nn.Parameter] = {}
-        waiting: dict[int, list[tuple[NotedTensor, Tensor]]] = defaultdict(list)
+        waiting: dict[int, list[tuple[NotedTensor, nn.Parameter]]] = defaultdict(list)
+
+        def give(parameter: nn.Parameter, numbers: Tensor, dtype: torch.dtype) -> None:
+            target = nn.Parameter(torch.empty_like(parameter.detach(), device=device), parameter.requires_grad)
+            _take_part(target, numbers, dtype)
+            if keep is not None:
+                keep(target)
+            filled[id(parameter)] = target
+
         for name, parameter in module.named_parameters():
             value = self._values.get(name)
             if value is None or not wanted(name):
                 continue
-            target = nn.Parameter(torch.empty_like(parameter.detach(), device=device), parameter.requires_grad)
-            filled[id(parameter)] = target
             source = self._log.source(value) if isinstance(value, NotedTensor) else value
             if source is not None:
-                _take_part(target, source, value.dtype)
+                give(parameter, source, value.dtype)
             elif isinstance(value, NotedTensor):
-                waiting[value.memory].append((value, target))
-        _replace(module, filled)
+                waiting[value.memory].append((value, parameter))
 
         def take(memory: int, content: torch.UntypedStorage) -> None:
-            for value, target in waiting[memory]:
-                _take_part(target, value.within(content), value.dtype)
+            for value, parameter in waiting[memory]:
+                give(parameter, value.within(content), value.dtype)
 
         self._make([value for values in waiting.values() for value, _ in values], take)
+        _replace(module, filled)
 
     def _make(self, wanted: list[NotedTensor], take: Callable[[int, torch.UntypedStorage], None]) -> None:
         if wanted:

@@ -17,12 +17,14 @@ from flowtrain_lightning.allocator import (
     RoleLayout,
     default_allocation,
 )
-from flowtrain_lightning.allocator.allocation import count_ranks, number_spans
+from flowtrain_lightning.allocator.allocation import Sharding, count_ranks, number_spans
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.placement.profile import Profile, read_profile
 
 AUTO = "auto"
 OFF = "off"
+
+_TRAINED: tuple[Sharding, ...] = ("replicate", "fsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 
 
 @dataclass(frozen=True)
@@ -138,18 +140,24 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
             return (
                 f"gives the {role} context {layout.context}, but only the backbone has sequences to share; set it to 1."
             )
-        if layout.shard not in ("replicate", "fsdp", "deepspeed-1", "deepspeed-2") or layout.pipeline > 1:
+        if layout.shard not in _TRAINED or layout.pipeline > 1:
             return (
                 f"gives the {role} the layout {layout.describe()}, but today the ranks of a role hold whole copies of "
                 f"its half ({Layout(data=layout.ranks).describe()}), shards of it by FSDP2 "
                 f"({Layout(data=layout.ranks, shard='fsdp').describe()}), either with tensor or context ranks, or "
-                "whole copies whose optimizer states they share by DeepSpeed (shard 'deepspeed-1' or 'deepspeed-2')."
+                "what DeepSpeed's ZeRO leaves of it (shard 'deepspeed-1', 'deepspeed-2' or 'deepspeed-3')."
             )
         if layout.by_deepspeed and (layout.ranks_of_member > 1 or allocation.placement == "mixed"):
             return (
                 f"gives the {role} the layout {layout.describe()} in the placement {allocation.placement}, but "
                 "DeepSpeed runs here in separate and colocated placements, without tensor and context ranks. Take "
                 "shard 'fsdp', which goes with all of them."
+            )
+        if layout.shard == "deepspeed-3" and allocation.recompute.get(role, "none") != "none":
+            return (
+                f"has the {role} in shard 'deepspeed-3' recompute its blocks, but while a backward computes a block "
+                "again, ZeRO-3 gives up weights that the backward still needs. Leave recompute out, or take shard "
+                "'fsdp'."
             )
     backbone = set(allocation.ranks[BACKBONE])
     for group in allocation.shard_groups(ENCODER):

@@ -70,7 +70,8 @@ class RoleRunner:
         self.report = StepReport(0.0, 0.0, False)
         self._module = module
         self._job = job
-        self._encoder_activations = encoder_activations
+        most = job.allocation.layouts[ENCODER].most_kept_forwards
+        self._encoder_activations = encoder_activations if most is None else min(encoder_activations, most)
         self._roles = tuple(role for role in (BACKBONE, ENCODER) if role in job.roles)
         ranks = job.allocation.ranks
         self._listeners = [rank for rank in ranks[ENCODER] if rank not in ranks[BACKBONE]]

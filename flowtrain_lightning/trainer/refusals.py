@@ -36,6 +36,7 @@ from flowtrain_lightning.compute.whole_module import refuse_accumulation
 from flowtrain_lightning.data import DataError, FlowDataModule
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel.cross_group import CrossGroup
+from flowtrain_lightning.parallel.deepspeed_partition import is_partitioned
 from flowtrain_lightning.parallel.halves import half_trains
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
@@ -169,6 +170,26 @@ def refuse_precision_of_deepspeed(layouts: Mapping[str, Layout], precision: str)
             )
 
 
+def refuse_averages_of_runs(layouts: Mapping[str, Layout], callbacks: Iterable[L.Callback]) -> None:
+    """Raises where averages are wanted of weights of which ranks keep a run of elements each.
+
+    Args:
+        layouts: role -> its layout.
+        callbacks: of the Trainer.
+
+    Raises:
+        ValueError: says what was given and what to do.
+    """
+    if not any(type(callback).__name__ == "AverageWeights" for callback in callbacks):
+        return
+    for role, layout in layouts.items():
+        if layout.shard == "deepspeed-3":
+            raise ValueError(
+                f"The callback AverageWeights was given, but the {role} has shard 'deepspeed-3', whose weights it does "
+                "not see. Take shard 'fsdp', or leave the callback out."
+            )
+
+
 def refuse_optimizers_of_shares(optimizers: Iterable[Optimizer]) -> None:
     """Raises for optimizers that cannot step a run of a weight's elements as they step the weight.
 
@@ -233,7 +254,8 @@ def refuse_sharded_before(module: nn.Module) -> None:
     Raises:
         ValueError: says what to do.
     """
-    sharded = next((name for name, weight in module.named_parameters() if isinstance(weight, DTensor)), None)
+    named = module.named_parameters()
+    sharded = next((name for name, weight in named if isinstance(weight, DTensor) or is_partitioned(weight)), None)
     if sharded is not None:
         raise ValueError(
             f"The weight {sharded!r} is in shards, which an earlier run of another Trainer has left. Build the module "

@@ -18,6 +18,7 @@ from tests.forks import write_down
 from tests.tiny import TinyVLM, tiny_data
 
 BOTH = {"encoder": {"shard": "deepspeed-2"}, "backbone": {"shard": "deepspeed-1"}}
+SHARDED = {"encoder": {"shard": "deepspeed-3"}, "backbone": {"shard": "deepspeed-3"}}
 
 
 class Grouped(TinyVLM):
@@ -60,16 +61,21 @@ def train(
     return weights_of(module)
 
 
-def resume(folder: Path, *, data: str) -> None:
+def resume_shards(folder: Path, *, data: str) -> None:
+    """As `resume`, with the weights in shards of DeepSpeed."""
+    resume(folder, data=data, roles=SHARDED)
+
+
+def resume(folder: Path, *, data: str, roles: dict[str, Any] = BOTH) -> None:
     """Goes on from each of two layouts' checkpoints in both, and notes how far the weights are apart."""
     runs = {
-        "by deepspeed": train(folder, "deepspeed", data, BOTH),
+        "by deepspeed": train(folder, "deepspeed", data, roles),
         "whole copies": train(folder, "copies", data, {}),
     }
     shards = {"backbone": {"shard": "fsdp"}}
     for saved, name, layout in (
-        ("deepspeed", "deepspeed", BOTH),
-        ("copies", "deepspeed", BOTH),
+        ("deepspeed", "deepspeed", roles),
+        ("copies", "deepspeed", roles),
         ("deepspeed", "shards", shards),
     ):
         path = str(folder / saved / "step=2.ckpt")
@@ -98,7 +104,7 @@ def refuse(folder: Path, *, data: str) -> None:
 def all_stages(folder: Path, *, data: str) -> None:
     """Fits with validation, validates, predicts and fits on, in mixed precision, by DeepSpeed and on whole copies."""
     found = {}
-    for name, roles in (("deepspeed", BOTH), ("copies", {})):
+    for name, roles in (("deepspeed", BOTH), ("shards", SHARDED), ("copies", {})):
         trainer = trainer_for(
             "colocated 2", strategy={"roles": roles}, precision="bf16-mixed", max_epochs=1, default_root_dir=folder
         )

@@ -20,8 +20,9 @@ def noted(folder: Path, target: str) -> list[dict[str, Any]]:
     return read_down(run_jobs(folder, [job])["job"].check().folder)
 
 
-def test_a_run_goes_on_bit_for_bit_and_to_and_from_other_layouts(tmp_path):
-    for apart in noted(tmp_path, "resume"):
+@pytest.mark.parametrize("target", ["resume", "resume_shards"])
+def test_a_run_goes_on_bit_for_bit_and_to_and_from_other_layouts(tmp_path, target):
+    for apart in noted(tmp_path, target):
         assert apart.pop("deepspeed to deepspeed") == 0.0
         assert apart == {name: pytest.approx(0.0, abs=1e-5) for name in apart}
 
@@ -36,3 +37,4 @@ def test_weights_that_no_step_used_are_told_of_and_refused_where_states_differ(t
 def test_stages_in_mixed_precision_give_what_they_give_on_whole_copies(tmp_path):
     for found in noted(tmp_path, "all_stages"):
         assert found["deepspeed"] == pytest.approx(found["copies"], rel=0.01)
+        assert found["shards"] == pytest.approx(found["copies"], rel=0.01)

@@ -67,7 +67,7 @@ class Recorder(L.Callback):
 
 def weights_of(module: torch.nn.Module) -> Named:
     """Weights that live on this rank, by name."""
-    return {name: whole(p.detach()).clone() for name, p in module.named_parameters() if not p.is_meta}
+    return {name: _weight(p) for name, p in module.named_parameters() if not p.is_meta}
 
 
 def gradients_of(module: torch.nn.Module, *, has_media: bool = True) -> Named:
@@ -76,10 +76,17 @@ def gradients_of(module: torch.nn.Module, *, has_media: bool = True) -> Named:
     return {name: _gradient(p, has_media or not name.startswith("encoder.")) for name, p in here.items()}
 
 
+def _weight(parameter: torch.nn.Parameter) -> Tensor:
+    if not hasattr(parameter, "ds_id"):
+        return whole(parameter.detach()).clone()
+    with sys.modules["deepspeed"].zero.GatheredParameters([parameter]):  # all ranks of a role ask
+        return parameter.detach().clone()
+
+
 def _gradient(parameter: torch.nn.Parameter, is_used: bool) -> Tensor | None:
     if parameter.grad is not None:
         return whole(parameter.grad).clone()
-    if "deepspeed" not in sys.modules or not is_used:
+    if "deepspeed" not in sys.modules or not is_used or not parameter.requires_grad:
         return None
     gradient: Tensor | None = sys.modules["deepspeed.utils"].safe_get_full_grad(parameter)  # all ranks of a role ask
     return gradient

@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.callbacks import AverageWeights
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.trainer.refusals import (
+    refuse_averages_of_runs,
     refuse_frozen_backbone,
     refuse_optimizers,
     refuse_optimizers_of_shares,
@@ -98,3 +100,11 @@ def test_an_optimizer_that_cannot_step_a_share_is_refused(kind):
     with pytest.raises(TypeError, match=f"{kind.__name__} was given, but DeepSpeed optimizes a half.* Use one of SGD"):
         refuse_optimizers_of_shares([kind(weights)])
     refuse_optimizers_of_shares([torch.optim.AdamW(weights)])
+
+
+def test_averages_of_weights_in_shards_of_deepspeed_are_refused():
+    layouts = {"encoder": Layout(2, shard="deepspeed-3"), "backbone": Layout(2)}
+    with pytest.raises(ValueError, match=r"AverageWeights was given, but the encoder has shard 'deepspeed-3'"):
+        refuse_averages_of_runs(layouts, [AverageWeights()])
+    refuse_averages_of_runs(layouts, [])
+    refuse_averages_of_runs({**layouts, "encoder": Layout(2, shard="deepspeed-2")}, [AverageWeights()])
