@@ -9,10 +9,10 @@ import pytest
 
 av = pytest.importorskip("av")
 
-from flowtrain_lightning.data import VideoError
-from flowtrain_lightning.data.media_files import EncodedMedia, VideoFile
-from flowtrain_lightning.data.video_files import VideoHeader, decode_frames, read_video_header
-from tests.tiny_videos import write_clip
+from flowtrain_lightning.data import VideoError  # noqa: E402
+from flowtrain_lightning.data.media_files import EncodedMedia, VideoFile  # noqa: E402
+from flowtrain_lightning.data.video_files import VideoHeader, decode_frames, read_video_header  # noqa: E402
+from tests.tiny_videos import write_clip  # noqa: E402
 
 
 @pytest.mark.parametrize(("name", "codec"), [("a.mkv", "ffv1"), ("a.avi", "ffv1"), ("a.mp4", "mpeg4")])
@@ -67,17 +67,17 @@ def test_a_video_that_ends_before_its_header_says_so_is_refused(tmp_path):
     (tmp_path / "cut.avi").write_bytes(content[: len(content) // 2])
     video = VideoFile(tmp_path / "cut.avi")
     assert read_video_header(video).frames == 40
-    with pytest.raises(VideoError, match="(only .* can|cannot) be decoded"):
+    with pytest.raises(VideoError, match=r"(only .* can|cannot) be decoded"):
         list(decode_frames(video, np.array([0, 39])))
 
 
 def test_a_video_filmed_on_its_side_is_turned_upright(tmp_path):
-    drawn = write_clip(tmp_path / "a.mp4", 3, 12, 16, 3, codec="mpeg4")
-    turn(tmp_path / "a.mp4")
+    write_clip(tmp_path / "a.mp4", 3, 12, 16, 3, codec="mpeg4")
     video = VideoFile(tmp_path / "a.mp4")
-    plain = list(decode_frames(video, np.arange(3)))
-    assert read_video_header(video)[2:] == plain[0].shape[:2] == (16, 12)
-    assert np.abs(np.rot90(drawn[0], -1).astype(int) - plain[0]).mean() < np.abs(drawn[0].mean() - plain[0]).mean()
+    lying = np.stack(list(decode_frames(video, np.arange(3))))
+    turn(tmp_path / "a.mp4")
+    assert read_video_header(video)[2:] == (16, 12)
+    np.testing.assert_array_equal(list(decode_frames(video, np.arange(3))), np.rot90(lying, -1, axes=(1, 2)))
 
 
 def turn(path: Path) -> None:

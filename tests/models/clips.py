@@ -71,16 +71,23 @@ def video_family(family: str) -> Family:
     return Family(tiny.kind, {**tiny.config, "text_config": text, **ids})
 
 
-def video_data(folder: Path, family: str, train: Path | Sequence[Path] | None = None, **settings: Any) -> FlowDataModule:
+def video_data(
+    folder: Path, family: str, train: Path | Sequence[Path] | None = None, **settings: Any
+) -> FlowDataModule:
     """The records of a folder, as the family reads them; by default all of them in one step."""
     if not (folder / family).is_dir():
         PUBLISHED[family].save(folder / family)
-    usual = {"global_batch_size": len(_MEDIA), "token_budget": 4096, "shuffle": False, "seed": 0}
+    usual = {
+        "videos": videos_for(family),
+        "global_batch_size": len(_MEDIA),
+        "token_budget": 4096,
+        "shuffle": False,
+        "seed": 0,
+    }
     return FlowDataModule(
         train or folder / "train.jsonl",
         tokenizer=tokenizer_of(family),
         template=template_of(folder / family),
         images=IMAGES,
-        videos=videos_for(family),
         **{**usual, **settings},
     )
