@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flowtrain_lightning.data import VideoProcessor
-from flowtrain_lightning.packing import IntArray
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Qwen3Videos(VideoProcessor):
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     frame_pixels: int | None = None
 
-    def choose(self, frames: int, rate: float) -> IntArray:
+    def choose(self, frames: int, rate: float) -> NDArray[np.int64]:
         """Which of so many frames, of which ``rate`` are shown a second, are taken, with the first and the last."""
         count = min(max(int(frames / rate * self.fps), self.min_frames), self.max_frames, frames)
         return np.linspace(0, frames - 1, count).round().astype(np.int64)
