@@ -89,6 +89,5 @@ def video_data(
         tokenizer=tokenizer_of(family),
         template=template_of(folder / family),
         images=IMAGES,
-        seed=0,
         **{**usual, **settings},
     )
