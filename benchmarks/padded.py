@@ -117,7 +117,7 @@ class PaddedDataset(Dataset[Sample]):
         record = source.record(sample)
         rows = measured.media_rows
         sequence = self._samples.sequence(record, int(measured.tokens[0]), rows)
-        pictures = [self._samples.image(record, sample, number, count, 0) for number, count in enumerate(rows.tolist())]
+        pictures = [self._samples.media(record, sample, number, count, 0) for number, count in enumerate(rows.tolist())]
         is_media = torch.zeros(len(sequence), dtype=torch.bool)
         is_media[torch.from_numpy(sequence.media_positions)] = True
         return {

@@ -12,12 +12,12 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from flowtrain_lightning.allocator import PlanningError
 from flowtrain_lightning.cli.command_table import UsageError
-from flowtrain_lightning.data import DataError, FlowDataModule, ImageError
+from flowtrain_lightning.data import DataError, FlowDataModule, MediaError
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.placement.profile import ProfileError
 
-MISTAKES = (MisconfigurationException, PlanningError, PackingError, ProfileError, DataError, ImageError)
+MISTAKES = (MisconfigurationException, PlanningError, PackingError, ProfileError, DataError, MediaError)
 
 
 class BriefParser(LightningArgumentParser):

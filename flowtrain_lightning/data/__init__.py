@@ -1,14 +1,14 @@
 """Data: samples, media items, packed batches, sources and the data module.
 
 Begin with `datamodule.py` (from settings to loaders) and `batch.py` (what ranks compute on). `sources/` says where
-records lie, `formats.py` and `given_tokens.py` what one means; `conversation.py`, `tokenization.py`,
-`sample_tokens.py`,
-`image_files.py` and `image_processor.py` make tokens and patches of it; `measuring.py` and `index.py` know sizes;
-`sampler.py` and `token_stream.py` say which samples are in a step; `step_packing.py` and `dataset.py` plan and load one
+records lie, `formats.py` and `given_tokens.py` what one means; `conversation.py`, `tokenization.py` and
+`sample_tokens.py` make tokens of it, `image_files.py` and `image_processor.py`, `video_files.py` and
+`video_processor.py` patches; `measuring.py` and `index.py` know sizes; `sampler.py` and `token_stream.py` say which
+samples are in a step; `step_packing.py` and `dataset.py` plan and load one
 rank's shard of it; `dataloader.py` gives it out, with `workers.py` where other processes load.
 """
 
-from flowtrain_lightning.data.batch import IGNORED_LABEL, Features, PackedBatch, PackedMedia, RankShard, StepBatch
+from flowtrain_lightning.data.batch import IGNORED_LABEL, Clip, Features, PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.conversation import ChatTemplate, Template, TokenSequence
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.datamodule import FlowDataModule
@@ -17,6 +17,7 @@ from flowtrain_lightning.data.formats import DataError, Record, Turn
 from flowtrain_lightning.data.image_files import ImageError
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
+from flowtrain_lightning.data.media_files import MediaError
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.hugging_face import HubDataset
 from flowtrain_lightning.data.sources.indexed_source import IndexedSource
@@ -29,11 +30,14 @@ from flowtrain_lightning.data.sources.tar_shard import TarShard
 from flowtrain_lightning.data.step_packing import PackingConfig
 from flowtrain_lightning.data.token_stream import TokenSteps
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
+from flowtrain_lightning.data.video_files import VideoError
+from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing import Entry, StepPlan
 
 __all__ = [
     "IGNORED_LABEL",
     "ChatTemplate",
+    "Clip",
     "DataError",
     "Entry",
     "Features",
@@ -45,6 +49,7 @@ __all__ = [
     "IndexedSource",
     "JoinedSources",
     "JsonFile",
+    "MediaError",
     "Mixture",
     "PackedBatch",
     "PackedMedia",
@@ -65,5 +70,7 @@ __all__ = [
     "TokenSteps",
     "Tokenizer",
     "Turn",
+    "VideoError",
+    "VideoProcessor",
     "open_tokenizer",
 ]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,23 +62,42 @@ class RankShard:
         return cls(rank, ranks, rank, ranks, local=True)
 
 
+class Clip(NamedTuple):
+    """What a video is in time: moments that follow each other, each of a few frames.
+
+    Attributes:
+        moments: how many there are.
+        frames: of one moment; the encoder takes them together.
+        seconds: from one moment to the next.
+    """
+
+    moments: int
+    frames: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class PackedMedia:
     """Media items of one modality, packed for one encoder forward without padding.
 
+    A modality is what one encoder takes: images and videos of one tower are of one modality, and may lie in one batch.
+
     Attributes:
         modality: for example ``"image"``.
         pixels: ``[patches, patch_dim]`` the media items one after another, each in its encoder's order: uint8 where
-            ``normalisation`` is there, else what ``patches`` is.
-        cu_seqlens: ``[media items + 1]`` int32, where the patches of each media item begin and end.
+            ``normalisation`` is there, else what ``patches`` is. A patch of a video is as many of these rows as a
+            moment has frames.
+        cu_seqlens: ``[media items + 1]`` int32, where the patches of each media item begin and end; of a video, those
+            of each of its moments.
         grid: ``[media items, 2]`` int64, patches along height and width. It stays on the host, where it steers what is
             computed: reading it from a device would wait for all that the device still has to do.
-        max_seqlen: patches of the largest media item.
+        max_seqlen: patches of the largest image or moment.
         rows: ``[media items]`` rows of features that the encoder must return for each media item, in order.
-        sizes: ``[media items]`` height and width in pixels of each image as it was in the data.
+        sizes: ``[media items]`` height and width in pixels of each media item as it was in the data.
         inputs: what the module's ``prepare_media`` has worked out of the sizes; empty where nobody has asked it.
         normalisation: ``[3, patch_dim]`` float32: divisor, mean and deviation of each number of a patch; None where
             ``pixels`` are normalised already.
+        clips: ``[media items]`` what each video is in time, None of an image; ``()`` where all are images.
     """
 
     modality: str
@@ -90,6 +109,7 @@ class PackedMedia:
     sizes: tuple[tuple[int, int], ...] = ()
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     normalisation: Tensor | None = None
+    clips: tuple[Clip | None, ...] = ()
 
     @cached_property
     def patches(self) -> Tensor:

@@ -1,7 +1,8 @@
-"""Packing: token sequences into a microbatch, images into an encoder batch."""
+"""Packing: token sequences into a microbatch, media items into an encoder batch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,11 +10,11 @@ import torch
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch, PackedMedia
 from flowtrain_lightning.data.conversation import TokenSequence
-from flowtrain_lightning.data.image_processor import LoadedImage
+from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.packing import IntArray
 
 IMAGE = "image"
-"""The modality of images."""
+"""The modality of images, and of videos, which the same encoder takes."""
 
 _PADDING_TOKEN = 0
 _PADDING_LENGTH = 8
@@ -69,20 +70,22 @@ def padding_microbatch() -> PackedBatch:
     )
 
 
-def pack_images(images: Sequence[LoadedImage]) -> PackedMedia:
-    """One encoder batch of at least one image."""
-    lengths = [len(image.pixels) for image in images]
-    shared = images[0].normalisation
-    alike = all(image.normalisation is shared for image in images)
+def pack_media(items: Sequence[LoadedMedia]) -> PackedMedia:
+    """One encoder batch of at least one media item."""
+    shared = items[0].normalisation
+    alike = all(item.normalisation is shared for item in items)
+    moments = [1 if item.clip is None else item.clip.moments for item in items]
+    lengths = [math.prod(item.grid) for item, count in zip(items, moments, strict=True) for _ in range(count)]
     return PackedMedia(
         modality=IMAGE,
-        pixels=torch.from_numpy(np.concatenate([image.pixels if alike else image.patches for image in images])),
+        pixels=torch.from_numpy(np.concatenate([item.pixels if alike else item.patches for item in items])),
         cu_seqlens=_boundaries(lengths),
-        grid=torch.tensor([image.grid for image in images], dtype=torch.int64),
+        grid=torch.tensor([item.grid for item in items], dtype=torch.int64),
         max_seqlen=max(lengths),
-        rows=tuple(image.rows for image in images),
-        sizes=tuple(image.size for image in images),
+        rows=tuple(item.rows for item in items),
+        sizes=tuple(item.size for item in items),
         normalisation=torch.from_numpy(shared) if alike and shared is not None else None,
+        clips=tuple(item.clip for item in items) if any(item.clip is not None for item in items) else (),
     )
 
 

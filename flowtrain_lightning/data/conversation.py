@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import MEDIA_MARKER, DataError, Record, Turn
+from flowtrain_lightning.data.formats import DataError, Record, Turn
 from flowtrain_lightning.data.tokenization import Tokenizer
+from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing import IntArray
 
 ASSISTANT = "assistant"
@@ -70,7 +71,15 @@ class Template(Protocol):
         """Changes whenever some conversation would be written differently."""
         ...
 
-    def sequence(self, record: Record, tokenizer: Tokenizer, rows: IntArray, *, prompt: bool = False) -> TokenSequence:
+    def sequence(
+        self,
+        record: Record,
+        tokenizer: Tokenizer,
+        rows: IntArray,
+        *,
+        prompt: bool = False,
+        videos: VideoProcessor | None = None,
+    ) -> TokenSequence:
         """The tokens and labels of a record.
 
         Args:
@@ -79,6 +88,7 @@ class Template(Protocol):
             rows: ``[media items]`` rows of features of the record's media items, in order. Where it names fewer of them
                 than the record has, the sequence ends before the first that is missing.
             prompt: end with the header of the last assistant turn, to be continued by the backbone.
+            videos: which frames of a video are taken, of which some models are told the times.
 
         Raises:
             DataError: the record holds what the template cannot write.
@@ -147,7 +157,15 @@ class ChatTemplate:
         """Changes whenever some conversation would be written differently."""
         return fingerprint(asdict(self))
 
-    def sequence(self, record: Record, tokenizer: Tokenizer, rows: IntArray, *, prompt: bool = False) -> TokenSequence:
+    def sequence(
+        self,
+        record: Record,
+        tokenizer: Tokenizer,
+        rows: IntArray,
+        *,
+        prompt: bool = False,
+        videos: VideoProcessor | None = None,
+    ) -> TokenSequence:
         """The tokens and labels of a record, see `Template`.
 
         Raises:
@@ -186,7 +204,7 @@ class ChatTemplate:
 
     def _content(self, turn: Turn) -> Iterator[_Piece]:
         learned = turn.role == ASSISTANT and turn.learned
-        for number, text in enumerate(turn.text.split(MEDIA_MARKER)):
+        for number, text in enumerate(turn.texts):
             if number > 0:
                 yield _Piece(self.before_image, False)
                 yield _Piece(None, False)
@@ -203,6 +221,11 @@ class ChatTemplate:
         return self.headers[role]
 
     def _refuse_unwritten(self, record: Record) -> None:
+        if record.videos:
+            raise DataError(
+                f"{record.where}: it has a video, which ChatTemplate cannot write; give the template of a model that "
+                "takes videos: FlowDataModule(template=...)."
+            )
         unwritten = sorted({name for turn in record.turns for name in turn.others} | record.others.keys())
         if unwritten:
             raise DataError(

@@ -36,6 +36,7 @@ from flowtrain_lightning.data.step_packing import PackingConfig
 from flowtrain_lightning.data.stream_steps import StreamSteps
 from flowtrain_lightning.data.token_stream import TokenSteps, TokenStream, stream_settings, training_stream
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
+from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing.compiled import announce_compilation
 
 # Without a validation file there is no loader, on purpose, so this advice would mislead.
@@ -48,8 +49,8 @@ class FlowDataModule(L.LightningDataModule):
     """Image-text data, as steps of packed microbatches.
 
     Reads JSON Lines, JSON arrays, Parquet files, tar shards and data sets of Hugging Face: records of ``messages``
-    (``images`` with ``path``, ``messages`` with ``role`` and ``content``), LLaVA's (``image``, ``conversations``), text
-    alone (``text``) and tokens (``input_ids``, ``labels``). Paths of images are relative to the file.
+    (``images`` with ``path``, ``videos``, ``messages`` with ``role`` and ``content``), LLaVA's (``image``, ``video``,
+    ``conversations``), text alone (``text``) and tokens (``input_ids``, ``labels``). Paths are relative to the file.
 
     A step has ``global_batch_size`` samples over all ranks. How many microbatches that makes follows from
     ``token_budget``; it is the same number on every rank. An epoch's last, smaller step is left out in training, which
@@ -67,11 +68,12 @@ class FlowDataModule(L.LightningDataModule):
         test: test data.
         predict: data whose last assistant turns are to be written anew: sequences end with that turn's header.
         tokenizer: path of a ``tokenizer.json`` or its folder, a ``tokenizers.Tokenizer``, or a Hugging Face tokenizer;
-            None takes that of the model that is trained, as do ``images`` and ``template``.
+            None takes that of the model that is trained, as do ``images``, ``videos`` and ``template``.
         token_budget: the most tokens of a microbatch.
         global_batch_size: samples of one step over all ranks; with ``token_steps``, of one that does not train.
         images: what becomes of images; None takes what the model that is trained was made for, else
             ``ImageProcessor()``.
+        videos: what becomes of videos; None takes what the model that is trained was made for, if it takes any.
         template: how conversations are written; None takes the model's own template, else ``ChatTemplate()``.
         seed: of order and augmentation; None takes that of ``seed_everything``, or 0.
         shuffle: training samples come in another order each epoch. Off while ``Trainer(overfit_batches=...)`` is on.
@@ -79,8 +81,8 @@ class FlowDataModule(L.LightningDataModule):
         packing: cost models, padding, and when ranks wait for each other; None takes ``PackingConfig()``.
         index: what happens to samples that are too long and to images that cannot be read, and the folder of the index;
             None takes ``IndexConfig()``.
-        augment: changes training images: ``augment(image, generator)`` gets a Pillow image and a NumPy generator
-            seeded from seed, epoch, sample and the image's number in it, and returns a Pillow image.
+        augment: changes training images, not videos: ``augment(image, generator)`` gets a Pillow image and a NumPy
+            generator seeded from seed, epoch, sample and the image's number in it, and returns a Pillow image.
         num_workers: processes that load, for each loader.
     """
 
@@ -95,6 +97,7 @@ class FlowDataModule(L.LightningDataModule):
         global_batch_size: int,
         tokenizer: Any = None,
         images: ImageProcessor | None = None,
+        videos: VideoProcessor | None = None,
         template: ChatTemplate | Template | None = None,
         seed: int | None = None,
         shuffle: bool = True,
@@ -110,6 +113,7 @@ class FlowDataModule(L.LightningDataModule):
         self.token_budget = token_budget
         self.global_batch_size = global_batch_size
         self._images = images
+        self._videos = videos
         self._template = template
         self._reader: L.LightningModule | None = None
         self.shuffle = shuffle
@@ -152,12 +156,18 @@ class FlowDataModule(L.LightningDataModule):
         return self._images or self._of_model("images") or ImageProcessor()
 
     @property
+    def videos(self) -> VideoProcessor | None:
+        """What becomes of videos; None where records may have none."""
+        found: VideoProcessor | None = self._videos or self._of_model("videos")
+        return found
+
+    @property
     def template(self) -> Template:
         """How conversations are written."""
         return self._template or self._of_model("template") or ChatTemplate()
 
     def read_as(self, module: L.LightningModule) -> None:
-        """Take tokenizer, images and template from this model where none were given and no Trainer says which it is."""
+        """Take what is read by from this model, where it was not given and no Trainer says which model it is."""
         self._reader = module
 
     def _of_model(self, name: str) -> Any:
@@ -268,7 +278,7 @@ class FlowDataModule(L.LightningDataModule):
 
     def _planned_by(self) -> dict[str, str]:
         """What the steps follow from, beside the files: how it reads, by the names of the arguments."""
-        names = ("token_budget", "global_batch_size", "seed", "shuffle", "images", "template")
+        names = ("token_budget", "global_batch_size", "seed", "shuffle", "images", "videos", "template")
         index = replace(self.index, cache_dir=None)  # which every node may have elsewhere
         settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing")}
         settings |= {"index": index, "tokenizer": self.tokenizer.fingerprint}
@@ -278,7 +288,8 @@ class FlowDataModule(L.LightningDataModule):
 
     def _open(self, stage: str, processes: int = 1) -> JoinedSources | StreamSource:
         """The samples of all stores of a stage; measures those that no cache knows."""
-        measure = Measure(self.tokenizer, self.template, self.images, self.index.unreadable, stage == "predict")
+        prompts = stage == "predict"
+        measure = Measure(self.tokenizer, self.template, self.images, self.index.unreadable, prompts, self.videos)
         sources = [each.load() if isinstance(each, HubDataset) else each for each in self.files[stage].sources]
         if any(is_stream(each) for each in sources):
             return self._open_stream(stage, sources, measure)
@@ -318,6 +329,7 @@ class FlowDataModule(L.LightningDataModule):
             limit=self.token_budget if self.index.too_long == "truncate" else None,
             augment=self.augment if stage == "train" else None,
             seed=self.seed,
+            videos=self.videos,
         )
         sections = vars(packing) | ({} if self.token_steps is None else vars(self.token_steps))
         unset = frozenset(name for name, value in sections.items() if value is None)

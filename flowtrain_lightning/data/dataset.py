@@ -11,11 +11,13 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from flowtrain_lightning.data.batch import PackedBatch, PackedMedia, RankShard, StepBatch
-from flowtrain_lightning.data.collate import pack_images, pack_sequences, padding_microbatch
+from flowtrain_lightning.data.collate import pack_media, pack_sequences, padding_microbatch
 from flowtrain_lightning.data.conversation import Template, TokenSequence
 from flowtrain_lightning.data.formats import DataError, Record
-from flowtrain_lightning.data.image_files import ImageError
-from flowtrain_lightning.data.image_processor import ImageProcessor, LoadedImage
+from flowtrain_lightning.data.image_processor import ImageProcessor
+from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.data.measuring import unusable
+from flowtrain_lightning.data.media_files import MediaError, VideoFile
 from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.sample_source import SampleSource
@@ -23,6 +25,7 @@ from flowtrain_lightning.data.step_packing import StepPacking
 from flowtrain_lightning.data.stream_steps import StreamEnded, StreamSteps
 from flowtrain_lightning.data.token_stream import TokenStream, saved_stream, stream_state
 from flowtrain_lightning.data.tokenization import Tokenizer
+from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.data.workers import SharedMemoryBatch
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.sample_stream import StreamStep
@@ -47,6 +50,7 @@ class SampleLoader:
         limit: cut sequences to so many tokens.
         augment: changes images. Its chance depends on seed, epoch, sample and the image's number in it alone.
         seed: of augmentation.
+        videos: makes patches of videos; None: there are none.
     """
 
     source: SampleSource
@@ -57,6 +61,7 @@ class SampleLoader:
     limit: int | None = None
     augment: Augment | None = None
     seed: int = 0
+    videos: VideoProcessor | None = None
 
     def sequence(self, record: Record, tokens: int, rows: IntArray) -> TokenSequence:
         """A sample's tokens and labels.
@@ -69,7 +74,7 @@ class SampleLoader:
         Raises:
             DataError: it has another number of tokens.
         """
-        sequence = token_sequence(record, self.template, self.tokenizer, rows, prompt=self.prompt)
+        sequence = token_sequence(record, self.template, self.tokenizer, rows, prompt=self.prompt, videos=self.videos)
         if self.limit is not None:
             sequence = sequence.cut(self.limit)
         if len(sequence) != tokens:
@@ -79,37 +84,41 @@ class SampleLoader:
             )
         return sequence
 
-    def image(self, record: Record, sample: int, number: int, rows: int, epoch: int) -> LoadedImage:
-        """One image's patches.
+    def media(self, record: Record, sample: int, number: int, rows: int, epoch: int) -> LoadedMedia:
+        """One media item's patches.
 
         Args:
             record: the sample's record.
             sample: its number in the source.
-            number: the image's number in the record.
+            number: the media item's number in the record.
             rows: how many rows of features the plan counts on.
             epoch: the epoch, for augmentation.
 
         Raises:
-            DataError: the image cannot be decoded, or has another size.
+            DataError: the media item cannot be decoded, or has another size.
         """
-        file = record.images[number]
-        augment = None
-        if self.augment is not None:
-            generator = np.random.default_rng([self.seed, epoch, sample, number])
-            augment = partial(_augmented, self.augment, generator)
+        item = record.media[number]
         try:
-            image = self.images.load_pixels(file, augment, alone=len(record.images) == 1)
-        except ImageError as error:
+            if isinstance(item, VideoFile):
+                assert self.videos is not None, "who measures videos knows what becomes of them"
+                loaded = self.videos.load(item)
+            else:
+                augment = self._augmentation(sample, number, epoch)
+                loaded = self.images.load_pixels(item, augment, alone=len(record.media) == 1)
+        except MediaError as error:
+            raise unusable(item, record, error) from error
+        if loaded.rows != rows:
             raise DataError(
-                f"{record.where}: image {file} cannot be used: {error}; correct the record, or leave such records "
-                "out with IndexConfig(unreadable='drop')."
-            ) from error
-        if image.rows != rows:
-            raise DataError(
-                f"{record.where}: image {file} gives {image.rows} rows of features, but gave {rows} when it was "
-                "indexed; it was changed meanwhile. Delete the index in the cache folder and start again."
+                f"{record.where}: {'image' if loaded.clip is None else 'video'} {item} gives {loaded.rows} rows of "
+                f"features, but gave {rows} when it was indexed; it was changed meanwhile. Delete the index in the "
+                "cache folder and start again."
             )
-        return image
+        return loaded
+
+    def _augmentation(self, sample: int, number: int, epoch: int) -> Callable[[Image], Image] | None:
+        if self.augment is None:
+            return None
+        return partial(_augmented, self.augment, np.random.default_rng([self.seed, epoch, sample, number]))
 
 
 @dataclass(frozen=True)
@@ -171,7 +180,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         """This rank's shard of one step.
 
         Raises:
-            DataError: a record or image cannot be used.
+            DataError: a record or media item cannot be used.
         """
         plan, shard = self.plan(epoch, step, packing), self.shard
         record_of = cache(self.samples.source.record)  # each is read once, for its tokens and for its images
@@ -217,9 +226,9 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         numbers = items - plan.sizes.media_start[owners]
         samples = plan.samples[owners]
         rows = plan.sizes.media_rows[items]
-        return pack_images(
+        return pack_media(
             [
-                self.samples.image(record_of(sample), sample, number, count, epoch)
+                self.samples.media(record_of(sample), sample, number, count, epoch)
                 for sample, number, count in zip(samples.tolist(), numbers.tolist(), rows.tolist(), strict=True)
             ]
         )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flowtrain_lightning.data.media_files import MediaError, MediaFile, opened
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,28 +29,8 @@ _BITS = 258  # TIFF tag
 _PNG_BEGIN = 8
 
 
-class ImageError(ValueError):
+class ImageError(MediaError):
     """An image that cannot be used; the message says why, without naming the record."""
-
-
-@dataclass(frozen=True)
-class EncodedImage:
-    """An image that stands in the data itself.
-
-    Attributes:
-        name: for messages.
-        content: the bytes of an image file.
-    """
-
-    name: str
-    content: bytes = field(repr=False)
-
-    def __str__(self) -> str:
-        return self.name
-
-
-ImageFile = Path | EncodedImage
-"""Where an image is."""
 
 
 class ImageHeader(NamedTuple):
@@ -69,7 +47,7 @@ class ImageHeader(NamedTuple):
     animated: bool
 
 
-def read_header(file: ImageFile) -> ImageHeader:
+def read_header(file: MediaFile) -> ImageHeader:
     """Size and kind of an image, without decoding it.
 
     Raises:
@@ -82,7 +60,7 @@ def read_header(file: ImageFile) -> ImageHeader:
         return ImageHeader(width, height, animated) if on_its_side else ImageHeader(height, width, animated)
 
 
-def decode(file: ImageFile) -> Image:
+def decode(file: MediaFile) -> Image:
     """The image upright, of an animated one the first picture; at 8 bits, in any of Pillow's modes for these.
 
     Raises:
@@ -108,9 +86,9 @@ def flatten(image: Image, mode: str) -> Image:
 
 
 @contextmanager
-def _opened(file: ImageFile) -> Iterator[tuple[Image, BinaryIO]]:
+def _opened(file: MediaFile) -> Iterator[tuple[Image, BinaryIO]]:
     """An image whose header was read and which can be used, and the file it is read from."""
-    with _stream(file) as stream:
+    with opened(file, ImageError) as stream:
         pillow = _pillow()
         from PIL import UnidentifiedImageError
 
@@ -130,24 +108,6 @@ def _opened(file: ImageFile) -> Iterator[tuple[Image, BinaryIO]]:
             raise
         except Exception as error:  # as above, whatever is asked of the image
             raise ImageError(f"it cannot be decoded ({type(error).__name__}: {error})") from error
-
-
-@contextmanager
-def _stream(file: ImageFile) -> Iterator[BinaryIO]:
-    if isinstance(file, EncodedImage):
-        yield io.BytesIO(file.content)
-        return
-    try:
-        mode = file.stat().st_mode
-        if not stat.S_ISREG(mode):  # opening a pipe would wait for somebody who writes into it
-            raise ImageError("it is a folder" if stat.S_ISDIR(mode) else "it is a pipe or a device, and no file")
-        stream = file.open("rb")
-    except FileNotFoundError:
-        raise ImageError("there is no such file") from None
-    except (OSError, ValueError) as error:  # a ValueError: the name holds a zero byte
-        raise ImageError(f"it cannot be opened ({error})") from error
-    with stream:
-        yield stream
 
 
 def _refuse_too_large(image: Image, limit: int | None) -> None:

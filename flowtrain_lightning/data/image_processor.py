@@ -6,42 +6,21 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.image_files import ImageError, ImageFile, decode, flatten
+from flowtrain_lightning.data.image_files import ImageError, decode, flatten
+from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.data.media_files import MediaFile
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 LARGEST_ASPECT = 200
 """How many times one side of an image may be as long as the other, by Qwen's rule."""
-
-
-class LoadedImage(NamedTuple):
-    """An image ready to be packed.
-
-    Attributes:
-        pixels: ``[patches, patch_dim]`` uint8, or normalised floats.
-        grid: its height and width in patches.
-        rows: rows of features that the encoder returns for it.
-        normalisation: of pixels of uint8, see `ImageProcessor`.
-        size: its height and width in pixels as it was in the data.
-    """
-
-    pixels: NDArray[Any]
-    grid: tuple[int, int]
-    rows: int
-    normalisation: NDArray[np.float32] | None = None
-    size: tuple[int, int] = (0, 0)
-
-    @property
-    def patches(self) -> NDArray[np.float32]:
-        """``[patches, patch_dim]`` floats."""
-        return self.pixels if self.normalisation is None else normalised(self.pixels, self.normalisation)
 
 
 @dataclass(frozen=True)
@@ -147,7 +126,7 @@ class ImageProcessor:
         return math.prod(grid) // self.merge_size**2
 
     def load(
-        self, file: ImageFile, augment: Callable[[Image], Image] | None = None, *, alone: bool = True
+        self, file: MediaFile, augment: Callable[[Image], Image] | None = None, *, alone: bool = True
     ) -> tuple[NDArray[np.float32], tuple[int, int]]:
         """The image's patches, normalised, and its height and width in patches; see `load_pixels`.
 
@@ -158,8 +137,8 @@ class ImageProcessor:
         return image.patches, image.grid
 
     def load_pixels(
-        self, file: ImageFile, augment: Callable[[Image], Image] | None = None, *, alone: bool = True
-    ) -> LoadedImage:
+        self, file: MediaFile, augment: Callable[[Image], Image] | None = None, *, alone: bool = True
+    ) -> LoadedMedia:
         """The image's patches, in the encoder's order, before they are normalised where that can wait.
 
         Args:
@@ -179,7 +158,7 @@ class ImageProcessor:
         image = flatten(image, "RGB" if self.channels == 3 else "L")
         pixels = self.cut(self.values(image, grid, size), grid)
         normalisation = self.normalisation if pixels.dtype == np.uint8 else None
-        return LoadedImage(pixels, grid, self.rows_of_features(grid, size), normalisation, size)
+        return LoadedMedia(pixels, grid, self.rows_of_features(grid, size), normalisation, size)
 
     @cached_property
     def normalisation(self) -> NDArray[np.float32]:
@@ -207,17 +186,23 @@ class ImageProcessor:
 
     def cut(self, values: NDArray[Any], grid: tuple[int, int]) -> NDArray[Any]:
         """``[height, width, channels]`` values -> ``[patches, patch_dim]`` in the encoder's order."""
-        merge, side = self.merge_size, self.patch_size
-        blocks = values.reshape(grid[0] // merge, merge, side, grid[1] // merge, merge, side, self.channels)
-        # -> block down, block across, patch down, patch across, channel, pixel down, pixel across
-        ordered = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
-        return np.ascontiguousarray(ordered).reshape(-1, self.patch_dim)
+        return cut_patches(values, grid, self.merge_size)
 
 
-def normalised(pixels: NDArray[Any], normalisation: NDArray[np.float32]) -> NDArray[np.float32]:
-    """``[patches, patch_dim]`` pixels as the encoder sees them; see `ImageProcessor.normalisation`."""
-    if pixels.dtype != np.uint8:
-        return pixels
-    divisor, mean, deviation = normalisation
-    normal: NDArray[np.float32] = (pixels.astype(np.float32) / divisor - mean) / deviation
-    return normal
+def cut_patches(values: NDArray[Any], grid: tuple[int, int], merge_size: int) -> NDArray[Any]:
+    """Pixels as patches, in blocks that become one row of features each.
+
+    Args:
+        values: ``[height, width, channels]``.
+        grid: height and width in patches.
+        merge_size: side of a block in patches.
+
+    Returns:
+        ``[patches, channels * patch_size ** 2]``, the blocks from left to right and downward; see `ImageProcessor`.
+    """
+    height, width, channels = values.shape
+    high, wide = height // grid[0], width // grid[1]
+    blocks = values.reshape(grid[0] // merge_size, merge_size, high, grid[1] // merge_size, merge_size, wide, channels)
+    # -> block down, block across, patch down, patch across, channel, pixel down, pixel across
+    ordered = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
+    return np.ascontiguousarray(ordered).reshape(-1, channels * high * wide)

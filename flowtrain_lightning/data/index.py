@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.measuring import Measure, Unreadable, measure_store, measured_images
+from flowtrain_lightning.data.measuring import Measure, Unreadable, measure_store, measured_media
 from flowtrain_lightning.data.sources.data_file import is_local
 from flowtrain_lightning.data.sources.record_store import RecordStore, locations_of
 from flowtrain_lightning.packing import IntArray, SampleSizes
@@ -33,8 +33,8 @@ class IndexConfig:
     Attributes:
         too_long: what happens to a sample longer than the token budget: ``"error"``; ``"drop"``; or ``"truncate"``,
             which cuts its end, never inside an image (of a prompt that is where the answer would begin).
-        unreadable: what happens to a record with an image that cannot be used: ``"error"``; or ``"drop"``, for which
-            every image is decoded once when the file is indexed, so that all ranks drop the same records.
+        unreadable: what happens to a record with a media item that cannot be used: ``"error"``; or ``"drop"``, for
+            which each is decoded once when the file is indexed, so that all ranks drop the same records.
         cache_dir: the folder of the indexes; None is ``.flowtrain`` beside each file, or ``~/.cache/flowtrain`` where
             that cannot be written.
     """
@@ -150,7 +150,7 @@ def _mended(table: IndexTable, store: RecordStore, measure: Measure) -> bool:
     left_out = np.flatnonzero(~table.readable).tolist()
     records = (store.records(number, table.locations[number : number + 1])[0] for number in left_out)
     with ThreadPoolExecutor() as threads:
-        return any(found.usable for found in threads.map(lambda record: measured_images(record, measure), records))
+        return any(found.usable for found in threads.map(lambda record: measured_media(record, measure), records))
 
 
 def _save(table: IndexTable, status: list[int], store: RecordStore, cache_files: Iterable[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Measuring records: tokens, targets, and the patches and rows of their images, by one process or by several."""
+"""Measuring records: tokens, targets, and the patches and rows of their media, by one process or by several."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from numpy.typing import NDArray
 from flowtrain_lightning.data.conversation import Template, TokenSequence
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import DataError, Record
-from flowtrain_lightning.data.image_files import ImageError, decode, read_header
+from flowtrain_lightning.data.image_files import decode, read_header
 from flowtrain_lightning.data.image_processor import ImageProcessor
+from flowtrain_lightning.data.media_files import MediaError, MediaFile, VideoFile
 from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.data.tokenization import Tokenizer
+from flowtrain_lightning.data.video_files import decode_frames, read_video_header
+from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 Unreadable = Literal["error", "drop"]
 
-_FORMAT = 2
+_FORMAT = 3
 _WINDOW = 512
 _WINDOWS_AHEAD = 4
 """Windows that wait for each process, at most."""
@@ -38,9 +41,10 @@ class Measure:
         tokenizer: makes ids of text.
         template: how a conversation is written.
         images: how large an image becomes.
-        unreadable: ``"error"`` reads only the headers of images and stops at one that cannot be used; ``"drop"``
-            decodes each image whole, and marks such records.
+        unreadable: ``"error"`` reads only the headers of media and stops at one that cannot be used; ``"drop"``
+            decodes each media item as it will be used, and marks such records.
         prompt: measure what ``predict`` reads.
+        videos: which frames of a video are taken and how large they become; None: records may have no videos.
     """
 
     tokenizer: Tokenizer
@@ -48,26 +52,28 @@ class Measure:
     images: ImageProcessor
     unreadable: Unreadable
     prompt: bool
+    videos: VideoProcessor | None = None
 
     @property
     def fingerprint(self) -> str:
         """Changes with anything that may change a size."""
-        rule = [self.template.fingerprint, self.images.fingerprint, self.unreadable, self.prompt]
+        videos = None if self.videos is None else self.videos.fingerprint
+        rule = [self.template.fingerprint, self.images.fingerprint, videos, self.unreadable, self.prompt]
         return fingerprint([_FORMAT, self.tokenizer.fingerprint, rule])
 
     def sequence(self, record: Record, rows: IntArray) -> TokenSequence:
-        """The tokens and labels of a record whose images have so many rows of features."""
-        return token_sequence(record, self.template, self.tokenizer, rows, prompt=self.prompt)
+        """The tokens and labels of a record whose media have so many rows of features."""
+        return token_sequence(record, self.template, self.tokenizer, rows, prompt=self.prompt, videos=self.videos)
 
 
-class MeasuredImages(NamedTuple):
-    """A record's images.
+class MeasuredMedia(NamedTuple):
+    """A record's media.
 
     Attributes:
-        patches: ``[images]`` patches of each.
-        rows: ``[images]`` rows of features of each.
+        patches: ``[media items]`` patches of each.
+        rows: ``[media items]`` rows of features of each.
         usable: all of them can be used; else they are left out here.
-        animated: how many are animated.
+        animated: how many are animated images.
     """
 
     patches: IntArray
@@ -76,11 +82,19 @@ class MeasuredImages(NamedTuple):
     animated: int
 
 
+class _Size(NamedTuple):
+    """The patches and the rows of features of one media item, and whether it is an animated image."""
+
+    patches: int
+    rows: int
+    animated: bool = False
+
+
 class MeasuredRecords(NamedTuple):
     """Records that follow each other.
 
     Attributes:
-        usable: ``[records]`` False where an image cannot be used; the sizes are then 0.
+        usable: ``[records]`` False where a media item cannot be used; the sizes are then 0.
         sizes: the sizes of all records.
         animated: images that are animated.
     """
@@ -90,32 +104,56 @@ class MeasuredRecords(NamedTuple):
     animated: int
 
 
-def measured_images(record: Record, measure: Measure) -> MeasuredImages:
-    """The sizes of a record's images.
+def measured_media(record: Record, measure: Measure) -> MeasuredMedia:
+    """The sizes of a record's media.
 
     Raises:
         DataError: one cannot be used, and such records are not to be left out.
     """
-    patches, rows, animated = [], [], 0
-    for image in record.images:
+    sizes = []
+    for item in record.media:
         try:
-            header = read_header(image)
-            size = header.height, header.width
-            grid = measure.images.size(*size, alone=len(record.images) == 1)
-            if measure.unreadable == "drop":
-                decode(image)
-        except ImageError as error:
+            sizes.append(_measured(item, record, measure))
+        except MediaError as error:
             if measure.unreadable == "drop":
                 nothing = np.empty(0, np.int64)
-                return MeasuredImages(nothing, nothing, False, 0)
-            raise DataError(
-                f"{record.where}: image {image} cannot be used: {error}; "
-                "correct the record, or leave such records out with IndexConfig(unreadable='drop')."
-            ) from error
-        animated += header.animated
-        patches.append(math.prod(grid))
-        rows.append(measure.images.rows_of_features(grid, size))
-    return MeasuredImages(np.asarray(patches, np.int64), np.asarray(rows, np.int64), True, animated)
+                return MeasuredMedia(nothing, nothing, False, 0)
+            raise unusable(item, record, error) from error
+    table = np.asarray(sizes, np.int64).reshape(-1, 3)
+    return MeasuredMedia(table[:, 0], table[:, 1], True, int(table[:, 2].sum()))
+
+
+def unusable(item: MediaFile | VideoFile, record: Record, error: MediaError) -> DataError:
+    """What to tell of a media item that cannot be used."""
+    kind = "video" if isinstance(item, VideoFile) else "image"
+    return DataError(
+        f"{record.where}: {kind} {item} cannot be used: {error}; correct the record, or leave such records out with "
+        "IndexConfig(unreadable='drop')."
+    )
+
+
+def _measured(item: MediaFile | VideoFile, record: Record, measure: Measure) -> _Size:
+    if isinstance(item, VideoFile):
+        return _measured_video(item, record, measure)
+    header = read_header(item)
+    size = header.height, header.width
+    grid = measure.images.size(*size, alone=len(record.media) == 1)
+    if measure.unreadable == "drop":
+        decode(item)
+    return _Size(math.prod(grid), measure.images.rows_of_features(grid, size), header.animated)
+
+
+def _measured_video(video: VideoFile, record: Record, measure: Measure) -> _Size:
+    if measure.videos is None:
+        raise DataError(
+            f"{record.where}: it has a video, but nothing says what becomes of videos. Train a model that takes them "
+            "(Qwen2-VL, Qwen2.5-VL or Qwen3-VL), or give FlowDataModule(videos=VideoProcessor(...)) to one of your own."
+        )
+    sampled = measure.videos.sample(read_video_header(video))
+    if measure.unreadable == "drop":
+        for _ in decode_frames(video, sampled.frames):
+            pass
+    return _Size(sampled.patches, measure.videos.rows_of_features(sampled))
 
 
 def measure_records(records: Sequence[Record], measure: Measure, threads: Executor) -> MeasuredRecords:
@@ -124,26 +162,26 @@ def measure_records(records: Sequence[Record], measure: Measure, threads: Execut
     Args:
         records: the records.
         measure: what decides the sizes.
-        threads: which hide the latency of opening images; tokenizers need not be safe in threads.
+        threads: which hide the latency of opening media; tokenizers need not be safe in threads.
 
     Raises:
-        DataError: a record or (unless left out) an image cannot be used.
+        DataError: a record or (unless left out) a media item cannot be used.
     """
-    with_images = threads.map(lambda record: measured_images(record, measure), [r for r in records if r.images])
+    with_media = threads.map(lambda record: measured_media(record, measure), [r for r in records if r.media])
     nothing = np.empty(0, np.int64)
     usable, columns, rows, patches = [], [], [nothing], [nothing]
     animated = 0
     for record in records:
-        images = next(with_images) if record.images else MeasuredImages(nothing, nothing, True, 0)
-        tokens = targets = media = 0
-        if images.usable:
-            sequence = measure.sequence(record, images.rows)
-            tokens, targets, media = len(sequence), sequence.targets, len(sequence.media_rows)
-            animated += images.animated
-        usable.append(images.usable)
-        columns.append((tokens, targets, media))
-        rows.append(images.rows[:media])
-        patches.append(images.patches[:media])
+        media = next(with_media) if record.media else MeasuredMedia(nothing, nothing, True, 0)
+        tokens = targets = items = 0
+        if media.usable:
+            sequence = measure.sequence(record, media.rows)
+            tokens, targets, items = len(sequence), sequence.targets, len(sequence.media_rows)
+            animated += media.animated
+        usable.append(media.usable)
+        columns.append((tokens, targets, items))
+        rows.append(media.rows[:items])
+        patches.append(media.patches[:items])
     table = np.asarray(columns, dtype=np.int64).reshape(-1, 3).T.copy()
     sizes = SampleSizes(
         tokens=table[0],
@@ -168,7 +206,7 @@ def measure_store(
         advance: called with the number of records that were measured since it was called last.
 
     Raises:
-        DataError: a record or (unless left out) an image cannot be used: the first such in the store's order.
+        DataError: a record or (unless left out) a media item cannot be used: the first such in the store's order.
     """
     found = []
     windows = ((first, locations[first : first + _WINDOW]) for first in range(0, len(locations), _WINDOW))

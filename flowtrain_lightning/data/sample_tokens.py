@@ -9,11 +9,18 @@ from flowtrain_lightning.data.conversation import Template, TokenSequence, shift
 from flowtrain_lightning.data.formats import DataError, Record
 from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.tokenization import Tokenizer
+from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing import IntArray
 
 
 def token_sequence(
-    record: Record, template: Template, tokenizer: Tokenizer, rows: IntArray, *, prompt: bool = False
+    record: Record,
+    template: Template,
+    tokenizer: Tokenizer,
+    rows: IntArray,
+    *,
+    prompt: bool = False,
+    videos: VideoProcessor | None = None,
 ) -> TokenSequence:
     """The tokens and labels of a record.
 
@@ -24,13 +31,14 @@ def token_sequence(
         rows: ``[media items]`` rows of features of the record's media items, in order. Where it names fewer of them
             than the record has, the sequence ends before the first that is missing.
         prompt: end with the header of the last assistant turn; what is not a conversation is a prompt as it stands.
+        videos: which frames of a video are taken.
 
     Raises:
         DataError: the record has what the template cannot write, or other tokens than images.
     """
     written = record.written
     if written is None:
-        return template.sequence(record, tokenizer, rows, prompt=prompt)
+        return template.sequence(record, tokenizer, rows, prompt=prompt, videos=videos)
     if isinstance(written, str):
         ids = np.asarray(tokenizer.encode(written), dtype=np.int64)
         return _sequence(ids, np.ones(len(ids), dtype=bool), rows[:0], rows[:0])

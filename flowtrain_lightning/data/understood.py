@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_MODALITIES = ("video", "videos", "audio", "audios")
+_MODALITIES = ("audio", "audios")
 _PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images", "margin")
 _SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width", "detail")
+_FRAMES = ("fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pixels", "video_start", "video_end")
 _WRITING = ("documents", "chat_template", "chat_template_kwargs", "enable_thinking", "reasoning_content", "channel")
 _WEIGHTS = ("weight", "loss_scale", "channel_weights")
 
 _WRITTEN = ("tools",)
 """What stands beside the turns and is for the template to write."""
 
-_IMAGE_PART = frozenset({"type", "image", "path", "url", "image_url", "text", "bytes"})
+_PART = frozenset({"type", "image", "video", "path", "url", "image_url", "video_url", "text", "bytes"})
 
 
 class NotUnderstoodError(ValueError):
@@ -39,7 +40,7 @@ def written_beside_turns(fields: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         NotUnderstoodError: it holds what nothing here obeys.
     """
-    for name in (*_MODALITIES, *_PREFERENCES, *_SIZES, *_WRITING, *_WEIGHTS):
+    for name in (*_MODALITIES, *_PREFERENCES, *_SIZES, *_FRAMES, *_WRITING, *_WEIGHTS):
         if fields.get(name) not in (None, [], {}, ""):
             raise NotUnderstoodError(f"it holds {name!r}, which is not supported; take it out")
     return {name: fields[name] for name in _WRITTEN if fields.get(name)}
@@ -65,16 +66,21 @@ def written_in_turn(turn: Mapping[str, Any], usual: tuple[str, str]) -> tuple[bo
     return learned, others
 
 
-def check_image(image: Any) -> None:
-    """Refuses what is said of an image and not obeyed, such as a size of its own.
+def check_media(item: Any, kind: str) -> None:
+    """Refuses what is said of one image or video and not obeyed, such as a size of its own.
+
+    Args:
+        item: as it stands in the data.
+        kind: ``"image"`` or ``"video"``.
 
     Raises:
         NotUnderstoodError: it holds that.
     """
-    named = [name for name in _SIZES if isinstance(image, Mapping) and image.get(name) is not None]
+    named = [name for name in (*_SIZES, *_FRAMES) if isinstance(item, Mapping) and item.get(name) is not None]
     if named:
         raise NotUnderstoodError(
-            f"an image has {named[0]!r} of its own; all images follow one rule, so take it out and set the rule for all"
+            f"{'an' if kind == 'image' else 'a'} {kind} has {named[0]!r} of its own; all {kind}s follow one rule, so "
+            "take it out and set the rule for all"
         )
 
 
@@ -84,8 +90,9 @@ def check_part(part: Mapping[str, Any]) -> None:
     Raises:
         NotUnderstoodError: it holds that.
     """
-    check_image(part)
-    check_image(part.get("image_url"))
-    unknown = sorted(part.keys() - _IMAGE_PART)
+    kind = "video" if str(part.get("type")).startswith("video") else "image"
+    check_media(part, kind)
+    check_media(part.get(f"{kind}_url"), kind)
+    unknown = sorted(part.keys() - _PART)
     if unknown:
         raise NotUnderstoodError(f"a part of a content has {unknown[0]!r}, which is not understood; take it out")

@@ -2,7 +2,7 @@
 
 Importing this package does not import ``transformers``; building a model does. Begin with `pretrained.py`;
 `huggingface_vlm.py` is what all families share, and one file for each says what only it does. What a model reads is in
-`processor.py`: `processor_template.py` writes its conversations, `images.py` makes its pixels.
+`processor.py`: `processor_template.py` writes its conversations, `images.py` and `videos.py` make its pixels.
 """
 
 from flowtrain_lightning.models.gemma import GemmaVLM
@@ -18,8 +18,10 @@ from flowtrain_lightning.models.pretrained import Pretrained, from_pretrained, m
 from flowtrain_lightning.models.processor import Processor, processor_of, template_of
 from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.qwen import QwenVLM
+from flowtrain_lightning.models.qwen3_videos import Qwen3Videos
 from flowtrain_lightning.models.smolvlm import SmolVLM
 from flowtrain_lightning.models.tiles import tile_images
+from flowtrain_lightning.models.videos import videos_of
 
 __all__ = [
     "GemmaVLM",
@@ -32,6 +34,7 @@ __all__ = [
     "Pretrained",
     "Processor",
     "ProcessorTemplate",
+    "Qwen3Videos",
     "QwenVLM",
     "SmolVLM",
     "from_pretrained",
@@ -42,4 +45,5 @@ __all__ = [
     "sequence_bounds",
     "template_of",
     "tile_images",
+    "videos_of",
 ]

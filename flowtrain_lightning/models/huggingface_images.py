@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from flowtrain_lightning.data import ImageProcessor
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.image_files import ImageFile, read_header
+from flowtrain_lightning.data.image_files import read_header
+from flowtrain_lightning.data.media_files import MediaFile
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,7 +50,7 @@ class HuggingFaceImages(ImageProcessor):
         _, high, wide = self.processor.get_number_of_image_patches(height, width)
         return int(high), int(wide)
 
-    def tiles_of(self, file: ImageFile) -> tuple[int, int]:
+    def tiles_of(self, file: MediaFile) -> tuple[int, int]:
         """Rows and columns of the tiles of an image, from its header."""
         header = read_header(file)
         return self.tiles(header.height, header.width)

@@ -1,10 +1,25 @@
-"""What each family's processor writes where its chat template leaves a place for an image."""
+"""What each family's processor writes where its chat template leaves a place for an image or a video."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+
+@dataclass(frozen=True)
+class VideoWords:
+    """How a video stands in the text of one family.
+
+    Attributes:
+        token: what the chat template writes for a video, and what stands for rows of features.
+        timed: what is written depends on the times of the video's moments, not only on how many rows it has.
+        write: rows of features, times of the moments in seconds -> the text, and how often each ``token`` in it stands.
+    """
+
+    token: str
+    timed: bool
+    write: Callable[[int, Sequence[float]], tuple[str, list[int]]]
 
 
 @dataclass(frozen=True)
@@ -16,12 +31,14 @@ class ImageWords:
         token: stands for rows of features; where several follow each other it is written once, and said how often.
         tiled: what is written depends on how the image was cut into tiles, not only on how many rows it has.
         write: rows of features, rows and columns of tiles -> the text, and how often each ``token`` in it stands.
+        videos: how a video stands there; None where the family takes none.
     """
 
     place: str
     token: str
     tiled: bool
     write: Callable[[int, tuple[int, int]], tuple[str, list[int]]]
+    videos: VideoWords | None = None
 
 
 def image_words(config: Any, tokenizer: Any, settings: Mapping[str, Any]) -> ImageWords:
@@ -40,8 +57,14 @@ def image_words(config: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Ima
         return str(getattr(tokenizer, attribute, None) or usual)
 
     match config.model_type:
-        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_vl_moe":
-            return _run(named("image_token", "<|image_pad|>"))
+        case "qwen2_vl" | "qwen2_5_vl":
+            token = named("video_token", "<|video_pad|>")
+            videos = VideoWords(token, False, lambda rows, times: (token, [rows]))
+            return replace(_run(named("image_token", "<|image_pad|>")), videos=videos)
+        case "qwen3_vl" | "qwen3_vl_moe":
+            ends = named("vision_start_token", "<|vision_start|>"), named("vision_end_token", "<|vision_end|>")
+            videos = _moments(named("video_token", "<|video_pad|>"), *ends)
+            return replace(_run(named("image_token", "<|image_pad|>")), videos=videos)
         case "llava" | "llava_onevision" | "paligemma":
             return _run(named("image_token", settings.get("image_token", "<image>")))
         case "internvl":
@@ -83,3 +106,13 @@ def _tiles(token: str, border: str, whole: str) -> ImageWords:
         return f"{text}{border}{whole}{token}{border}", [rows // number] * number
 
     return ImageWords(token, token, True, write)
+
+
+def _moments(token: str, start: str, end: str) -> VideoWords:
+    """Qwen3-VL's: moment by moment, each behind its time."""
+
+    def write(rows: int, times: Sequence[float]) -> tuple[str, list[int]]:
+        text = "".join(f"<{time:.1f} seconds>{start}{token}{end}" for time in times)
+        return text, [rows // len(times)] * len(times)
+
+    return VideoWords(token, True, write)

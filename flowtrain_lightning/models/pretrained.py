@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain_lightning.data import ImageProcessor, Tokenizer
+from flowtrain_lightning.data import ImageProcessor, Tokenizer, VideoProcessor
 from flowtrain_lightning.models.gemma import GemmaVLM
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.internvl import InternVLM
@@ -33,21 +33,23 @@ class Pretrained:
     """A pretrained model.
 
     Attributes:
-        module: what is trained. A `FlowDataModule` that is trained with it and names no tokenizer, template or images
-            takes those below by itself.
+        module: what is trained. A `FlowDataModule` that is trained with it and names no tokenizer, template, images or
+            videos takes those below by itself.
         tokenizer: text to ids and back.
         template: how the model's conversations are written.
         images: what becomes of the model's images.
+        videos: what becomes of its videos; None of a model that takes none.
     """
 
     module: HuggingFaceVLM
     tokenizer: Tokenizer
     template: ProcessorTemplate
     images: ImageProcessor
+    videos: VideoProcessor | None
 
 
 def from_pretrained(model: str | Path, **settings: Any) -> Pretrained:
-    """A model of Hugging Face with its own tokenizer, chat template and image processor.
+    """A model of Hugging Face with its own tokenizer, chat template, image and video processor.
 
     Args:
         model: the model's name or folder.
@@ -61,7 +63,7 @@ def from_pretrained(model: str | Path, **settings: Any) -> Pretrained:
     module = module_class(AutoConfig.from_pretrained(model).model_type)(model, **settings)
     processor = module.processor
     assert processor is not None, "a model that has a name has a processor"
-    return Pretrained(module, processor.tokenizer, processor.template, processor.images)
+    return Pretrained(module, processor.tokenizer, processor.template, processor.images, processor.videos)
 
 
 def module_class(family: str) -> type[HuggingFaceVLM]:

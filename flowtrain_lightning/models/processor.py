@@ -1,4 +1,4 @@
-"""What a pretrained model reads: its tokenizer, its chat template and its images, from its name or folder."""
+"""What a pretrained model reads: its tokenizer, chat template, images and videos, from its name or folder."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain_lightning.data import ImageProcessor, Tokenizer, open_tokenizer
+from flowtrain_lightning.data import ImageProcessor, Tokenizer, VideoProcessor, open_tokenizer
 from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
 from flowtrain_lightning.models.image_words import image_words
 from flowtrain_lightning.models.images import images_of
 from flowtrain_lightning.models.processor_template import ProcessorTemplate, Tiles
+from flowtrain_lightning.models.videos import videos_of
 
 _PALIGEMMA_TEMPLATE = """
 {%- if messages | length > 2 or messages[0]['role'] != 'user' -%}
@@ -39,11 +40,13 @@ class Processor:
         tokenizer: text to ids and back.
         template: how a conversation is written.
         images: what becomes of images.
+        videos: what becomes of videos; None of a model that takes none.
     """
 
     tokenizer: Tokenizer
     template: ProcessorTemplate
     images: ImageProcessor
+    videos: VideoProcessor | None
 
 
 def processor_of(model: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
@@ -59,7 +62,7 @@ def processor_of(model: str | Path, min_pixels: int | None = None, max_pixels: i
     """
     tokenizer, images = _tokenizer(model), images_of(model, min_pixels, max_pixels)
     tiles = images.tiles_of if isinstance(images, HuggingFaceImages) else None
-    return Processor(open_tokenizer(tokenizer), _template(model, tokenizer, tiles), images)
+    return Processor(open_tokenizer(tokenizer), _template(model, tokenizer, tiles), images, videos_of(model))
 
 
 def template_of(model: str | Path) -> ProcessorTemplate:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowtrain_lightning.data import DataError, Record, Tokenizer, TokenSequence, Turn, open_tokenizer
+from flowtrain_lightning.data import DataError, Record, Tokenizer, TokenSequence, Turn, VideoProcessor, open_tokenizer
 from flowtrain_lightning.data.conversation import ASSISTANT, shifted_labels, turns_to_write
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import MEDIA_MARKER
-from flowtrain_lightning.data.image_files import ImageFile
+from flowtrain_lightning.data.media_files import MediaFile, VideoFile
+from flowtrain_lightning.data.video_files import read_video_header
 from flowtrain_lightning.models.image_words import ImageWords
 from flowtrain_lightning.models.special_tokens import IntArray, SpecialTokens
 
@@ -23,7 +23,7 @@ _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 _LISTED = "{'type': 'text'"
 """How a list of parts looks where a template takes it for text."""
 
-Tiles = Callable[[ImageFile], tuple[int, int]]
+Tiles = Callable[[MediaFile], tuple[int, int]]
 """An image's file -> rows and columns of the tiles that it is cut into."""
 
 
@@ -35,7 +35,7 @@ class _Written(NamedTuple):
 
 
 class ProcessorTemplate:
-    """The chat template of a Hugging Face model, with its processor's words for images.
+    """The chat template of a Hugging Face model, with its processor's words for images and videos.
 
     Special tokens that a record's texts spell are plain text. Learned is what the template marks by
     ``{% generation %}``, as in ``apply_chat_template(return_assistant_tokens_mask=True)``. Where it marks nothing: from
@@ -45,11 +45,11 @@ class ProcessorTemplate:
     Args:
         tokenizer: the model's, of Hugging Face.
         template: the chat template, in Jinja.
-        words: how images stand in the text.
+        words: how images and videos stand in the text.
         tiles: tells how an image is cut; needed where ``words.tiled``.
 
     Raises:
-        ValueError: the tokenizer does not have the tokens that stand for images, or ``tiles`` are missing.
+        ValueError: the tokenizer does not have the tokens that stand for media, or ``tiles`` are missing.
     """
 
     def __init__(self, tokenizer: Any, template: str, words: ImageWords, tiles: Tiles | None = None) -> None:
@@ -62,20 +62,33 @@ class ProcessorTemplate:
         self._names = dict(tokenizer.special_tokens_map)
         if words.tiled and tiles is None:
             raise ValueError("What is written for an image depends on its tiles; give ProcessorTemplate(tiles=...).")
-        missing = [name for name in (words.place, words.token) if name not in self._special.ids]
+        of_videos = {} if words.videos is None else {words.videos.token: "video"}
+        self._places = {words.place: "image", **of_videos}
+        self._place = re.compile("|".join(map(re.escape, self._places)))
+        needed = {words.place: "an image", words.token: "an image", **dict.fromkeys(of_videos, "a video")}
+        missing = [name for name in needed if name not in self._special.ids]
         if missing:
             raise ValueError(
-                f"The tokenizer has no special token {missing[0]!r}, which stands for an image; take the tokenizer "
-                "that belongs to the model."
+                f"The tokenizer has no special token {missing[0]!r}, which stands for {needed[missing[0]]}; take the "
+                "tokenizer that belongs to the model."
             )
 
     def __repr__(self) -> str:
         return f"ProcessorTemplate({self.fingerprint})"
 
     @cached_property
+    def _row_ids(self) -> list[int]:
+        """The tokens that stand for rows of features."""
+        videos = self._words.videos
+        names = [self._words.token] if videos is None else [self._words.token, videos.token]
+        return [self._special.ids[name] for name in names]
+
+    @cached_property
     def fingerprint(self) -> str:
         """Changes whenever some conversation would be written differently."""
         words = [self._words.place, *self._words.write(4, (1, 1))]
+        if self._words.videos is not None:
+            words += self._words.videos.write(4, (0.5, 1.5))
         return fingerprint([self._template, words, open_tokenizer(self._given).fingerprint])
 
     def image_id(self, tokenizer: Tokenizer) -> int:
@@ -83,7 +96,15 @@ class ProcessorTemplate:
         self._check(tokenizer)
         return self._special.ids[self._words.token]
 
-    def sequence(self, record: Record, tokenizer: Tokenizer, rows: IntArray, *, prompt: bool = False) -> TokenSequence:
+    def sequence(
+        self,
+        record: Record,
+        tokenizer: Tokenizer,
+        rows: IntArray,
+        *,
+        prompt: bool = False,
+        videos: VideoProcessor | None = None,
+    ) -> TokenSequence:
         """The tokens and labels of a record, see `flowtrain_lightning.data.conversation.Template`.
 
         Raises:
@@ -91,12 +112,17 @@ class ProcessorTemplate:
             ValueError: the tokenizer is not that of the template.
         """
         self._check(tokenizer)
+        if record.videos and self._words.videos is None:
+            raise DataError(
+                f"{record.where}: it has a video, but this model takes images only; take a model that takes videos "
+                "(Qwen2-VL, Qwen2.5-VL or Qwen3-VL), or take the record out."
+            )
         turns = turns_to_write(record.turns, prompt)
         try:
             written = self._written(turns, record, prompt)
         except ValueError as error:
             raise DataError(f"{record.where}: {error}.") from None
-        return self._tokens(written, record, rows)
+        return self._tokens(written, record, rows, videos)
 
     def _check(self, tokenizer: Tokenizer) -> None:
         if tokenizer.token_to_id(self._words.token) != self._special.ids[self._words.token]:
@@ -173,13 +199,13 @@ class ProcessorTemplate:
 
     def _message(self, turn: Turn) -> dict[str, Any]:
         content: list[dict[str, str]] = []
-        for number, text in enumerate(turn.text.split(MEDIA_MARKER)):
-            content += [{"type": "image"}] if number else []
+        for kind, text in zip(("", *turn.kinds), turn.texts, strict=True):
+            content += [{"type": kind}] if kind else []
             content += [{"type": "text", "text": self._special.hidden(text)}] if text else []
-        if len(content) > 1 and self._special.spells(turn.text.replace(MEDIA_MARKER, "")):
+        if turn.kinds and self._special.spells("".join(turn.texts)):
             whole = "".join(part.get("text", "") for part in content)
             if self._special.spells(whole):
-                raise ValueError("its text spells a special token once its images are taken out; change the text")
+                raise ValueError("its text spells a special token once its media are taken out; change the text")
         if not content and not turn.others:  # templates ask what a turn without tool calls begins with
             content = [{"type": "text", "text": ""}]
         return {"role": self._special.hidden(turn.role), "content": content, **self._known(turn.others)}
@@ -201,32 +227,48 @@ class ProcessorTemplate:
             at += len(said.strip())
         if _LISTED in text:
             raise ValueError("the chat template does not take the text of one of its roles as a list of parts")
-        images = sum(part["type"] == "image" for part in parts)
-        places = text.count(self._words.place)
-        if places != images:
-            raise ValueError(
-                f"the chat template writes {self._words.place!r} {places} times, but the record has {images} images"
-            )
+        for place, kind in self._places.items():
+            items = sum(part["type"] == kind for part in parts)
+            places = text.count(place)
+            if places != items:
+                raise ValueError(
+                    f"the chat template writes {place!r} {places} times, but the record has {items} {kind}s"
+                )
 
     # ---- from text to tokens --------------------------------------------------------------------------------------
 
-    def _tokens(self, written: _Written, record: Record, rows: IntArray) -> TokenSequence:
-        """The text with its images written out; tokens that overlap a learned span are learned."""
-        pieces = _split(written, self._words.place)
+    def _tokens(
+        self, written: _Written, record: Record, rows: IntArray, videos: VideoProcessor | None
+    ) -> TokenSequence:
+        """The text with its media written out; tokens that overlap a learned span are learned."""
+        pieces = _split(written, self._place)
         text, spans, starts, counts = "", [], [], []
         for number, (piece, learned) in enumerate(pieces):
             told, moved = self._told(piece, learned)
             spans += [(begin + len(text), end + len(text)) for begin, end in moved]
             text += told
             if number < len(pieces) - 1:
-                tiles = self._tiles(record.images[number]) if self._words.tiled and self._tiles else (0, 0)
                 known = int(rows[number]) if number < len(rows) else 0
-                words, often = self._words.write(known, tiles)
+                words, often = self._words_for(record.media[number], known, videos)
                 starts.append(len(text))
                 text += self._special.told(words)
                 counts += often
         around = ([], []) if self._begins_itself(written.text) else (self._special.before, self._special.after)
         return self._expanded(text, spans, starts, counts, rows, around)
+
+    def _words_for(
+        self, item: MediaFile | VideoFile, rows: int, videos: VideoProcessor | None
+    ) -> tuple[str, list[int]]:
+        """What is written for a media item, and how often each token in it that stands for features counts."""
+        words = self._words.videos
+        if not isinstance(item, VideoFile):
+            return self._words.write(rows, self._tiles(item) if self._words.tiled and self._tiles else (0, 0))
+        assert words is not None, "a record with videos was refused"
+        if not words.timed:
+            return words.write(rows, ())
+        if videos is None:
+            raise ValueError("The times of a video's frames are written; say which are taken: sequence(videos=...).")
+        return words.write(rows, videos.sample(read_video_header(item)).times)
 
     def _begins_itself(self, text: str) -> bool:
         """Whether a template writes the token that begins a text, which the tokenizer then does not add.
@@ -254,15 +296,15 @@ class ProcessorTemplate:
         rows: IntArray,
         around: tuple[list[int], list[int]],
     ) -> TokenSequence:
-        """Tokens of a text in which an image's token stands once for several, each written out as often as it counts.
+        """Tokens of a text in which a media item's token stands once for several, each written as often as it counts.
 
-        The first image of which no rows are known ends the sequence.
+        The first media item of which no rows are known ends the sequence.
         """
         (before, behind), (ids, begin, end) = around, self._special.encode(text)
         learned = np.zeros(len(ids), dtype=bool)
         for first, last in spans:
             learned |= (begin < last) & (end > first)
-        media = ids == self._special.ids[self._words.token]
+        media = np.isin(ids, self._row_ids)
         often = np.ones(len(ids), dtype=np.int64)
         often[media] = counts
         first_tokens = (np.cumsum(often) - often)[np.searchsorted(begin, starts)] + len(before)
@@ -275,12 +317,11 @@ class ProcessorTemplate:
         return TokenSequence(tokens, shifted_labels(tokens, is_learned), first_tokens[: len(rows)], rows, positions)
 
 
-def _split(written: _Written, place: str) -> list[tuple[str, list[tuple[int, int]]]]:
-    """The text between the places of images, each piece with the parts of the learned spans that lie in it."""
-    pieces, start = [], 0
-    for piece in written.text.split(place):
-        end = start + len(piece)
+def _split(written: _Written, place: re.Pattern[str]) -> list[tuple[str, list[tuple[int, int]]]]:
+    """The text between the places of media, each piece with the parts of the learned spans that lie in it."""
+    pieces, text = [], written.text
+    places = [(0, 0), *(found.span() for found in place.finditer(text)), (len(text), len(text))]
+    for (_, start), (end, _) in pairwise(places):
         within = [(max(first, start) - start, min(last, end) - start) for first, last in written.learned]
-        pieces.append((piece, [(first, last) for first, last in within if first < last]))
-        start = end + len(place)
+        pieces.append((text[start:end], [(first, last) for first, last in within if first < last]))
     return pieces

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: towers for images of any size, and M-RoPE: positions in time, height and width."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos of any size, and M-RoPE: positions in time, height and width."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
@@ -17,7 +16,7 @@ from flowtrain_lightning.parallel.sequence_parallel import add_at_tokens
 
 
 class QwenVLM(HuggingFaceVLM):
-    """Qwen2-VL, Qwen2.5-VL or Qwen3-VL on images. See `HuggingFaceVLM` for the arguments.
+    """Qwen2-VL, Qwen2.5-VL or Qwen3-VL on images and videos. See `HuggingFaceVLM` for the arguments.
 
     Features are a tuple: the rows that stand for tokens, for Qwen3-VL those that its first layers add (deepstack), and
     the offsets from which the backbone computes the positions of M-RoPE.
@@ -39,15 +38,17 @@ class QwenVLM(HuggingFaceVLM):
             layer.register_forward_hook(partial(_add_deepstack, number), with_kwargs=True)
 
     def prepare_media(self, media: PackedMedia) -> dict[str, Tensor]:
-        """Positions and windows of patches, by ``transformers``' own functions, and the offsets of `image_offsets`."""
+        """Positions and windows of patches, by ``transformers``' own functions, and the offsets of `media_offsets`."""
         from transformers import vision_utils
 
         tower = self.model.model.visual
-        grid, merge = _clips(media.grid), tower.config.spatial_merge_size
+        grid, merge = media_grid(media), tower.config.spatial_merge_size
         found = {
             "position_ids": vision_utils.get_vision_position_ids(grid, merge),
-            _OFFSETS: image_offsets(media, merge),
+            _OFFSETS: self._offsets(media, merge),
         }
+        if media.clips:
+            found[_FRAMES] = _frames_of_patches(media, tower.config.temporal_patch_size)
         if self.model.config.model_type == "qwen2_5_vl":
             sides = tower.config.window_size, tower.config.patch_size
             found["window_index"], found["cu_window_seqlens"] = vision_utils.get_vision_window_index(
@@ -66,15 +67,18 @@ class QwenVLM(HuggingFaceVLM):
         return found
 
     def encode(self, media: PackedMedia) -> tuple[Tensor, ...]:
-        """Patches of images -> ``[sum(media.rows), width]``, more of these for Qwen3-VL, and the offsets."""
+        """Patches of images and videos -> ``[sum(media.rows), width]``, more of these for Qwen3-VL, and the offsets."""
         tower = self.model.model.visual
         self._check_patches(media, tower.config)
-        frames = media.patches.view(len(media.patches), tower.config.in_channels, 1, -1)  # in as many equal frames
-        frames = frames.expand(-1, -1, tower.config.temporal_patch_size, -1)  # as the tower takes together
         inputs = dict(media.inputs or _moved(self.prepare_media(media), media.patches.device))
-        offsets = inputs.pop(_OFFSETS)
+        offsets, numbers = inputs.pop(_OFFSETS), inputs.pop(_FRAMES, None)
+        channels, together = tower.config.in_channels, tower.config.temporal_patch_size
+        if numbers is None:  # an image is a video of as many equal frames as the tower takes together
+            frames = media.patches.view(len(media.patches), channels, 1, -1).expand(-1, -1, together, -1)
+        else:
+            frames = media.patches[numbers].view(*numbers.shape, channels, -1).transpose(1, 2)
         bounds = {"max_length_q": media.max_seqlen, "max_length_k": media.max_seqlen}
-        grid = _clips(media.grid)  # on the host, where the tower no more needs it
+        grid = media_grid(media)  # on the host, where the tower no more needs it
         with self.projector_apart():
             output = tower(frames.flatten(1), grid_thw=grid, cu_seqlens=media.cu_seqlens, **inputs, **bounds)
         return (output.pooler_output, *getattr(output, "deepstack_features", ()), offsets)
@@ -92,7 +96,7 @@ class QwenVLM(HuggingFaceVLM):
         return (*projected, offsets)
 
     def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
-        """The text model's arguments, with the positions and the deepstack features of the images."""
+        """The text model's arguments, with the positions and the deepstack features of the media items."""
         if "image" not in features:
             return {**self.place_features(batch, {}), "position_ids": mrope_positions(batch, "image", None)[:, None]}
         rows, *deepstack, offsets = self.projected(features)["image"]
@@ -114,6 +118,12 @@ class QwenVLM(HuggingFaceVLM):
             cut["deepstack"] = [torch.where(kept, rows, 0) for rows in arguments["deepstack"]]
         return cut
 
+    def _offsets(self, media: PackedMedia, merge: int) -> Tensor:
+        """See `media_offsets`: Qwen3-VL writes the moments of a video apart, Qwen2.5-VL counts time in seconds."""
+        family = self.model.config.model_type
+        a_second = self.model.config.vision_config.tokens_per_second if family == "qwen2_5_vl" else None
+        return media_offsets(media, merge, apart=family == "qwen3_vl", tokens_per_second=a_second)
+
     def _check_patches(self, media: PackedMedia, tower: Any) -> None:
         wanted, given = tower.in_channels * tower.patch_size**2, media.patches.shape[1]
         if given != wanted:
@@ -124,11 +134,33 @@ class QwenVLM(HuggingFaceVLM):
 
 
 _OFFSETS = "offsets"
+_FRAMES = "frames"
 
 
-def _clips(grid: Tensor) -> Tensor:
-    """``[images, 3]``: an image is a clip of one moment."""
-    return functional.pad(grid, (1, 0), value=1)
+def media_grid(media: PackedMedia) -> Tensor:
+    """``[media items, 3]`` moments, and patches along height and width: an image is a video of one moment."""
+    moments = [1 if clip is None else clip.moments for clip in media.clips] or [1] * len(media.grid)
+    return torch.cat([torch.tensor(moments)[:, None], media.grid], dim=1)
+
+
+def _frames_of_patches(media: PackedMedia, together: int) -> Tensor:
+    """``[patches, together]`` which rows of the pixels are the frames of each patch; an image has one row for all.
+
+    Raises:
+        ValueError: the moments of a video have another number of frames.
+    """
+    found, begin = [], 0
+    for clip, patches in zip(media.clips, media_grid(media).prod(dim=1).tolist(), strict=True):
+        if clip is not None and clip.frames != together:
+            raise ValueError(
+                f"The moments of videos have {clip.frames} frames, but the tower takes {together} together. Give "
+                "FlowDataModule(videos=videos_of(MODEL))."
+            )
+        rows = patches if clip is None else patches * together
+        numbers = torch.arange(begin, begin + rows)
+        found.append(numbers[:, None].expand(-1, together) if clip is None else numbers.view(-1, together))
+        begin += rows
+    return torch.cat(found)
 
 
 def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -146,28 +178,42 @@ def _add_deepstack(number: int, layer: nn.Module, args: Any, kwargs: Mapping[str
     return add_at_tokens(layer, hidden, kwargs["deepstack_positions"], deepstack[number].to(hidden.dtype)[None])
 
 
-def image_offsets(media: PackedMedia, merge_size: int) -> Tensor:
-    """What is known of the M-RoPE positions of images' features without knowing their sequence.
+def media_offsets(
+    media: PackedMedia, merge_size: int, *, apart: bool = False, tokens_per_second: float | None = None
+) -> Tensor:
+    """What is known of the M-RoPE positions of features without knowing their sequence.
 
-    In a sequence, all features of an image have the time at which it begins and count height and width from there; the
-    text behind it goes on after the largest of these counts.
+    In a sequence, all features of a media item count time, height and width from where it begins; the text behind it
+    goes on after the largest height or width.
 
     Args:
-        media: images.
+        media: images and videos.
         merge_size: side of the block of patches that becomes one row of features.
+        apart: the moments of a video stand apart in the sequence, each like an image.
+        tokens_per_second: how far time runs on in a second; None: by one from moment to moment.
 
     Returns:
         ``[sum(media.rows), 4]`` int64 on the host: how far time, height and width lie from where plain counting is,
-        and, at the last row of features of an image, how far plain counting has run ahead behind it (else 0).
+        and, at the last row of features of a media item, how far plain counting has run ahead behind it (else 0).
     """
-    blocks = media.grid // merge_size
-    count = torch.tensor(media.rows)
+    grid = media_grid(media)
+    moments = grid[:, 0]
+    # Rounded down in float32, as ``transformers`` does.
+    seconds = torch.tensor([1 if clip is None else clip.seconds for clip in media.clips] or [1] * len(grid))
+    pace = torch.ones(len(grid)) if tokens_per_second is None else tokens_per_second * seconds.to(torch.float32)
+    if apart:
+        grid, pace, moments = (given.repeat_interleave(moments, dim=0) for given in (grid, pace, moments))
+        moments = torch.ones_like(moments)
+    blocks = grid[:, 1:] // merge_size
+    area = blocks.prod(dim=1)
+    count = moments * area
     end = count.cumsum(0)
-    image = torch.repeat_interleave(torch.arange(len(count)), count)
-    within = torch.arange(sum(media.rows)) - (end - count)[image]
-    wide = blocks[image, 1]
+    item = torch.repeat_interleave(torch.arange(len(count)), count)
+    within = torch.arange(int(end[-1])) - (end - count)[item]
+    time = ((within // area[item]) * pace[item]).long()
+    place, wide = within % area[item], blocks[item, 1]
     ahead = torch.zeros_like(within).index_copy(0, end - 1, count - blocks.max(dim=1).values)
-    return torch.stack([-within, within // wide - within, within % wide - within, ahead], dim=1)
+    return torch.stack([time - within, place // wide - within, place % wide - within, ahead], dim=1)
 
 
 def mrope_positions(batch: PackedBatch, modality: str, offsets: Tensor | None) -> Tensor:
@@ -176,7 +222,7 @@ def mrope_positions(batch: PackedBatch, modality: str, offsets: Tensor | None) -
     Args:
         batch: the microbatch.
         modality: of the media items.
-        offsets: ``[rows, 4]`` what `image_offsets` says of the rows of features; None without media items.
+        offsets: ``[rows, 4]`` what `media_offsets` says of the rows of features; None without media items.
 
     Returns:
         ``[3, tokens]`` int64.

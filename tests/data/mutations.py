@@ -13,8 +13,9 @@ import numpy as np
 from PIL import Image
 
 from flowtrain_lightning.data import DataError, ImageError, JsonFile
-from flowtrain_lightning.data.image_files import EncodedImage, decode, flatten, read_header
+from flowtrain_lightning.data.image_files import decode, flatten, read_header
 from flowtrain_lightning.data.measuring import measure_records
+from flowtrain_lightning.data.media_files import EncodedMedia
 from flowtrain_lightning.data.sources.record_store import locations_of
 from tests.data.support import MEASURE
 
@@ -173,7 +174,7 @@ def judge_image(content: bytes) -> str:
     Raises:
         AssertionError: it is neither.
     """
-    file = EncodedImage("drawn", content)
+    file = EncodedMedia("drawn", content)
     said = ""
     try:
         header = read_header(file)

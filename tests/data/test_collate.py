@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from flowtrain_lightning.data import IGNORED_LABEL, Record, Turn
-from flowtrain_lightning.data.collate import pack_images, pack_sequences
-from flowtrain_lightning.data.image_processor import LoadedImage
+from flowtrain_lightning.data.collate import pack_media, pack_sequences
+from flowtrain_lightning.data.loaded_media import LoadedMedia
 from tests.data.support import TEMPLATE, Letters
 
 _ = IGNORED_LABEL
@@ -49,10 +49,10 @@ def test_a_microbatch_without_media_names_no_modality():
 
 def test_images_lie_one_after_another():
     images = [
-        LoadedImage(np.full((8, 3), 1, np.float32), (2, 4), 2),
-        LoadedImage(np.full((4, 3), 2, np.float32), (2, 2), 1),
+        LoadedMedia(np.full((8, 3), 1, np.float32), (2, 4), 2),
+        LoadedMedia(np.full((4, 3), 2, np.float32), (2, 2), 1),
     ]
-    media = pack_images(images)
+    media = pack_media(images)
     assert media.modality == "image"
     assert media.patches[:, 0].tolist() == [1.0] * 8 + [2.0] * 4
     assert media.cu_seqlens.tolist() == [0, 8, 12]

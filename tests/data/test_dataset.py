@@ -178,7 +178,7 @@ def samples(tmp_path):
 
 def image(samples, sample, number=0, epoch=0):
     rows = int(samples.source.sizes(np.array([sample])).media_rows[number])
-    return samples.image(samples.source.record(sample), sample, number, rows, epoch)
+    return samples.media(samples.source.record(sample), sample, number, rows, epoch)
 
 
 def test_augmentation_draws_from_seed_epoch_sample_and_image_alone(samples):

@@ -128,8 +128,8 @@ BROKEN = {
     ),
     "path": ('{"image": [1], "conversations": [{"from": "human", "value": "<image>"}]}', "every image needs a path"),
     "unknown part": (
-        '{"messages": [{"role": "user", "content": [{"type": "video"}]}]}',
-        "content that is a list holds .* here it has .*video",
+        '{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}',
+        "content that is a list holds .* here it has .*audio",
     ),
     "images in two ways": (
         '{"images": ["a"], "messages": [{"role": "user", "content": [{"type": "image", "path": "b"}]}]}',

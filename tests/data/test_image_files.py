@@ -10,7 +10,8 @@ import pytest
 from PIL import Image, ImageFile, ImageOps, TiffImagePlugin
 
 from flowtrain_lightning.data import ImageError
-from flowtrain_lightning.data.image_files import EncodedImage, decode, flatten, read_header
+from flowtrain_lightning.data.image_files import decode, flatten, read_header
+from flowtrain_lightning.data.media_files import EncodedMedia
 from tests.data.support import write_image
 
 RAMP = np.linspace(0, 1, 24 * 40).reshape(24, 40)
@@ -45,7 +46,7 @@ def test_a_tiff_whose_white_is_zero_is_not_shown_as_a_negative(tmp_path):
     content = bytearray((tmp_path / "p.tif").read_bytes())
     entry = content.index(struct.pack("<HHI", 262, 3, 1))
     content[entry + 8 : entry + 10] = struct.pack("<H", 0)
-    np.testing.assert_allclose(grey(EncodedImage("negative", bytes(content))), 255 - RAMP * 255, atol=1)
+    np.testing.assert_allclose(grey(EncodedMedia("negative", bytes(content))), 255 - RAMP * 255, atol=1)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
@@ -77,7 +78,7 @@ def test_a_png_is_turned_also_where_its_orientation_stands_behind_the_pixels(tmp
     end = content.rindex(b"IEND") - 4
     chunk = struct.pack(">I", len(body)) + b"eXIf" + body + struct.pack(">I", zlib.crc32(b"eXIf" + body))
     np.testing.assert_array_equal(
-        grey(EncodedImage("late", content[:end] + chunk + content[end:])),
+        grey(EncodedMedia("late", content[:end] + chunk + content[end:])),
         np.rot90((RAMP * 255).astype(np.uint8), k=-1),
     )
 
@@ -120,7 +121,7 @@ def test_an_image_of_too_many_pixels_is_refused_by_its_header(side):
     header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
     content = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
     with pytest.raises(ImageError, match=f"{side * side} pixels"):
-        read_header(EncodedImage("bomb", content))
+        read_header(EncodedMedia("bomb", content))
 
 
 def test_a_png_that_is_damaged_in_its_pixels_is_refused(tmp_path):
@@ -129,7 +130,7 @@ def test_a_png_that_is_damaged_in_its_pixels_is_refused(tmp_path):
     content = bytearray((tmp_path / "p.png").read_bytes())
     content[len(content) // 2] ^= 4
     with pytest.raises(ImageError, match="the checksum of a part of the PNG file is wrong"):
-        decode(EncodedImage("flipped", bytes(content)))
+        decode(EncodedMedia("flipped", bytes(content)))
 
 
 @pytest.mark.parametrize("suffix", TURNED)
@@ -167,4 +168,4 @@ def test_programs_are_not_run_for_an_image():
     file = io.BytesIO()
     Image.new("RGB", (4, 4)).save(file, "EPS")
     with pytest.raises(ImageError, match="no image that can be read"):
-        read_header(EncodedImage("drawing", file.getvalue()))
+        read_header(EncodedMedia("drawing", file.getvalue()))

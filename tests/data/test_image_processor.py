@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from flowtrain_lightning.data import ImageError, ImageProcessor, PackedMedia
-from flowtrain_lightning.data.collate import LoadedImage, pack_images
+from flowtrain_lightning.data.collate import pack_media
+from flowtrain_lightning.data.loaded_media import LoadedMedia
 from tests.data.support import IMAGES, write_image
 
 
@@ -101,7 +102,7 @@ def test_pixels_are_bytes_that_become_the_same_numbers_wherever_they_are_normali
     assert pixels.dtype == np.uint8
     mean, std = (np.asarray(of_channels, np.float32) for of_channels in (images.mean, images.std))
     expected = images.cut((every.astype(np.float32) / np.float32(255) - mean) / std, grid)
-    packed = pack_images([LoadedImage(pixels, grid, 4, images.normalisation)])
+    packed = pack_media([LoadedMedia(pixels, grid, 4, images.normalisation)])
     assert packed.pixels.dtype == torch.uint8
     assert np.array_equal(packed.patches.numpy(), expected)
     assert np.array_equal(images.load(tmp_path / "p.png")[0], expected)
@@ -111,7 +112,7 @@ def test_images_of_bytes_and_of_floats_are_packed_together(tmp_path):
     write_image(tmp_path / "p.png", 8, 8)
     images = ImageProcessor(4, 2, 64, 64)
     (pixels, grid, *_), (floats, _) = images.load_pixels(tmp_path / "p.png"), images.load(tmp_path / "p.png")
-    packed = pack_images([LoadedImage(pixels, grid, 1, images.normalisation), LoadedImage(floats, grid, 1)])
+    packed = pack_media([LoadedMedia(pixels, grid, 1, images.normalisation), LoadedMedia(floats, grid, 1)])
     assert torch.equal(packed.patches[:4], packed.patches[4:])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, StepDataset
-from flowtrain_lightning.data.collate import pack_images, pack_sequences
+from flowtrain_lightning.data.collate import pack_media, pack_sequences
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import SEED
 from tests.exactness.modules import KINDS
@@ -75,9 +75,9 @@ def samples_of_step(dataset: StepDataset, step: int) -> Iterator[tuple[PackedBat
         record = loader.source.record(sample)
         sequence = loader.sequence(record, int(sizes.tokens[0]), sizes.media_rows)
         pictures = [
-            loader.image(record, sample, number, rows, epoch=0) for number, rows in enumerate(sizes.media_rows.tolist())
+            loader.media(record, sample, number, rows, epoch=0) for number, rows in enumerate(sizes.media_rows.tolist())
         ]
-        yield pack_sequences([sequence], [sample]), [pack_images([picture]) for picture in pictures]
+        yield pack_sequences([sequence], [sample]), [pack_media([picture]) for picture in pictures]
 
 
 def _encode(model: TinyVLM, pictures: list[PackedMedia]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia
-from flowtrain_lightning.data.collate import pack_images, pack_sequences
+from flowtrain_lightning.data.collate import pack_media, pack_sequences
 from tests.exactness.compare import error
 from tests.models.tiny import FAMILIES, Family, projector_of, tower_of
 from tests.saved_tensors import SavedTensors
@@ -59,7 +59,7 @@ class Samples:
             for s, size in enumerate(sizes)
         ]
         self._images = [
-            [samples.image(samples.source.record(s), s, n, rows, epoch=0) for n, rows in enumerate(size.media_rows)]
+            [samples.media(samples.source.record(s), s, n, rows, epoch=0) for n, rows in enumerate(size.media_rows)]
             for s, size in enumerate(sizes)
         ]
 
@@ -67,12 +67,12 @@ class Samples:
     def packed(self) -> tuple[PackedBatch, PackedMedia]:
         images = [image for of_sample in self._images for image in of_sample]
         tokens = sum(map(len, self._sequences)) + PADDING
-        return pack_sequences(self._sequences, range(len(IMAGES_OF)), pad_to=tokens), exact(pack_images(images))
+        return pack_sequences(self._sequences, range(len(IMAGES_OF)), pad_to=tokens), exact(pack_media(images))
 
     @property
     def single(self) -> Iterator[tuple[PackedBatch, PackedMedia | None]]:
         for number, (sequence, images) in enumerate(zip(self._sequences, self._images, strict=True)):
-            yield pack_sequences([sequence], [number]), exact(pack_images(images)) if images else None
+            yield pack_sequences([sequence], [number]), exact(pack_media(images)) if images else None
 
 
 def exact(media: PackedMedia) -> PackedMedia:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flowtrain_lightning.data.collate import pack_images
+from flowtrain_lightning.data.collate import pack_media
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,7 +52,7 @@ def write(folder: Path, height: int, width: int, mode: str = "RGB") -> Path:
 def tiles_of(images: HuggingFaceImages, path: Path, *, alone: bool = True) -> torch.Tensor:
     loaded = images.load_pixels(path, alone=alone)
     each = math.prod(loaded.grid) // images.merge_size**2  # rows of features, if each block of patches makes one
-    return tile_images(pack_images([loaded._replace(rows=each)]), images.fixed_size[0] // images.patch_size)
+    return tile_images(pack_media([loaded._replace(rows=each)]), images.fixed_size[0] // images.patch_size)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

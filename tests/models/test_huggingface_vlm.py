@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.data.collate import pack_images
-from flowtrain_lightning.data.image_processor import LoadedImage
+from flowtrain_lightning.data.collate import pack_media
+from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.parallel.halves import fill_half
 from flowtrain_lightning.placement.meta_device import copy_on_meta
 from flowtrain_lightning.placement.module_profile import profile_module
@@ -137,7 +137,7 @@ def test_a_frozen_tower_runs_once_in_a_step(family, frozen, block, recompute):
     runs = []
     module.model.get_submodule(block).register_forward_pre_hook(lambda *_: runs.append(1))
     patches = torch.randn(16, images.patch_dim).numpy()
-    features = module.encode(pack_images([LoadedImage(patches, (4, 4), 16 // images.merge_size**2)]))
+    features = module.encode(pack_media([LoadedMedia(patches, (4, 4), 16 // images.merge_size**2)]))
     projected = module.projected({"image": features})["image"]
     (projected[0] if isinstance(projected, tuple) else projected).sum().backward()
     assert len(runs) == 1
@@ -214,7 +214,7 @@ def test_patches_of_another_size_are_refused():
     images = flow.ImageProcessor(patch_size=14)
     patches = torch.zeros(4, images.patch_dim).numpy()
     with pytest.raises(ValueError, match=r"have 588 numbers, but the tower takes patches of 4 x 4 pixels, 48 numbers"):
-        built().encode(pack_images([LoadedImage(patches, (2, 2), 1)]))
+        built().encode(pack_media([LoadedMedia(patches, (2, 2), 1)]))
 
 
 def test_decoders_that_see_ahead_are_refused():

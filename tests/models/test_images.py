@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from flowtrain_lightning.data.collate import pack_images
-from flowtrain_lightning.data.image_processor import LoadedImage
+from flowtrain_lightning.data.collate import pack_media
+from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.models import images_of
 
 transformers = pytest.importorskip("transformers")
@@ -48,7 +48,7 @@ def write_blocks(folder: Path, height: int, width: int, mode: str = "RGB") -> Pa
     return folder / "blocks.png"
 
 
-def load(images: Any, path: Path) -> LoadedImage:
+def load(images: Any, path: Path) -> LoadedMedia:
     return images.load_pixels(path)
 
 
@@ -70,14 +70,14 @@ def test_patches_are_those_of_qwens_processor(tmp_path, height, width, mode):
 def test_images_are_those_of_the_towers_processor(tmp_path, tower, height, width):
     theirs = llava(tmp_path, tower)
     path = write_blocks(tmp_path, height, width)
-    media = pack_images([load(images_of(tmp_path), path)])
+    media = pack_media([load(images_of(tmp_path), path)])
     assert media.images().equal(theirs(Image.open(path), return_tensors="pt")["pixel_values"])
 
 
 def test_what_is_left_beside_whole_patches_is_cut_off_as_by_the_tower(tmp_path):
     theirs = llava(tmp_path, "siglip", side=59)
     path = write_blocks(tmp_path, 40, 100)
-    media = pack_images([load(images_of(tmp_path), path)])
+    media = pack_media([load(images_of(tmp_path), path)])
     assert media.images().shape == (1, 3, 56, 56)
     assert media.images().equal(theirs(Image.open(path), return_tensors="pt")["pixel_values"][..., :56, :56])
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from flowtrain_lightning.data import IGNORED_LABEL, DataError, Record, TokenSequence
-from flowtrain_lightning.data.formats import MEDIA_MARKER, parse
+from flowtrain_lightning.data.formats import MARKERS, parse
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,7 +73,7 @@ class Both:
         return self.ours.template
 
     def record(self, turns: list[dict[str, Any]], **others: Any) -> Record:
-        images = sum(turn["content"].count(MEDIA_MARKER) for turn in turns if isinstance(turn["content"], str))
+        images = sum(turn["content"].count(MARKERS["image"]) for turn in turns if isinstance(turn["content"], str))
         beside = [str(path) for path in self.images[:images]]
         return parse({"messages": turns, "images": beside, **others}, "/d.jsonl", 0, Path("/").joinpath)
 
@@ -103,7 +103,7 @@ class Both:
         images, messages = iter(record.images), []
         for turn in turns:
             content: list[dict[str, Any]] = []
-            for number, text in enumerate(turn.text.split(MEDIA_MARKER)):
+            for number, text in enumerate(turn.texts):
                 content += [{"type": "image", "image": Image.open(next(images))}] if number else []
                 content += [{"type": "text", "text": text}] if text else []
             empty = "" if turn.others else [{"type": "text", "text": ""}]
@@ -252,7 +252,7 @@ def test_tools_are_written_by_a_template_that_knows_them(both):
 def test_special_tokens_that_a_text_spells_are_plain_text(both, family, where):
     of = both(family)
     tokenizer = of.theirs.tokenizer
-    specials = [token for token in tokenizer.all_special_tokens if token != MEDIA_MARKER]
+    specials = [token for token in tokenizer.all_special_tokens if token not in MARKERS.values()]
     plain = [user("What"), assistant("That")]
     forged = [user("What"), assistant("That")]
     turn = forged[where == "assistant"]

@@ -75,7 +75,7 @@ class IndexedSource:
         start, end = table.sizes.media_start[number : number + 2].tolist()
         raise DataError(
             f"{self._read(number).where}: it has {table.sizes.tokens[number]} tokens "
-            f"({table.sizes.media_rows[start:end].sum()} of them from {end - start} images), more than "
+            f"({table.sizes.media_rows[start:end].sum()} of them from {end - start} media items), more than "
             f"token_budget={token_budget}; raise the budget, shorten the record, or set too_long='drop' or 'truncate' "
             "in IndexConfig."
         )
@@ -104,7 +104,7 @@ class IndexedSource:
         unreadable = int(np.count_nonzero(~table.readable))
         told = [f"{self.store.name}: {len(self)} of {len(table)} records used"]
         if unreadable:
-            told.append(f"{unreadable} dropped for an image that cannot be used")
+            told.append(f"{unreadable} dropped for an image or a video that cannot be used")
         if len(long) and too_long == "drop":
             told.append(f"{len(long)} dropped as longer than token_budget={token_budget}")
         if len(long) and too_long == "truncate":

@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flowtrain_lightning.data.formats import MEDIA_MARKER, DataError, Record, parse
-from flowtrain_lightning.data.image_files import EncodedImage
+from flowtrain_lightning.data.formats import MARKERS, DataError, Record, parse
+from flowtrain_lightning.data.media_files import EncodedMedia
 from flowtrain_lightning.data.sources.data_file import DataFile
 from flowtrain_lightning.data.sources.json_file import decoded_json
 from flowtrain_lightning.data.sources.record_store import Location
 from flowtrain_lightning.packing import IntArray
 
-_IMAGES = ("avif", "bmp", "gif", "jp2", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp")
+_ENDINGS = {
+    "image": ("avif", "bmp", "gif", "jp2", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"),
+    "video": ("avi", "flv", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "ogv", "webm", "wmv"),
+}
 _BLOCK = 512
 
 
@@ -23,8 +26,8 @@ class TarShard(DataFile):
     """A tar file that is not compressed. A location is offset and length in bytes.
 
     The files of a record follow each other; what they are follows from their endings (all behind the first dot of the
-    name). ``json`` is the record; it names images by their endings or whole names or, where it names none, has them in
-    order. Without ``json``, ``txt`` beside an image is what the assistant says of it; alone, it is text.
+    name). ``json`` is the record; it names images and videos by their endings or whole names or, where it names none,
+    has them in order. Without ``json``, ``txt`` beside them is what the assistant says of them; alone, it is text.
     """
 
     @property
@@ -70,53 +73,55 @@ class TarShard(DataFile):
     def _record(self, number: int, members: dict[str, bytes]) -> Record:
         where = f"{self.path}, record {number + 1}"
         endings = {_ending(name): name for name in members}
-        images = {name: EncodedImage(name, members[name]) for name in members if _kind(name) in _IMAGES}
+        names = {kind: [name for name in members if _kind(name) in known] for kind, known in _ENDINGS.items()}
+        media = {name: EncodedMedia(name, members[name]) for of_kind in names.values() for name in of_kind}
         key = _key_of(next(iter(members)))
         if "json" in endings:
             fields = decoded_json(members[endings["json"]], where)
         elif "txt" in endings:
-            fields = self._caption(members[endings["txt"]], where, len(images))
+            fields = self._caption(members[endings["txt"]], where, names)
         else:
             raise DataError(f"{where} ({key}): it has neither .json nor .txt, only {', '.join(sorted(endings))}.")
         if isinstance(fields, dict):
             fields = {"id": key, **fields}
-            if images and not any(name in fields for name in ("image", "images")) and "text" not in fields:
-                fields |= _in_order(fields, list(images))
+            for kind, of_kind in names.items():
+                if of_kind and not any(name in fields for name in (kind, f"{kind}s", "text")):
+                    fields |= _in_order(fields, kind, of_kind)
 
-        def file_of(named: str) -> EncodedImage:
+        def file_of(named: str) -> EncodedMedia:
             for name in (named, endings.get(named)):
-                if name in images:
-                    return images[name]
-            raise DataError(f"{where} ({key}): its image {named!r} is not in the shard beside it.")
+                if name in media:
+                    return media[name]
+            raise DataError(f"{where} ({key}): {named!r}, which it names, is not in the shard beside it.")
 
         return parse(fields, self.path, number, file_of)
 
-    def _caption(self, content: bytes, where: str, images: int) -> dict[str, Any]:
+    def _caption(self, content: bytes, where: str, names: dict[str, list[str]]) -> dict[str, Any]:
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
             raise DataError(f"{where}: its text is not valid UTF-8 ({error}).") from error
-        if not images:
+        asked = {"role": "user", "content": "".join(MARKERS[kind] * len(names[kind]) for kind in MARKERS)}
+        if not asked["content"]:
             return {"text": text}
-        asked = {"role": "user", "content": MEDIA_MARKER * images}
         return {"messages": [asked, {"role": "assistant", "content": text}]}
 
 
-def _in_order(fields: dict[str, Any], images: list[str]) -> dict[str, Any]:
-    """Images for the markers of a record that names none."""
+def _in_order(fields: dict[str, Any], kind: str, names: list[str]) -> dict[str, Any]:
+    """Images or videos for the markers of a record that names none."""
     if "conversations" in fields:
-        return {"image": images}
+        return {kind: names}
     named = isinstance(fields.get("messages"), list) and any(
-        isinstance(turn, dict) and isinstance(turn.get("content"), list) and _names_one(turn["content"])
+        isinstance(turn, dict) and isinstance(turn.get("content"), list) and _names_one(turn["content"], kind)
         for turn in fields["messages"]
     )
-    return {} if named else {"images": images}
+    return {} if named else {f"{kind}s": names}
 
 
-def _names_one(parts: list[Any]) -> bool:
-    """Whether a content that is a list names an image by more than its place."""
+def _names_one(parts: list[Any], kind: str) -> bool:
+    """Whether a content that is a list names an image or a video by more than its place."""
     return any(
-        isinstance(part, dict) and part.get("type") in ("image", "image_url") and len(part.keys() - {"type"}) > 0
+        isinstance(part, dict) and part.get("type") in (kind, f"{kind}_url") and len(part.keys() - {"type"}) > 0
         for part in parts
     )
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from flowtrain_lightning.data import DataError, HubDataset, JsonFile, Mixture, ParquetFile, TarShard
-from flowtrain_lightning.data.image_files import EncodedImage
+from flowtrain_lightning.data.media_files import EncodedMedia
 from flowtrain_lightning.data.sources.naming import mixture_of, open_stores
 from flowtrain_lightning.data.sources.record_store import locations_of
 from tests.data.support import data_module, records_in, trained, write_set
@@ -79,7 +79,7 @@ def test_every_kind_of_store_has_the_records_and_images_of_the_file(file, kind):
     locations = locations_of(store)
     for expected, found in zip(records_in(file), store.records(0, locations), strict=True):
         assert (found.id, found.turns) == (expected.id, expected.turns)
-        contents = [image.content if isinstance(image, EncodedImage) else image.read_bytes() for image in found.images]
+        contents = [image.content if isinstance(image, EncodedMedia) else image.read_bytes() for image in found.images]
         assert contents == [path.read_bytes() for path in expected.images]
     assert store.records(7, locations[7:9])[1].id == "r8"
 

@@ -1,0 +1,44 @@
+"""A media item ready to be packed: its pixels as patches, and how many rows of features become of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowtrain_lightning.data.batch import Clip
+
+
+class LoadedMedia(NamedTuple):
+    """A media item ready to be packed.
+
+    Attributes:
+        pixels: ``[patches, patch_dim]`` uint8, or normalised floats; of a video, see `PackedMedia`.
+        grid: its height and width in patches.
+        rows: rows of features that the encoder returns for it.
+        normalisation: of pixels of uint8, see `ImageProcessor`.
+        size: its height and width in pixels as it was in the data.
+        clip: what a video is in time; None of an image.
+    """
+
+    pixels: NDArray[Any]
+    grid: tuple[int, int]
+    rows: int
+    normalisation: NDArray[np.float32] | None = None
+    size: tuple[int, int] = (0, 0)
+    clip: Clip | None = None
+
+    @property
+    def patches(self) -> NDArray[np.float32]:
+        """``[patches, patch_dim]`` floats."""
+        return self.pixels if self.normalisation is None else normalised(self.pixels, self.normalisation)
+
+
+def normalised(pixels: NDArray[Any], normalisation: NDArray[np.float32]) -> NDArray[np.float32]:
+    """``[patches, patch_dim]`` pixels as the encoder sees them; see `ImageProcessor.normalisation`."""
+    if pixels.dtype != np.uint8:
+        return pixels
+    divisor, mean, deviation = normalisation
+    normal: NDArray[np.float32] = (pixels.astype(np.float32) / divisor - mean) / deviation
+    return normal
