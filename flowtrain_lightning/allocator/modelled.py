@@ -37,8 +37,8 @@ class ModelledCosts:
     """
 
     margin: ClassVar[float] = 0.10
-    """Plans of one module share most of what is wrong with their times, so that gains are known better than times: all
-    17 gains above a tenth that ``benchmarks/published.py`` predicts are gains in print too, but not all below."""
+    """Plans of one module share most of what is wrong with their times, so that gains are known better than times: of
+    22 gains above a tenth that ``benchmarks/published.py`` predicts 21 are gains in print too, but not all below."""
 
     problems: Problems
     space: SearchSpace = field(default_factory=SearchSpace)

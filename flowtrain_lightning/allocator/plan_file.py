@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
@@ -13,13 +15,42 @@ from flowtrain_lightning.allocator.allocation import (
     AllocationError,
     Layout,
     Offload,
+    Placement,
     Recompute,
     number_spans,
 )
 
-_PLAN_KEYS = ("placement", "roles")
-_ROLE_KEYS = ("layout", "ranks", "recompute", "offload")
-_LAYOUT_KEYS = ("data", "tensor", "pipeline", "context", "shard", "replicas", "expert")
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class PlanContent:
+    """What a file of a plan holds.
+
+    Attributes:
+        placement: whether roles share ranks.
+        roles: role -> what `RoleContent` holds, as it stands there.
+    """
+
+    placement: Placement
+    roles: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RoleContent:
+    """What a file of a plan holds of one role.
+
+    Attributes:
+        layout: what a `Layout` is made of, as it stands there.
+        ranks: as in ``0-5, 8``, or a list.
+        recompute: what its backward computes again.
+        offload: what of it lies in host memory.
+    """
+
+    layout: dict[str, Any]
+    ranks: int | str | list[int | str]
+    recompute: Recompute = "none"
+    offload: Offload = "none"
 
 
 def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
@@ -62,45 +93,43 @@ def read_plan(path: Path) -> Allocation:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise AllocationError(f"{path} cannot be read as a plan: {error}") from error
-    if not isinstance(content, Mapping) or not isinstance(content.get("roles"), Mapping):
-        raise AllocationError(f"{path} is no plan; it must have 'placement' and 'roles', as `flowtrain plan` writes.")
-    layouts: dict[str, Layout] = {}
-    ranks: dict[str, tuple[int, ...]] = {}
-    recompute: dict[str, Recompute] = {}
-    offload: dict[str, Offload] = {}
     try:
-        _refuse_unknown_keys(content.keys(), _PLAN_KEYS, "a plan")
-        for role, values in content["roles"].items():
-            where = f"the role {role!r}"
-            if not isinstance(values, Mapping) or not {"layout", "ranks"} <= set(values):
-                raise AllocationError(f"{where} must have 'layout' and 'ranks'.")
-            _refuse_unknown_keys(values.keys(), _ROLE_KEYS, where)
-            layouts[str(role)], ranks[str(role)] = _layout(values["layout"], where), _ranks(values["ranks"], where)
-            if "recompute" in values:
-                recompute[str(role)] = values["recompute"]
-            if "offload" in values:
-                offload[str(role)] = values["offload"]
-        return Allocation(str(content.get("placement")), layouts, ranks, recompute, offload)  # type: ignore[arg-type]
+        plan = _parsed(PlanContent, content, "a plan")
+        given = {str(role): values for role, values in plan.roles.items()}
+        roles = {role: _parsed(RoleContent, values, f"the role {role!r}") for role, values in given.items()}
+        return Allocation(
+            plan.placement,
+            {role: _parsed(Layout, one.layout, f"the layout of the role {role!r}") for role, one in roles.items()},
+            {role: _ranks(one.ranks, f"the role {role!r}") for role, one in roles.items()},
+            {role: one.recompute for role, one in roles.items() if "recompute" in given[role]},
+            {role: one.offload for role, one in roles.items() if "offload" in given[role]},
+        )
     except AllocationError as error:
         raise AllocationError(f"{path}: {error}") from error
 
 
-def _refuse_unknown_keys(given: Set[Any], known: tuple[str, ...], where: str) -> None:
-    if unknown := sorted(map(str, given - set(known))):
-        raise AllocationError(f"{where} has no {', '.join(map(repr, unknown))}; it has {', '.join(known)}.")
+def _parsed(kind: type[Part], values: Any, what: str) -> Part:
+    """Values from a file as a dataclass, whose fields say which keys there may be and of which types."""
+    import jsonargparse  # which takes a tenth of a second, and is needed by those alone who read a plan
 
-
-def _layout(values: Any, where: str) -> Layout:
+    keys = ", ".join(field.name for field in fields(kind))  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
-        raise AllocationError(f"{where} has a layout without names; a layout has {', '.join(_LAYOUT_KEYS)}.")
-    _refuse_unknown_keys(values.keys(), _LAYOUT_KEYS, f"the layout of {where}")
-    for name, degree in values.items():
-        if name != "shard" and type(degree) is not int:
-            raise AllocationError(f"{where} has {name} {degree!r}; it must be a whole number.")
-    return Layout(**values)
+        raise AllocationError(f"{what} must be names with values, but is {values!r}; it has {keys}.")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind)
+    try:
+        return kind(**vars(parser.parse_object(dict(values))))
+    except jsonargparse.ArgumentError as error:
+        raise AllocationError(f"{what} cannot be used: {_sentence(str(error))}; it has {keys}.") from error
 
 
-def _ranks(text: Any, where: str) -> tuple[int, ...]:
+def _sentence(text: str) -> str:
+    """What jsonargparse says, in one line and without Python's names of types."""
+    line = " ".join(text.split()).replace("a typing.Literal[", "one of [").rstrip(".")
+    return re.sub(r"a <class '(\w+)'>", r"type \1", line)
+
+
+def _ranks(text: int | str | list[int | str], where: str) -> tuple[int, ...]:
     """The ranks that text such as ``0-5, 8`` names; a list of numbers will do too."""
     found: list[int] = []
     for part in text if isinstance(text, list) else str(text).split(","):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from flowtrain_lightning.allocator.collectives import ring
@@ -12,10 +14,23 @@ from flowtrain_lightning.allocator.pass_time import PassTime
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, experts_share
 
 
-def sharing_time(
-    problem: RoleProblem, family: Family, once: PassTime, microbatches: FloatArray
-) -> tuple[FloatArray, FloatArray]:
-    """Seconds of a step for casting, gathering and scattering, and for the sum of the gradients.
+@dataclass(frozen=True)
+class SharingTime:
+    """Seconds that sharing adds, as arrays over the data degrees of a family.
+
+    Attributes:
+        forward: to the forward of a microbatch: weights cast or gathered.
+        backward: to its backward: weights gathered again, gradients scattered.
+        end: to a step: gradients summed over the ranks, and what was updated in shares sent to all.
+    """
+
+    forward: FloatArray
+    backward: FloatArray
+    end: FloatArray
+
+
+def sharing_time(problem: RoleProblem, family: Family, once: PassTime) -> SharingTime:
+    """Seconds for casting, gathering and scattering, and for the sum of the gradients.
 
     Layers are exchanged one by one beside the computing of their neighbours; what is outside of layers is exchanged
     before the first and after the last one, where nothing hides it.
@@ -24,7 +39,6 @@ def sharing_time(
         problem: the role.
         family: how it is laid out.
         once: a microbatch's computing.
-        microbatches: ``[layouts]`` microbatches of a replica and step.
     """
     half, precision = problem.half, problem.precision
     experts = experts_share(half) * (1 - 1 / family.expert)
@@ -51,18 +65,16 @@ def sharing_time(
         forward = layered(once.forward, weights)
         scattered = [back] if half.trains else []
         backward = layered(once.backward, weights, *scattered) if flows else np.zeros_like(forward)
-        return microbatches * (forward + backward), gradients
+        return SharingTime(forward, backward, gradients)
     # Autocast makes its copies of the weights anew for every microbatch.
     copied = here * (precision.weights + precision.copies) * (precision.copies > 0)
-    copies = microbatches * moving_seconds(
-        np.full_like(family.data, copied), problem.cluster.device, problem.efficiency
-    )
-    updated = holders.gather(trained * precision.computing)
+    copies = moving_seconds(np.full_like(family.data, copied), problem.cluster.device, problem.efficiency)
+    updated, nothing = holders.gather(trained * precision.computing), np.zeros_like(copies)
     if family.shard in ("zero2", "deepspeed-2"):
-        return copies + microbatches * layered(once.backward, trained * precision.reduced), updated
+        return SharingTime(copies, layered(once.backward, trained * precision.reduced), updated)
     if family.shard in ("zero1", "deepspeed-1"):
-        return copies, layered(once.backward, trained * precision.reduced) + updated
-    return copies, gradients
+        return SharingTime(copies, nothing, layered(once.backward, trained * precision.reduced) + updated)
+    return SharingTime(copies, nothing, gradients)
 
 
 def _reduction(problem: RoleProblem, family: Family, once: PassTime, size: float) -> FloatArray:

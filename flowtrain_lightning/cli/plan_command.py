@@ -32,9 +32,14 @@ from flowtrain_lightning.allocator.workload import LOSS_CHUNK
 from flowtrain_lightning.cli.command_table import command_parser
 from flowtrain_lightning.cli.plan_bill import bill_of
 from flowtrain_lightning.cli.plan_choice import Choices, choose_plans, why_plan_cannot_run
-from flowtrain_lightning.cli.plan_input import read_device, read_module, read_workload
+from flowtrain_lightning.cli.plan_input import (
+    devices_per_node,
+    read_device,
+    read_efficiencies,
+    read_module,
+    read_workload,
+)
 from flowtrain_lightning.cli.plan_report import PlanReport
-from flowtrain_lightning.placement.calibration import measured_efficiencies
 from flowtrain_lightning.placement.profile import ProfileError, read_profile
 from flowtrain_lightning.placement.text_table import text_table
 
@@ -57,7 +62,7 @@ def run() -> None:
     if options.lora is not None:
         module = module.with_adapters(options.lora)
     device = read_device(options.device)
-    per_node = _devices_per_node(options, device)
+    per_node = devices_per_node(options.devices, device, options.nodes)
     searched = options.token_budget == SEARCH
     settings = {
         "global_batch_size": options.batch,
@@ -134,28 +139,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _devices_per_node(options: argparse.Namespace, device: Device) -> int:
-    if options.devices < 1:
-        raise PlanningError(f"There are {options.devices} devices; a plan needs at least 1.")
-    if options.nodes is None:
-        if options.devices > device.per_node and options.devices % device.per_node:
-            raise PlanningError(
-                f"{options.devices} devices cannot be divided into nodes of {device.per_node}, as is usual for "
-                f"{device.name}; say with --nodes how many nodes there are."
-            )
-        return device.per_node
-    if options.nodes < 1 or options.devices % options.nodes:
-        raise PlanningError(f"{options.devices} devices cannot be divided into {options.nodes} equal nodes.")
-    return int(options.devices // options.nodes)
-
-
 def _costs(
     options: argparse.Namespace, module: ModuleDescription, cluster: Cluster, workload: Workload
 ) -> ModelledCosts:
-    efficiencies = None
-    if options.profile is not None:
-        trained = module.with_projectors_apart(workload.encoder_tokens)
-        efficiencies = measured_efficiencies(read_profile(options.profile), trained, cluster.device, options.precision)
+    profile = None if options.profile is None else read_profile(options.profile)
+    efficiencies = read_efficiencies(profile, module, workload, cluster.device, options.precision)
     precision = replace(
         PRECISIONS[options.precision].with_optimizer(options.optimizer),
         frozen=2 if options.frozen_bf16 else None,

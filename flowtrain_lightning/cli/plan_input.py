@@ -11,6 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from flowtrain_lightning.allocator import (
     Device,
+    Efficiency,
     ModuleDescription,
     PlanningError,
     Workload,
@@ -23,6 +24,8 @@ from flowtrain_lightning.allocator import (
 )
 from flowtrain_lightning.cli.command_table import UsageError
 from flowtrain_lightning.cli.lengths import media_lengths, read_lengths
+from flowtrain_lightning.placement.calibration import measured_efficiencies
+from flowtrain_lightning.placement.profile import Profile
 
 
 def read_module(name: str) -> ModuleDescription:
@@ -39,6 +42,35 @@ def read_device(name: str) -> Device:
     if Path(name).suffix in (".yaml", ".yml"):
         return device_from({"name": Path(name).stem, **_content(Path(name))})
     return named_device(name)
+
+
+def devices_per_node(devices: int, device: Device, nodes: int | None) -> int:
+    """Devices of each node, as usual for the device where no number of nodes is given.
+
+    Raises:
+        PlanningError: nodes would not be equal, or there is no device.
+    """
+    if devices < 1:
+        raise PlanningError(f"There are {devices} devices; a plan needs at least 1.")
+    if nodes is None:
+        if devices > device.per_node and devices % device.per_node:
+            raise PlanningError(
+                f"{devices} devices cannot be divided into nodes of {device.per_node}, as is usual for {device.name}; "
+                "say with --nodes how many nodes there are."
+            )
+        return device.per_node
+    if nodes < 1 or devices % nodes:
+        raise PlanningError(f"{devices} devices cannot be divided into {nodes} equal nodes.")
+    return devices // nodes
+
+
+def read_efficiencies(
+    profile: Profile | None, module: ModuleDescription, workload: Workload, device: Device, precision: str
+) -> Mapping[str, Efficiency] | None:
+    """Role -> the shares of the device's peaks that a profile found, or None without a profile."""
+    if profile is None:
+        return None
+    return measured_efficiencies(profile, module.with_projectors_apart(workload.encoder_tokens), device, precision)
 
 
 def read_workload(path: Path | None, module: ModuleDescription, settings: Mapping[str, Any]) -> Workload:

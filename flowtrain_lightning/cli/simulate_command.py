@@ -1,4 +1,4 @@
-"""The command ``flowtrain simulate``: steps of a plan, simulated with measured costs."""
+"""The command ``flowtrain simulate``: steps of a plan, simulated with measured or modelled costs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain_lightning.allocator import Allocation, PlanningError
-from flowtrain_lightning.allocator.plan_file import read_plan
-from flowtrain_lightning.cli.command_table import command_parser
-from flowtrain_lightning.cli.lengths import read_sizes
-from flowtrain_lightning.packing import IntArray, PackingError
-from flowtrain_lightning.placement.profile import Profile, ProfileError, read_profile
-from flowtrain_lightning.placement.simulation import (
-    PURPOSES,
-    Activity,
-    Simulation,
-    plan_on,
-    refuse_what_no_profile_tells,
-    simulate,
+from flowtrain_lightning.allocator import (
+    DEVICES,
+    PRECISIONS,
+    Allocation,
+    Cluster,
+    ModuleDescription,
+    PlanningError,
+    Workload,
+    role_problems,
 )
+from flowtrain_lightning.allocator.plan_file import read_plan
+from flowtrain_lightning.allocator.public_models import CONFIGS
+from flowtrain_lightning.cli.command_table import UsageError, command_parser
+from flowtrain_lightning.cli.lengths import read_sizes
+from flowtrain_lightning.cli.plan_input import devices_per_node, read_device, read_efficiencies, read_module
+from flowtrain_lightning.packing import DEFAULT_COST, IntArray, PackingError, SampleSizes
+from flowtrain_lightning.placement.layout_costs import LayoutCosts, ProfiledLayoutCosts
+from flowtrain_lightning.placement.modelled_layout import ModelledLayoutCosts
+from flowtrain_lightning.placement.profile import Profile, ProfileError, read_profile
+from flowtrain_lightning.placement.request import refuse_what_cannot_run
+from flowtrain_lightning.placement.simulation import PURPOSES, Activity, Simulation, plan_on, simulate
 from flowtrain_lightning.placement.text_table import text_table
 
 MISTAKES = (PlanningError, PackingError, ProfileError)
@@ -39,7 +46,7 @@ def run() -> None:
 
     Raises:
         PlanningError: an option cannot be used.
-        AllocationError: the plan cannot be read, or no profile says what it takes.
+        AllocationError: the plan cannot be read or does not run, or nothing says what it takes.
         ProfileError: the profile cannot be read.
         PackingError: samples do not fit into microbatches, or there are none.
         UsageError: the file of lengths cannot be used.
@@ -48,16 +55,18 @@ def run() -> None:
     for name, least in (("steps", 1), ("global_batch_size", 1), ("encoder_activations", 1), ("seed", 0)):
         if (value := getattr(options, name)) < least:
             raise PlanningError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
-    allocation, profile = read_plan(options.plan), read_profile(options.profile)
-    refuse_what_no_profile_tells(allocation)
+    allocation = read_plan(options.plan)
+    refuse_what_cannot_run(allocation, str(options.plan))
+    profile = None if options.profile is None else read_profile(options.profile)
     sizes = read_sizes(options.data)
     if not len(sizes):
         raise PlanningError(f"{options.data} has no samples to make steps of.")
-    given = options.token_budget
-    budget = int(profile.origin.settings["token_budget"]) if given is None else given
+    budget = _token_budget(options.token_budget, profile)
+    costs = _costs(options, allocation, sizes, budget, profile)
+    balanced_by = (DEFAULT_COST, None) if profile is None else (profile.cost, profile.encoder_cost)
     samples = _samples(len(sizes), options.global_batch_size, options.steps, options.seed)
-    plans = [plan_on(allocation, sizes.select(chosen), chosen, profile, budget) for chosen in samples]
-    found = simulate(plans, allocation, profile, options.encoder_activations)
+    plans = [plan_on(allocation, sizes.select(chosen), chosen, budget, *balanced_by) for chosen in samples]
+    found = simulate(plans, allocation, costs, options.encoder_activations)
     if options.plot is not None:
         _draw(found, options.plot)
     print(json.dumps(_values(found)) if options.json else _text(found, profile, options))
@@ -68,15 +77,52 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--plan", type=Path, required=True, metavar="PLAN.yaml", help="which ranks do what, as `flowtrain plan` writes")
     add("--data", type=Path, required=True, metavar="LENGTHS.parquet", help="columns tokens and image_tokens (a list)")
-    add("--profile", type=Path, required=True, metavar="PROFILE.json", help="what the halves take on one device")
+    add("--profile", type=Path, metavar="PROFILE.json", help="what the halves were measured to take on one device")
+    add("--model", help=f"by dimensions, in any layout: a config.json, YAML, or one of {', '.join(CONFIGS)}")
+    add("--device", default="h100", help=f"of --model: {', '.join(DEVICES)}, or a YAML file (default: %(default)s)")
+    add("--nodes", type=int, help="of --model: how many there are (default: as many devices a node as usual)")
+    add("--freeze", action="append", default=[], help="of --model: encoder, tower or backbone; repeatable")
+    add("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="of --model (default: %(default)s)")
     add("--steps", type=int, default=10, help="how many (default: %(default)s)")
     add("--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
-    add("--token-budget", type=int, help="the most tokens of a microbatch (default: that of the profile)")
+    add("--token-budget", type=int, help="the most tokens of a microbatch (default: that of the profile, or 8192)")
     add("--encoder-activations", type=int, default=4, help="encoder batches that a rank keeps (default: %(default)s)")
     add("--seed", type=int, default=0, help="decides which samples make a step (default: %(default)s)")
     add("--json", action="store_true", help="print the figures as JSON")
     add("--plot", type=Path, metavar="TIMELINE.png", help="draw what the lanes do in one step")
     return parser
+
+
+def _token_budget(given: int | None, profile: Profile | None) -> int:
+    if given is not None:
+        return given
+    return Workload.token_budget if profile is None else int(profile.origin.settings["token_budget"])
+
+
+def _costs(
+    options: argparse.Namespace, allocation: Allocation, sizes: SampleSizes, budget: int, profile: Profile | None
+) -> LayoutCosts:
+    """Costs by the module's dimensions, which a profile may calibrate, or by the profile alone."""
+    if options.model is None:
+        if profile is None:
+            raise UsageError("what a step takes follows from --profile, from the module's --model, or from both.")
+        return ProfiledLayoutCosts(profile, allocation)
+    module, device = read_module(options.model).with_frozen(*options.freeze), read_device(options.device)
+    if budget < 1:
+        raise PackingError(f"token_budget is {budget}; it must be at least 1.")
+    workload = _workload(module, sizes, options.global_batch_size, budget)
+    cluster = Cluster(device, allocation.size, devices_per_node(allocation.size, device, options.nodes))
+    shares = read_efficiencies(profile, module, workload, device, options.precision)
+    return ModelledLayoutCosts(role_problems(module, workload, cluster, options.precision, shares), allocation)
+
+
+def _workload(module: ModuleDescription, sizes: SampleSizes, samples: int, budget: int) -> Workload:
+    """The data as planning takes them; what one microbatch reads is an encoder batch."""
+    patches = sizes.media_patches
+    media = dict.fromkeys(module.encoders, patches) if len(patches) else {}
+    return Workload(
+        sizes.tokens, media, samples, budget, max(1, round(budget * patches.sum() / max(1, sizes.tokens.sum())))
+    )
 
 
 def _samples(available: int, count: int, steps: int, seed: int) -> Iterator[IntArray]:
@@ -88,7 +134,15 @@ def _samples(available: int, count: int, steps: int, seed: int) -> Iterator[IntA
         yield order[step * count : (step + 1) * count]
 
 
-def _text(found: Simulation, profile: Profile, options: argparse.Namespace) -> str:
+def _source(options: argparse.Namespace, profile: Profile | None) -> str:
+    """Where costs are from."""
+    measured = "" if profile is None else f"the costs of {options.profile} ({profile.origin.device})"
+    if options.model is None:
+        return measured
+    return f"the dimensions of {options.model} on {options.device}" + (measured and f", calibrated by {measured}")
+
+
+def _text(found: Simulation, profile: Profile | None, options: argparse.Namespace) -> str:
     seconds = found.step_seconds
     least, most = min(found.seconds), max(found.seconds)
     lines_of_roles = []
@@ -97,14 +151,15 @@ def _text(found: Simulation, profile: Profile, options: argparse.Namespace) -> s
         lines_of_roles.append((role, str(len(found.allocation.ranks[role])), *spent))
     lines = [
         found.allocation.describe(),
-        f"{len(found.seconds)} steps of {options.data} by the costs of {options.profile} ({profile.origin.device})",
+        f"{len(found.seconds)} steps of {options.data} by {_source(options, profile)}",
         "",
         f"a step: {seconds:.4g} s ({least:.4g} to {most:.4g}), {found.samples / seconds:,.4g} samples/s, "
         f"{found.tokens / seconds:,.0f} tokens/s",
         "",
         text_table(("where time goes", "ranks", *PURPOSES), lines_of_roles),
     ]
-    if profile.reduction is None and any(len(ranks) > 1 for ranks in found.allocation.ranks.values()):
+    several = any(len(ranks) > 1 for ranks in found.allocation.ranks.values())
+    if options.model is None and profile is not None and profile.reduction is None and several:
         lines += ["", "The profile does not say how long ranks take to sum gradients; here exchange takes no time."]
     return "\n".join(lines)
 

@@ -3,9 +3,11 @@
 A *lane* is what a rank does for one role. The rules, which :class:`_StepSimulation` follows:
 
 1. A backbone lane computes its microbatches in order, each once all features that it reads are there. Where ranks
-   synchronise at every microbatch, all backbone lanes that have one left begin it together, once all have theirs.
+   synchronise at every microbatch, or share its work, all backbone lanes of the group that have one left begin it
+   together, once all have theirs.
 2. An encoder lane computes the forwards of its batches in order, and their backwards in that order. A backward can
-   begin once all microbatches that read the batch are done. A forward goes before a backward.
+   begin once all microbatches that read the batch are done. A forward goes before a backward. Lanes that share the
+   work of a batch begin it together, once all their ranks are free.
 3. An encoder lane keeps the activations of at most ``kept_batches`` batches from forward to backward; a forward that
    would keep more waits. Nothing is kept of a *recomputed* batch: its forward runs again before its backward.
 4. A rank that has both lanes does one thing at a time, the backbone's first.
@@ -19,7 +21,7 @@ by itself, :func:`recomputed_batches` for what rule 3 makes a plan recompute, an
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -203,9 +205,11 @@ class _StepSimulation:
         self._lanes = lanes
         self._microbatches = work.microbatches
         self._batches = work.encoder_batches
+        self._backbone_groups, self._encoder_groups = lanes.backbone_groups, lanes.encoder_groups
         # How far each lane has come.
         self._done = [0] * len(work.microbatches)
         self._entered: set[int] = set()  # backbone lanes that wait at a microbatch for the others
+        self._computing: set[int] = set()  # backbone lanes that are at a microbatch
         self._forwards = [0] * len(work.encoder_batches)
         self._backwards = [0] * len(work.encoder_batches)
         self._kept = [0] * len(work.encoder_batches)
@@ -264,37 +268,33 @@ class _StepSimulation:
         self.recomputed[lane].add(number)
 
     def _begin_microbatches(self, now: float) -> None:
-        if self._lanes.sync_every == "microbatch" and self._lacks_features():
-            return  # a rank that waited for another one's features now could not encode what others wait for
-        for lane, rank in enumerate(self._lanes.backbone):
-            number = self._done[lane]
-            if rank in self._busy or number == len(self._microbatches[lane]) or self._missing_features[lane][number]:
-                continue
-            if self._lanes.encoder_first and self._forwards_left:
-                continue
-            self._busy.add(rank)
-            self._entered.add(lane)
-        if self._lanes.sync_every == "microbatch" and len(self._entered) < self._unfinished_lanes():
+        if self._lanes.encoder_first and self._forwards_left:
             return
-        for lane in sorted(self._entered):
-            number = self._done[lane]
-            self._begin("microbatch", self._lanes.backbone[lane], lane, number, now, self._microbatches[lane][number])
-        self._entered.clear()
-
-    def _lacks_features(self) -> bool:
-        """The next microbatch of some lane cannot begin yet."""
-        return any(
-            count < len(own) and own[count] for count, own in zip(self._done, self._missing_features, strict=True)
-        )
-
-    def _unfinished_lanes(self) -> int:
-        return sum(count < len(own) for count, own in zip(self._done, self._microbatches, strict=True))
+        for group in self._backbone_groups:
+            unfinished = [lane for lane in group if self._done[lane] < len(self._microbatches[lane])]
+            lacking = any(self._missing_features[lane][self._done[lane]] for lane in unfinished)
+            if lacking or not self._computing.isdisjoint(unfinished):
+                continue  # a rank that waited for the others already now could not encode what they wait for
+            free = [lane for lane in unfinished if self._lanes.backbone[lane] not in self._busy]
+            self._busy.update(self._lanes.backbone[lane] for lane in free)
+            self._entered.update(free)
+            if self._entered.issuperset(unfinished):
+                for lane in unfinished:
+                    time = self._microbatches[lane][self._done[lane]]
+                    self._begin("microbatch", self._lanes.backbone[lane], lane, self._done[lane], now, time)
+                self._computing.update(unfinished)
+                self._entered.difference_update(unfinished)
 
     def _begin_encoding(self, now: float) -> None:
+        for group in self._encoder_groups:
+            if all(self._lanes.encoder[lane] not in self._busy for lane in group):
+                self._begin_batch(group, now)
+
+    def _begin_batch(self, group: Iterable[int], now: float) -> None:
+        """What the lanes of a group, which all have come equally far, can do next."""
         limit = self._lanes.kept_batches
-        for lane, (rank, batches) in enumerate(zip(self._lanes.encoder, self._batches, strict=True)):
-            if rank in self._busy:
-                continue
+        for lane in group:
+            rank, batches = self._lanes.encoder[lane], self._batches[lane]
             number, first = self._forwards[lane], self._backwards[lane]
             while first < number and batches[first].backward == 0:
                 first = self._backwards[lane] = first + 1
@@ -319,6 +319,7 @@ class _StepSimulation:
         self._ended[rank] = now
         if kind == "microbatch":
             self._done[lane] += 1
+            self._computing.discard(lane)
             for source, batch in self._sources.get((lane, number), ()):
                 self._missing_gradients[source][batch] -= 1
         elif kind == "forward":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, SyncEvery
 
@@ -39,6 +39,21 @@ class StepWork:
 
     microbatches: Sequence[Sequence[float]]
     encoder_batches: Sequence[Sequence[EncoderWork]]
+
+    def on_ranks(self, backbone: int, encoder: int) -> StepWork:
+        """The same with a lane for every rank of members that have so many ranks, all of which do what the member does.
+
+        Times stay those of the member, of whose work each of its ranks does a part.
+        """
+
+        def readers(batch: EncoderWork) -> tuple[tuple[int, int], ...]:
+            return tuple((backbone * lane + rank, number) for lane, number in batch.readers for rank in range(backbone))
+
+        batches = [[replace(batch, readers=readers(batch)) for batch in member] for member in self.encoder_batches]
+        return StepWork(
+            [member for member in self.microbatches for _ in range(backbone)],
+            [member for member in batches for _ in range(encoder)],
+        )
 
 
 def step_work(
@@ -88,6 +103,8 @@ class Lanes:
         kept_batches: encoder batches per lane whose activations may be kept at a time; None sets no limit.
         encoder_first: no microbatch begins before all encoder forwards of the step are done.
         steps_ahead: later steps that ranks which only encode may have begun; 0 where the encoder trains.
+        backbone_group: neighbouring backbone lanes that share the work of each microbatch, and so begin it together.
+        encoder_group: neighbouring encoder lanes that share the work of each encoder batch, likewise.
     """
 
     backbone: tuple[int, ...]
@@ -96,6 +113,8 @@ class Lanes:
     kept_batches: int | None = None
     encoder_first: bool = False
     steps_ahead: int = 0
+    backbone_group: int = 1
+    encoder_group: int = 1
 
     @classmethod
     def separate(cls, work: StepWork, *, sync_every: SyncEvery, kept_batches: int | None = None) -> Lanes:
@@ -104,6 +123,21 @@ class Lanes:
         return cls(tuple(range(backbone)), tuple(range(backbone, backbone + encoder)), sync_every, kept_batches)
 
     @property
+    def backbone_groups(self) -> tuple[range, ...]:
+        """Backbone lanes that begin every microbatch together, group by group."""
+        return _neighbours(len(self.backbone), 0 if self.sync_every == "microbatch" else self.backbone_group)
+
+    @property
+    def encoder_groups(self) -> tuple[range, ...]:
+        """Encoder lanes that begin every encoder batch together, group by group."""
+        return _neighbours(len(self.encoder), self.encoder_group)
+
+    @property
     def ranks(self) -> set[int]:
         """All ranks that have a lane."""
         return {*self.backbone, *self.encoder}
+
+
+def _neighbours(lanes: int, size: int) -> tuple[range, ...]:
+    """All lanes in groups of ``size`` neighbours; 0 is one group of all."""
+    return tuple(range(first, first + (size or lanes)) for first in range(0, lanes, size or max(1, lanes)))

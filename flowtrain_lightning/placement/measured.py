@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import ClassVar
@@ -23,18 +23,16 @@ from flowtrain_lightning.allocator import (
     default_allocation,
 )
 from flowtrain_lightning.allocator.memory_use import USABLE
-from flowtrain_lightning.packing import IntArray, PackingError, StepPlan
-from flowtrain_lightning.packing.simulator import recomputed_batches, simulate_steps
-from flowtrain_lightning.packing.step_work import Lanes, StepWork, step_work
-from flowtrain_lightning.placement.layout_costs import batch_seconds, end_seconds, repeated_share
+from flowtrain_lightning.packing import PackingError, StepPlan
+from flowtrain_lightning.packing.simulator import simulate_steps
+from flowtrain_lightning.packing.step_work import StepWork
+from flowtrain_lightning.placement.lane_work import lane_work
+from flowtrain_lightning.placement.layout_costs import ProfiledLayoutCosts
 from flowtrain_lightning.placement.profile import Profile
 from flowtrain_lightning.placement.request import why_it_cannot_run
 
 SIMULATED_STEPS = 6
 """So many steps tell how uneven ranks are, and how far an encoder that does not train works ahead."""
-
-STEPS_AHEAD = 8
-"""Later steps that a frozen encoder may have begun: the runtime's own limit, which needs torch to be read."""
 
 _SHARDED = RoleLayout(shard="fsdp")
 _SHARDINGS: tuple[dict[str, RoleLayout], ...] = (
@@ -207,7 +205,7 @@ def predict_steps(
         processors: which of the ranks share what they compute on.
         kept_batches: encoder batches whose activations each encoder rank keeps.
     """
-    works, lanes = measured_work(plans, allocation, profile, kept_batches)
+    works, lanes = lane_work(plans, allocation, ProfiledLayoutCosts(profile, allocation), kept_batches)
     # Round once more to the first step, for what a step takes from one backbone's end to the next.
     backbone_ends = simulate_steps([*works, works[0]], lanes).backbone_ends
     simulated = (backbone_ends[-1] - backbone_ends[0]) / len(works)
@@ -233,48 +231,6 @@ def short_name(allocation: Allocation) -> str:
     shards = f", {' and '.join(sharded)} in shards" if sharded else ""
     ranks = f"{allocation.placement} {only_encode} + {backbones}" if only_encode else f"colocated x{backbones}"
     return ranks + shards
-
-
-def measured_work(
-    plans: Sequence[StepPlan], allocation: Allocation, profile: Profile, kept_batches: int
-) -> tuple[list[StepWork], Lanes]:
-    """What the lanes compute in every step, and by which rules.
-
-    The end of a step is one more microbatch of every backbone lane, and a part of the backward of every encoder lane's
-    last batch.
-    """
-    lanes = Lanes(
-        allocation.ranks[BACKBONE],
-        allocation.ranks[ENCODER],
-        sync_every="microbatch" if allocation.layouts[BACKBONE].shares_weights else "step",
-        kept_batches=kept_batches,
-        steps_ahead=0 if profile.roles[ENCODER].trains else STEPS_AHEAD,
-    )
-    return [_step_work(plan, allocation, profile, kept_batches) for plan in plans], lanes
-
-
-def _step_work(plan: StepPlan, allocation: Allocation, profile: Profile, kept_batches: int) -> StepWork:
-    encoder, backbone = profile.roles[ENCODER], profile.roles[BACKBONE]
-    ends = {role: sum(end_seconds(profile, role, allocation)) for role in ROLES}
-    added = {role: batch_seconds(profile, role, allocation) for role in ROLES}
-    again = {role: repeated_share(allocation, role) for role in ROLES}
-
-    def encoder_batch(patches: IntArray) -> tuple[float, float]:
-        seconds = encoder.cost.of_set(patches)
-        forward = seconds * encoder.forward_share if encoder.trains else seconds
-        backward = seconds - forward + again[ENCODER] * forward + added[ENCODER][1] if encoder.trains else 0.0
-        return forward + added[ENCODER][0], backward
-
-    def microbatch(tokens: IntArray) -> float:
-        return profile.cost.of_set(tokens) * (1 + again[BACKBONE] * backbone.forward_share) + sum(added[BACKBONE])
-
-    recomputed = recomputed_batches(plan, kept_batches) if encoder.trains else None
-    work = step_work(plan, microbatch, encoder_batch, recomputed)
-    encoding = [
-        [*batches[:-1], *(replace(last, backward=last.backward + ends[ENCODER]) for last in batches[-1:])]
-        for batches in work.encoder_batches
-    ]
-    return StepWork([[*of_rank, ends[BACKBONE]] for of_rank in work.microbatches], encoding)
 
 
 def _busy_seconds(works: Sequence[StepWork], allocation: Allocation) -> dict[int, dict[str, float]]:

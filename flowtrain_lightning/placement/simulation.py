@@ -1,4 +1,4 @@
-"""Steps of a plan, simulated with measured costs: how long they take, and where the time of its ranks goes."""
+"""Steps of a plan, simulated with measured or modelled costs: what they take, and where the time of its ranks goes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, AllocationError, Layout
-from flowtrain_lightning.packing import IntArray, SampleSizes, StepPlan
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
+from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
 from flowtrain_lightning.packing.step_planner import plan_step
-from flowtrain_lightning.placement.layout_costs import end_seconds
-from flowtrain_lightning.placement.measured import measured_work
-from flowtrain_lightning.placement.profile import Profile
+from flowtrain_lightning.packing.step_work import StepWork
+from flowtrain_lightning.placement.lane_work import lane_work
+from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 MICROBATCH = "microbatch"
 """Forward and backward of a microbatch, as one activity."""
@@ -76,7 +76,12 @@ class Simulation:
 
 
 def plan_on(
-    allocation: Allocation, sizes: SampleSizes, samples: IntArray, profile: Profile, token_budget: int
+    allocation: Allocation,
+    sizes: SampleSizes,
+    samples: IntArray,
+    token_budget: int,
+    cost: CostModel = DEFAULT_COST,
+    encoder_cost: CostModel | None = None,
 ) -> StepPlan:
     """The plan of a step as the Trainer would make it on the allocation's ranks.
 
@@ -84,81 +89,63 @@ def plan_on(
         allocation: of both roles.
         sizes: the sizes of ``samples``.
         samples: ``[n]`` indices into the data set.
-        profile: says what samples cost.
         token_budget: the most tokens of a microbatch.
+        cost: by which microbatches are balanced.
+        encoder_cost: by which encoder batches are, see `plan_step`.
 
     Raises:
         PackingError: samples do not fit into microbatches, or there are none.
     """
+    backbone = allocation.layouts[BACKBONE]
     return plan_step(
         sizes,
         samples,
-        backbone_ranks=len(allocation.ranks[BACKBONE]),
-        encoder_ranks=len(allocation.ranks[ENCODER]),
+        backbone_ranks=backbone.data,
+        encoder_ranks=allocation.layouts[ENCODER].data,
         token_budget=token_budget,
         colocated_lanes=allocation.colocated_lanes,
-        cost=profile.cost,
-        encoder_cost=profile.encoder_cost,
-        sync_every="step",
+        cost=cost,
+        encoder_cost=encoder_cost,
+        sync_every="microbatch" if backbone.sums_in_step else "step",
     )
 
 
-def refuse_what_no_profile_tells(allocation: Allocation) -> None:
-    """Raise an AllocationError for roles and layouts of which a profile does not say what they take."""
-    if set(allocation.layouts) != set(ROLES):
-        raise AllocationError(
-            f"A profile has the roles {' and '.join(ROLES)}, but the plan has {', '.join(allocation.layouts)}."
-        )
-    for role, layout in allocation.layouts.items():
-        whole = Layout(data=layout.data, shard=layout.shard, replicas=layout.replicas)
-        if layout != whole or layout.shard not in ("replicate", "fsdp"):
-            raise AllocationError(
-                f"The plan's {role} has {layout.describe()}, but from a profile of whole layers and sequences follows "
-                "only what ranks take that hold copies of a half or shards of it (fsdp)."
-            )
-
-
-def simulate(plans: Sequence[StepPlan], allocation: Allocation, profile: Profile, kept_batches: int) -> Simulation:
+def simulate(plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCosts, kept_batches: int) -> Simulation:
     """Simulate steps on an allocation by the rules of the runtime, every rank on a device of its own.
 
     Moving features, loading and Lightning's own work take no time here.
 
     Args:
         plans: consecutive steps, planned for the allocation. The first one is simulated twice.
-        allocation: roles whose ranks hold whole copies, or shards (FSDP2).
-        profile: what everything costs on one device.
+        allocation: which ranks do what.
+        costs: what everything takes on it.
         kept_batches: encoder batches whose activations each encoder rank keeps.
-
-    Raises:
-        AllocationError: the roles are not those of the profile, or a profile does not say what their layouts take.
     """
-    refuse_what_no_profile_tells(allocation)
     plans = [plans[0], *plans]
-    works, lanes = measured_work(plans, allocation, profile, kept_batches)
+    works, lanes = lane_work(plans, allocation, costs, kept_batches)
     simulated = simulate_steps(works, lanes)
     ends = simulated.backbone_ends
-    activities = tuple(_activities(simulated.spans, plans, allocation, profile))
+    activities = tuple(_activities(simulated.spans, works, costs))
     counted = plans[1:]
     return Simulation(
         allocation=allocation,
         seconds=np.diff(ends).tolist(),
         samples=float(np.mean([len(plan.samples) for plan in counted])),
         tokens=float(np.mean([plan.sizes.tokens.sum() for plan in counted])),
-        shares=_shares(activities, allocation, profile.roles[BACKBONE].forward_share, (ends[0], ends[-1])),
+        shares=_shares(activities, allocation, costs.forward_share, (ends[0], ends[-1])),
         activities=activities,
     )
 
 
-def _activities(
-    spans: Sequence[SimulatedSpan], plans: Sequence[StepPlan], allocation: Allocation, profile: Profile
-) -> Iterator[Activity]:
+def _activities(spans: Sequence[SimulatedSpan], works: Sequence[StepWork], costs: LayoutCosts) -> Iterator[Activity]:
     """What was simulated, with the end of a step told apart from the microbatches and batches."""
+    ends = {role: costs.end_of_step(role) for role in (ENCODER, BACKBONE)}
     for span in spans:
         role = BACKBONE if span.kind == MICROBATCH else ENCODER
         start, seconds = span.start, span.end - span.start
         parts: list[tuple[str, float]] = [(span.kind, seconds)]
-        if _ends_a_step(span, plans[span.step]):
-            reduction, optimizer = end_seconds(profile, role, allocation)
+        if _ends_a_step(span, works[span.step]):
+            reduction, optimizer = ends[role]
             own = max(0.0, seconds - reduction - optimizer)
             parts = [(span.kind, own), ("reduction", reduction), ("optimizer", optimizer)]
         for part, seconds in parts:
@@ -167,11 +154,10 @@ def _activities(
             start += seconds
 
 
-def _ends_a_step(span: SimulatedSpan, plan: StepPlan) -> bool:
+def _ends_a_step(span: SimulatedSpan, work: StepWork) -> bool:
     if span.kind == MICROBATCH:
-        return span.number == len(plan.microbatches[span.lane])
-    worked = sum(len(media) > 0 for media in plan.encoder_batches[span.lane])
-    return span.kind == "backward" and span.number == worked - 1
+        return span.number == len(work.microbatches[span.lane]) - 1
+    return span.kind == "backward" and span.number == len(work.encoder_batches[span.lane]) - 1
 
 
 def _shares(

@@ -149,8 +149,12 @@ def test_a_layout_of_ones_own_is_shown_beside_the_best_plan(plan, tmp_path):
     ("old", "new", "words"),
     [
         ("data: 8", "data: 4", "needs 4 ranks, but the role has 8"),
-        ("recompute", "recomputes", "the role 'encoder' has no 'recomputes'; it has layout, ranks, recompute"),
-        ("data: 8", "data: 8, sharded: 2", "has no 'sharded'; it has data, tensor, pipeline, context, shard, replicas"),
+        ("recompute", "recomputes", "'recomputes' is not accepted; it has layout, ranks, recompute"),
+        (
+            "data: 8",
+            "data: 8, sharded: 2",
+            "'sharded' is not accepted; it has data, tensor, pipeline, context, shard, replicas",
+        ),
         ("data: 8", "data: 2, pipeline: 4", "27 layers cannot be divided evenly among 4 pipeline stages"),
         ("data: 8", "data: 8, replicas: 2", "only 'fsdp' and 'zero3' shard weights in several groups"),
         ("0-7", "0-3", "needs 8 ranks, but the role has 4"),

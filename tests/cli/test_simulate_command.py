@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow
@@ -17,11 +18,18 @@ from flowtrain_lightning.cli import main
 from flowtrain_lightning.placement.profile import write_profile
 from tests.placement.profiles import make_profile
 
-FILES = ("--plan", "plan.yaml", "--data", "lengths.parquet", "--profile", "profile.json")
+FILES = ("--plan", "plan.yaml", "--data", "lengths.parquet")
+PROFILE = ("--profile", "profile.json")
 
 
 @pytest.fixture
-def simulate(monkeypatch, tmp_path, capsys):
+def simulate(simulate_by):
+    """Simulates by the profile; answers with what was printed."""
+    return partial(simulate_by, *PROFILE)
+
+
+@pytest.fixture
+def simulate_by(monkeypatch, tmp_path, capsys):
     """Simulates in this process, in a folder with all three files; answers with what was printed."""
     monkeypatch.chdir(tmp_path)
     profile = make_profile(0.01, 0.01, optimizer=0.05)
@@ -128,9 +136,44 @@ def test_a_mistake_ends_with_a_sentence(arguments, words, simulate):
     assert words in str(end.value.code)
 
 
-def test_a_plan_with_two_encoders_is_refused_since_a_profile_has_one(simulate):
+def test_a_plan_with_two_encoders_is_refused_since_one_runs(simulate):
     layouts = dict.fromkeys(("encoder_image", "encoder_audio", "backbone"), Layout())
     ranks = {"encoder_image": (1,), "encoder_audio": (2,), "backbone": (0,)}
     write_plan(Allocation("separate", layouts, ranks), Path("two.yaml"), "by hand")
-    with pytest.raises(SystemExit, match="A profile has the roles encoder and backbone, but the plan has"):
+    with pytest.raises(SystemExit, match="has the roles encoder_image, encoder_audio, backbone, but one encoder"):
         simulate("--plan", "two.yaml")
+
+
+TENSOR = Allocation(
+    "separate", {"encoder": Layout(2), "backbone": Layout(1, tensor=2)}, {"encoder": (2, 3), "backbone": (0, 1)}
+)
+DIMENSIONS = """
+encoders: {image: {layers: 2, hidden: 64, feed_forward: 256, heads: 4, patch: 14}}
+backbone: {layers: 2, hidden: 64, feed_forward: 256, heads: 4, vocabulary: 1000}
+"""
+
+
+def test_by_a_models_dimensions_it_plays_tensor_ranks_too(simulate, simulate_by):
+    write_plan(TENSOR, Path("tensor.yaml"), "by hand")
+    Path("model.yaml").write_text(DIMENSIONS)
+    arguments = ("--plan", "tensor.yaml", "--global-batch-size", "8", "--steps", "3")
+    with pytest.raises(SystemExit, match=r"a profile of whole layers and sequences does not say.*--model"):
+        simulate(*arguments)
+    printed = simulate_by("--model", "model.yaml", *arguments)
+    assert "backbone on ranks 0-1 (data 1, tensor 2, replicate)" in printed
+    assert "3 steps of lengths.parquet by the dimensions of model.yaml on h100" in printed
+    values = json.loads(simulate_by("--model", "model.yaml", *arguments, "--json"))
+    assert values["step_seconds"] > 0
+    assert set(values["shares"]) == {"encoder", "backbone"}
+
+
+def test_a_plan_that_training_does_not_run_is_not_played(simulate):
+    layouts = {"encoder": Layout(2), "backbone": Layout(1, pipeline=2)}
+    write_plan(Allocation("separate", layouts, TENSOR.ranks), Path("stages.yaml"), "by hand")
+    with pytest.raises(SystemExit, match="gives the backbone the layout data 1, pipeline 2"):
+        simulate("--plan", "stages.yaml")
+
+
+def test_without_a_profile_and_a_model_nothing_says_what_a_step_takes(simulate_by):
+    with pytest.raises(SystemExit, match="follows from --profile, from the module's --model, or from both"):
+        simulate_by()

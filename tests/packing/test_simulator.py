@@ -77,6 +77,33 @@ def test_lanes_that_synchronise_begin_when_all_of_them_have_their_features():
     assert makespan([[1.0], [1.0]], batches, colocated=True) == 2 + 1
 
 
+def test_a_rank_that_is_done_first_encodes_what_another_one_waits_for():
+    # Rank 0 could wait for rank 1 from 2 s on, whose second microbatch reads what rank 0 has yet to encode.
+    batches = [[EncoderWork(1.0, 0.0, ((0, 0),)), EncoderWork(1.0, 0.0, ((1, 1),))], [EncoderWork(1.0, 0.0, ((1, 0),))]]
+    assert makespan([[1.0, 1.0], [2.0, 1.0]], batches, colocated=True) == 1 + 2 + 1
+
+
+def test_ranks_that_share_a_microbatch_begin_it_together_and_others_by_themselves():
+    work = StepWork([[1.0, 1.0], [3.0, 1.0]], [[EncoderWork(2.0, 1.0, ((0, 1),))], []]).on_ranks(2, 1)
+    lanes = Lanes((0, 1, 2, 3), (0, 4), sync_every="step", backbone_group=2)
+    spans = simulate_steps([work], lanes).spans
+    found = {(span.kind, span.rank, span.number): (span.start, span.end) for span in spans}
+    assert found["microbatch", 0, 0] == found["microbatch", 1, 0] == (0.0, 1.0)
+    assert found["forward", 0, 0] == (1.0, 3.0)  # meanwhile rank 1 has nothing to do
+    assert found["microbatch", 0, 1] == found["microbatch", 1, 1] == (3.0, 4.0)
+    assert found["microbatch", 2, 1] == found["microbatch", 3, 1] == (3.0, 4.0)
+    assert found["backward", 0, 0] == (4.0, 5.0)
+
+
+def test_ranks_that_share_an_encoder_batch_begin_it_once_all_of_them_are_free():
+    work = StepWork([[1.0, 1.0], [2.0, 1.0]], [[EncoderWork(1.0, 1.0, ((0, 1), (1, 1)))]]).on_ranks(1, 2)
+    lanes = Lanes((0, 1), (0, 1), sync_every="step", encoder_group=2)
+    spans = simulate_steps([work], lanes).spans
+    found = {(span.kind, span.rank): (span.start, span.end) for span in spans if span.kind != "microbatch"}
+    assert found["forward", 0] == found["forward", 1] == (2.0, 3.0)
+    assert found["backward", 0] == found["backward", 1] == (4.0, 5.0)
+
+
 def backbone_ends(steps, **rules):
     lanes = Lanes(backbone=(0,), encoder=(1,), sync_every="step", **rules)
     return simulate_steps(steps, lanes).backbone_ends

@@ -9,7 +9,7 @@ import pytest
 
 from flowtrain_lightning.allocator import NoPlanError, RoleLayout, choose_placement, default_allocation
 from flowtrain_lightning.packing import PackingError, StepPlan
-from flowtrain_lightning.placement import measured
+from flowtrain_lightning.placement import lane_work
 from flowtrain_lightning.placement.measured import (
     MeasuredCosts,
     MeasuredPrediction,
@@ -63,7 +63,7 @@ def test_a_frozen_encoder_works_ahead_and_only_its_forward_counts():
 
 
 def test_an_encoder_works_as_far_ahead_as_in_the_runtime():
-    assert measured.STEPS_AHEAD == encoder_lane.STEPS_AHEAD
+    assert lane_work.STEPS_AHEAD == encoder_lane.STEPS_AHEAD
 
 
 def test_each_rank_ends_with_the_optimizers_and_reductions_of_its_roles():

@@ -11,9 +11,11 @@ import pytest
 from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, default_allocation
 from flowtrain_lightning.data.step_packing import StepPacking
 from flowtrain_lightning.packing import SampleSizes
+from flowtrain_lightning.placement.layout_costs import ProfiledLayoutCosts
 from flowtrain_lightning.placement.measured import Processors, predict_steps
 from flowtrain_lightning.placement.run_costs import rank_shard
-from flowtrain_lightning.placement.simulation import plan_on, simulate
+from flowtrain_lightning.placement.simulation import plan_on
+from flowtrain_lightning.placement.simulation import simulate as simulate_by
 from tests.placement.profiles import make_profile
 
 PROFILE = make_profile(1.0, 1.0)
@@ -29,17 +31,26 @@ def draw_sizes(draw, samples=8, media=True):
     return SampleSizes(tokens, tokens, start, patches, patches)
 
 
+def simulate(plans, allocation, profile, kept_batches):
+    return simulate_by(plans, allocation, ProfiledLayoutCosts(profile, allocation), kept_batches)
+
+
+def plan(allocation, sizes, profile):
+    samples = np.arange(len(sizes))
+    return plan_on(allocation, sizes, samples, 100, profile.cost, profile.encoder_cost)
+
+
 def planned(allocation, profile, steps=4, samples=8, media=True, seed=0):
     """The plans of some steps."""
     draw = np.random.default_rng(seed)
     sizes = [draw_sizes(draw, samples, media) for _ in range(steps)]
-    return [plan_on(allocation, each, np.arange(samples), profile, token_budget=100) for each in sizes]
+    return [plan(allocation, each, profile) for each in sizes]
 
 
 @pytest.mark.parametrize("allocation", [SEPARATE, COLOCATED, MIXED], ids=lambda allocation: allocation.placement)
 def test_a_step_is_planned_as_the_data_module_plans_it_on_these_ranks(allocation):
     profile, sizes = make_profile(0.01, 0.02), draw_sizes(np.random.default_rng(1), samples=20)
-    ours = plan_on(allocation, sizes, np.arange(20), profile, token_budget=100)
+    ours = plan(allocation, sizes, profile)
     config = StepPacking(100, profile.cost, profile.encoder_cost)
     theirs = config.plan(sizes, np.arange(20), rank_shard(allocation, 0))
     for batches, others in ((ours.microbatches, theirs.microbatches), (ours.encoder_batches, theirs.encoder_batches)):
@@ -124,7 +135,7 @@ def test_what_a_backward_computes_again_takes_the_time_of_a_forward():
         (
             {"encoder": Layout(1), "backbone": Layout(1, tensor=2)},
             {"encoder": (2,), "backbone": (0, 1)},
-            "backbone has data 1, tensor 2, replicate, but from a profile of whole layers and sequences follows only",
+            "backbone has data 1, tensor 2, replicate, but a profile of whole layers and sequences does not say",
         ),
         (
             {"encoder_image": Layout(1), "encoder_audio": Layout(1), "backbone": Layout(1)},

@@ -1,0 +1,94 @@
+"""Steps in any layout that training runs, simulated by the models of time: where batches are equal, as predicted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.allocator import (
+    DEVICES,
+    Allocation,
+    AllocationError,
+    Cluster,
+    Layout,
+    Workload,
+    named_model,
+    role_problems,
+)
+from flowtrain_lightning.allocator.given_plan import given_plan
+from flowtrain_lightning.packing import SampleSizes
+from flowtrain_lightning.placement.modelled_layout import ModelledLayoutCosts
+from flowtrain_lightning.placement.simulation import plan_on, simulate
+
+LENGTH, EACH, SAMPLES = 1024, 8, 128
+"""Tokens of a sample and patches of its picture; samples of a microbatch, and of a step."""
+
+EVERYONE = tuple(range(8))
+
+
+def colocated(encoder, backbone, **settings):
+    layouts = {"encoder": encoder, "backbone": backbone}
+    return Allocation("colocated", layouts, dict.fromkeys(layouts, EVERYONE), **settings)
+
+
+def separate(encoder, backbone):
+    ranks = {"encoder": EVERYONE[backbone.ranks :], "backbone": EVERYONE[: backbone.ranks]}
+    return Allocation("separate", {"encoder": encoder, "backbone": backbone}, ranks)
+
+
+def compared(allocation, frozen=()):
+    """Seconds of a step of equal samples, predicted and simulated, and whether all batches of a role are alike."""
+    layouts = allocation.layouts
+    batch = EACH * layouts["backbone"].data // layouts["encoder"].data
+    workload = Workload(np.array([LENGTH]), {"image": np.array([LENGTH])}, SAMPLES, EACH * LENGTH, batch * LENGTH)
+    module, device = named_model("qwen2.5-vl-7b").with_frozen(*frozen), DEVICES["h100"]
+    problems = role_problems(module, workload, Cluster(device, 8, 8))
+    lengths, start = np.full(SAMPLES, LENGTH), np.arange(SAMPLES + 1)
+    sizes = SampleSizes(lengths, lengths, start, lengths, lengths)
+    plans = [plan_on(allocation, sizes, np.arange(SAMPLES), EACH * LENGTH) for _ in range(3)]
+    found = simulate(plans, allocation, ModelledLayoutCosts(problems, allocation), 4)
+    dealt = (plans[0].microbatches, plans[0].encoder_batches)
+    alike = all(len({len(batch) for of_rank in batches for batch in of_rank}) == 1 for batches in dealt)
+    return given_plan(problems, allocation).seconds, found.step_seconds, alike and len(dealt[0]) == len(dealt[1])
+
+
+FSDP, HSDP = Layout(8, shard="fsdp"), Layout(8, shard="fsdp", replicas=2)
+
+
+@pytest.mark.parametrize(
+    "allocation",
+    [
+        colocated(Layout(8), Layout(8)),
+        colocated(FSDP, HSDP),
+        colocated(FSDP, FSDP, recompute={"encoder": "full", "backbone": "selective"}),
+        colocated(Layout(8, shard="deepspeed-1"), Layout(8, shard="deepspeed-2")),
+        colocated(Layout(8), Layout(4, tensor=2)),
+        colocated(Layout(4, tensor=2), Layout(4, tensor=2, shard="fsdp")),
+        colocated(FSDP, Layout(4, context=2, shard="fsdp")),
+        colocated(Layout(2, tensor=4), Layout(2, tensor=2, context=2, shard="fsdp")),
+    ],
+    ids=lambda allocation: "; ".join(layout.describe() for layout in allocation.layouts.values()),
+)
+def test_equal_batches_on_shared_ranks_take_what_is_predicted(allocation):
+    predicted, simulated, alike = compared(allocation)
+    assert simulated == pytest.approx(predicted, rel=1e-6 if alike else 0.03)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "backbone"),
+    [
+        (Layout(4), Layout(4)),
+        (Layout(4), Layout(2, tensor=2, shard="fsdp")),
+        (Layout(2, tensor=2), Layout(2, context=2, shard="fsdp")),
+    ],
+    ids=lambda layout: layout.describe(),
+)
+@pytest.mark.parametrize("frozen", [(), ("encoder",)], ids=["all_trains", "encoder_frozen"])
+def test_equal_batches_on_ranks_of_their_own_take_what_the_closed_form_says(encoder, backbone, frozen):
+    predicted, simulated, _ = compared(separate(encoder, backbone), frozen)
+    assert simulated == pytest.approx(predicted, rel=0.03)
+
+
+def test_what_cannot_be_divided_is_refused():
+    with pytest.raises(AllocationError, match="heads"):
+        compared(colocated(Layout(8), Layout(1, tensor=8)))
