@@ -102,8 +102,8 @@ backward and recomputing, which no H100 does.
 Of small ones peaks of memory say that they train. In the homogeneous layouts of table A2 an encoder of 3B takes 2.5 GB
 a GPU more than one of 1B with 4 tensor ranks (14B and 32B), 1.2 GB with 8 (70B): 4 to 5 bytes for each of 0.5 and 0.25
 billion weights, as with gradients in bf16, where frozen weights have 2. And beside the 120B model the encoder of 1B,
-which recomputes nothing, takes 6 GB more with three quarters of the tokens from pictures than with half of them, that of
-3B, which recomputes everything, nothing: what grows with the pictures is kept for a backward.
+which recomputes nothing, takes 6 GB more with three quarters of the tokens from pictures than with half of them, that
+of 3B, which recomputes everything, nothing: what grows with the pictures is kept for a backward.
 """
 
 

@@ -209,7 +209,6 @@ class _StepSimulation:
         # How far each lane has come.
         self._done = [0] * len(work.microbatches)
         self._entered: set[int] = set()  # backbone lanes that wait at a microbatch for the others
-        self._computing: set[int] = set()  # backbone lanes that are at a microbatch
         self._forwards = [0] * len(work.encoder_batches)
         self._backwards = [0] * len(work.encoder_batches)
         self._kept = [0] * len(work.encoder_batches)
@@ -242,6 +241,9 @@ class _StepSimulation:
                 now = self._running[0][0]
                 while self._running and self._running[0][0] == now:
                     self._finish(*heapq.heappop(self._running))
+            elif self._entered:  # ranks that wait for others, which wait for what the former have yet to encode
+                self._busy.difference_update(self._lanes.backbone[lane] for lane in self._entered)
+                self._entered.clear()
             else:
                 self._recompute_next()
             self._begin_microbatches(now)
@@ -272,9 +274,8 @@ class _StepSimulation:
             return
         for group in self._backbone_groups:
             unfinished = [lane for lane in group if self._done[lane] < len(self._microbatches[lane])]
-            lacking = any(self._missing_features[lane][self._done[lane]] for lane in unfinished)
-            if lacking or not self._computing.isdisjoint(unfinished):
-                continue  # a rank that waited for the others already now could not encode what they wait for
+            if any(self._missing_features[lane][self._done[lane]] for lane in unfinished):
+                continue  # a rank that waited for another one's features now could not encode what others wait for
             free = [lane for lane in unfinished if self._lanes.backbone[lane] not in self._busy]
             self._busy.update(self._lanes.backbone[lane] for lane in free)
             self._entered.update(free)
@@ -282,7 +283,6 @@ class _StepSimulation:
                 for lane in unfinished:
                     time = self._microbatches[lane][self._done[lane]]
                     self._begin("microbatch", self._lanes.backbone[lane], lane, self._done[lane], now, time)
-                self._computing.update(unfinished)
                 self._entered.difference_update(unfinished)
 
     def _begin_encoding(self, now: float) -> None:
@@ -319,7 +319,6 @@ class _StepSimulation:
         self._ended[rank] = now
         if kind == "microbatch":
             self._done[lane] += 1
-            self._computing.discard(lane)
             for source, batch in self._sources.get((lane, number), ()):
                 self._missing_gradients[source][batch] -= 1
         elif kind == "forward":

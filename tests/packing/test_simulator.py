@@ -77,10 +77,10 @@ def test_lanes_that_synchronise_begin_when_all_of_them_have_their_features():
     assert makespan([[1.0], [1.0]], batches, colocated=True) == 2 + 1
 
 
-def test_a_rank_that_is_done_first_encodes_what_another_one_waits_for():
-    # Rank 0 could wait for rank 1 from 2 s on, whose second microbatch reads what rank 0 has yet to encode.
+def test_a_rank_that_waits_at_a_microbatch_leaves_it_to_encode_what_others_lack():
+    # Rank 0 waits for rank 1 from 2 s on, whose second microbatch, from 3 s on, reads what rank 0 has yet to encode.
     batches = [[EncoderWork(1.0, 0.0, ((0, 0),)), EncoderWork(1.0, 0.0, ((1, 1),))], [EncoderWork(1.0, 0.0, ((1, 0),))]]
-    assert makespan([[1.0, 1.0], [2.0, 1.0]], batches, colocated=True) == 1 + 2 + 1
+    assert makespan([[1.0, 1.0], [2.0, 1.0]], batches, colocated=True) == 1 + 2 + 1 + 1
 
 
 def test_ranks_that_share_a_microbatch_begin_it_together_and_others_by_themselves():
