@@ -38,7 +38,7 @@ def test_samples_are_the_records_of_the_file(mixed):
 
 
 def test_a_long_record_is_named_with_its_sizes_and_the_ways_out(mixed):
-    words = r"record 3 \(id 'r2'\): it has 40 tokens \(0 of them from 0 images\), more than token_budget=20.*too_long"
+    words = r"record 3 \(id 'r2'\): it has 40 tokens \(0 of them from 0 media items\), more than token_budget=20.*too_long"
     with pytest.raises(DataError, match=words):
         source_of(mixed, 20)
 
@@ -71,7 +71,7 @@ def test_records_with_bad_images_are_dropped_and_counted(mixed):
     (mixed.parent / "p/large.png").unlink()
     source = source_of(mixed, unreadable="drop")
     assert len(source) == 3
-    assert source.summary == "d.jsonl: 3 of 4 records used, 1 dropped for an image that cannot be used."
+    assert source.summary == "d.jsonl: 3 of 4 records used, 1 dropped for an image or a video that cannot be used."
 
 
 def test_a_set_that_is_or_becomes_empty_is_refused(mixed, tmp_path):
