@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -55,9 +56,11 @@ class ProcessorTemplate:
     def __init__(self, tokenizer: Any, template: str, words: ImageWords, tiles: Tiles | None = None) -> None:
         self._given = tokenizer
         self._template = template
-        self._words = words
         self._tiles = tiles
         self._special = SpecialTokens(tokenizer)
+        if words.videos is not None and words.videos.token not in self._special.ids:
+            words = replace(words, videos=None)  # a model that was trained for images alone
+        self._words = words
         self._marked = _GENERATION.search(template) is not None
         self._names = dict(tokenizer.special_tokens_map)
         if words.tiled and tiles is None:
