@@ -38,7 +38,9 @@ def test_samples_are_the_records_of_the_file(mixed):
 
 
 def test_a_long_record_is_named_with_its_sizes_and_the_ways_out(mixed):
-    words = r"record 3 \(id 'r2'\): it has 40 tokens \(0 of them from 0 media items\), more than token_budget=20.*too_long"
+    words = (
+        r"record 3 \(id 'r2'\): it has 40 tokens \(0 of them from 0 media items\), more than token_budget=20.*too_long"
+    )
     with pytest.raises(DataError, match=words):
         source_of(mixed, 20)
 
