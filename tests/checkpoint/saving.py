@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import files, index_file, read_checkpoint, save_checkpoint, saving, tensor_files
@@ -19,6 +20,12 @@ from flowtrain_lightning.parallel.connecting import connect_groups
 from tests.forks import write_down
 
 HALVES = {"encoder": ("encoder",), "backbone": ("backbone", "head")}
+
+
+class Weightless(nn.Module):
+    """A module whose halves hold nothing into which a checkpoint could be read."""
+
+    halves = HALVES
 
 
 def save(

@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from flowtrain_lightning.checkpoint.index_file import FORMAT
 from tests.checkpoint.conftest import saved_alone
-from tests.checkpoint.saving import HALVES, MOMENTS
+from tests.checkpoint.saving import MOMENTS, Weightless
 from tests.checkpoint.test_resume import same
 from tests.forks import Job, run_jobs
 
@@ -179,7 +178,7 @@ def test_another_directory_is_refused(directory):
 
 def test_a_resume_with_another_seed_or_layout_says_what_that_means(saved, alone, monkeypatch, caplog):
     monkeypatch.setenv("PL_GLOBAL_SEED", "9")
-    module = SimpleNamespace(halves=HALVES, state_dict=dict)
+    module = Weightless()
     arguments = (saved / "last.ckpt", module, default_allocation(1), alone, TorchCheckpointIO())
     with (
         caplog.at_level("INFO"),

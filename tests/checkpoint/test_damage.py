@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import DamagedCheckpointError, load_checkpoint, read_checkpoint, tensor_files
 from tests.checkpoint.conftest import saved_alone
 from tests.checkpoint.damage import damage, files_of, rewrite_index
-from tests.checkpoint.saving import HALVES
+from tests.checkpoint.saving import Weightless
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def kept(tmp_path, alone, monkeypatch):
 
 
 def load(path, alone):
-    module = SimpleNamespace(halves=HALVES, state_dict=dict)
+    module = Weightless()
     return load_checkpoint(path, module, default_allocation(1), alone, TorchCheckpointIO())
 
 

@@ -28,6 +28,9 @@ SECONDS = 300
 
 SEPARATE = {"encoder_ranks": 2}
 
+ROUNDING = 1e-10
+"""The largest relative error that sums of float64 in another order may make of weights in a few steps of Adam."""
+
 
 @pytest.fixture(scope="module")
 def hosts():
@@ -60,36 +63,48 @@ def on_one_node(tmp_path_factory, data):
     return train(tmp_path_factory.mktemp("one"), "one node", data, nodes=1)
 
 
-def test_two_nodes_compute_what_one_computes_to_the_bit(hosts, data, tmp_path, on_one_node):
-    assert same_bits(train(tmp_path, "two nodes", data, nodes=2), on_one_node)
+@pytest.fixture(scope="module")
+def on_two_nodes(tmp_path_factory, data, hosts):
+    return train(tmp_path_factory.mktemp("two"), "two nodes", data, nodes=2)
+
+
+def test_two_nodes_compute_what_one_computes(on_two_nodes, on_one_node):
+    assert on_two_nodes.microbatches == on_one_node.microbatches
+    assert on_two_nodes.losses[0] == on_one_node.losses[0], "to the bit"
+    for on_two, on_one in zip(on_two_nodes.weights, on_one_node.weights, strict=True):
+        assert error(on_two, on_one) < ROUNDING
+
+
+def test_media_are_encoded_on_the_node_that_reads_them(on_two_nodes, on_one_node):
+    assert on_two_nodes.encoder_batches != on_one_node.encoder_batches, "so that encoder gradients are summed otherwise"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("network", [NIXL])
-def test_two_nodes_between_which_the_pool_goes_another_way_do_so_too(hosts, data, tmp_path, on_one_node, network):
+def test_another_way_of_the_pool_between_nodes_changes_no_bit(hosts, data, tmp_path, on_two_nodes, network):
     strategy = {**SEPARATE, "pool": PoolSettings(network=network)}
-    assert same_bits(train(tmp_path, network, data, nodes=2, strategy=strategy), on_one_node)
+    assert same_bits(train(tmp_path, network, data, nodes=2, strategy=strategy), on_two_nodes)
 
 
 @pytest.mark.full
 def test_colocated_ranks_of_two_nodes_do_so_too(hosts, data, tmp_path):
-    runs = [train(tmp_path, f"{nodes}", data, nodes, strategy={"placement": "colocated"}) for nodes in (1, 2)]
-    assert same_bits(*runs)
+    one, two = [train(tmp_path, f"{nodes}", data, nodes, strategy={"placement": "colocated"}) for nodes in (1, 2)]
+    assert error(two.weights[-1], one.weights[-1]) < ROUNDING
 
 
 @pytest.mark.full
-def test_the_variables_that_srun_sets_are_understood(hosts, data, tmp_path, on_one_node):
-    assert same_bits(train(tmp_path, "srun", data, nodes=2, started_by="srun"), on_one_node)
+def test_the_variables_that_srun_sets_are_understood(hosts, data, tmp_path, on_two_nodes):
+    assert same_bits(train(tmp_path, "srun", data, nodes=2, started_by="srun"), on_two_nodes)
 
 
 @pytest.mark.full
-def test_a_checkpoint_of_two_nodes_goes_on_on_two_and_on_one(hosts, data, tmp_path, on_one_node):
+def test_a_checkpoint_of_two_nodes_goes_on_on_two_and_on_one(hosts, data, tmp_path, on_two_nodes):
     train(tmp_path, "saves", data, nodes=2, save_at=3)
     saved = str(tmp_path / "saves" / "saved.ckpt")
-    for nodes in (2, 1):
+    for nodes, most in ((2, 0.0), (1, ROUNDING)):
         resumed = train(tmp_path, f"goes on on {nodes}", data, nodes, resume=saved)
         assert len(resumed.losses) == STEPS - 3
-        assert error(resumed.weights[-1], on_one_node.weights[-1]) == 0.0
+        assert error(resumed.weights[-1], on_two_nodes.weights[-1]) <= most
 
 
 @pytest.mark.full

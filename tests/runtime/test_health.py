@@ -42,7 +42,7 @@ def start(rank, ranks, hang=HANG):
 
 def misbehave(rank, ranks, how):
     """Rank 1 does what ``how`` says in step 3; rank 0 waits for it in the pool, rank 2 in a call that never ends."""
-    mesh, pool, health = start(rank, ranks)
+    mesh, pool, health = start(rank, ranks, HANG if how in ("stopped", "loop") else 60)
     if rank == 1:
         mesh.page.enter("forward of encoder batch 5", 3)
         while not all(mesh.board[peer].waits for peer in (0, 2)):

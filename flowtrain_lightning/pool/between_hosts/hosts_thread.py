@@ -224,8 +224,10 @@ class HostsThread:
 
     def _notice_end(self, monitor: zmq.Socket[bytes], router: zmq.Socket[bytes]) -> None:
         event = parse_monitor_message(monitor.recv_multipart())
+        if event["event"] != zmq.EVENT_DISCONNECTED:
+            return  # one of those that told how the connection began
         peer = self._connections.ends.pop(event["value"], None)
-        if event["event"] != zmq.EVENT_DISCONNECTED or peer is None:
+        if peer is None:
             return
         while self._receive(router):  # what came before the end
             pass
