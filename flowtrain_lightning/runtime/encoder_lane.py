@@ -76,14 +76,15 @@ class EncoderLane:
             if (step := later(distance)) is None:
                 return False
             done = self._published.get((step.stage, step.index), 0)
-            batch = next((batch for number, batch in step.program.encoder_batches.items() if number >= done), None)
-            if batch is None:
+            found = next((each for each in step.program.encoder_batches.items() if each[0] >= done), None)
+            if found is None:
                 continue
+            number, batch = found
             if not self._context.pool.fits(spec.entry_nbytes(batch.rows), ahead=True):
                 return False
             for reason in self._publish(step, batch, self._forward(step, batch, keep=False), ahead=True):
                 raise AssertionError(f"it was to wait for {reason}, but there was room for the whole batch")
-            self._published[step.stage, step.index] = batch.number + 1
+            self._published[step.stage, step.index] = number + 1  # that of a padding batch is none of the order
             return True
         return False
 

@@ -19,6 +19,7 @@ QUICK = [
     Case("2+2", {"encoder": ZERO1, "backbone": ZERO2}, "32-true", clip=0.2),
     Case("colocated 2", {"encoder": ZERO2, "backbone": ZERO1}, "32-true", clip=0.2),
     Case("2+2", {"encoder": {**ZERO2, "recompute": "full"}, "backbone": FSDP}, "32-true", {"encoder_activations": 0}),
+    Case("2+2", {"encoder": ZERO2, "backbone": ZERO2}, "32-true", freeze=True),
     Case("2+2", {"encoder": ZERO3, "backbone": ZERO3}, "32-true", clip=0.2),
     Case("colocated 2", {"encoder": ZERO3, "backbone": ZERO3}, "32-true", {"encoder_activations": 0}),
 ]
@@ -44,7 +45,6 @@ LONG = (
         Case("2+2", {"encoder": ZERO3, "backbone": ZERO3}, "32-true", freeze=True),
         Case("1+1", {"encoder": ZERO3, "backbone": ZERO3}, "32-true"),
         Case("2+2", {"encoder": {}, "backbone": {**ZERO3, "offload": "activations"}}, "32-true"),
-        Case("2+2", {"encoder": ZERO2, "backbone": ZERO2}, "32-true", freeze=True),
         Case("1+1", {"encoder": ZERO2, "backbone": ZERO1}, "32-true"),
         Case("2+2", {"encoder": {}, "backbone": {**ZERO1, "offload": "activations"}}, "32-true"),
     ]

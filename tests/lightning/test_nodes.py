@@ -155,11 +155,11 @@ def start_on_both(folder, data, command, *encoder_ranks, **variables):
 
 
 @pytest.mark.full
-def test_torchrun_starts_the_ranks_of_both_nodes(hosts, data, tmp_path, on_one_node):
+def test_torchrun_starts_the_ranks_of_both_nodes(hosts, data, tmp_path, on_two_nodes):
     meeting = [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}", "--node-rank={node}"]
     command = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={RANKS // 2}", *meeting]
     printed = start_on_both(tmp_path, data, command, "2")
-    assert same_bits(read_run(tmp_path), on_one_node)
+    assert same_bits(read_run(tmp_path), on_two_nodes)
     assert (
         "pool: ranks 0-1 by shared memory; ranks 2-3 by shared memory; between these 2 hosts by network" in printed[0]
     )
