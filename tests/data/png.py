@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +36,24 @@ def drawn_png(chance: random.Random) -> tuple[bytes, Shares]:
         chunks, seen, opacity = _by_palette(numbers[:, :, 0], depth, draw)
     else:
         chunks, seen, opacity = _by_shares(numbers, kind, depth, draw)
-    interlaced = chance.random() < 0.3
-    header = struct.pack(">IIBBBBB", shape[1], shape[0], depth, kind, 0, 0, interlaced)
-    body = zlib.compress(b"".join(_rows(numbers, depth, interlaced)))
-    chunks = [(b"IHDR", header), *chunks, (b"IDAT", body[:20]), (b"IDAT", body[20:]), (b"IEND", b"")]
-    content = b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*each) for each in chunks)
+    content = png_of(numbers, kind, depth, chunks, interlaced=chance.random() < 0.3)
     return content, seen * opacity[:, :, None] + 255 * (1 - opacity[:, :, None])
+
+
+def png_of(numbers: Numbers, kind: int, depth: int, chunks: Sequence[Chunk], *, interlaced: bool = False) -> bytes:
+    """A file.
+
+    Args:
+        numbers: ``[height, width, channels]`` from 0 on, of so many bits.
+        kind: its type of colour.
+        depth: bits of a number.
+        chunks: that stand before the pixels.
+        interlaced: by Adam7.
+    """
+    header = struct.pack(">IIBBBBB", numbers.shape[1], numbers.shape[0], depth, kind, 0, 0, interlaced)
+    body = zlib.compress(b"".join(_rows(numbers, depth, interlaced)))
+    parts = [(b"IHDR", header), *chunks, (b"IDAT", body[:20]), (b"IDAT", body[20:]), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*each) for each in parts)
 
 
 def _by_palette(numbers: Numbers, depth: int, draw: np.random.Generator) -> tuple[list[Chunk], Shares, Shares]:
