@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from tests.checkpoint.conftest import saved_alone
 from tests.checkpoint.damage import files_of
 from tests.checkpoint.damaged import Bench, benches
 from tests.checkpoint.index_edits import rewrite_index
+from tests.checkpoint.test_resume import same
 
 
 @pytest.fixture
@@ -63,6 +65,17 @@ def test_who_does_not_read_the_damaged_part_may_go_on(kept):
     assert "head.b" in read_checkpoint(kept / "last.ckpt", lambda name: name.startswith("head."))["state_dict"]
     with pytest.raises(DamagedCheckpointError):
         read_checkpoint(kept / "last.ckpt", lambda name: name.startswith("encoder."))
+
+
+def test_what_is_no_part_of_a_checkpoint_changes_nothing(kept):
+    path = kept / "last.ckpt"
+    whole = read_checkpoint(path)
+    (path / "README.txt").write_text("of the best run")
+    (path / "encoder" / ".nfs0001").touch()
+    for file in files_of(path):
+        os.utime(file, (0, 0))
+        file.chmod(0o400)
+    assert same(read_checkpoint(path.rename(kept / "best.ckpt")), whole)
 
 
 def test_what_is_damaged_in_another_way_is_told_apart(kept):
