@@ -9,7 +9,7 @@ PIP_ARGS ?=
 VENV := .venv
 RESULTS = tests/results/$(shell date -u +%Y-%m-%d)-$(shell git rev-parse --short HEAD).txt
 
-.PHONY: help quickstart check test test-all test-gpu campaign long-run wheel site
+.PHONY: help quickstart check test test-all test-gpu campaign proofs long-run wheel site
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -38,6 +38,11 @@ test-gpu: $(VENV)/.installed-test ## the tests that need a GPU, and only those, 
 
 campaign: $(VENV)/.installed-test ## 1,000 random faults, for hours; goes on where it was stopped
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.faults.campaign
+
+proofs: $(VENV)/.installed-test ## 10,000 damaged checkpoints, broken records and broken images; goes on where it was stopped
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.checkpoint.damaged
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.data.broken_records
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.data.broken_images
 
 long-run: $(VENV)/.installed-test ## 30,000 steps: what each rank holds all along, beside plain Lightning
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.faults.long_run

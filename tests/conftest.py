@@ -73,7 +73,13 @@ def _restore_environment() -> None:
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder of real data: ``FLOWTRAIN_DATA``, or ``shared/data`` beside the checkout."""
-    folder = Path(os.environ.get("FLOWTRAIN_DATA", Path(__file__).parents[1] / "../shared/data"))
-    if not folder.is_dir():
+    folder = real_data_folder()
+    if folder is None:
         pytest.skip("there is no real data here; set FLOWTRAIN_DATA to a folder that holds mini_vl")
     return folder
+
+
+def real_data_folder() -> Path | None:
+    """The same for what is no test; None where there is none."""
+    folder = Path(os.environ.get("FLOWTRAIN_DATA", Path(__file__).parents[1] / "../shared/data"))
+    return folder if folder.is_dir() else None

@@ -1,6 +1,6 @@
 """The index as a file, ``index.json``: written last, and believed only where all that it speaks of is there and whole.
 
-It is JSON of two parts. The first line holds the format and the digest of what follows it::
+It is JSON of two parts. The first line holds the format, and the digest of it and of what follows the line::
 
     {"flowtrain": 2, "digest": "5f1c...",
     "run": {...}, "lightning": {...}, "values": {...}, "files": {...}, "tensors": {...}}
@@ -26,6 +26,9 @@ from flowtrain_lightning.parallel.regions import Region, cover_exactly_once
 FORMAT = 2
 INDEX = "index.json"
 TENSOR_FILES = "*.safetensors"
+OBJECT_FILES = "*.pt"
+
+_MOST = (1 << 62) - 1  # of offsets and of sizes, so that 64 bits hold their sum
 
 _FIRST_LINE = re.compile(rb'\{"flowtrain": ([1-9][0-9]*), "digest": "([0-9a-f]{32})",\n')
 
@@ -37,7 +40,7 @@ class DamagedCheckpointError(ValueError):
 def write_index(folder: Path, index: Index) -> None:
     """Writes the index, last of all files; it is on the disk when this returns."""
     content = json.dumps(encode_part(index))[1:].encode()
-    first = f'{{"flowtrain": {FORMAT}, "digest": "{digest_of(content)}",\n'.encode()
+    first = f'{{"flowtrain": {FORMAT}, "digest": "{_digest(FORMAT, content)}",\n'.encode()
     write_bytes(first + content, folder / INDEX)
 
 
@@ -70,18 +73,30 @@ def parse_index(folder: Path) -> Index:
     first = _FIRST_LINE.match(data)
     if first is None:
         raise DamagedCheckpointError(f"{path} does not begin as the index of a checkpoint does.")
-    if int(first[1]) != FORMAT:
-        raise ValueError(
-            f"{folder} has format {int(first[1])}, but this version of flowtrain reads format {FORMAT}. Use the "
-            "version that wrote it."
-        )
-    content = data[first.end() :]
-    if digest_of(content) != first[2].decode():
+    number, content = int(first[1]), data[first.end() :]
+    if _digest(number, content) != first[2].decode():
         raise DamagedCheckpointError(f"{path} is damaged: it has not the digest with which it was written.")
+    if number != FORMAT:
+        raise ValueError(
+            f"{folder} has format {number}, but this version of flowtrain reads format {FORMAT}. Use the version that "
+            "wrote it."
+        )
     try:
-        return decode_part(json.loads(b"{" + content))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return decode_part(json.loads(b"{" + content, object_pairs_hook=_each_key_once))
+    except Exception as error:  # whatever it is instead of what `encode_part` makes
         raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__} {error}.") from error
+
+
+def _digest(number: int, content: bytes) -> str:
+    return digest_of(b"%d\n" % number + content)
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which readers may differ on what a key means that stands there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a key stands twice among {', '.join(key for key, _ in pairs)}")
+    return found
 
 
 def stored_file(path: Path) -> StoredFile:
@@ -113,7 +128,7 @@ def _check_files(folder: Path, index: Index) -> None:
             raise DamagedCheckpointError(
                 f"{path} has {path.stat().st_size:,} bytes, but was written with {file.size:,}."
             )
-    for path in sorted(folder.rglob(TENSOR_FILES)):
+    for path in sorted((*folder.rglob(TENSOR_FILES), *folder.rglob(OBJECT_FILES))):
         if str(path.relative_to(folder)) not in index.files:
             raise DamagedCheckpointError(f"{path} is no file of the checkpoint in which it lies.")
 
@@ -127,6 +142,12 @@ def _check_tensors(path: Path, index: Index) -> None:
     listed = {name for name in index.files if fnmatch(name, TENSOR_FILES)}
     if other := listed ^ {piece.file for stored in index.tensors.values() for piece in stored.pieces}:
         raise DamagedCheckpointError(f"{path} is damaged: it is at variance with itself on {', '.join(sorted(other))}.")
+    for name, stored in index.tensors.items():
+        for piece in stored.pieces:
+            if piece.region.elements * stored.dtype.itemsize > index.files[piece.file].size:
+                raise DamagedCheckpointError(
+                    f"{path} is damaged: {name} {stored.shape} takes more bytes than {piece.file} has."
+                )
 
 
 # ---- as JSON --------------------------------------------------------------------------------------------------------
@@ -150,11 +171,11 @@ def decode_part(content: Mapping[str, Any]) -> Index:
         KeyError, TypeError, ValueError: it has another form.
     """
     return Index(
-        run=_from_plain(content["run"]),
-        lightning=_from_plain(content["lightning"]),
-        values=_from_plain(content["values"]),
+        run=_dictionary(content["run"]),
+        lightning=_dictionary(content["lightning"]),
+        values=_dictionary(content["values"]),
         files={name: StoredFile(int(file["size"]), str(file["digest"])) for name, file in content["files"].items()},
-        tensors={name: _decode_tensor(stored) for name, stored in content["tensors"].items()},
+        tensors={name: _decode_tensor(name, stored) for name, stored in content["tensors"].items()},
     )
 
 
@@ -174,20 +195,23 @@ def _encode_tensor(stored: StoredTensor) -> dict[str, Any]:
     }
 
 
-def _decode_tensor(stored: Mapping[str, Any]) -> StoredTensor:
-    dtype = getattr(torch, stored["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{stored['dtype']} is no type of numbers")
-    pieces = (
-        Piece(Region(_counts(piece["offsets"]), _counts(piece["sizes"])), str(piece["file"]), str(piece["digest"]))
-        for piece in stored["pieces"]
-    )
-    return StoredTensor(dtype, _counts(stored["shape"]), tuple(pieces))
+def _decode_tensor(name: str, stored: Mapping[str, Any]) -> StoredTensor:
+    try:
+        dtype = getattr(torch, stored["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{stored['dtype']} is no type of numbers")
+        pieces = (
+            Piece(Region(_counts(piece["offsets"]), _counts(piece["sizes"])), str(piece["file"]), str(piece["digest"]))
+            for piece in stored["pieces"]
+        )
+        return StoredTensor(dtype, _counts(stored["shape"]), tuple(pieces))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _counts(numbers: list[Any]) -> tuple[int, ...]:
-    if not all(type(number) is int for number in numbers):
-        raise TypeError(f"{numbers} are no whole numbers")
+    if not all(type(number) is int and abs(number) <= _MOST for number in numbers):
+        raise TypeError(f"{numbers} are no whole numbers, or too large ones")
     return tuple(numbers)
 
 
@@ -195,5 +219,8 @@ def _plain(value: Any) -> Any:
     return json.loads(encode_message(value))
 
 
-def _from_plain(value: Any) -> Any:
-    return decode_message(json.dumps(value).encode())
+def _dictionary(value: Any) -> dict[str, Any]:
+    found = decode_message(json.dumps(value).encode())
+    if not isinstance(found, dict):
+        raise TypeError(f"{value!r:.80} is no dictionary")
+    return found

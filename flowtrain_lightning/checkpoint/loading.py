@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.allocator import ROLES, Allocation
+from flowtrain_lightning.checkpoint.checkpoint_before import offering_another
 from flowtrain_lightning.checkpoint.checkpoint_index import Index
-from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError, parse_index, read_checked, read_index
+from flowtrain_lightning.checkpoint.index_file import (
+    INDEX,
+    DamagedCheckpointError,
+    read_checked,
+    read_index,
+)
 from flowtrain_lightning.checkpoint.local_shard import LocalShard, local_part, refuse_other_shape, run_within
 from flowtrain_lightning.checkpoint.saving import OBJECTS, RANDOM_STATES
 from flowtrain_lightning.checkpoint.stored_keys import WEIGHTS, parse_key
@@ -66,7 +71,7 @@ def load_checkpoint(
         return checkpoint_io.load_checkpoint(filepath, map_location="cpu", weights_only=weights_only is not False)
     rank = groups.cross.rank
     roles = (None, *(role for role in ROLES if rank in allocation.ranks[role]))
-    with _offering_another(path):
+    with offering_another(path):
         index = read_index(path)
         checkpoint = _read_dictionary(
             path,
@@ -150,7 +155,7 @@ def read_checkpoint(
         DamagedCheckpointError: names the file and the tensor, and another checkpoint.
         ValueError: the directory is no checkpoint, or of another format, or holds other objects.
     """
-    with _offering_another(path):
+    with offering_another(path):
         return _read_dictionary(
             path, read_index(path), wanted, weights_only, optimizers=optimizers, layouts={}, shares={}
         )
@@ -183,6 +188,7 @@ def _read_dictionary(
     parameters only some rows of such entries are read.
     """
     checkpoint = {**index.lightning, "flowtrain": index.run, **_read_objects(path, OBJECTS, index, weights_only)}
+    _check_places(path, checkpoint, (*index.tensors, *index.values))
     if not optimizers:
         for place in ("optimizer_states", WEIGHTS["current"]):
             checkpoint.pop(place, None)
@@ -207,6 +213,20 @@ def _read_dictionary(
         else:
             states[place_or_number]["state"].setdefault(name, {})[entry] = value
     return checkpoint
+
+
+def _check_places(path: Path, checkpoint: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Refuses weights and entries of optimizer states that would be left out without a word."""
+    optimizers = range(len(checkpoint.get("optimizer_states", [])))
+    for key in keys:
+        try:
+            place_or_number, _, _ = parse_key(key)
+        except ValueError:
+            known = False
+        else:
+            known = place_or_number in (optimizers if isinstance(place_or_number, int) else checkpoint)
+        if not known:
+            raise DamagedCheckpointError(f"{path / INDEX} is damaged: nothing in it says to what {key!r} belongs.")
 
 
 def _read_tensors(
@@ -267,38 +287,3 @@ def _tell_differences(saved: Mapping[str, Any], path: Path, allocation: Allocati
             f"flowtrain: {path} was saved on another allocation ({Allocation.from_state(saved).describe()}). The run "
             "goes on with the same samples; sums in another order differ in their last bits."
         )
-
-
-# ---- what to do with a damaged one ----------------------------------------------------------------------------------
-
-
-@contextmanager
-def _offering_another(path: Path) -> Iterator[None]:
-    """Adds to what is said of a damaged checkpoint which other one in its folder can take its place."""
-    try:
-        yield
-    except DamagedCheckpointError as error:
-        other = _checkpoint_before(path)
-        advice = (
-            f"The checkpoint before it that has all its files is {other}: pass that as ckpt_path."
-            if other
-            else "No other checkpoint in that folder has all its files: copy it there again from where it is whole."
-        )
-        raise DamagedCheckpointError(f"{error} {advice}") from error
-
-
-def _checkpoint_before(path: Path) -> Path | None:
-    """The checkpoint beside ``path`` of the most steps, but not of more than it has itself if that can be told."""
-    own = _steps(parse_index, path)
-    others = (other for other in path.parent.iterdir() if other.is_dir() and not other.name.startswith("."))
-    steps = {other: _steps(read_index, other) for other in others if not other.samefile(path)}
-    before = {other: taken for other, taken in steps.items() if taken is not None and (own is None or taken <= own)}
-    return max(before, key=lambda other: (before[other], other.name), default=None)
-
-
-def _steps(read: Callable[[Path], Index], path: Path) -> int | None:
-    """How many steps a checkpoint's run had taken; None where that cannot be read."""
-    try:
-        return int(read(path).lightning.get("global_step", 0))
-    except (OSError, ValueError):
-        return None

@@ -26,7 +26,7 @@ _SCALED_TO_SIXTEEN_BITS = {"PNG", "PPM"}
 _ORIENTATION = 0x0112  # EXIF tag
 _PHOTOMETRIC, _WHITE_IS_ZERO = 262, 0  # TIFF tag and value
 _BITS = 258  # TIFF tag
-_PNG_BEGIN = 8
+_PNG_BEGIN, _PNG_DEPTH = 8, 24  # bytes before the first part of the file, and before the bits of a number
 
 
 class ImageError(MediaError):
@@ -102,6 +102,7 @@ def _opened(file: MediaFile) -> Iterator[tuple[Image, BinaryIO]]:
             raise ImageError(f"it is no image that can be read; known are {', '.join(FORMATS)} ({error})") from error
         _refuse_too_large(image, pillow.MAX_IMAGE_PIXELS)
         _refuse_unknown_range(image)
+        _settle_transparency(image, stream)
         try:
             yield image, stream
         except ImageError:
@@ -128,8 +129,21 @@ def _refuse_unknown_range(image: Image) -> None:
             f"its pixels are {kinds.get(image.mode, f'of the kind {image.mode}')}, which do not say what is black and "
             "what is white; save it with 8 or 16 bits a pixel"
         )
-    if isinstance(image.info.get("transparency"), tuple) and max(image.info["transparency"]) > 255:
+
+
+def _settle_transparency(image: Image, stream: BinaryIO) -> None:
+    """Brings the one transparent colour of a PNG to 8 bits as its pixels, with which Pillow compares it."""
+    transparent = image.info.get("transparency")
+    if image.format != "PNG" or not isinstance(transparent, int | tuple) or image.mode in ("P", *_SIXTEEN_BITS):
+        return
+    kept = stream.tell()
+    stream.seek(_PNG_DEPTH)
+    depth = stream.read(1)[0]
+    stream.seek(kept)
+    if depth == 16:
         raise ImageError("it has colours of 16 bits of which one is transparent; save it with an alpha channel")
+    if isinstance(transparent, int):
+        image.info["transparency"] = transparent * 255 // (2**depth - 1)
 
 
 def _orientation(image: Image, stream: BinaryIO) -> int:

@@ -12,6 +12,9 @@ _FRAMES = ("fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pi
 _WRITING = ("documents", "chat_template", "chat_template_kwargs", "enable_thinking", "reasoning_content", "channel")
 _WEIGHTS = ("weight", "loss_scale", "channel_weights")
 
+_LEARNED = ("weight", "loss")
+"""Under which a turn may say that it is not learned."""
+
 _WRITTEN = ("tools",)
 """What stands beside the turns and is for the template to write."""
 
@@ -57,9 +60,10 @@ def written_in_turn(turn: Mapping[str, Any], usual: tuple[str, str]) -> tuple[bo
         NotUnderstoodError: its weight is neither 0 nor 1.
     """
     learned = True
-    others = {name: value for name, value in turn.items() if name not in usual and value not in (None, [], {})}
-    for name in ("weight", "loss"):
-        given = others.pop(name, None)
+    known = (*usual, *_LEARNED)
+    others = {name: value for name, value in turn.items() if name not in known and value not in (None, [], {})}
+    for name in _LEARNED:
+        given = turn.get(name)
         if given not in (None, 0, 1):
             raise NotUnderstoodError(f"a turn has {name}={given!r}; only 0 (not learned) and 1 are supported")
         learned &= given in (None, 1)

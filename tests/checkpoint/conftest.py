@@ -78,6 +78,10 @@ def seen_by(folder: Path, rank: int = 0) -> dict[str, Any]:
 
 @pytest.fixture
 def alone():
+    return groups_alone()
+
+
+def groups_alone() -> Groups:
     """The groups of a process on its own."""
     cross = CrossGroup(None, 0, 1, timedelta(seconds=1))  # type: ignore[arg-type]
     return Groups(cross, cross, cross, 0, 1, None, JobKey(b"alone"), iter(()))

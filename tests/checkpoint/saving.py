@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,10 +22,10 @@ from tests.forks import write_down
 HALVES = {"encoder": ("encoder",), "backbone": ("backbone", "head")}
 
 
-class Weightless(nn.Module):
-    """A module whose halves hold nothing into which a checkpoint could be read."""
+class NothingHeld(nn.Module):
+    """A module of these halves without weights: whatever is loaded for it comes whole."""
 
-    halves = HALVES
+    halves: ClassVar = HALVES
 
 
 def save(

@@ -17,7 +17,8 @@ from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from flowtrain_lightning.checkpoint.index_file import FORMAT
 from tests.checkpoint.conftest import saved_alone
-from tests.checkpoint.saving import MOMENTS, Weightless
+from tests.checkpoint.index_edits import read_text, write_text
+from tests.checkpoint.saving import MOMENTS, NothingHeld
 from tests.checkpoint.test_resume import same
 from tests.forks import Job, run_jobs
 
@@ -163,8 +164,7 @@ def test_objects_are_told_when_they_are_saved_and_refused_unless_the_user_trusts
 
 
 def test_another_format_is_refused(directory):
-    text = (directory / "index.json").read_text()
-    (directory / "index.json").write_text(text.replace(f'"flowtrain": {FORMAT}', f'"flowtrain": {FORMAT + 1}', 1))
+    write_text(directory, read_text(directory), FORMAT + 1)
     with pytest.raises(ValueError, match=f"has format {FORMAT + 1}, but .* reads format {FORMAT}. Use the version"):
         read_checkpoint(directory)
 
@@ -178,8 +178,7 @@ def test_another_directory_is_refused(directory):
 
 def test_a_resume_with_another_seed_or_layout_says_what_that_means(saved, alone, monkeypatch, caplog):
     monkeypatch.setenv("PL_GLOBAL_SEED", "9")
-    module = Weightless()
-    arguments = (saved / "last.ckpt", module, default_allocation(1), alone, TorchCheckpointIO())
+    arguments = (saved / "last.ckpt", NothingHeld(), default_allocation(1), alone, TorchCheckpointIO())
     with (
         caplog.at_level("INFO"),
         pytest.warns(UserWarning, match=r"seed 0, but this run has 9: .*seed_everything\(0\)"),

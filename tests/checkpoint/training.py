@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
-from flowtrain_lightning import FlowCheckpointIO, FlowTrainStrategy
+from flowtrain_lightning import FlowCheckpointIO, FlowTrainStrategy, RoleLayout
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import CostModel
 from tests.checkpoint.saving import MOMENTS, leave_room_for
@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "1+1": (2, {"encoder_ranks": 1}),
     "1+2": (3, {"encoder_ranks": 1}),
+    "1+2 sharded": (3, {"encoder_ranks": 1, "roles": {"backbone": RoleLayout(shard="fsdp")}}),
     "2+1": (3, {"encoder_ranks": 2}),
     "mixed 1+2": (3, {"placement": "mixed", "encoder_ranks": 1}),
     "colocated": (2, {"placement": "colocated"}),

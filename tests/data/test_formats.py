@@ -47,6 +47,19 @@ def test_text_that_is_not_utf_8_is_told(tmp_path):
         records_in(tmp_path / "d.jsonl")
 
 
+def test_of_an_array_the_record_is_told_that_is_not_utf_8(tmp_path):
+    records = [json.dumps(LLAVA).encode(), json.dumps({**LLAVA, "id": "?"}).encode().replace(b"?", b"\xe9")]
+    (tmp_path / "d.json").write_bytes(b"[" + b",".join(records) + b"]")
+    with pytest.raises(DataError, match=r"d.json, record 2: not valid UTF-8 .*; save the file as UTF-8"):
+        records_in(tmp_path / "d.json")
+
+
+def test_a_key_that_stands_twice_is_refused_by_name(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n{"text": "a", "text": "b"}\n')
+    with pytest.raises(DataError, match=r"d.jsonl, record 2: it has 'text' twice in one object; keep one"):
+        records_in(tmp_path / "d.jsonl")
+
+
 def as_parts(*images):
     """A conversation whose contents are lists."""
     question = [*images, {"type": "text", "text": "What"}, {"type": "text", "text": "?"}]

@@ -12,6 +12,7 @@ from PIL import Image, ImageFile, ImageOps, TiffImagePlugin
 from flowtrain_lightning.data import ImageError
 from flowtrain_lightning.data.image_files import decode, flatten, read_header
 from flowtrain_lightning.data.media_files import EncodedMedia
+from tests.data.png import COLOUR, GREY, png_of
 from tests.data.support import write_image
 
 RAMP = np.linspace(0, 1, 24 * 40).reshape(24, 40)
@@ -101,6 +102,19 @@ def test_transparent_colours_lie_on_white_in_every_mode(tmp_path):
     for name, (image, settings) in clear.items():
         image.save(tmp_path / name, **settings)
         assert (shown(tmp_path / name) == 255).all(), name
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_the_transparent_grey_of_a_png_of_few_bits_lies_on_white(depth):
+    ends = np.array([[[0], [2**depth - 1], [1]]])
+    content = png_of(ends, GREY, depth, [(b"tRNS", struct.pack(">H", 1))])
+    np.testing.assert_array_equal(grey(EncodedMedia("clear", content))[0], [0, 255, 255])
+
+
+def test_a_png_with_a_transparent_colour_of_16_bits_is_refused():
+    content = png_of(np.array([[[1, 2, 3]]]), COLOUR, 16, [(b"tRNS", struct.pack(">3H", 1, 2, 3))])
+    with pytest.raises(ImageError, match="colours of 16 bits of which one is transparent; save it with an alpha"):
+        read_header(EncodedMedia("clear", content))
 
 
 @pytest.mark.parametrize("suffix", ["gif", "png", "webp", "avif", "tif"])

@@ -61,6 +61,7 @@ def test_an_answer_that_shall_not_be_learned_is_not(mark):
         ({"system": 3}, "'system' must be a string, but is a int"),
         ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "keep one"),
         ({"messages": [{**ANSWER, "weight": 0.5}]}, "a turn has weight=0.5; only 0 "),
+        ({"messages": [{**ANSWER, "weight": []}]}, r"a turn has weight=\[\]; only 0 "),
         ({"images": ["a"], "image": ["b"]}, "has 'images' and 'image'"),
         ({"images": [{"path": "a", "resized_height": 9}]}, "an image has 'resized_height' of its own"),
         (

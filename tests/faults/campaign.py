@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 import traceback
@@ -13,10 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.faults.forks import Forks
-from tests.faults.job import ROOT
 from tests.faults.trial import draw, run_trial, why_impossible
+from tests.trials import RESULTS, commit
 
-RESULTS = ROOT / "tests/results/campaign.jsonl"
+KEPT = RESULTS / "campaign.jsonl"
 """One line for each trial: when and at which commit it was run, what happened, and what was not as promised."""
 
 
@@ -25,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--of", type=int, default=1000, help="trials in all")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where they are kept")
+    parser.add_argument("--results", type=Path, default=KEPT, help="where they are kept")
     options = parser.parse_args()
     known = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
     done = {each["seed"]: each["complaint"] for each in known}
@@ -58,7 +57,7 @@ def _run(seed: int, forks: Forks) -> dict[str, Any]:
     return {
         "seed": seed,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "commit": _commit(),
+        "commit": commit(),
         "trial": str(trial),
         "seconds": round(time.monotonic() - start, 1),
         "complaint": complaint,
@@ -67,11 +66,6 @@ def _run(seed: int, forks: Forks) -> dict[str, Any]:
 
 def _failed(done: dict[int, str]) -> int:
     return sum(map(bool, done.values()))
-
-
-def _commit() -> str:
-    command = ["git", "log", "-1", "--format=%h"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

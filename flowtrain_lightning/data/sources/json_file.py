@@ -68,14 +68,11 @@ class JsonFile(DataFile):
                 offset += len(line)
 
     def _locate_in_array(self) -> Iterator[Location]:
-        try:
-            with self.open() as file:
-                text = file.read().decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.path}: not valid UTF-8 ({error}); save the file as UTF-8.") from error
+        with self.open() as file:
+            text = _as_text(file.read())
         decoder = json.JSONDecoder()
         position, number = text.index("[") + 1, 0
-        offset = len(text[:position].encode())
+        offset = len(_as_bytes(text[:position]))
         while True:
             start = _after_space(text, position)
             if text[start : start + 1] == "]":
@@ -96,8 +93,8 @@ class JsonFile(DataFile):
             except (ValueError, RecursionError) as error:
                 raise _not_json(f"{self.path}, record {number + 1}", error) from error
             # Characters are counted as bytes piece by piece: reading back needs byte offsets.
-            offset += len(text[position:start].encode())
-            length = len(text[start:end].encode())
+            offset += len(_as_bytes(text[position:start]))
+            length = len(_as_bytes(text[start:end]))
             yield offset, length
             position, offset, number = end, offset + length, number + 1
 
@@ -109,11 +106,25 @@ def decoded_json(content: bytes, where: str) -> Any:
         DataError: they are not valid JSON in UTF-8, or hold what Python does not read.
     """
     try:
-        return json.loads(content.decode("utf-8-sig"))
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_each_key_once)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not valid UTF-8 ({error}); save the file as UTF-8.") from error
+    except _KeyTwiceError as error:
+        raise DataError(f"{where}: it has {str(error)!r:.80} twice in one object; keep one of them.") from None
     except (ValueError, RecursionError) as error:
         raise _not_json(where, error) from error
+
+
+class _KeyTwiceError(ValueError):
+    """An object of JSON has this key twice: readers of JSON take one of the values and drop the other."""
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _KeyTwiceError(next(key for key in keys if keys.count(key) > 1))
+    return found
 
 
 def _not_json(where: str, error: Exception) -> DataError:
@@ -122,6 +133,15 @@ def _not_json(where: str, error: Exception) -> DataError:
     if isinstance(error, json.JSONDecodeError):
         return DataError(f"{where}: not valid JSON ({error}).")
     return DataError(f"{where}: it holds a number of too many digits ({error}); write such a number as a string.")
+
+
+def _as_text(content: bytes) -> str:
+    """UTF-8 with room for bytes that are none: the record in which they stand is refused when it is read."""
+    return content.decode(errors="surrogateescape")
+
+
+def _as_bytes(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")
 
 
 def _after_space(text: str, position: int) -> int:
