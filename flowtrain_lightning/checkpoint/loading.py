@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flowtrain_lightning.allocator import ROLES, Allocation
+from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.checkpoint.checkpoint_index import Index
 from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError, parse_index, read_checked, read_index
 from flowtrain_lightning.checkpoint.local_shard import LocalShard, local_part, refuse_other_shape, run_within
@@ -65,7 +65,7 @@ def load_checkpoint(
     if not path.is_dir():
         return checkpoint_io.load_checkpoint(filepath, map_location="cpu", weights_only=weights_only is not False)
     rank = groups.cross.rank
-    roles = (None, *(role for role in ROLES if rank in allocation.ranks[role]))
+    roles = (None, *(role for role in allocation.roles if rank in allocation.ranks[role]))
     with _offering_another(path):
         index = read_index(path)
         checkpoint = _read_dictionary(
