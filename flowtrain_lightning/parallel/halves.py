@@ -68,7 +68,7 @@ class HalvedModule(Protocol):
 
 def roles_of(halves: Halves) -> tuple[str, ...]:
     """The roles of a module: what encodes, then the backbone."""
-    return (*(role for role in halves if role != BACKBONE), BACKBONE)
+    return tuple(sorted(halves, key=lambda role: role == BACKBONE))
 
 
 def build_halves(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +23,7 @@ from flowtrain_lightning.data import (
     SampleSizes,
 )
 from flowtrain_lightning.parallel.connecting import disconnect_groups
-from tests.exactness.layouts import SEED
+from tests.exactness.layouts import SEED, ranks_of
 from tests.exactness.train import Recorder
 from tests.forks import write_down
 from tests.tiny import IMAGES, WIDTH, Backbone, Block, CharTokenizer, Encoder, TinyVLM
@@ -226,20 +225,19 @@ def train(
     resume: str | None = None,
     workers: int = 0,
 ) -> None:
-    """Trains ``STEPS`` steps under ``"auto"`` or on such a layout; then validates and predicts.
+    """Trains ``STEPS`` steps under ``"auto"``, ``"ddp 2"`` or on such a layout; then validates and predicts.
 
     Writes ``rank<r>.pt`` as every test of exactness does, and down: the kinds of work that this rank's lanes did in
     training, the validation's loss, and how many predictions this rank made.
     """
-    ranks = sum(map(int, re.findall(r"\d+", layout))) or 1
-    strategy: Any = layout
-    if layout != "auto":
+    strategy: Any = layout.partition(" ")[0]
+    if "+" in layout:
         strategy = FlowTrainStrategy(allocation=allocation_of(layout), hang_timeout=60)
     recorder = Recorder()
     L.seed_everything(SEED, verbose=False)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=ranks,
+        devices=ranks_of(layout),
         strategy=strategy,
         precision="64-true",
         max_steps=STEPS,
@@ -255,10 +253,8 @@ def train(
     model = SeeingAndHearing(**(module or {}))
     trainer.fit(model, memory_data(num_workers=workers), ckpt_path=resume)
     recorder.save(folder)
-    spans = [] if layout == "auto" else trainer.strategy.runner.timeline.spans
+    spans = trainer.strategy.runner.timeline.spans if "+" in layout else []
     work = sorted({span.name for span in spans if span.stage == "train" and span.kind == "compute"})
-    if layout == "auto":
-        trainer.save_checkpoint(folder / "plain.ckpt", weights_only=True)
     trainer.limit_val_batches = 1.0
     (validated,) = trainer.validate(model, memory_data(), verbose=False)
     predicted = trainer.predict(model, memory_data())

@@ -13,6 +13,7 @@ import torch
 from flowtrain_lightning import export_checkpoint
 from tests.exactness.compare import Run, error, read_run
 from tests.exactness.hearing import SAVED_AT, STEPS
+from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
 
 LIMIT = 1e-10
@@ -24,10 +25,11 @@ CASES: dict[str, dict[str, Any]] = {
     "1+1+1": {"layout": "1+1+1"},
     "2+1+2, clipped": {"layout": "2+1+2", "clip": 0.2},
     "1+1+1, frozen eye": {"layout": "1+1+1", "module": {"frozen": "image"}},
+    "ddp 2": {"layout": "ddp 2"},
     "1+2+1, loaded by workers": {"layout": "1+2+1", "workers": 1},
 }
 QUICK = ["auto", "1+1+1", "2+1+2, clipped", "1+1+1, frozen eye"]
-ALL = [*QUICK, pytest.param("1+2+1, loaded by workers", marks=pytest.mark.full)]
+ALL = [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK)]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @cache
     def folder_of(name: str, target: str = "hearing", **more: Any) -> Path:
         arguments = {**CASES[name], **more}
-        ranks = sum(map(int, arguments["layout"].split("+"))) if "+" in arguments["layout"] else 1
+        ranks = ranks_of(arguments["layout"])
         if target == "plain_hearing":
             arguments, ranks = {key: arguments[key] for key in ("module", "clip") if key in arguments}, 1
         job = Job(f"{name} {target} {len(more)}", f"tests.exactness.{target}:train", ranks, arguments)
