@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.checkpoint import plain_file
 from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
@@ -24,7 +23,7 @@ from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, StepBat
 from flowtrain_lightning.parallel import TensorPlan, clip_to_norm, clip_to_value
 from flowtrain_lightning.parallel.context_parallel import shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.fully_shard import shard_repeated_blocks
-from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
+from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles, roles_of
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 
 # What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.
@@ -68,6 +67,10 @@ class _LoggingPlace:
 class FlowModule(L.LightningModule):
     """A vision-language model in two halves: an encoder of media and a backbone of tokens.
 
+    Where media of several modalities have an encoder each, ``halves`` names them ``"encoder_image"``,
+    ``"encoder_audio"`` and the like, and a method builds each: ``configure_encoder_image`` and so on. All are called
+    through ``encode``, which finds the modality in ``media.modality``.
+
     A subclass says how each half is built and what it computes; which rank computes what, and when, is the
     strategy's affair. The same subclass trains under ``strategy="flowtrain"``, ``"auto"`` and ``"ddp"``.
 
@@ -85,7 +88,7 @@ class FlowModule(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self._resident: tuple[str, ...] = ROLES
+        self._given_roles: tuple[str, ...] | None = None  # all
         self._in_parts: tuple[str, ...] = ()
         self._built: tuple[str, ...] | None = None
         self._unfilled: dict[str, UnfilledWeights] = {}
@@ -241,13 +244,13 @@ class FlowModule(L.LightningModule):
     def configure_model(self) -> None:
         """Builds the halves that live on this rank, and the others without memory."""
         if self._built is None or self._unfilled:
-            self._unfilled = build_halves(self, self._resident, self._in_parts)
+            self._unfilled = build_halves(self, self._local_roles, self._in_parts)
             check_halves(self)
-            self._built = self._resident
-        elif not set(self._resident) <= set(self._built):
+            self._built = self._local_roles
+        elif not set(self._local_roles) <= set(self._built):
             raise RuntimeError(
                 f"This {type(self).__name__} was built on a rank that holds {', '.join(self._built)} only, but is now "
-                f"needed with {', '.join(self._resident)}. Load it from a checkpoint: "
+                f"needed with {', '.join(self._local_roles)}. Load it from a checkpoint: "
                 f"{type(self).__name__}.load_from_checkpoint(PATH)."
             )
 
@@ -347,9 +350,14 @@ class FlowModule(L.LightningModule):
 
     # ---- who runs the steps --------------------------------------------------------------------------------------
 
-    def set_local_roles(self, roles: tuple[str, ...], in_parts: tuple[str, ...] = ()) -> None:
-        """The strategy says which halves this rank holds, and of which of them a part only."""
-        self._resident, self._in_parts = roles, in_parts
+    @property
+    def _local_roles(self) -> tuple[str, ...]:
+        """The roles whose halves this rank holds."""
+        return roles_of(self.halves) if self._given_roles is None else self._given_roles
+
+    def set_local_roles(self, roles: tuple[str, ...] | None, in_parts: tuple[str, ...] = ()) -> None:
+        """The strategy says which halves this rank holds (None: all), and of which of them a part only."""
+        self._given_roles, self._in_parts = roles, in_parts
 
     @property
     def holds_parts(self) -> bool:
@@ -367,8 +375,8 @@ class FlowModule(L.LightningModule):
 
     def drop_absent_roles(self) -> None:
         """Before others train them: what this rank had of them, if it was whole, would become stale."""
-        drop_absent_roles(self, self._resident)
-        self._built = self._resident
+        drop_absent_roles(self, self._local_roles)
+        self._built = self._local_roles
 
     def attach_runner(self, runner: StepRunner | None) -> None:
         """The strategy says who runs the steps (None: plain Lightning)."""

@@ -244,7 +244,8 @@ class FlowTrainStrategy(ParallelStrategy):
         refuse_foreign_module(trainer.lightning_module)
         refuse_unsupported(trainer)
         refuse_unmet_nodes(trainer)
-        self._request.answer(self.num_nodes * self.num_processes, self.num_nodes, self.ranks_per_device)
+        halves = self.flow_module.halves
+        self._request.answer(self.num_nodes * self.num_processes, self.num_nodes, self.ranks_per_device, halves)
 
     # ---- start and end ------------------------------------------------------------------------------------------
 
@@ -286,7 +287,7 @@ class FlowTrainStrategy(ParallelStrategy):
         rank_zero_info(f"flowtrain: {self._decision.text}")
 
     def _choose_allocation(self) -> PlacementDecision:
-        given = self._request.answer(self.world_size, self.num_nodes, self.ranks_per_device)
+        given = self._request.answer(self.world_size, self.num_nodes, self.ranks_per_device, self.flow_module.halves)
         if given is not None:
             return PlacementDecision(given, "there is one rank" if self.world_size == 1 else "it was asked for")
         assert self._rank_launcher is not None
@@ -443,7 +444,7 @@ class FlowTrainStrategy(ParallelStrategy):
         self._health.rest()
         if self._lightning_module is not None and self._job is not None:
             self.flow_module.attach_runner(None)
-            self.flow_module.set_local_roles(ROLES)  # until another run says otherwise, as plain Lightning does not
+            self.flow_module.set_local_roles(None)  # until another run says otherwise, as plain Lightning does not
             with without_absent_halves(self.flow_module, self._job.roles):
                 # A module that lies on no half was refused: its weights may have no memory to move.
                 if not any(parameter.is_meta for parameter in self.flow_module.parameters()):

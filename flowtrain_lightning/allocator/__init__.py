@@ -21,6 +21,9 @@ from flowtrain_lightning.allocator.allocation import (
     PlanningError,
     RoleLayout,
     Sharding,
+    encoder_of,
+    lane_of,
+    modality_of,
 )
 from flowtrain_lightning.allocator.candidates import WHOLE_COPIES, SearchSpace
 from flowtrain_lightning.allocator.coefficients import Efficiency
@@ -65,6 +68,9 @@ __all__ = [
     "describe_config",
     "describe_dimensions",
     "device_from",
+    "encoder_of",
+    "lane_of",
+    "modality_of",
     "named_device",
     "named_model",
     "role_problems",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal, get_args
@@ -15,6 +15,23 @@ BACKBONE = "backbone"
 
 ROLES = (ENCODER, BACKBONE)
 """The names of the roles, in the order in which data flow through them."""
+
+
+def encoder_of(modality: str, roles: Collection[str]) -> str:
+    """The role among these that encodes a modality: ``encoder`` where there is one, else ``encoder_<modality>``."""
+    return ENCODER if ENCODER in roles else f"{ENCODER}_{modality}"
+
+
+def modality_of(role: str) -> str | None:
+    """The one modality that a role encodes; None of ``encoder``, which takes whatever there is, and the backbone."""
+    encoder, _, modality = role.partition("_")
+    return modality if encoder == ENCODER and modality else None
+
+
+def lane_of(role: str) -> str:
+    """What a rank with this role does: ``encoder`` or ``backbone``."""
+    return BACKBONE if role == BACKBONE else ENCODER
+
 
 Sharding = Literal["replicate", "zero1", "zero2", "zero3", "fsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
 """What a data-parallel rank keeps of the weights, gradients and optimizer states.
@@ -232,9 +249,33 @@ class Allocation:
         return len(set().union(*self.ranks.values()))
 
     @property
+    def encoders(self) -> tuple[str, ...]:
+        """The roles that encode."""
+        return tuple(role for role in self.layouts if role != BACKBONE)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """All roles, in the order in which data flow through them."""
+        return (*self.encoders, BACKBONE)
+
+    @property
+    def encoder_members(self) -> tuple[tuple[int, ...], ...]:
+        """The global ranks of each data-parallel member that encodes: of one encoder after another."""
+        return tuple(member for role in self.encoders for member in self.members(role))
+
+    def encoder_member_of(self, rank: int) -> int | None:
+        """Which of ``encoder_members`` global ``rank`` belongs to, or None where it does not encode."""
+        first = 0
+        for role in self.encoders:
+            if (member := self.member_of(role, rank)) is not None:
+                return first + member
+            first += self.layouts[role].data
+        return None
+
+    @property
     def colocated_lanes(self) -> tuple[tuple[int, int], ...]:
-        """Of each rank with both roles, ascending: its member of the encoder, and its member of the backbone."""
-        lanes = ((self.member_of(ENCODER, rank), self.member_of(BACKBONE, rank)) for rank in self.ranks[BACKBONE])
+        """Of each rank with both roles, ascending: which of ``encoder_members`` it is, and which of the backbone's."""
+        lanes = ((self.encoder_member_of(rank), self.member_of(BACKBONE, rank)) for rank in self.ranks[BACKBONE])
         return tuple((encoder, backbone) for encoder, backbone in lanes if encoder is not None and backbone is not None)
 
     def shard_groups(self, role: str) -> tuple[tuple[int, ...], ...]:

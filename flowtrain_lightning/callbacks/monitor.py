@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.allocator.devices import maker_device
 from flowtrain_lightning.data import StepBatch, StepLoader
 from flowtrain_lightning.metrics import FlopUtilization, PackingUse, PlanMetric, Throughput
@@ -33,7 +33,8 @@ class FlowMonitor(L.Callback):
     Args:
         every_n_steps: steps between two reports; None takes the Trainer's ``log_every_n_steps``.
         peak_flops: FLOP/s of one device on paper, by which ``mfu/`` is measured; None takes those of the known GPUs,
-            and leaves it out on others. To count what a model computes takes rank 0 some seconds before the first step.
+            and leaves it out on others. For several encoders it is left out. To count what a model computes takes
+            rank 0 some seconds before the first step.
 
     Raises:
         ValueError: fewer than 1 step, or a peak that is not above 0.
@@ -109,7 +110,7 @@ def _utilization(trainer: L.Trainer, module: L.LightningModule, peak: float | No
     """MFU, where the peak is known and the module's FLOPs can be counted."""
     peak = _peak(trainer) if peak is None else peak
     data = trainer.datamodule  # type: ignore[attr-defined]
-    if peak is None or data is None or not isinstance(module, FlowModule):
+    if peak is None or data is None or not isinstance(module, FlowModule) or len(module.halves) > len(ROLES):
         return {}
     allocation = getattr(trainer.strategy, "allocation", None)
     everyone = tuple(range(trainer.world_size))

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from flowtrain_lightning.allocator import ROLES
+from flowtrain_lightning.allocator import ROLES, lane_of
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.runtime.job import Job
 
@@ -93,7 +93,7 @@ class StepProfiler(L.Callback):
 
     def _is_chosen(self, trainer: L.Trainer) -> bool:
         job: Job | None = getattr(trainer.strategy, "job", None)
-        return job is None or bool(set(self.roles) & set(job.roles))
+        return job is None or bool(set(self.roles) & set(map(lane_of, job.roles)))
 
     def _write(self, trainer: L.Trainer) -> None:
         on_gpu, rank = trainer.strategy.root_device.type == "cuda", trainer.global_rank

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flowtrain_lightning.allocator import ROLES, Allocation
+from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.checkpoint.checkpoint_before import offering_another
 from flowtrain_lightning.checkpoint.checkpoint_index import Index
 from flowtrain_lightning.checkpoint.index_file import (
@@ -70,7 +70,7 @@ def load_checkpoint(
     if not path.is_dir():
         return checkpoint_io.load_checkpoint(filepath, map_location="cpu", weights_only=weights_only is not False)
     rank = groups.cross.rank
-    roles = (None, *(role for role in ROLES if rank in allocation.ranks[role]))
+    roles = (None, *(role for role in allocation.roles if rank in allocation.ranks[role]))
     with offering_another(path):
         index = read_index(path)
         checkpoint = _read_dictionary(

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from flowtrain_lightning.allocator import ROLES, Allocation
+from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.checkpoint.checkpoint_index import Index, joined
 from flowtrain_lightning.checkpoint.files import (
     make_temporary,
@@ -141,7 +141,7 @@ def _take_halves(
 ) -> dict[str, dict[str, Any]]:
     """Takes this rank's halves out of the checkpoint: role -> key -> value. What lies on no half stays."""
     optimizers: list[NamedState] | None = checkpoint.pop("optimizer_states", None)
-    own: dict[str, dict[str, Any]] = {role: {} for role in ROLES if rank in allocation.ranks[role]}
+    own: dict[str, dict[str, Any]] = {role: {} for role in allocation.roles if rank in allocation.ranks[role]}
     for key, name, value in with_keys(checkpoint, optimizers or []):
         role = role_of(name, halves)
         if role in own:

@@ -15,7 +15,9 @@ import numpy as np
 from flowtrain_lightning.allocator import (
     DEVICES,
     PRECISIONS,
+    ROLES,
     Allocation,
+    AllocationError,
     Cluster,
     ModuleDescription,
     PlanningError,
@@ -57,6 +59,11 @@ def run() -> None:
             raise PlanningError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
     allocation = read_plan(options.plan)
     refuse_what_cannot_run(allocation, str(options.plan))
+    if set(allocation.layouts) != set(ROLES):
+        raise AllocationError(
+            f"{options.plan} has the roles {', '.join(allocation.layouts)}, but one encoder and the backbone are what "
+            "is simulated today."
+        )
     profile = None if options.profile is None else read_profile(options.profile)
     sizes = read_sizes(options.data)
     if not len(sizes):

@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE, encoder_of
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
@@ -89,9 +89,10 @@ class Compute:
             media = media.to(self.device, non_blocking=True)
         self._inputs.hand_over(media.tensors)
         media = media.with_patches(self._convert_input(media.patches))
-        enter_stream(ENCODER, *step, number)
-        with self._module.logging_refused("encode"), self._explains_absent_weights(ENCODER):
-            output = self._engines[ENCODER].call(self._module.encode, media)
+        role = encoder_of(media.modality, self._engines)
+        enter_stream(role, *step, number)
+        with self._module.logging_refused("encode"), self._explains_absent_weights(role):
+            output = self._engines[role].call(self._module.encode, media)
         features = output if isinstance(output, tuple) else (output,)
         rows = sum(media.rows)
         for feature in features:

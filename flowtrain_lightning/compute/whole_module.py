@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.compute.compute import Compute, UserMethods
 from flowtrain_lightning.compute.features import as_features
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import Features, StepBatch
 from flowtrain_lightning.parallel import ReplicatedHalf, squared_norm
-from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
+from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters, roles_of
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.parallel.sealed_messages import gather_over
 
@@ -44,7 +43,7 @@ class WholeModuleRunner:
         refuse_groups_of_roles(trainer)
         self.trainer = trainer
         self._module = module
-        self._engines = {role: ReplicatedHalf(half_parameters(module, role)) for role in ROLES}
+        self._engines = {role: ReplicatedHalf(half_parameters(module, role)) for role in roles_of(module.halves)}
         self._compute = Compute(module, trainer, trainer.strategy.root_device, self._engines)
         self._no_sync = ExitStack()
 
@@ -61,7 +60,9 @@ class WholeModuleRunner:
             for number in range(len(batch.microbatches)):
                 loss = self._microbatch(batch, number, "train")
                 if loss is not None and loss.requires_grad:
-                    self._compute.backward(ROLES, (loss,), (torch.ones_like(loss),), last=number == final)
+                    self._compute.backward(
+                        tuple(self._engines), (loss,), (torch.ones_like(loss),), last=number == final
+                    )
         report = self._agree("train")
         for engine in self._engines.values():
             engine.finish_gradients(1 / max(report.tokens, 1))
@@ -90,14 +91,16 @@ class WholeModuleRunner:
         return value
 
     def _microbatch(self, batch: StepBatch, number: int, stage: str) -> Any:
-        packed, media = batch.microbatches[number], batch.encoder_batches[number]
+        packed = batch.microbatches[number]
         if packed is None:
             return None
+        each = len(batch.encoder_batches) // len(batch.microbatches)  # an encoder batch for each modality
         step = (batch.epoch, batch.step)
         stream = number * self.trainer.world_size + self.trainer.global_rank
         features: Features = {}
-        if media is not None:
-            features = as_features(media.modality, self._compute.encode(media, step=step, number=stream))
+        for media in batch.encoder_batches[number * each : (number + 1) * each]:
+            if media is not None:
+                features |= as_features(media.modality, self._compute.encode(media, step=step, number=stream))
         return self._compute.microbatch(packed, features, stage=stage, step=step, number=stream)
 
     def _agree(self, stage: str) -> StepReport:

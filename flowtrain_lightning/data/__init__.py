@@ -14,9 +14,11 @@ from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.datamodule import FlowDataModule
 from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.formats import DataError, Record, Turn
+from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.image_files import ImageError
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
+from flowtrain_lightning.data.loaded_media import LoadedMedia, OwnMedia
 from flowtrain_lightning.data.media_files import MediaError
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.hugging_face import HubDataset
@@ -32,7 +34,7 @@ from flowtrain_lightning.data.token_stream import TokenSteps
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.data.video_files import VideoError
 from flowtrain_lightning.data.video_processor import VideoProcessor
-from flowtrain_lightning.packing import Entry, StepPlan
+from flowtrain_lightning.packing import Entry, SampleSizes, StepPlan
 
 __all__ = [
     "IGNORED_LABEL",
@@ -42,6 +44,7 @@ __all__ = [
     "Entry",
     "Features",
     "FlowDataModule",
+    "GivenTokens",
     "HubDataset",
     "ImageError",
     "ImageProcessor",
@@ -49,8 +52,10 @@ __all__ = [
     "IndexedSource",
     "JoinedSources",
     "JsonFile",
+    "LoadedMedia",
     "MediaError",
     "Mixture",
+    "OwnMedia",
     "PackedBatch",
     "PackedMedia",
     "PackingConfig",
@@ -58,6 +63,7 @@ __all__ = [
     "RankShard",
     "Record",
     "RecordStore",
+    "SampleSizes",
     "SampleSource",
     "Sampling",
     "StepBatch",

@@ -28,19 +28,22 @@ class RankShard:
         backbone_rank: the data-parallel rank within the backbone role, which tensor ranks have in common; None where
             the rank has no backbone lane.
         backbone_ranks: data-parallel ranks of the backbone role.
-        encoder_rank: the data-parallel rank within the encoder role, or None where the rank has no encoder lane.
-        encoder_ranks: data-parallel ranks of the encoder role.
+        encoder_rank: the data-parallel rank within the encoder role, or None where the rank has no encoder lane; where
+            there are several encoders, counted over all of them.
+        encoder_ranks: data-parallel ranks of the encoder role, or of all of them.
         colocated_lanes: the encoder rank and the backbone rank of each process that has both; ``()`` where none has.
         encoder_nodes: the node of each encoder rank, so that media items are encoded near their readers; ``()`` where
             there is one node.
         backbone_nodes: the node of each backbone rank, likewise.
-        local: every rank encodes just the media that it reads, one encoder batch per microbatch (plain Lightning).
+        local: every rank encodes just the media that it reads, one encoder batch per microbatch and modality (plain
+            Lightning).
         pads_microbatches: backbone ranks gather weights together, so each runs a microbatch at every position: where it
             has none, one that counts for nothing.
         pads_encoder_batches: encoder ranks gather weights together, so each runs an encoder batch where any has one.
         in_lockstep: ranks need each other to compute a layer of some role, so that two lanes of one rank take turns in
             a fixed order.
         shares_encoder_batches: several ranks compute each encoder batch together.
+        encoders: modality and ranks of each encoder, in the order of the encoder ranks; ``()`` where one takes all.
     """
 
     backbone_rank: int | None
@@ -55,6 +58,7 @@ class RankShard:
     pads_encoder_batches: bool = False
     in_lockstep: bool = False
     shares_encoder_batches: bool = False
+    encoders: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def plain(cls, rank: int, ranks: int) -> RankShard:

@@ -11,17 +11,18 @@ import torch
 from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch, PackedMedia
 from flowtrain_lightning.data.conversation import TokenSequence
 from flowtrain_lightning.data.loaded_media import LoadedMedia
-from flowtrain_lightning.packing import IntArray
-
-IMAGE = "image"
-"""The modality of images, and of videos, which the same encoder takes."""
+from flowtrain_lightning.packing import IMAGE, IntArray, NameArray
 
 _PADDING_TOKEN = 0
 _PADDING_LENGTH = 8
 
 
 def pack_sequences(
-    sequences: Sequence[TokenSequence], samples: Sequence[int], *, pad_to: int | None = None
+    sequences: Sequence[TokenSequence],
+    samples: Sequence[int],
+    *,
+    pad_to: int | None = None,
+    modalities: Sequence[NameArray] | None = None,
 ) -> PackedBatch:
     """One microbatch of at least one sequence.
 
@@ -29,6 +30,7 @@ def pack_sequences(
         sequences: the sequences in order.
         samples: their data set indices.
         pad_to: fill up to so many tokens by one more sequence without labels, all of token 0.
+        modalities: of each sequence's media items; None where all are images.
     """
     lengths = [len(sequence) for sequence in sequences]
     missing = 0 if pad_to is None else pad_to - sum(lengths)
@@ -49,7 +51,7 @@ def pack_sequences(
         position_ids=torch.from_numpy(np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])),
         cu_seqlens=_boundaries(lengths),
         max_seqlen=max(lengths),
-        media_positions={IMAGE: torch.from_numpy(positions)} if len(positions) else {},
+        media_positions=_by_modality(positions, sequences, modalities),
         samples=tuple(samples),
         targets=torch.from_numpy(np.flatnonzero(labels != IGNORED_LABEL)),
     )
@@ -71,13 +73,13 @@ def padding_microbatch() -> PackedBatch:
 
 
 def pack_media(items: Sequence[LoadedMedia]) -> PackedMedia:
-    """One encoder batch of at least one media item."""
+    """One encoder batch of at least one media item; all are of one modality."""
     shared = items[0].normalisation
     alike = all(item.normalisation is shared for item in items)
     moments = [1 if item.clip is None else item.clip.moments for item in items]
     lengths = [math.prod(item.grid) for item, count in zip(items, moments, strict=True) for _ in range(count)]
     return PackedMedia(
-        modality=IMAGE,
+        modality=items[0].modality,
         pixels=torch.from_numpy(np.concatenate([item.pixels if alike else item.patches for item in items])),
         cu_seqlens=_boundaries(lengths),
         grid=torch.tensor([item.grid for item in items], dtype=torch.int64),
@@ -87,6 +89,17 @@ def pack_media(items: Sequence[LoadedMedia]) -> PackedMedia:
         normalisation=torch.from_numpy(shared) if alike and shared is not None else None,
         clips=tuple(item.clip for item in items) if any(item.clip is not None for item in items) else (),
     )
+
+
+def _by_modality(
+    positions: IntArray, sequences: Sequence[TokenSequence], modalities: Sequence[NameArray] | None
+) -> dict[str, torch.Tensor]:
+    """Modality -> those of the positions at which its rows go, by name."""
+    if modalities is None:
+        return {IMAGE: torch.from_numpy(positions)} if len(positions) else {}
+    pairs = zip(modalities, sequences, strict=True)
+    of_each = np.concatenate([np.repeat(names, sequence.media_rows) for names, sequence in pairs])
+    return {name: torch.from_numpy(positions[of_each == name]) for name in np.unique(of_each).tolist()}
 
 
 def _boundaries(lengths: Sequence[int]) -> torch.Tensor:

@@ -30,7 +30,7 @@ from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.hugging_face import HubDataset
 from flowtrain_lightning.data.sources.indexed_source import IndexedSource
 from flowtrain_lightning.data.sources.naming import Data, is_stream, mixture_of, open_stores
-from flowtrain_lightning.data.sources.sample_source import JoinedSources
+from flowtrain_lightning.data.sources.sample_source import JoinedSources, SampleSource
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.data.step_packing import PackingConfig
 from flowtrain_lightning.data.stream_steps import StreamSteps
@@ -62,8 +62,9 @@ class FlowDataModule(L.LightningDataModule):
 
     Args:
         train: training data: a file, a pattern such as ``"shards/*.tar"``, an address that ``fsspec`` knows, a
-            ``HubDataset``, a ``datasets.Dataset``, or a list of these. A ``Mixture``, or a mapping of files to weights,
-            mixes them in that proportion, see :class:`~flowtrain_lightning.data.sampler.Sampling`.
+            ``HubDataset``, a ``datasets.Dataset``, a ``SampleSource`` of your own, or a list of these. A ``Mixture``,
+            or a mapping of files to weights, mixes them in that proportion, see
+            :class:`~flowtrain_lightning.data.sampler.Sampling`.
         val: validation data.
         test: test data.
         predict: data whose last assistant turns are to be written anew: sequences end with that turn's header.
@@ -265,7 +266,9 @@ class FlowDataModule(L.LightningDataModule):
         return fingerprint([self._source(name).fingerprint for name in self._wanted(stage)])
 
     def place(self, stage: str) -> Path:
-        """The path beside which the index of a stage's first data is kept."""
+        """The path beside which the index of a stage's first data is kept; of a source of one's own the folder."""
+        if isinstance(self.files[stage].sources[0], SampleSource):
+            return Path.cwd() / stage
         return open_stores(self.files[stage].sources[0])[0].place
 
     def record(self, stage: str, sample: int) -> Record:
@@ -293,8 +296,12 @@ class FlowDataModule(L.LightningDataModule):
         sources = [each.load() if isinstance(each, HubDataset) else each for each in self.files[stage].sources]
         if any(is_stream(each) for each in sources):
             return self._open_stream(stage, sources, measure)
-        opened = [
-            [IndexedSource(store, measure, self.token_budget, self.index, processes) for store in open_stores(source)]
+        opened: list[list[SampleSource]] = [
+            [source]
+            if isinstance(source, SampleSource)
+            else [
+                IndexedSource(store, measure, self.token_budget, self.index, processes) for store in open_stores(source)
+            ]
             for source in sources
         ]
         weights = self.files[stage].shares([[len(each) for each in group] for group in opened])

@@ -17,7 +17,7 @@ from flowtrain_lightning.data.formats import DataError, Record
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.data.measuring import unusable
-from flowtrain_lightning.data.media_files import MediaError, VideoFile
+from flowtrain_lightning.data.media_files import MediaError, MediaFile, VideoFile
 from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.sample_source import SampleSource
@@ -102,16 +102,18 @@ class SampleLoader:
             if isinstance(item, VideoFile):
                 assert self.videos is not None, "who measures videos knows what becomes of them"
                 loaded = self.videos.load(item)
-            else:
+            elif isinstance(item, MediaFile):
                 augment = self._augmentation(sample, number, epoch)
                 loaded = self.images.load_pixels(item, augment, alone=len(record.media) == 1)
+            else:
+                loaded = item.load()
         except MediaError as error:
             raise unusable(item, record, error) from error
         if loaded.rows != rows:
+            kind = loaded.modality if loaded.clip is None else "video"
             raise DataError(
-                f"{record.where}: {'image' if loaded.clip is None else 'video'} {item} gives {loaded.rows} rows of "
-                f"features, but gave {rows} when it was indexed; it was changed meanwhile. Delete the index in the "
-                "cache folder and start again."
+                f"{record.where}: {kind} {item} gives {loaded.rows} rows of features, but gave {rows} when it was "
+                "indexed; it was changed meanwhile. Delete the index in the cache folder and start again."
             )
         return loaded
 
@@ -215,7 +217,13 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
             self.samples.sequence(record_of(sample), tokens, of_sample)
             for sample, tokens, of_sample in zip(samples, sizes.tokens.tolist(), rows, strict=True)
         ]
-        return pack_sequences(sequences, samples, pad_to=self.packing.token_budget if self.pad_to_budget else None)
+        named = sizes.media_modality
+        return pack_sequences(
+            sequences,
+            samples,
+            pad_to=self.packing.token_budget if self.pad_to_budget else None,
+            modalities=None if named is None else np.split(named, sizes.media_start[1:-1]),
+        )
 
     def _encoder_batch(
         self, plan: StepPlan, items: IntArray, epoch: int, record_of: Callable[[int], Record]
@@ -226,12 +234,18 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         numbers = items - plan.sizes.media_start[owners]
         samples = plan.samples[owners]
         rows = plan.sizes.media_rows[items]
-        return pack_media(
-            [
-                self.samples.media(record_of(sample), sample, number, count, epoch)
-                for sample, number, count in zip(samples.tolist(), numbers.tolist(), rows.tolist(), strict=True)
-            ]
-        )
+        loaded = [
+            self.samples.media(record_of(sample), sample, number, count, epoch)
+            for sample, number, count in zip(samples.tolist(), numbers.tolist(), rows.tolist(), strict=True)
+        ]
+        modality = plan.sizes.modality_of(items[0])
+        other = next((found.modality for found in loaded if found.modality != modality), None)
+        if other is not None:
+            raise DataError(
+                f"A media item is loaded as {other!r}, but the sizes of its source say {modality!r} "
+                "(SampleSizes.media_modality). Say the same in both."
+            )
+        return pack_media(loaded)
 
 
 def _augmented(augment: Augment, generator: np.random.Generator, image: Image) -> Image:

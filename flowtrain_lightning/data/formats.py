@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowtrain_lightning.data.given_tokens import GivenTokens
+from flowtrain_lightning.data.loaded_media import OwnMedia
 from flowtrain_lightning.data.media_files import EncodedMedia, MediaFile, VideoFile
 from flowtrain_lightning.data.understood import (
     NotUnderstoodError,
@@ -74,7 +75,8 @@ class Record:
         where: the file and the record's number and id, for messages.
         id: the record's ``id``, or its number (from 1) where it has none.
         turns: the conversation; empty where the record is text alone or token ids.
-        media: where each image and each video is: one per marker, in order.
+        media: where each image and each video is: one per marker, in order. Of a source of one's own, whatever can
+            load itself.
         fields: the record as it stands in the data.
         others: what the record holds beside its turns for the template to write: ``tools``, say.
         written: what is not a conversation: text alone, which is learned as it stands, or token ids.
@@ -83,15 +85,20 @@ class Record:
     where: str
     id: str
     turns: tuple[Turn, ...]
-    media: tuple[MediaFile | VideoFile, ...]
+    media: tuple[MediaFile | VideoFile | OwnMedia, ...]
     fields: dict[str, Any]
     others: Mapping[str, Any] = field(default_factory=dict)
     written: str | GivenTokens | None = None
 
     @property
+    def files(self) -> tuple[MediaFile | VideoFile, ...]:
+        """Where each image and each video is, in order, but for what loads itself."""
+        return tuple(item for item in self.media if isinstance(item, MediaFile | VideoFile))
+
+    @property
     def images(self) -> tuple[MediaFile, ...]:
         """Where each image is, in order."""
-        return tuple(item for item in self.media if not isinstance(item, VideoFile))
+        return tuple(item for item in self.media if isinstance(item, MediaFile))
 
     @property
     def videos(self) -> tuple[VideoFile, ...]:

@@ -20,10 +20,12 @@ class GivenTokens:
     Attributes:
         ids: ``[tokens]`` the ids; an image is one image token, or as many as it has rows of features.
         learned: ``[tokens]`` whether the backbone learns to write each.
+        media_ids: the ids that stand for media items; empty is the template's image token.
     """
 
     ids: IntArray
     learned: NDArray[np.bool_]
+    media_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> GivenTokens:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 from zipfile import BadZipFile
@@ -24,6 +24,9 @@ from flowtrain_lightning.data.sources.record_store import RecordStore, locations
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 TooLong = Literal["error", "drop", "truncate"]
+
+_SIZES = ("tokens", "targets", "media_start", "media_rows", "media_patches")
+"""What is kept of sizes: files name images and videos alone."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,7 @@ def _load(cache_file: Path, store: RecordStore) -> IndexTable | None:
         content = str(arrays["content"])
         if store.status() != arrays["status"].tolist() and store.content() != content:
             return None
-        names = ("tokens", "targets", "media_start", "media_rows", "media_patches")
-        sizes = SampleSizes(**{name: arrays[name] for name in names})
+        sizes = SampleSizes(**{name: arrays[name] for name in _SIZES})
         return IndexTable(content, arrays["locations"], arrays["readable"], sizes, int(arrays["animated"]))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None  # no cache, or a damaged one: measure again
@@ -160,7 +162,7 @@ def _save(table: IndexTable, status: list[int], store: RecordStore, cache_files:
         "locations": table.locations,
         "readable": table.readable,
         "animated": np.asarray(table.animated),
-        **asdict(table.sizes),
+        **{name: getattr(table.sizes, name) for name in _SIZES},
     }
     for cache_file in cache_files:
         try:

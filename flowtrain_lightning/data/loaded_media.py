@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.data.batch import Clip
+from flowtrain_lightning.packing import IMAGE
 
 
 class LoadedMedia(NamedTuple):
@@ -20,6 +21,7 @@ class LoadedMedia(NamedTuple):
         normalisation: of pixels of uint8, see `ImageProcessor`.
         size: its height and width in pixels as it was in the data.
         clip: what a video is in time; None of an image.
+        modality: which encoder takes it.
     """
 
     pixels: NDArray[Any]
@@ -28,11 +30,24 @@ class LoadedMedia(NamedTuple):
     normalisation: NDArray[np.float32] | None = None
     size: tuple[int, int] = (0, 0)
     clip: Clip | None = None
+    modality: str = IMAGE
 
     @property
     def patches(self) -> NDArray[np.float32]:
         """``[patches, patch_dim]`` floats."""
         return self.pixels if self.normalisation is None else normalised(self.pixels, self.normalisation)
+
+
+class OwnMedia(Protocol):
+    """A media item of a `SampleSource` of one's own, which knows how it is read. ``str`` names it in messages."""
+
+    def load(self) -> LoadedMedia:
+        """What is to be encoded.
+
+        Raises:
+            MediaError: it cannot be read; says why.
+        """
+        ...
 
 
 def normalised(pixels: NDArray[Any], normalisation: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -17,13 +17,14 @@ from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import DataError, Record
 from flowtrain_lightning.data.image_files import decode, read_header
 from flowtrain_lightning.data.image_processor import ImageProcessor
+from flowtrain_lightning.data.loaded_media import OwnMedia
 from flowtrain_lightning.data.media_files import MediaError, MediaFile, VideoFile
 from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.video_files import decode_frames, read_video_header
 from flowtrain_lightning.data.video_processor import VideoProcessor
-from flowtrain_lightning.packing import IntArray, SampleSizes
+from flowtrain_lightning.packing import IMAGE, IntArray, NameArray, SampleSizes
 
 Unreadable = Literal["error", "drop"]
 
@@ -111,7 +112,7 @@ def measured_media(record: Record, measure: Measure) -> MeasuredMedia:
         DataError: one cannot be used, and such records are not to be left out.
     """
     sizes = []
-    for item in record.media:
+    for item in record.files:
         try:
             sizes.append(_measured(item, record, measure))
         except MediaError as error:
@@ -123,9 +124,9 @@ def measured_media(record: Record, measure: Measure) -> MeasuredMedia:
     return MeasuredMedia(table[:, 0], table[:, 1], True, int(table[:, 2].sum()))
 
 
-def unusable(item: MediaFile | VideoFile, record: Record, error: MediaError) -> DataError:
+def unusable(item: MediaFile | VideoFile | OwnMedia, record: Record, error: MediaError) -> DataError:
     """What to tell of a media item that cannot be used."""
-    kind = "video" if isinstance(item, VideoFile) else "image"
+    kind = "video" if isinstance(item, VideoFile) else "image" if isinstance(item, MediaFile) else "media item"
     return DataError(
         f"{record.where}: {kind} {item} cannot be used: {error}; correct the record, or leave such records out with "
         "IndexConfig(unreadable='drop')."
@@ -236,6 +237,16 @@ def concatenated(parts: Sequence[SampleSizes]) -> SampleSizes:
         media_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         media_rows=np.concatenate([nothing, *(part.media_rows for part in parts)]),
         media_patches=np.concatenate([nothing, *(part.media_patches for part in parts)]),
+        media_modality=_joined_modalities(parts),
+    )
+
+
+def _joined_modalities(parts: Sequence[SampleSizes]) -> NameArray | None:
+    if all(part.media_modality is None for part in parts):
+        return None
+    images = (np.full(len(part.media_rows), IMAGE) for part in parts)
+    return np.concatenate(
+        [some if part.media_modality is None else part.media_modality for part, some in zip(parts, images, strict=True)]
     )
 
 

@@ -42,15 +42,15 @@ def token_sequence(
     if isinstance(written, str):
         ids = np.asarray(tokenizer.encode(written), dtype=np.int64)
         return _sequence(ids, np.ones(len(ids), dtype=bool), rows[:0], rows[:0])
-    if not record.images:
+    if not record.media:
         return _sequence(written.ids, written.learned, rows[:0], rows[:0])
-    return _with_images(written, record, template.image_id(tokenizer), rows)
+    return _with_media(written, record, written.media_ids or (template.image_id(tokenizer),), rows)
 
 
-def _with_images(given: GivenTokens, record: Record, image_id: int, rows: IntArray) -> TokenSequence:
-    """Every image with as many image tokens as it has rows of features; cut before the first image without rows."""
-    places = np.flatnonzero(given.ids == image_id)
-    images = len(record.images)
+def _with_media(given: GivenTokens, record: Record, media_ids: tuple[int, ...], rows: IntArray) -> TokenSequence:
+    """Every media item with as many tokens as it has rows of features; cut before the first one without rows."""
+    places = np.flatnonzero(np.isin(given.ids, media_ids))
+    images = len(record.media)
     if len(places) == images:  # one token an image: repeated for every row
         ids, learned = given.ids, given.learned
         if len(rows) < images:
@@ -64,8 +64,9 @@ def _with_images(given: GivenTokens, record: Record, image_id: int, rows: IntArr
         starts = places[np.cumsum(rows) - rows]
         if (places == np.repeat(starts - np.cumsum(rows) + rows, rows) + np.arange(len(places))).all():
             return _sequence(given.ids, given.learned, starts, rows)
+    called = ", ".join(map(str, media_ids))
     raise DataError(
-        f"{record.where}: its 'input_ids' have {len(places)} image tokens ({image_id}), but its {images} images need "
+        f"{record.where}: its 'input_ids' have {len(places)} image tokens ({called}), but its {images} images need "
         f"{images} (one for each) or {int(rows.sum())} (one for each row of features, those of an image together)."
     )
 

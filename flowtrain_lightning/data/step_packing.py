@@ -25,7 +25,7 @@ class PackingConfig:
         cost: what a packed set of sequences costs the backbone; None takes a checkpoint's, else ``DEFAULT_COST``. See
             :mod:`~flowtrain_lightning.packing.cost_model` for where to get one.
         encoder_cost: what a set of media items costs the encoder, by their patches and in the unit of ``cost``; None
-            takes a checkpoint's, else balances by patches.
+            takes a checkpoint's, else balances by patches. Of several encoders it holds for each.
         profile: a ``profile.json`` of ``flowtrain profile``, which brings both cost models.
         sync_every: when backbone ranks wait for each other: ``"step"``, once a step, as replicas do that sum their
             gradients; ``"microbatch"``, at every microbatch, as those do that share weights. None follows the layout.
@@ -96,6 +96,7 @@ class StepPacking:
             backbone_ranks=shard.backbone_ranks,
             encoder_ranks=shard.encoder_ranks,
             token_budget=self.token_budget,
+            encoders=shard.encoders,
             local=shard.local,
             colocated_lanes=shard.colocated_lanes,
             encoder_nodes=shard.encoder_nodes,

@@ -252,7 +252,7 @@ class ProcessorTemplate:
             text += told
             if number < len(pieces) - 1:
                 known = int(rows[number]) if number < len(rows) else 0
-                words, often = self._words_for(record.media[number], known, videos)
+                words, often = self._words_for(record.files[number], known, videos)
                 starts.append(len(text))
                 text += self._special.told(words)
                 counts += often

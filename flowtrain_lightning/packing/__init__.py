@@ -7,9 +7,11 @@ Three ways in: :func:`~flowtrain_lightning.packing.step_planner.plan_step` plans
 
 from flowtrain_lightning.packing.cost_model import DEFAULT_COST, CostModel
 from flowtrain_lightning.packing.step_plan import (
+    IMAGE,
     SYNC_EVERY,
     Entry,
     IntArray,
+    NameArray,
     PackingError,
     SampleSizes,
     StepPlan,
@@ -18,10 +20,12 @@ from flowtrain_lightning.packing.step_plan import (
 
 __all__ = [
     "DEFAULT_COST",
+    "IMAGE",
     "SYNC_EVERY",
     "CostModel",
     "Entry",
     "IntArray",
+    "NameArray",
     "PackingError",
     "SampleSizes",
     "StepPlan",

@@ -8,7 +8,7 @@ import numpy as np
 
 from flowtrain_lightning.packing.compiled import compiled
 from flowtrain_lightning.packing.load_balancing import two_way_partition
-from flowtrain_lightning.packing.step_plan import BoolArray, EncoderBatches, FloatArray, IntArray
+from flowtrain_lightning.packing.step_plan import BoolArray, EncoderBatches, FloatArray, IntArray, SampleSizes
 
 _SWAPS = 32
 """Moves, swaps and partitions per encoder rank, at most."""
@@ -67,6 +67,45 @@ def pack_encoder_batches(
     return tuple(tuple(of_rank) for of_rank in batches)
 
 
+def pack_batches_of_encoders(
+    costs: FloatArray,
+    backbone_rank: IntArray,
+    position: IntArray,
+    *,
+    sizes: SampleSizes,
+    encoders: Sequence[tuple[str, int]],
+    encoder_nodes: Sequence[int] = (),
+    backbone_nodes: Sequence[int] = (),
+) -> EncoderBatches:
+    """As `pack_encoder_batches`, where every modality has an encoder of its own, on ranks of its own.
+
+    Args:
+        costs: ``[media items]`` what encoding each costs; those of two modalities are never compared.
+        backbone_rank: ``[media items]`` who reads each.
+        position: ``[media items]`` the position of the microbatch that reads each.
+        sizes: say of which modality each media item is.
+        encoders: modality and ranks of each encoder.
+        encoder_nodes: the node of each encoder rank; ``()`` where there is one.
+        backbone_nodes: the node of each backbone rank.
+
+    Returns:
+        ``[encoder rank][number]`` -> media item numbers, the ranks of one encoder after those of another.
+    """
+    batches: list[tuple[IntArray, ...]] = []
+    for modality, ranks in encoders:
+        media = sizes.of_modality(modality)
+        found = pack_encoder_batches(
+            costs[media],
+            backbone_rank[media],
+            position[media],
+            encoder_ranks=ranks,
+            encoder_nodes=encoder_nodes[len(batches) : len(batches) + ranks],
+            backbone_nodes=backbone_nodes,
+        )
+        batches += [tuple(media[batch] for batch in of_rank) for of_rank in found]
+    return tuple(batches)
+
+
 def local_encoder_batches(backbone_rank: IntArray, position: IntArray, *, ranks: int, positions: int) -> EncoderBatches:
     """Encode where it is read: batch ``i`` of rank ``r`` holds the media items of microbatch ``i`` of rank ``r``.
 
@@ -85,6 +124,18 @@ def local_encoder_batches(backbone_rank: IntArray, position: IntArray, *, ranks:
             for number in range(positions)
         )
         for rank in range(ranks)
+    )
+
+
+def divided_by_modality(batches: EncoderBatches, sizes: SampleSizes) -> EncoderBatches:
+    """In the place of every batch one for each modality of the step, by name; some may be empty."""
+    return tuple(
+        tuple(
+            np.array([item for item in batch if sizes.modality_of(item) == modality], dtype=np.int64)
+            for batch in of_rank
+            for modality in sizes.modalities
+        )
+        for of_rank in batches
     )
 
 

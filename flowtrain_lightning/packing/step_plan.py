@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
+NameArray = NDArray[np.str_]
+
+IMAGE = "image"
+"""The modality of images, and of videos, which the same encoder takes."""
 
 Microbatches = tuple[tuple[IntArray, ...], ...]
 """``[backbone rank][position]`` -> sample numbers."""
@@ -40,6 +44,7 @@ class SampleSizes:
         media_start: ``[samples + 1]`` the media items of sample ``i`` are ``media_start[i]:media_start[i + 1]``.
         media_rows: ``[media items]`` rows of features, that is backbone tokens, of each media item.
         media_patches: ``[media items]`` encoder patches of each media item.
+        media_modality: ``[media items]`` the modality of each, for example ``"audio"``; None where all are images.
     """
 
     tokens: IntArray
@@ -47,6 +52,7 @@ class SampleSizes:
     media_start: IntArray
     media_rows: IntArray
     media_patches: IntArray
+    media_modality: NameArray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -55,6 +61,21 @@ class SampleSizes:
     def media_sample(self) -> IntArray:
         """``[media items]`` the sample that owns each media item."""
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.media_start))
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """The modalities of these media items, by name; images where nothing is said of any."""
+        return (IMAGE,) if self.media_modality is None else tuple(np.unique(self.media_modality).tolist())
+
+    def modality_of(self, media: int) -> str:
+        """The modality of one media item."""
+        return IMAGE if self.media_modality is None else str(self.media_modality[media])
+
+    def of_modality(self, modality: str) -> IntArray:
+        """The numbers of all media items of one modality."""
+        if self.media_modality is None:
+            return np.arange(len(self.media_rows) if modality == IMAGE else 0, dtype=np.int64)
+        return np.flatnonzero(self.media_modality == modality).astype(np.int64)
 
     def select(self, samples: IntArray) -> SampleSizes:
         """The sizes of ``samples``, in that order (an index may occur twice)."""
@@ -67,6 +88,7 @@ class SampleSizes:
             media_start=start,
             media_rows=self.media_rows[media],
             media_patches=self.media_patches[media],
+            media_modality=None if self.media_modality is None else self.media_modality[media],
         )
 
 
@@ -75,12 +97,13 @@ class Entry:
     """What one encoder batch hands to one microbatch: the unit that passes through the pool.
 
     Attributes:
-        encoder_rank: who encodes, counted within the encoder role.
+        encoder_rank: who encodes, counted over all encoders, one after another.
         encoder_batch: position in that rank's order.
         backbone_rank: who reads, counted within the backbone role.
         microbatch: position in that rank's order.
         media: ``[n]`` the step's media item numbers, adjacent in the encoder batch.
         rows: rows of features in all.
+        modality: of the media items.
     """
 
     encoder_rank: int
@@ -89,6 +112,7 @@ class Entry:
     microbatch: int
     media: IntArray
     rows: int
+    modality: str = IMAGE
 
 
 @dataclass(frozen=True)
@@ -100,9 +124,9 @@ class StepPlan:
         sizes: the sizes of these samples; media items are numbered in this order.
         microbatches: ``[backbone rank][position]`` -> indices into ``samples``. Every rank has as many microbatches;
             some may be empty.
-        encoder_batches: ``[encoder rank][position]`` -> media item numbers, grouped by the microbatch that reads them.
-            On one encoder rank the positions of the reading microbatches never fall from one batch to the next: this
-            is why the order of the step cannot block in the pool.
+        encoder_batches: ``[encoder rank][position]`` -> media item numbers, of one modality, grouped by the microbatch
+            that reads them. On one encoder rank the positions of the reading microbatches never fall from one batch to
+            the next: this is why the order of the step cannot block in the pool.
     """
 
     samples: IntArray
@@ -134,6 +158,7 @@ class StepPlan:
                 for end, reader in enumerate(readers, 1):
                     if end == len(readers) or readers[end] != reader:
                         members = media[start:end]
-                        found.append(Entry(encoder_rank, number, *reader, members, int(media_rows[members].sum())))
+                        rows, modality = int(media_rows[members].sum()), self.sizes.modality_of(members[0])
+                        found.append(Entry(encoder_rank, number, *reader, members, rows, modality))
                         start = end
         return tuple(found)

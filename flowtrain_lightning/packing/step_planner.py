@@ -8,7 +8,12 @@ from itertools import zip_longest
 import numpy as np
 
 from flowtrain_lightning.packing.cost_model import DEFAULT_COST, CostModel
-from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches
+from flowtrain_lightning.packing.encoder_batches import (
+    divided_by_modality,
+    local_encoder_batches,
+    pack_batches_of_encoders,
+    pack_encoder_batches,
+)
 from flowtrain_lightning.packing.microbatches import as_microbatches, pack_microbatches
 from flowtrain_lightning.packing.order import media_order, order_step
 from flowtrain_lightning.packing.step_plan import (
@@ -30,6 +35,7 @@ def plan_step(
     backbone_ranks: int,
     encoder_ranks: int,
     token_budget: int,
+    encoders: Sequence[tuple[str, int]] = (),
     local: bool = False,
     colocated_lanes: Sequence[tuple[int, int]] = (),
     encoder_nodes: Sequence[int] = (),
@@ -45,9 +51,11 @@ def plan_step(
         sizes: sizes of ``samples``, in that order.
         samples: ``[n]`` indices into the data set, in sampler order.
         backbone_ranks: data-parallel ranks of the backbone role.
-        encoder_ranks: data-parallel ranks of the encoder role.
+        encoder_ranks: data-parallel ranks of the encoder role, or of all of them.
         token_budget: the most tokens of one microbatch.
-        local: every rank encodes just the media items that it reads, one encoder batch (perhaps empty) per microbatch.
+        encoders: modality and ranks of each encoder, where there are several; ``()`` where one encoder takes all.
+        local: every rank encodes just the media items that it reads, one encoder batch (perhaps empty) per microbatch
+            and modality of the step.
         colocated_lanes: the encoder rank and the backbone rank of each process that has both: there the backbone rank's
             media items are encoded unless balance moves them. Where other encoder ranks only encode, these have
             precedence, as far as all then end the step together.
@@ -66,10 +74,12 @@ def plan_step(
 
     Raises:
         PackingError: a number of ranks or a budget below 1, sizes of other samples, a sample over the token budget,
-            ``colocated_lanes`` of other ranks, or ``local`` with unequal numbers of ranks.
+            ``colocated_lanes`` of other ranks, ``local`` with unequal numbers of ranks, or media that no encoder takes.
     """
     _refuse_bad_ranks(backbone_ranks, encoder_ranks, token_budget, local, colocated_lanes)
     _refuse_bad_samples(sizes, samples, token_budget)
+    if not local:
+        _refuse_other_modalities(sizes, [modality for modality, _ in encoders])
     if microbatches is None:
         microbatches = pack_microbatches(
             sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, sync_every=sync_every
@@ -81,15 +91,27 @@ def plan_step(
         media_costs = cost.of_each(sizes.media_rows)
     else:
         media_costs = sizes.media_patches.astype(np.float64)
-    if encoder_cost is None or local or colocated_lanes:
-        # A rank with both lanes never waits for itself, so little is to be gained by a search.
-        order = media_order(_media_per_position(microbatches, sizes))
+    if encoder_cost is None or local or colocated_lanes or encoders:
+        # A rank with both lanes never waits for itself, so little is to be gained by a search; and a search would
+        # have to compare what media cost one encoder with what others cost another.
+        weights = _shares_of_encoders(sizes, media_costs) if encoders else sizes.media_patches
+        order = media_order(_media_per_position(microbatches, sizes, weights))
         microbatches = tuple(tuple(of_rank[position] for position in order) for of_rank in microbatches)
     else:
         microbatches = _ordered(microbatches, sizes, encoder_ranks, token_budget, cost, media_costs, sync_every)
     rank, position = StepPlan(samples, sizes, microbatches, ()).readers
     if local:
         batches = local_encoder_batches(rank, position, ranks=backbone_ranks, positions=len(microbatches[0]))
+    elif encoders:
+        batches = pack_batches_of_encoders(
+            media_costs,
+            rank,
+            position,
+            sizes=sizes,
+            encoders=encoders,
+            encoder_nodes=encoder_nodes,
+            backbone_nodes=backbone_nodes,
+        )
     else:
         batches = pack_encoder_batches(
             media_costs,
@@ -103,7 +125,10 @@ def plan_step(
             encoder_nodes=encoder_nodes,
             backbone_nodes=backbone_nodes,
         )
-    return StepPlan(samples, sizes, _by_source(microbatches, batches, sizes), batches)
+    microbatches = _by_source(microbatches, batches, sizes)
+    if local and sizes.media_modality is not None:
+        batches = divided_by_modality(batches, sizes)
+    return StepPlan(samples, sizes, microbatches, batches)
 
 
 def _ordered(
@@ -156,12 +181,23 @@ def _beside_encoding(
     return busy
 
 
-def _media_per_position(microbatches: Microbatches, sizes: SampleSizes) -> IntArray:
-    """``[positions]`` patches of the media items that all ranks together read at each position."""
-    patches = np.zeros(len(sizes), dtype=np.int64)
-    np.add.at(patches, sizes.media_sample, sizes.media_patches)
+def _media_per_position(
+    microbatches: Microbatches, sizes: SampleSizes, weights: IntArray | FloatArray
+) -> IntArray | FloatArray:
+    """``[positions]`` weight of the media items that all ranks together read at each position."""
+    media = np.zeros(len(sizes), dtype=weights.dtype)
+    np.add.at(media, sizes.media_sample, weights)
     at_each = zip(*microbatches, strict=True)
-    return np.array([sum(patches[members].sum() for members in of_ranks) for of_ranks in at_each])
+    return np.array([sum(media[members].sum() for members in of_ranks) for of_ranks in at_each])
+
+
+def _shares_of_encoders(sizes: SampleSizes, media_costs: FloatArray) -> FloatArray:
+    """``[media items]`` the share of each in what its encoder has to do in the step."""
+    shares = np.zeros(len(media_costs))
+    for modality in sizes.modalities:
+        media = sizes.of_modality(modality)
+        shares[media] = media_costs[media] / max(media_costs[media].sum(), 1.0)
+    return shares
 
 
 def _by_source(microbatches: Microbatches, batches: EncoderBatches, sizes: SampleSizes) -> Microbatches:
@@ -201,6 +237,27 @@ def _refuse_bad_ranks(
         raise PackingError(
             f"colocated_lanes is {tuple(colocated_lanes)}; it must name pairs of an encoder rank below {encoder_ranks} "
             f"and a backbone rank below {backbone_ranks}."
+        )
+
+
+def _refuse_other_modalities(sizes: SampleSizes, encoded: Sequence[str]) -> None:
+    """Raise a PackingError for media that no encoder takes.
+
+    Args:
+        sizes: of the step's samples.
+        encoded: the modality that each encoder takes; empty where one encoder takes all.
+    """
+    given = sizes.modalities if len(sizes.media_rows) else ()
+    if not encoded and len(given) > 1:
+        raise PackingError(
+            f"The samples have media of the modalities {', '.join(given)}, but one encoder gets media of one at a "
+            f"time. Name an encoder for each in the module's halves: {', '.join(f'encoder_{name}' for name in given)}."
+        )
+    unknown = [name for name in given if encoded and name not in encoded]
+    if unknown:
+        raise PackingError(
+            f"The samples have media of the modality {unknown[0]!r}, but the encoders take {', '.join(encoded)}. Name "
+            f"an encoder of it in the module's halves, 'encoder_{unknown[0]}', or leave such media out."
         )
 
 

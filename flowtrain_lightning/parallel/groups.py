@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from flowtrain_lightning.allocator import ROLES, Allocation
+from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.parallel.cross_group import CrossGroup
 from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.parallel.sealed_messages import gather_over
@@ -116,7 +116,7 @@ def collective_backend(device_type: str, rank: int, allocation: Allocation, rank
 def default_groups(allocation: Allocation) -> tuple[tuple[int, ...], ...]:
     """The global ranks of every default group: a role, or where roles share ranks all of them."""
     if allocation.placement == "separate":
-        return tuple(allocation.ranks[role] for role in ROLES)
+        return tuple(allocation.ranks[role] for role in allocation.roles)
     return (tuple(range(allocation.size)),)
 
 

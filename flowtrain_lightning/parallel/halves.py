@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from flowtrain_lightning.allocator import ROLES
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, modality_of
 from flowtrain_lightning.parallel.random_streams import enter_stream, own_streams
 from flowtrain_lightning.parallel.tensor_plan import TensorPlan
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights, build_without_weights
@@ -66,6 +66,11 @@ class HalvedModule(Protocol):
         """As of `torch.nn.Module`."""
 
 
+def roles_of(halves: Halves) -> tuple[str, ...]:
+    """The roles of a module: what encodes, then the backbone."""
+    return tuple(sorted(halves, key=lambda role: role == BACKBONE))
+
+
 def build_halves(
     module: HalvedModule, resident: Collection[str], in_parts: Collection[str] = ()
 ) -> dict[str, UnfilledWeights]:
@@ -84,16 +89,17 @@ def build_halves(
         all resident roles wait for that where one of them does.
 
     Raises:
-        ValueError: a half names a module that was not built.
+        ValueError: a half names a module that was not built, or is called what no role is.
     """
+    _refuse_other_names(module)
     unfilled: dict[str, UnfilledWeights] = {}
     if module.builds_whole:
         weights = _build(module, module.configure_whole, ("weights",), without_weights=bool(in_parts))
         if weights is not None:
             unfilled = dict.fromkeys(resident, weights)
     else:
-        for role in ROLES:
-            build, stream = getattr(module, f"configure_{role}"), ("weights", role)
+        for role in roles_of(module.halves):
+            build, stream = _builder(module, role), ("weights", role)
             if role in resident:
                 weights = _build(module, build, stream, without_weights=role in in_parts)
                 if weights is not None:
@@ -104,6 +110,14 @@ def build_halves(
     _refuse_missing_modules(module)
     drop_absent_roles(module, resident)
     return unfilled
+
+
+def _builder(module: HalvedModule, role: str) -> Callable[[], None]:
+    """The method that builds one half."""
+    build: Callable[[], None] | None = getattr(module, f"configure_{role}", None)
+    if build is None:
+        raise NotImplementedError(f"{type(module).__name__} must define configure_{role}, or configure_whole.")
+    return build
 
 
 def _build(
@@ -150,7 +164,7 @@ def drop_absent_roles(module: HalvedModule, resident: Collection[str]) -> None:
     named = module.named_parameters(remove_duplicate=False)
     first_names: dict[int, str] = {}
     names = {name: first_names.setdefault(id(parameter), name) for name, parameter in named}
-    for role in ROLES:
+    for role in roles_of(module.halves):
         if role not in resident:
             for path in module.halves[role]:
                 module.get_submodule(path).to("meta")
@@ -232,7 +246,7 @@ def role_of(name: str, halves: Mapping[str, Collection[str]]) -> str | None:
 def without_absent_halves(module: HalvedModule, resident: Collection[str]) -> Iterator[None]:
     """Takes the halves without memory off the module, so that ``module.to(device)`` moves what is really there."""
     removed: list[tuple[nn.Module, str, nn.Module]] = []
-    for role in ROLES:
+    for role in roles_of(module.halves):
         if role in resident:
             continue
         for path in module.halves[role]:
@@ -249,9 +263,20 @@ def without_absent_halves(module: HalvedModule, resident: Collection[str]) -> It
             setattr(parent, name, half)
 
 
+def _refuse_other_names(module: HalvedModule) -> None:
+    encoders = [role for role in module.halves if role != BACKBONE]
+    several = len(encoders) > 1 and all(modality_of(role) for role in encoders)
+    if BACKBONE not in module.halves or not (encoders == [ENCODER] or several):
+        raise ValueError(
+            f"The halves of {type(module).__name__} are called {', '.join(map(repr, module.halves))}. Call them "
+            f"{' and '.join(map(repr, ROLES))}; where media of several modalities have an encoder each, as "
+            "'encoder_image' and 'encoder_audio', after the modality."
+        )
+
+
 def _refuse_missing_modules(module: HalvedModule) -> None:
     built = "configure_whole" if module.builds_whole else "configure_{}"
-    for role in ROLES:
+    for role in roles_of(module.halves):
         for path in module.halves[role]:
             if not has_module(module, path):
                 raise ValueError(

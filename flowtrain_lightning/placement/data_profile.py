@@ -11,8 +11,7 @@ import numpy as np
 from flowtrain_lightning.allocator import Workload
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.data import FlowDataModule
-from flowtrain_lightning.data.collate import IMAGE
-from flowtrain_lightning.packing import CostModel, IntArray, SampleSizes
+from flowtrain_lightning.packing import IMAGE, CostModel, IntArray, SampleSizes
 from flowtrain_lightning.placement.profile import Profile
 
 _TRIALS = math.ceil(math.log(0.05) / math.log(1 - 0.05))

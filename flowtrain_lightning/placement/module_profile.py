@@ -73,8 +73,13 @@ def profile_module(
 
     Raises:
         DataError: there are no training data, or they cannot be read.
-        ProfileError: the halves do not fit, and their layers are not alike.
+        ProfileError: the halves do not fit, and their layers are not alike; or there are several encoders.
     """
+    if set(module.halves) != set(ROLES):
+        raise ProfileError(
+            f"{type(module).__name__} has the halves {', '.join(module.halves)}, but one encoder and the backbone are "
+            "what is measured today."
+        )
     trainer = profiling_trainer(accelerator, precision, device_number)
     device, precision = trainer.strategy.root_device, trainer.precision
     data.prepare_data()

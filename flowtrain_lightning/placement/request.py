@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from flowtrain_lightning.allocator import (
     Placement,
     RoleLayout,
     default_allocation,
+    modality_of,
 )
 from flowtrain_lightning.allocator.allocation import Sharding, count_ranks, number_spans
 from flowtrain_lightning.allocator.plan_file import read_plan
@@ -47,13 +48,16 @@ class PlacementRequest:
     profile: Profile | str
     roles: Mapping[str, RoleLayout] = field(default_factory=dict)
 
-    def answer(self, ranks: int, nodes: int = 1, ranks_per_device: int = 1) -> Allocation | None:
+    def answer(
+        self, ranks: int, nodes: int = 1, ranks_per_device: int = 1, halves: Collection[str] = ROLES
+    ) -> Allocation | None:
         """The allocation that follows from the request alone, or None where there is something to find out.
 
         Args:
             ranks: of the run.
             nodes: on which they run, as many on each.
             ranks_per_device: how many of them share a device.
+            halves: roles of the module that is to train.
 
         Raises:
             AllocationError: with what was asked for and what there is.
@@ -61,7 +65,14 @@ class PlacementRequest:
         if self.allocation is not None:
             refuse_other_ranks(self.allocation, ranks, self.source)
             refuse_what_cannot_run(self.allocation, self.source)
+            _refuse_other_halves(self.allocation, self.source, halves)
             return self.allocation
+        if len(halves) > len(ROLES):
+            raise AllocationError(
+                f"The module has the halves {', '.join(halves)}, but how many ranks each of several encoders gets is "
+                "not found out today. Say it: FlowTrainStrategy(allocation=...) takes an Allocation or a YAML file "
+                "with the ranks of every role. On one device train it with strategy='auto'."
+            )
         if ranks == 1 or self.placement is not None or self.encoder_ranks is not None:
             per_node = ranks // nodes
             by_rule = default_allocation(ranks, self.placement, self.encoder_ranks, per_node, ranks_per_device)
@@ -124,13 +135,41 @@ def refuse_what_cannot_run(allocation: Allocation, source: str) -> None:
         raise AllocationError(f"{source} {reason}")
 
 
+def _refuse_other_halves(allocation: Allocation, source: str, halves: Collection[str]) -> None:
+    """Raise an AllocationError unless the allocation has the roles of a module."""
+    if set(allocation.layouts) != set(halves):
+        raise AllocationError(
+            f"{source} has the roles {', '.join(allocation.layouts)}, but the module has the halves "
+            f"{', '.join(halves)}. Give each of these ranks, and no other role."
+        )
+
+
+def _why_encoders_cannot_run(allocation: Allocation) -> str | None:
+    """The same of an allocation that has other roles than one encoder and the backbone."""
+    roles = f"has the roles {', '.join(allocation.layouts)}"
+    if len(allocation.encoders) == 1 or not all(modality_of(role) for role in allocation.encoders):
+        return (
+            f"{roles}, but a run has {' and '.join(ROLES)}, or instead of the first several encoders that are called "
+            "after their modalities, as encoder_image and encoder_audio."
+        )
+    if allocation.placement != "separate":
+        return (
+            f"{roles} in the placement {allocation.placement}, but several encoders run on ranks of their own today; "
+            "choose the placement separate."
+        )
+    for role, layout in allocation.layouts.items():
+        if not layout.is_whole_copies:
+            return (
+                f"{roles} and gives the {role} the layout {layout.describe()}, but beside several encoders ranks hold "
+                f"whole copies today; give it {Layout(data=layout.ranks).describe()}."
+            )
+    return None
+
+
 def why_it_cannot_run(allocation: Allocation) -> str | None:
     """What training does not offer today of an allocation, as the end of a sentence about it; None where it runs."""
     if set(allocation.layouts) != set(ROLES):
-        return (
-            f"has the roles {', '.join(allocation.layouts)}, but one encoder and the backbone are what runs today; "
-            f"name them {' and '.join(ROLES)}."
-        )
+        return _why_encoders_cannot_run(allocation)
     for role, layout in allocation.layouts.items():
         if layout.expert > 1:
             return (

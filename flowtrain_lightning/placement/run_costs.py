@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation
+from flowtrain_lightning.allocator import BACKBONE, Allocation, modality_of
 from flowtrain_lightning.data import FlowDataModule, RankShard, StepDataset
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.placement.measured import PlanSteps, Processors
@@ -19,22 +19,29 @@ from flowtrain_lightning.placement.measured import PlanSteps, Processors
 def rank_shard(allocation: Allocation, rank: int, nodes: int = 1) -> RankShard:
     """Which part of every step a rank loads, where the ranks lie on ``nodes`` alike."""
     layouts = allocation.layouts
+    encoders = [layouts[role] for role in allocation.encoders]
     of_node = allocation.size // nodes
-    node_of = {
-        role: tuple(ranks[0] // of_node for ranks in allocation.members(role)) if nodes > 1 else () for role in ROLES
-    }
+
+    def node_of(members: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return tuple(ranks[0] // of_node for ranks in members) if nodes > 1 else ()
+
     return RankShard(
         backbone_rank=allocation.member_of(BACKBONE, rank),
         backbone_ranks=layouts[BACKBONE].data,
-        encoder_rank=allocation.member_of(ENCODER, rank),
-        encoder_ranks=layouts[ENCODER].data,
+        encoder_rank=allocation.encoder_member_of(rank),
+        encoder_ranks=sum(layout.data for layout in encoders),
         colocated_lanes=allocation.colocated_lanes,
-        encoder_nodes=node_of[ENCODER],
-        backbone_nodes=node_of[BACKBONE],
+        encoder_nodes=node_of(allocation.encoder_members),
+        backbone_nodes=node_of(allocation.members(BACKBONE)),
         pads_microbatches=layouts[BACKBONE].sums_in_step,
-        pads_encoder_batches=layouts[ENCODER].sums_in_step,
+        pads_encoder_batches=any(layout.sums_in_step for layout in encoders),
         in_lockstep=any(layout.shares_weights or layout.sums_in_step for layout in layouts.values()),
-        shares_encoder_batches=layouts[ENCODER].ranks_of_member > 1,
+        shares_encoder_batches=any(layout.ranks_of_member > 1 for layout in encoders),
+        encoders=tuple(
+            (modality, layouts[role].data)
+            for role in allocation.encoders
+            if (modality := modality_of(role)) is not None
+        ),
     )
 
 

@@ -15,7 +15,6 @@ from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.features import FeatureSpec, as_features
 from flowtrain_lightning.data import Features, PackedBatch
-from flowtrain_lightning.data.collate import IMAGE
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.program import MicrobatchWork
 from flowtrain_lightning.runtime.schedule import LaneContext, Progress, Schedule, Step
@@ -27,7 +26,7 @@ class BackboneLane:
 
     Args:
         context: what the lane works with.
-        encoders: for each data-parallel rank of the encoder, its global ranks.
+        encoders: for each data-parallel rank that encodes, its global ranks.
         answers: this rank returns the gradients of features, and predictions; of ranks that share a microbatch, which
             all have the same, the first does.
         counts: its losses and logged values count; of tensor ranks, which all have the same, those of the first do.
@@ -73,8 +72,9 @@ class BackboneLane:
                 if spec is not None and not features.tensors and step.batch.shard.pads_microbatches:
                     # Other ranks may have media now, and sum gradients of all that a layout gathers together. So what
                     # only features meet, such as a projector, takes part here as well.
-                    features.tensors = spec.no_rows(self._context.compute.device)
-                    packed = replace(packed, media_positions={IMAGE: packed.tokens[:0]})
+                    modality = step.plan.entries[0].modality  # of all of them, where ranks share weights
+                    features.tensors = {modality: spec.no_rows(self._context.compute.device)}
+                    packed = replace(packed, media_positions={modality: packed.tokens[:0]})
                 leaves = self._compute(step, number, packed, features, outputs)
                 if step.trains and self._answers:
                     yield from self._return_gradients(step, features.work, leaves)
@@ -91,17 +91,23 @@ class BackboneLane:
 
     def _compute(
         self, step: Step, number: int, packed: PackedBatch, features: MicrobatchFeatures, outputs: list[Any]
-    ) -> tuple[Tensor, ...]:
-        """Forward and backward of one microbatch; returns its features as leaves of the graph."""
+    ) -> dict[str, tuple[Tensor, ...]]:
+        """Forward and backward of one microbatch; returns its features, by modality, as leaves of the graph."""
         context, rank = self._context, step.batch.shard.backbone_rank
         assert rank is not None
-        features.copies.hand_over(features.tensors)
-        leaves = tuple(t.requires_grad_(step.trains and t.is_floating_point()) for t in features.tensors)
+        features.copies.hand_over([tensor for given in features.tensors.values() for tensor in given])
+        leaves = {
+            modality: tuple(t.requires_grad_(step.answers(modality) and t.is_floating_point()) for t in given)
+            for modality, given in features.tensors.items()
+        }
+        merged: Features = {}
+        for modality, given in leaves.items():
+            merged |= as_features(modality, given)
         context.enter(f"compute microbatch {number}", step)
         start = context.timeline.start()
         result = context.compute.microbatch(
             packed,
-            as_features(next(iter(packed.media_positions)), leaves) if leaves else Features(),
+            merged,
             stage=step.stage,
             step=step.name,
             number=number * len(step.plan.microbatches) + rank,
@@ -119,9 +125,12 @@ class BackboneLane:
         context.timeline.stop(start, BACKBONE, COMPUTE, "microbatch", step.stage, step.index, number)
         return leaves
 
-    def _return_gradients(self, step: Step, work: MicrobatchWork, leaves: tuple[Tensor, ...]) -> Schedule:
+    def _return_gradients(self, step: Step, work: MicrobatchWork, features: dict[str, tuple[Tensor, ...]]) -> Schedule:
         start = self._context.timeline.start()
         for entry, slices in work.slices.items():
+            if not step.answers(work.modalities[entry]):
+                continue
+            leaves = features[work.modalities[entry]]
             # No rows stand for no gradient: what took no part in the loss keeps None, as it would in one process.
             gradients = [leaf.detach()[:0] if leaf.grad is None else _rows(leaf.grad, slices) for leaf in leaves]
             key, readers = Key(step.gradients, step.index, entry), self._encoders[work.owners[entry]]
@@ -140,28 +149,30 @@ class MicrobatchFeatures:
         work: which entries they are, and where their rows belong.
         copies: the stream on which they are fetched.
         missing: key of an entry that is not here yet -> its number.
-        tensors: the features; ``()`` before the first entry is here, and where the microbatch has no media.
+        tensors: modality -> the features, in the order of names; without those of which no entry is here yet.
     """
 
     def __init__(self, step: Step, work: MicrobatchWork, copies: CopyStream) -> None:
         self.work = work
         self.copies = copies
         self.missing = {Key(step.features, step.index, entry): entry for entry in work.slices}
-        self.tensors: tuple[Tensor, ...] = ()
+        self.tensors: dict[str, tuple[Tensor, ...]] = {}
 
     def fetch(self, arrived: list[Key], context: LaneContext) -> None:
         """Copies entries that have arrived and releases them at once."""
         for key in arrived:
             lease = context.pool.get(key)
             assert lease is not None, "it has arrived"
-            parts = lease.tensors
-            if not self.tensors:
-                self.tensors = tuple(
-                    torch.empty((self.work.rows, *part.shape[1:]), dtype=part.dtype, device=context.compute.device)
+            parts, entry = lease.tensors, self.missing.pop(key)
+            slices, modality = self.work.slices[entry], self.work.modalities[entry]
+            if modality not in self.tensors:
+                count = self.work.rows[modality]
+                made = tuple(
+                    torch.empty((count, *part.shape[1:]), dtype=part.dtype, device=context.compute.device)
                     for part in parts
                 )
-            slices = self.work.slices[self.missing.pop(key)]
-            for whole, part in zip(self.tensors, parts, strict=True):
+                self.tensors = dict(sorted({**self.tensors, modality: made}.items()))
+            for whole, part in zip(self.tensors[modality], parts, strict=True):
                 for run, rows in zip(slices, torch.split(part, [run.stop - run.start for run in slices]), strict=True):
                     whole[run] = rows
             lease.release()

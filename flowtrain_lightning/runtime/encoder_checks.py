@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import ENCODER
+from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.parallel import local_part
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 
@@ -58,7 +58,7 @@ class FrozenEncoder:
         return {
             name: (parameter, parameter.data_ptr(), parameter._version)
             for name, parameter in self._module.named_parameters()
-            if role_of(name, halves) == ENCODER
+            if role_of(name, halves) not in (BACKBONE, None)
         }
 
 

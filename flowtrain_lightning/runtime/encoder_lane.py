@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.allocator import ENCODER
+from flowtrain_lightning.allocator import ENCODER, modality_of
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.pool import Key
@@ -31,12 +31,16 @@ class EncoderLane:
         context: what the lane works with.
         readers: for each data-parallel rank of the backbone, its global ranks.
         publishes: this rank puts features into the pool; of tensor ranks, which all have the same, the first does.
+        role: the rank's, which is named after a modality where there are several encoders.
     """
 
-    def __init__(self, context: LaneContext, readers: Sequence[tuple[int, ...]], *, publishes: bool = True) -> None:
+    def __init__(
+        self, context: LaneContext, readers: Sequence[tuple[int, ...]], *, publishes: bool = True, role: str = ENCODER
+    ) -> None:
         self._context = context
         self._readers = readers
         self._publishes = publishes
+        self._role = role
         self._published: dict[tuple[str, int], int] = {}  # stage and step -> encoder batches that were worked ahead
 
     def run(self, step: Step, spec: FeatureSpec) -> Schedule:
@@ -50,14 +54,15 @@ class EncoderLane:
         done = self._published.pop((step.stage, step.index), 0)
         while self._publishes and not pool.reserve(step.reserved_features(spec, done)):
             yield _ROOM
-        if step.trains:
+        modality = modality_of(self._role)
+        if step.trains if modality is None else step.answers(modality):
             yield from self._train(step)
             return
         for number, batch in batches.items():
             if number >= done:
                 while not self._has_room(step, batch):
                     yield _ROOM
-                step.executed[ENCODER].append(f"forward {number}")
+                step.executed[self._role].append(f"forward {number}")
                 yield from self._publish(step, batch, self._forward(step, batch, keep=False))
                 yield Progress.UNIT
 
@@ -92,7 +97,7 @@ class EncoderLane:
         waiting: deque[AwaitingBackward] = deque()
         for kind, number in step.program.encoder_order:
             batch = step.program.encoder_batches[number]
-            step.executed[ENCODER].append(f"{kind} {number}")
+            step.executed[self._role].append(f"{kind} {number}")
             if kind == "forward":
                 yield from self._collect_until(partial(self._has_room, step, batch), waiting, step, _ROOM)
                 features = self._forward(step, batch, keep=not batch.recomputes)
@@ -172,7 +177,7 @@ class EncoderLane:
         context.enter(f"backward of encoder batch {batch.number}", step)
         self._copies(batch).hand_over(waiting.gradients)
         start = context.timeline.start()
-        context.compute.backward((ENCODER,), outputs, tuple(waiting.gradients), last=last)
+        context.compute.backward((self._role,), outputs, tuple(waiting.gradients), last=last)
         context.timeline.stop(start, ENCODER, COMPUTE, "backward", step.stage, step.index, batch.number)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation
+from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.parallel.agreed_error import AgreedError
 from flowtrain_lightning.parallel.connecting import connect_groups
 from flowtrain_lightning.parallel.groups import default_groups, parts_of_groups
@@ -68,7 +68,7 @@ class Job:
     ) -> None:
         self.rank = rank
         self.allocation = allocation
-        ranks = len({*allocation.ranks[ENCODER], *allocation.ranks[BACKBONE]})
+        ranks = allocation.size
         self.labels = [_label(allocation, number) for number in range(ranks)]
         self._health = health
         health.name_ranks(self.labels)
@@ -93,7 +93,7 @@ class Job:
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles of this rank."""
-        return tuple(role for role in ROLES if self.rank in self.allocation.ranks[role])
+        return tuple(role for role in self.allocation.roles if self.rank in self.allocation.ranks[role])
 
     def is_first(self, role: str) -> bool:
         """Whether this rank is the first of a data-parallel rank of ``role``: it speaks for those with its samples."""
@@ -192,4 +192,5 @@ def _stay_on_this_node() -> None:
 
 
 def _label(allocation: Allocation, rank: int) -> str:
-    return " and ".join(f"{role} {ranks.index(rank)}" for role in ROLES if rank in (ranks := allocation.ranks[role]))
+    pairs = ((role, allocation.ranks[role]) for role in allocation.roles)
+    return " and ".join(f"{role} {ranks.index(rank)}" for role, ranks in pairs if rank in ranks)

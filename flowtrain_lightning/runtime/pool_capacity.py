@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from flowtrain_lightning.allocator import ENCODER
+from flowtrain_lightning.allocator import encoder_of
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import PackedMedia
@@ -74,6 +74,7 @@ class PoolCapacity:
         self._compute = compute
         self._timeline = timeline
         self._settings = settings
+        self._encoded: set[str] = set()  # modalities whose features are known
         self._region_bytes = 0
         self._last_counters: PoolCounters | None = None
         self._tier: DeviceTier | None = None
@@ -96,9 +97,11 @@ class PoolCapacity:
 
         Raises:
             PoolError: the pool's bytes were bounded to too few for this step; the text says how many would do.
+            ValueError: encoders return other rows of features than each other.
         """
-        if step.plan.entries and self._compute.spec is None:
-            self._compute.spec = self._agree_on_spec(step)
+        for modality in step.plan.sizes.modalities if step.plan.entries else ():
+            if modality not in self._encoded:
+                self._agree_on_spec(step, modality)
         spec = self._compute.spec
         demand = step.program.pool_demand(spec) if step.plan.entries and spec is not None else None
         least, ample = (demand.least, demand.ample) if demand is not None else (0, 0)
@@ -160,12 +163,13 @@ class PoolCapacity:
             return self._tier.runtime.pin
         return CudaRuntime(self._compute.device).pin if self._compute.device.type == "cuda" else None
 
-    def _agree_on_spec(self, step: Step) -> FeatureSpec:
-        """What a row of features is, found by encoding the first batch of the first rank that has one."""
-        job, encoder_rank = self._job, min(entry.encoder_rank for entry in step.plan.entries)
-        layout, members = job.allocation.layouts[ENCODER], job.allocation.members(ENCODER)
+    def _agree_on_spec(self, step: Step, modality: str) -> None:
+        """Finds what a row of features is, by encoding the first batch of the first rank that has one."""
+        job, role = self._job, encoder_of(modality, self._job.allocation.layouts)
+        encoder_rank = min(entry.encoder_rank for entry in step.plan.entries if entry.modality == modality)
+        layout, members = job.allocation.layouts[role], job.allocation.encoder_members
         source, found = members[encoder_rank][0], None
-        if job.rank in (job.allocation.ranks[ENCODER] if layout.gathers_weights else members[encoder_rank]):
+        if job.rank in (job.allocation.ranks[role] if layout.gathers_weights else members[encoder_rank]):
             own = (media for media in step.batch.encoder_batches if media is not None)
             media = next(own, step.batch.padding_media)
             assert media is not None
@@ -173,15 +177,25 @@ class PoolCapacity:
             spec = self._probe(media)
             found = spec.shapes, tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
         shapes, dtypes = job.groups.cross.broadcast_message(found, source)
-        return FeatureSpec(shapes, tuple(getattr(torch, name) for name in dtypes))
+        spec, known = FeatureSpec(shapes, tuple(getattr(torch, name) for name in dtypes)), self._compute.spec
+        if known is not None and spec != known:
+            raise ValueError(
+                f"encode returned features of {spec} for the modality {modality!r}, but of {known} for "
+                f"{' and '.join(map(repr, sorted(self._encoded)))}. Features of all modalities pass through one pool, "
+                "which takes one kind of row: return as many tensors, as wide and of the same type, for each of them."
+            )
+        self._compute.spec = spec
+        self._encoded.add(modality)
 
     def _probe(self, media: PackedMedia) -> FeatureSpec:
         training = [module for module in self._module.modules() if module.training]
+        known, self._compute.spec = self._compute.spec, None  # that of another modality
         try:
             for module in training:
                 module.training = False  # so that running statistics and the like stay as they are
             with own_streams(), torch.no_grad():
                 return FeatureSpec.of(self._compute.encode(media, step=(-1, -1), number=0))
         finally:
+            self._compute.spec = known
             for module in training:
                 module.training = True

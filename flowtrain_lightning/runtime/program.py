@@ -43,15 +43,17 @@ class MicrobatchWork:
 
     Attributes:
         number: its position in this rank's order.
-        rows: rows of features in all, in the order in which the media items appear in the microbatch.
+        rows: modality -> rows of features in all, in the order in which its media items appear in the microbatch.
         slices: number of an entry -> the runs of adjacent rows that its own rows become, one after another.
-        owners: number of an entry -> who encodes it, counted within the encoder role.
+        owners: number of an entry -> who encodes it, counted over all encoders.
+        modalities: number of an entry -> the modality of its media items.
     """
 
     number: int
-    rows: int
+    rows: dict[str, int]
     slices: dict[int, tuple[slice, ...]]
     owners: dict[int, int]
+    modalities: dict[int, str]
 
 
 @dataclass(frozen=True)
@@ -209,15 +211,19 @@ def _batches_by_position(
 
 
 def _microbatch(plan: StepPlan, number: int, numbers: Sequence[int]) -> MicrobatchWork:
-    if not numbers:
-        return MicrobatchWork(number, 0, {}, {})
     entries = {entry: plan.entries[entry] for entry in numbers}
-    rows, slices = feature_slices(plan, list(entries.values()))
+    rows: dict[str, int] = {}
+    slices: dict[int, tuple[slice, ...]] = {}
+    for modality in sorted({entry.modality for entry in entries.values()}):  # as one process has them, by name
+        own = {entry: found for entry, found in entries.items() if found.modality == modality}
+        rows[modality], found_slices = feature_slices(plan, list(own.values()))
+        slices |= zip(own, found_slices, strict=True)
     return MicrobatchWork(
         number,
         rows,
-        dict(zip(entries, slices, strict=True)),
+        {entry: slices[entry] for entry in entries},
         {entry: found.encoder_rank for entry, found in entries.items()},
+        {entry: found.modality for entry, found in entries.items()},
     )
 
 
@@ -226,15 +232,17 @@ def feature_slices(plan: StepPlan, entries: Sequence[Entry]) -> tuple[int, list[
 
     Args:
         plan: the step's plan.
-        entries: all entries of one microbatch.
+        entries: all entries of one microbatch that are of one modality.
 
     Returns:
-        rows of features of the microbatch, which has its media items in order of appearance; and for each entry the
-        runs of adjacent rows that its own rows become, one after another.
+        rows of features of the modality, whose media items come in order of appearance; and for each entry the runs of
+        adjacent rows that its own rows become, one after another.
     """
     members = plan.microbatches[entries[0].backbone_rank][entries[0].microbatch]
     sizes = plan.sizes
     media = np.concatenate([np.arange(sizes.media_start[s], sizes.media_start[s + 1]) for s in members])
+    if sizes.media_modality is not None:
+        media = media[sizes.media_modality[media] == entries[0].modality]
     ends = np.cumsum(sizes.media_rows[media])
     start = dict(zip(media.tolist(), (ends - sizes.media_rows[media]).tolist(), strict=True))
     return int(ends[-1]), [

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, lane_of
 from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.pool import PoolCounters
@@ -27,7 +27,7 @@ class RankMetrics:
     """Takes the metrics of one rank, each time those since the last.
 
     Args:
-        lanes: role -> what this rank is in it, such as ``"encoder 1"``.
+        lanes: lane -> what this rank is in it, such as ``"encoder 1"``.
         label: what this rank is in all its roles.
         timeline: of this rank.
     """
@@ -43,7 +43,7 @@ class RankMetrics:
     @classmethod
     def of(cls, job: Job, timeline: Timeline) -> RankMetrics:
         """Those of the calling rank."""
-        lanes = {role: f"{role} {job.allocation.rank_within(role, job.rank)}" for role in job.roles}
+        lanes = {lane_of(role): f"{role} {job.allocation.rank_within(role, job.rank)}" for role in job.roles}
         return cls(lanes, job.labels[job.rank], timeline)
 
     def take(self, counters: PoolCounters | None) -> dict[str, float]:

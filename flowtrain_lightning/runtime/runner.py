@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, encoder_of, modality_of
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.device_clock import DeviceClock
 from flowtrain_lightning.compute.step_metrics import StepReport
@@ -70,14 +70,16 @@ class RoleRunner:
         self.report = StepReport(0.0, 0.0, False)
         self._module = module
         self._job = job
-        most = job.allocation.layouts[ENCODER].most_kept_forwards
-        self._encoder_activations = encoder_activations if most is None else min(encoder_activations, most)
-        self._roles = tuple(role for role in (BACKBONE, ENCODER) if role in job.roles)
-        ranks = job.allocation.ranks
-        self._listeners = [rank for rank in ranks[ENCODER] if rank not in ranks[BACKBONE]]
+        ranks, layouts, encoders = job.allocation.ranks, job.allocation.layouts, job.allocation.encoders
+        limits = [limit for role in encoders if (limit := layouts[role].most_kept_forwards) is not None]
+        self._encoder_activations = min(encoder_activations, *limits) if limits else encoder_activations
+        self._roles = tuple(role for role in (BACKBONE, *encoders) if role in job.roles)
+        self._encoder = next((role for role in encoders if role in self._roles), None)
+        self._listeners = [rank for role in encoders for rank in ranks[role] if rank not in ranks[BACKBONE]]
         self._engines = {role: engines[role] for role in self._roles}
         self._in_lockstep = [role for role, engine in self._engines.items() if engine.in_lockstep]
-        self._encoder_parameters = half_parameters(module, ENCODER)  # without memory on a rank that does not encode
+        # Without memory on a rank that does not encode.
+        self._encoder_parameters = {role: half_parameters(module, role) for role in encoders}
         self._compute = Compute(module, trainer, trainer.strategy.root_device, self._engines)
         self._capacity = PoolCapacity(module, job, self._compute, self.timeline, pool)
         self._step_end = StepEnd(job, self._listeners, self._compute.metrics)
@@ -106,8 +108,8 @@ class RoleRunner:
         for engine in self._engines.values():
             engine.finish_gradients(1 / max(report.tokens, 1))
         self.timeline.stop(start, self._roles[0], COMMUNICATION, "reduce gradients", "train", step.index)
-        if trains and step.plan.entries and self._job.rank == self._job.allocation.ranks[ENCODER][0]:
-            self._unused_features.look(self._engines[ENCODER].parameters)
+        if trains:
+            self._look_at_encoder(step)
         self.report, self.stop_requested = report, report.stop
         context.enter("between steps", step)
         return self._module.log_report("train", report)
@@ -134,9 +136,10 @@ class RoleRunner:
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """The 2-norm of the gradients of both halves."""
         given = {id(parameter) for parameter in parameters}
-        own = torch.zeros(len(ROLES), dtype=torch.float64)  # of this rank's roles, and equal on all ranks of each
-        speaks = torch.zeros(len(ROLES), dtype=torch.float64)
-        for number, role in enumerate(ROLES):
+        roles = self._job.allocation.roles
+        own = torch.zeros(len(roles), dtype=torch.float64)  # of this rank's roles, and equal on all ranks of each
+        speaks = torch.zeros(len(roles), dtype=torch.float64)
+        for number, role in enumerate(roles):
             if role in self._engines:
                 engine = self._engines[role]
                 gradients = [p.grad for p in engine.parameters if p.grad is not None and id(p) in given]
@@ -173,7 +176,8 @@ class RoleRunner:
     def _begin(self, batch: StepBatch, stage: str, trains: bool) -> tuple[Step, LaneContext]:
         page = self._job.mesh.page
         page.begin_step()
-        step = Step(batch, batch.program or self.prepare(batch), stage, self._indices[stage], trains)
+        frozen = self._frozen_modalities() if trains else frozenset()
+        step = Step(batch, batch.program or self.prepare(batch), stage, self._indices[stage], trains, frozen)
         self._indices[stage] += 1
         page.enter("begin the step", step.index)
         # Features that encoder ranks have published for later steps are void where the rest of an epoch is skipped,
@@ -185,11 +189,19 @@ class RoleRunner:
         if self._capacity.ensure_capacity(step, anew=changes_course):
             assert self._capacity.context is not None
             context, job = self._capacity.context, self._job
-            encoders, backbones = (job.allocation.members(role) for role in (ENCODER, BACKBONE))
             self._backbone_lane = BackboneLane(
-                context, encoders, answers=job.is_first(BACKBONE), counts=job.is_first_tensor_rank(BACKBONE)
+                context,
+                job.allocation.encoder_members,
+                answers=job.is_first(BACKBONE),
+                counts=job.is_first_tensor_rank(BACKBONE),
             )
-            self._encoder_lane = EncoderLane(context, backbones, publishes=job.is_first(ENCODER))
+            if self._encoder is not None:
+                self._encoder_lane = EncoderLane(
+                    context,
+                    job.allocation.members(BACKBONE),
+                    publishes=job.is_first(self._encoder),
+                    role=self._encoder,
+                )
         assert self._capacity.context is not None
         return step, self._capacity.context
 
@@ -198,7 +210,7 @@ class RoleRunner:
         lanes: list[tuple[str, Schedule]] = []
         if BACKBONE in self._roles:
             lanes.append((BACKBONE, self._backbone_lane.run(step, spec, outputs)))
-        if ENCODER in self._roles and spec is not None:
+        if self._encoder is not None and spec is not None:
             lanes.append((ENCODER, self._encoder_lane.run(step, spec)))
         if step.program.turns is not None:
             run_turns(context, dict(lanes), step.program.turns.order(step.trains), step)
@@ -209,7 +221,7 @@ class RoleRunner:
 
     def _end(self, step: Step, context: LaneContext, batch_idx: int, note: Note | None) -> StepReport:
         steps_left = self._steps_left(step.stage, batch_idx)
-        encoder_waits = self._job.allocation.layouts[ENCODER].shares_weights
+        encoder_waits = any(self._job.allocation.layouts[role].shares_weights for role in self._encoder_parameters)
         may_work_ahead = bool(self._listeners) and not (step.trains or encoder_waits) and steps_left > 0
         self._ahead[step.stage] = (step.name[0], step.name[1] + 1) if may_work_ahead else None
         if may_work_ahead:
@@ -241,7 +253,23 @@ class RoleRunner:
         return note if self.collects_timings or wants_metrics else None
 
     def _encoder_trains(self) -> bool:
-        return any(parameter.requires_grad for parameter in self._encoder_parameters)
+        return any(weight.requires_grad for weights in self._encoder_parameters.values() for weight in weights)
+
+    def _frozen_modalities(self) -> frozenset[str]:
+        """The modalities whose encoders do not train, where there are several encoders."""
+        frozen = (
+            role for role, weights in self._encoder_parameters.items() if not any(w.requires_grad for w in weights)
+        )
+        return frozenset(modality for role in frozen if (modality := modality_of(role)) is not None)
+
+    def _look_at_encoder(self, step: Step) -> None:
+        """On the first rank of an encoder that trains and had media in the step: sees whether it got gradients."""
+        role, roles = self._encoder, self._encoder_parameters
+        if role is None or self._job.rank != self._job.allocation.ranks[role][0]:
+            return
+        encoded = {entry.modality for entry in step.plan.entries if encoder_of(entry.modality, roles) == role}
+        if any(map(step.answers, encoded)):
+            self._unused_features.look(self._engines[role].parameters)
 
     def _steps_left(self, stage: str, batch_idx: int) -> int:
         trainer = self.trainer

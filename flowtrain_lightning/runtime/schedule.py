@@ -40,27 +40,42 @@ class Step:
         program: what this rank does in it.
         stage: one of ``STAGES``.
         index: counts the steps of this stage since the start of the run, alike on all ranks.
-        trains: gradients go back to the encoder.
+        trains: gradients go back to an encoder.
+        frozen: modalities whose encoders get none nevertheless, since they do not train while another does.
         name: epoch and step within it, which name random streams.
         features: channel of the pool for features, whose keys go on with ``index`` and the number of the entry.
         gradients: channel for the gradients of features, with keys of the same form.
         report: channel on which encoder ranks find the step's report, under ``index``.
-        notes: channel for what encoder ranks tell at the step's end, under ``index`` and their number in their role.
+        notes: channel for what encoder ranks tell at the step's end, under a round and their number among all
+            that encode.
         executed: role -> its forwards, backwards and microbatches, in the order in which this rank ran them.
     """
 
-    def __init__(self, batch: StepBatch, program: StepProgram, stage: str, index: int, trains: bool) -> None:
+    def __init__(
+        self,
+        batch: StepBatch,
+        program: StepProgram,
+        stage: str,
+        index: int,
+        trains: bool,
+        frozen: frozenset[str] = frozenset(),
+    ) -> None:
         self.batch = batch
         self.plan: StepPlan = batch.plan
         self.program = program
         self.stage = stage
         self.index = index
         self.trains = trains
+        self.frozen = frozen
         self.name = batch.epoch, batch.step
         self.executed: defaultdict[str, list[str]] = defaultdict(list)
         first = STAGES.index(stage) * _KINDS
         self.features, self.gradients = first + _FEATURES, first + _GRADIENTS
         self.report, self.notes = first + _REPORT, first + _NOTES
+
+    def answers(self, modality: str) -> bool:
+        """Whether gradients of such features go back."""
+        return self.trains and modality not in self.frozen
 
     def reserved_features(self, spec: FeatureSpec, published: int = 0) -> dict[Key, Reservation]:
         """What this encoder rank reserves in the pool, in the order in which it puts entries.
@@ -85,6 +100,9 @@ class Step:
     def reserved_gradients(self, spec: FeatureSpec) -> dict[Key, Reservation]:
         """What this backbone rank reserves in the pool, in the order in which it puts entries."""
         demand = self.program.pool_demand(spec).gradients
+        if self.frozen:
+            answered = [entry for entry in demand if self.answers(self.plan.entries[entry].modality)]
+            demand = {entry: Reservation(demand[entry].nbytes, number) for number, entry in enumerate(answered)}
         return {Key(self.gradients, self.index, entry): reserved for entry, reserved in demand.items()}
 
 

@@ -44,7 +44,8 @@ class StepEnd:
     def __init__(self, job: Job, listeners: Sequence[int], metrics: Mapping[str, MetricAccumulator]) -> None:
         self._job = job
         self._listeners = listeners
-        self._senders = [job.allocation.ranks[ENCODER].index(rank) for rank in listeners]
+        encoders = [rank for role in job.allocation.encoders for rank in job.allocation.ranks[role]]
+        self._senders = {rank: encoders.index(rank) for rank in listeners}
         self._speaker = job.allocation.ranks[BACKBONE][0]
         self._metrics = metrics
         self._rounds = 0  # how often notes were asked for, alike on all ranks
@@ -120,12 +121,12 @@ class StepEnd:
             note: what this rank tells of it; None on all ranks where nobody asked for notes.
             work_ahead: does a piece of work of a later step meanwhile; False where there is none to do now.
         """
-        pool, rank = context.pool, self._job.allocation.rank_within(ENCODER, self._job.rank)
+        pool = context.pool
         if note is not None:
             if note and not self._job.mesh.has_left(self._speaker):
-                assert rank is not None
                 # In the region of later steps: a note that nobody has read yet never stands where features must go.
-                pool.put(Key(step.notes, self._rounds, rank), [_as_tensor(note)], [self._speaker], ahead=True)
+                number = self._senders[self._job.rank]
+                pool.put(Key(step.notes, self._rounds, number), [_as_tensor(note)], [self._speaker], ahead=True)
             self._rounds += 1
         start, waits = context.timeline.start(), False
         while (lease := pool.get(Key(step.report, step.index, 0))) is None:
@@ -147,8 +148,8 @@ class StepEnd:
         context.pool.poll()
         found = []
         for number in range(max(0, self._rounds - _LATEST_NOTES), self._rounds + 1):
-            for rank in self._senders:
-                lease = context.pool.get(Key(step.notes, number, rank))
+            for sender in self._senders.values():
+                lease = context.pool.get(Key(step.notes, number, sender))
                 if lease is not None:
                     found.append(json.loads(bytes(lease.tensors[0].numpy())))
                     lease.release()

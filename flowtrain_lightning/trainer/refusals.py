@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, Layout
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Layout
 from flowtrain_lightning.checkpoint import FlowCheckpointIO
 from flowtrain_lightning.checkpoint.files import refuse_unshared_folder, refuse_url
 from flowtrain_lightning.compute.whole_module import refuse_accumulation
@@ -355,11 +355,19 @@ def _refuse_urls(trainer: L.Trainer) -> None:
 
 def _refuse_callbacks(trainer: L.Trainer) -> None:
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    module = trainer.lightning_module
+    assert isinstance(module, FlowModule), "others are refused before"
     for callback in callbacks:
         for refused, reason in REFUSED_CALLBACKS.items():
             if isinstance(callback, refused):
                 callbacks.remove(callback)  # which might otherwise act on this very error
                 raise ValueError(f"The callback {type(callback).__name__} does not work under flowtrain: {reason}.")
+        if type(callback).__name__ == "AdaptCosts" and len(module.halves) > len(ROLES):
+            callbacks.remove(callback)
+            raise ValueError(
+                "The callback AdaptCosts was given, but it measures one encoder, and the module has the halves "
+                f"{', '.join(module.halves)}. Leave it out: media are balanced by their sizes."
+            )
         if isinstance(callback, ModelCheckpoint) and getattr(callback, "save_on_exception", False):
             raise ValueError(
                 "ModelCheckpoint(save_on_exception=True) does not work under flowtrain: "

@@ -7,7 +7,15 @@ import pickle
 
 import pytest
 
-from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, default_allocation
+from flowtrain_lightning.allocator import (
+    Allocation,
+    AllocationError,
+    Layout,
+    default_allocation,
+    encoder_of,
+    lane_of,
+    modality_of,
+)
 
 
 def test_a_layout_needs_the_product_of_its_degrees():
@@ -107,3 +115,19 @@ def test_it_survives_a_trip_to_another_process_and_to_json(allocation):
 def test_ranks_that_contradict_each_other_are_refused(arguments, words):
     with pytest.raises(AllocationError, match=words):
         allocate(**arguments)
+
+
+def test_ranks_that_encode_are_counted_over_all_encoders():
+    layouts = {"backbone": Layout(2), "encoder_image": Layout(2), "encoder_audio": Layout(1)}
+    ranks = {"backbone": (0, 3), "encoder_image": (1, 4), "encoder_audio": (2,)}
+    allocation = Allocation("separate", layouts, ranks)
+    assert allocation.roles == ("encoder_image", "encoder_audio", "backbone")
+    assert allocation.encoder_members == ((1,), (4,), (2,))
+    assert [allocation.encoder_member_of(rank) for rank in range(5)] == [None, 0, 2, None, 1]
+
+
+def test_a_modality_has_the_one_encoder_or_its_own():
+    assert encoder_of("audio", ("encoder", "backbone")) == "encoder"
+    assert encoder_of("audio", ("encoder_image", "encoder_audio", "backbone")) == "encoder_audio"
+    assert [modality_of(role) for role in ("encoder", "encoder_audio", "backbone")] == [None, "audio", None]
+    assert [lane_of(role) for role in ("encoder", "encoder_audio", "backbone")] == ["encoder", "encoder", "backbone"]

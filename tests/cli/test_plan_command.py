@@ -13,6 +13,7 @@ import pytest
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli import main
+from flowtrain_lightning.placement.request import make_request
 
 MODEL = ("--model", "smolvlm-2.2b", "--device", "h200")
 
@@ -100,13 +101,23 @@ def test_the_plan_that_is_written_can_be_read_back(plan, tmp_path):
 
 def test_a_plan_that_training_does_not_run_yet_says_so_wherever_it_is_told(plan, tmp_path):
     (tmp_path / "two.yaml").write_text(TWO_ENCODERS)
-    arguments = ("--model", "two.yaml", "--device", "h100", "--devices", "8")
+    arguments = ("--model", "two.yaml", "--device", "h100", "--devices", "2")  # too few for three roles apart
     said = "None is recommended: training runs no plan that fits. The best one"
     assert said in plan(*arguments)
     assert json.loads(plan(*arguments, "--json"))["why_it_cannot_run"].startswith("has the roles encoder_image")
     plan(*arguments, "--out", "plan.yaml")
     assert "# Training does not run it yet: it has the roles" in (tmp_path / "plan.yaml").read_text()
     assert "not yet" in plan(*arguments, "--sweep")
+
+
+def test_the_plan_of_two_encoders_on_ranks_of_their_own_is_one_that_training_takes(plan, tmp_path):
+    (tmp_path / "two.yaml").write_text(TWO_ENCODERS)
+    values = json.loads(
+        plan("--model", "two.yaml", "--device", "h100", "--devices", "8", "--json", "--out", "plan.yaml")
+    )
+    assert values["why_it_cannot_run"] is None
+    request = make_request(tmp_path / "plan.yaml", None, None, "auto")
+    assert request.answer(8, halves=("encoder_image", "encoder_audio", "backbone")) is not None
 
 
 def test_a_plan_with_tensor_ranks_runs(plan):

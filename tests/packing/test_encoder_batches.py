@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches
 from flowtrain_lightning.packing.step_planner import plan_step
 from tests.packing.sizes import make_sizes
@@ -116,3 +119,52 @@ def test_media_items_are_encoded_on_the_node_of_their_reader_as_long_as_ranks_st
 def test_a_node_that_encodes_nothing_is_served_by_the_others():
     nodes = {"encoder_nodes": (0, 0), "backbone_nodes": (0, 1)}
     assert pack([10] * 4, [1] * 4, [0] * 4, encoder_ranks=2, **nodes) == [[[0, 2]], [[1, 3]]]
+
+
+def step_of_two_modalities(modalities, **settings):
+    """Samples of one media item each, by turns an image and an audio clip of other sizes."""
+    draw = np.random.default_rng(1)
+    sizes = make_sizes(*((5, [int(draw.integers(1, 40))]) for _ in range(60)))
+    sizes = replace(sizes, media_modality=np.array(["image", "audio"] * 30))
+    return plan_step(sizes, np.arange(60), **{"backbone_ranks": 2, "token_budget": 200, **settings}, **modalities)
+
+
+def test_each_encoder_gets_the_media_of_its_modality_evenly_over_its_ranks():
+    plan = step_of_two_modalities({"encoders": (("image", 3), ("audio", 2))}, encoder_ranks=5)
+    totals = np.zeros(5)
+    for rank, batches in enumerate(plan.encoder_batches):
+        for batch in batches:
+            assert set(plan.sizes.media_modality[batch]) == {"image" if rank < 3 else "audio"}
+            totals[rank] += plan.sizes.media_patches[batch].sum()
+        positions = [plan.readers[1][batch].tolist() for batch in batches]
+        assert all(len(set(of_batch)) == 1 for of_batch in positions)
+        assert positions == sorted(positions)
+    dealt = np.concatenate([batch for of_rank in plan.encoder_batches for batch in of_rank])
+    assert sorted(dealt.tolist()) == list(range(60))
+    for of_encoder in (totals[:3], totals[3:]):
+        assert of_encoder.max() / of_encoder.mean() < 1.05
+
+
+def test_where_each_rank_encodes_what_it_reads_a_microbatch_has_a_batch_of_each_modality():
+    plan = step_of_two_modalities({"local": True}, encoder_ranks=2)
+    for rank, (microbatches, batches) in enumerate(zip(plan.microbatches, plan.encoder_batches, strict=True)):
+        assert len(batches) == 2 * len(microbatches)
+        for number, batch in enumerate(batches):
+            assert set(plan.sizes.media_modality[batch]) <= {("audio", "image")[number % 2]}
+            assert (plan.readers[0][batch] == rank).all()
+            assert (plan.readers[1][batch] == number // 2).all()
+
+
+@pytest.mark.parametrize(
+    ("encoders", "words"),
+    [
+        (
+            (),
+            "of the modalities audio, image, but one encoder gets media of one .* halves: encoder_audio, encoder_image",
+        ),
+        ((("image", 1), ("video", 1)), "of the modality 'audio', but the encoders take image, video"),
+    ],
+)
+def test_media_that_no_encoder_takes_are_refused(encoders, words):
+    with pytest.raises(PackingError, match=words):
+        step_of_two_modalities({"encoders": encoders}, encoder_ranks=2)

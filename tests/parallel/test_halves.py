@@ -14,6 +14,7 @@ from flowtrain_lightning.parallel.halves import (
     without_absent_halves,
 )
 from tests.exactness.data import write_steps
+from tests.exactness.hearing import SeeingAndHearing
 from tests.exactness.layouts import ranks_of
 from tests.exactness.modules import Whole
 from tests.forks import Job, read_down, run_jobs
@@ -208,3 +209,32 @@ def test_a_rank_that_has_one_role_never_has_the_other_half_in_memory(memory):
         # A half less while the module is built, and its gradients less too after a step.
         assert rank["built"] < whole["built"] - 0.8 * Heavy.ballast
         assert rank["trained"] < whole["trained"] - 1.2 * Heavy.ballast
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("encoder",), ("eye", "backbone"), ("encoder_image", "backbone"), ("encoder", "encoder_audio", "backbone")],
+)
+def test_halves_that_are_called_otherwise_are_refused(names):
+    module = TinyVLM()
+    module.halves = dict.fromkeys(names, ("backbone",))
+    with pytest.raises(
+        ValueError, match=r"The halves of TinyVLM are called .* Call them 'encoder' and 'backbone'; where"
+    ):
+        module.configure_model()
+
+
+def test_an_encoder_that_nobody_builds_is_refused_by_the_name_of_the_method():
+    class Deaf(SeeingAndHearing):
+        configure_encoder_audio = None
+
+    with pytest.raises(NotImplementedError, match="Deaf must define configure_encoder_audio, or configure_whole"):
+        built(Deaf)
+
+
+def test_a_rank_of_one_of_two_encoders_holds_that_one_alone():
+    module = built(SeeingAndHearing, "encoder_audio")
+    held = {name.partition(".")[0] for name, weight in module.named_parameters() if not weight.is_meta}
+    assert held == {"ear"}
+    whole = dict(built(SeeingAndHearing).named_parameters())
+    assert all(weight.equal(whole[name]) for name, weight in module.named_parameters() if not weight.is_meta)

@@ -198,3 +198,71 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(AllocationError, match=r"plan.yaml"):
         make_request(tmp_path / "plan.yaml", None, None, "auto")
+
+
+TWO = {"encoder_image": 1, "encoder_audio": 2}
+
+
+def test_encoders_of_two_modalities_run_in_whole_copies_on_ranks_of_their_own():
+    allocation = planned("separate", backbone=2, **TWO)
+    assert why_it_cannot_run(allocation) is None
+    halves = ("encoder_audio", "encoder_image", "backbone")
+    assert make_request(allocation, None, None, "auto").answer(5, halves=halves) == allocation
+
+
+@pytest.mark.parametrize(
+    ("allocation", "words"),
+    [
+        (
+            Allocation(
+                "colocated",
+                dict.fromkeys(("encoder_image", "encoder_audio", "backbone"), Layout()),
+                dict.fromkeys(("encoder_image", "encoder_audio", "backbone"), (0,)),
+            ),
+            "in the placement colocated, but several encoders run on ranks of their own .* the placement separate",
+        ),
+        (
+            Allocation(
+                "mixed",
+                {"encoder_image": Layout(2), "encoder_audio": Layout(2), "backbone": Layout(1)},
+                {"encoder_image": (0, 1), "encoder_audio": (0, 1), "backbone": (0,)},
+            ),
+            "in the placement mixed, but several encoders run on ranks of their own",
+        ),
+        (
+            planned("separate", backbone=Layout(2, shard="fsdp"), **TWO),
+            "gives the backbone the layout data 2, fsdp, but beside several encoders ranks hold whole copies today; "
+            "give it data 2, replicate",
+        ),
+        (
+            planned("separate", backbone=1, encoder_image=Layout(1, tensor=2), encoder_audio=1),
+            "gives the encoder_image the layout data 1, tensor 2, replicate, but .* whole copies",
+        ),
+        (planned("separate", backbone=1, encoder_image=1, ear=1), "several encoders that are called after their moda"),
+    ],
+    ids=["colocated", "mixed", "a backbone in shards", "an encoder of tensor ranks", "another name"],
+)
+def test_what_several_encoders_cannot_do_yet_is_refused(allocation, words):
+    with pytest.raises(AllocationError, match=words):
+        make_request(allocation, None, None, "auto").answer(allocation.size)
+
+
+@pytest.mark.parametrize("settings", [(None, None), ("separate", None), ("colocated", None), (None, 2)])
+def test_ranks_of_several_encoders_must_be_said(settings):
+    request = make_request(None, *settings, "auto")
+    with pytest.raises(AllocationError, match=r"encoder_image, encoder_audio, backbone, .* Say it: .*allocation="):
+        request.answer(4, halves=("encoder_image", "encoder_audio", "backbone"))
+
+
+@pytest.mark.parametrize(
+    ("allocation", "halves"),
+    [
+        (PLAN, ("encoder_image", "encoder_audio", "backbone")),
+        (planned("separate", backbone=1, **TWO), ("encoder", "backbone")),
+        (planned("separate", backbone=1, **TWO), ("encoder_image", "encoder_video", "backbone")),
+    ],
+    ids=["too few", "too many", "others"],
+)
+def test_roles_that_are_not_the_halves_of_the_module_are_refused(allocation, halves):
+    with pytest.raises(AllocationError, match=f"but the module has the halves {', '.join(halves)}"):
+        make_request(allocation, None, None, "auto").answer(allocation.size, halves=halves)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,11 @@ from hypothesis import strategies as st
 
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import RankShard, StepPlan
+from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.pool import Reservation, entry_nbytes
 from flowtrain_lightning.runtime.program import StepProgram, make_program
 from flowtrain_lightning.runtime.work_order import encoder_order
-from tests.packing.sizes import make_sizes, plan_of, sizes_strategy
+from tests.packing.sizes import TOKEN_BUDGET, make_sizes, plan_of, sizes_strategy
 
 SPEC = FeatureSpec(((8,), (2, 3)), (torch.float32, torch.float64))
 
@@ -83,7 +86,7 @@ def test_the_features_of_a_microbatch_are_its_media_in_order_each_row_once(sizes
         program = make_program(plan, RankShard(rank, ranks, None, encoders), 4)
         assert len(program.microbatches) == len(plan.microbatches[rank])
         for microbatch in program.microbatches:
-            found = np.full(microbatch.rows, -1)
+            found = np.full(microbatch.rows.get("image", 0), -1)
             for entry, slices in microbatch.slices.items():
                 rows = np.repeat(plan.entries[entry].media, plan.sizes.media_rows[plan.entries[entry].media])
                 found[np.concatenate([np.arange(part.start, part.stop) for part in slices])] = rows
@@ -126,3 +129,19 @@ def test_the_least_is_never_more_than_ample_and_that_never_more_than_everything(
     plan = plan_of(sizes, encoders, backbones)
     demand = make_program(plan, RankShard(None, backbones, 0, encoders), 4).pool_demand(SPEC)
     assert demand.least <= demand.ample <= sum(nbytes(entry.rows) for entry in plan.entries)
+
+
+def test_each_modality_of_a_microbatch_has_rows_of_its_own():
+    sizes = replace(make_sizes((5, [2, 3, 4]), (5, [6])), media_modality=np.array(["image", "audio", "image", "audio"]))
+    encoders = (("image", 1), ("audio", 1))
+    plan = plan_step(
+        sizes, np.arange(2), backbone_ranks=1, encoder_ranks=2, token_budget=TOKEN_BUDGET, encoders=encoders
+    )
+    (microbatch,) = make_program(plan, RankShard(0, 1, None, 2, encoders=encoders), 4).microbatches
+    assert microbatch.rows == {"audio": 9, "image": 6}
+    found = {microbatch.modalities[entry]: slices for entry, slices in microbatch.slices.items()}
+    assert found == {"audio": (slice(0, 9),), "image": (slice(0, 6),)}
+    assert {microbatch.modalities[entry]: owner for entry, owner in microbatch.owners.items()} == {
+        "image": 0,
+        "audio": 1,
+    }

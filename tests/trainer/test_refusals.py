@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from flowtrain_lightning.allocator import Layout
-from flowtrain_lightning.callbacks import AverageWeights
+from flowtrain_lightning import FlowTrainStrategy
+from flowtrain_lightning.allocator import AllocationError, Layout
+from flowtrain_lightning.callbacks import AdaptCosts, AverageWeights
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.trainer.refusals import (
     refuse_averages_of_runs,
@@ -24,6 +26,7 @@ from flowtrain_lightning.trainer.refusals import (
     refuse_sharded_before,
     refuse_unshared_sequences,
 )
+from tests.exactness.hearing import SeeingAndHearing, allocation_of, memory_data
 from tests.tiny import TinyVLM
 
 
@@ -108,3 +111,17 @@ def test_averages_of_weights_in_shards_of_deepspeed_are_refused():
         refuse_averages_of_runs(layouts, [AverageWeights()])
     refuse_averages_of_runs(layouts, [])
     refuse_averages_of_runs({**layouts, "encoder": Layout(2, shard="deepspeed-2")}, [AverageWeights()])
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_several_encoders_without_an_allocation_are_refused_before_a_rank_starts(devices: int) -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy="flowtrain", logger=False)
+    with pytest.raises(AllocationError, match="encoder_image, encoder_audio, backbone, but how many ranks"):
+        trainer.fit(SeeingAndHearing(), memory_data())
+
+
+def test_costs_of_several_encoders_do_not_adapt() -> None:
+    strategy = FlowTrainStrategy(allocation=allocation_of("1+1+1"))
+    trainer = L.Trainer(accelerator="cpu", devices=3, strategy=strategy, callbacks=[AdaptCosts()], logger=False)
+    with pytest.raises(ValueError, match="AdaptCosts was given, but it measures one encoder"):
+        trainer.fit(SeeingAndHearing(), memory_data())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,8 +13,12 @@ from flowtrain_lightning.data.measuring import concatenated
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 
+@runtime_checkable
 class SampleSource(Protocol):
-    """Samples by number, with sizes that are known before anything is loaded. Equal on all ranks."""
+    """Samples by number, with sizes that are known before anything is loaded. Equal on all ranks.
+
+    A data module takes one of your own in the place of a file.
+    """
 
     @property
     def fingerprint(self) -> str:

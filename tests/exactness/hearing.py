@@ -1,0 +1,280 @@
+"""A module that sees and hears, samples in memory for it, and a run of it on any layout of its three halves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flowtrain_lightning import FlowTrainStrategy
+from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.data import (
+    FlowDataModule,
+    GivenTokens,
+    LoadedMedia,
+    PackedBatch,
+    PackedMedia,
+    Record,
+    SampleSizes,
+)
+from flowtrain_lightning.parallel.connecting import disconnect_groups
+from tests.exactness.layouts import SEED, ranks_of
+from tests.exactness.train import Recorder
+from tests.forks import write_down
+from tests.tiny import IMAGES, WIDTH, Backbone, Block, CharTokenizer, Encoder, TinyVLM
+
+BINS = 6
+FRAMES_PER_ROW = 2
+MEDIA_IDS = {"image": 3, "audio": 4}
+IMAGE, AUDIO = ("image",), ("audio",)
+GLOBAL_BATCH = 6
+_STEPS: tuple[tuple[tuple[str, ...], ...], ...] = (
+    (IMAGE, AUDIO, (*IMAGE, *AUDIO), (), (*AUDIO, *IMAGE, *IMAGE), (*AUDIO, *AUDIO)),
+    (IMAGE, (), (*IMAGE, *IMAGE), IMAGE, (), IMAGE),
+    ((), AUDIO, AUDIO, (), (*AUDIO, *AUDIO), ()),
+    ((), (), (), (), (), ()),
+    ((*IMAGE, *AUDIO), IMAGE, (), (*IMAGE, *IMAGE, *IMAGE), IMAGE, ()),
+    (AUDIO, (*AUDIO, *IMAGE, *AUDIO), IMAGE, AUDIO, (*IMAGE, *AUDIO), ()),
+)
+"""Of each sample of each step, what it shows and plays: all kinds, images, audio, nothing, one clip of audio, all."""
+STEPS = len(_STEPS)
+SAVED_AT = 2
+
+
+@dataclass(frozen=True)
+class Given:
+    """An image or a clip of audio in memory.
+
+    Attributes:
+        modality: which of the two.
+        values: ``[patches or frames, width]`` float32.
+        grid: patches down and across; of audio one row of frames.
+    """
+
+    modality: str
+    values: np.ndarray[Any, Any]
+    grid: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"in memory ({self.modality})"
+
+    @property
+    def rows(self) -> int:
+        return len(self.values) // (4 if self.modality == "image" else FRAMES_PER_ROW)
+
+    def load(self) -> LoadedMedia:
+        return LoadedMedia(self.values, self.grid, self.rows, modality=self.modality)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample in memory.
+
+    Attributes:
+        ids: the tokens, one for each media item.
+        learned: which of them are learned.
+        media: in order.
+    """
+
+    ids: np.ndarray[Any, Any]
+    learned: np.ndarray[Any, Any]
+    media: tuple[Given, ...]
+
+
+class Memory:
+    """A source of samples that are all in memory."""
+
+    fingerprint = "samples of images and audio"
+
+    def __init__(self) -> None:
+        draw = np.random.default_rng(5)
+        self.samples = [_drawn(kinds, draw) for step in _STEPS for kinds in step]
+        media = [item for sample in self.samples for item in sample.media]
+        counts = [len(sample.media) for sample in self.samples]
+        self._sizes = SampleSizes(
+            tokens=np.array([len(s.ids) + sum(item.rows - 1 for item in s.media) for s in self.samples]),
+            targets=np.array([int(s.learned[1:].sum()) for s in self.samples]),
+            media_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            media_rows=np.array([item.rows for item in media]),
+            media_patches=np.array([len(item.values) for item in media]),
+            media_modality=np.array([item.modality for item in media]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def sizes(self, samples: np.ndarray[Any, Any]) -> SampleSizes:
+        return self._sizes.select(samples)
+
+    def record(self, sample: int) -> Record:
+        found = self.samples[sample]
+        written = GivenTokens(found.ids, found.learned, tuple(MEDIA_IDS.values()))
+        return Record(f"sample {sample}", str(sample), (), found.media, {}, written=written)
+
+
+def _drawn(kinds: tuple[str, ...], draw: np.random.Generator) -> Sample:
+    media: list[Given] = []
+    for kind in kinds:
+        if kind == "image":
+            high, wide = (int(n) for n in 2 * draw.integers(1, 4, 2))
+            media.append(Given(kind, draw.random((high * wide, IMAGES.patch_dim), dtype=np.float32), (high, wide)))
+        else:
+            frames = FRAMES_PER_ROW * int(draw.integers(1, 9))
+            media.append(Given(kind, draw.random((frames, BINS), dtype=np.float32), (1, frames)))
+    words = draw.integers(6, CharTokenizer.vocabulary, int(draw.integers(4, 12)))
+    places = np.sort(draw.integers(0, len(words) // 2, len(kinds)))
+    ids = np.insert(words, places, [MEDIA_IDS[kind] for kind in kinds])
+    learned = (np.arange(len(ids)) >= len(ids) - len(words) // 2) & ~np.isin(ids, tuple(MEDIA_IDS.values()))
+    return Sample(ids.astype(np.int64), learned, tuple(media))
+
+
+class Ear(nn.Module):
+    """Frames of audio -> a row for two of them."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Linear(BINS, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.block = Block(WIDTH)
+        self.head = nn.Linear(FRAMES_PER_ROW * WIDTH, WIDTH)
+
+    def forward(self, media: PackedMedia) -> tuple[Tensor, ...]:
+        x = self.block(self.dropout(self.embed(media.patches)), media.cu_seqlens, media.max_seqlen, False)
+        return (self.head(x.unflatten(0, (-1, FRAMES_PER_ROW)).flatten(1)),)
+
+
+class SeeingAndHearing(TinyVLM):
+    """An eye, an ear and a decoder.
+
+    Args:
+        frozen: the modality whose encoder does not train.
+        dropout: in both encoders.
+    """
+
+    halves: ClassVar = {"encoder_image": ("eye",), "encoder_audio": ("ear",), "backbone": ("backbone",)}
+
+    def __init__(self, frozen: str = "", dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
+        self.save_hyperparameters()
+
+    def configure_encoder_image(self) -> None:
+        self.eye = Encoder(1, self.hparams["dropout"]).requires_grad_(self.hparams["frozen"] != "image")
+
+    def configure_encoder_audio(self) -> None:
+        self.ear = Ear(self.hparams["dropout"]).requires_grad_(self.hparams["frozen"] != "audio")
+
+    def configure_backbone(self) -> None:
+        self.backbone = Backbone()
+
+    def encode(self, media: PackedMedia) -> tuple[Tensor, ...]:
+        return {"image": self.eye, "audio": self.ear}[media.modality](media)
+
+    def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
+        x = self.backbone.embed(batch.tokens)
+        for modality, rows in features.items():
+            x = x.index_add(0, batch.media_positions[modality], rows)
+        return {
+            "x": x,
+            "position_ids": batch.position_ids,
+            "cu_seqlens": batch.cu_seqlens,
+            "max_seqlen": batch.max_seqlen,
+        }
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": [*self.eye.parameters(), *self.ear.parameters()], "weight_decay": 0.1},
+            {"params": list(self.backbone.parameters()), "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def memory_data(train: Memory | None = None, **settings: Any) -> FlowDataModule:
+    """The samples, in their order; those of ``train`` instead, if it is given."""
+    defaults = {"token_budget": 48, "global_batch_size": GLOBAL_BATCH, "shuffle": False, "tokenizer": CharTokenizer()}
+    return FlowDataModule(train or Memory(), Memory(), predict=Memory(), **{**defaults, "seed": 1, **settings})
+
+
+def allocation_of(layout: str) -> Allocation:
+    """``"2+1+3"`` is two ranks for images, one for audio, and three of the backbone, which come first."""
+    image, audio, backbone = map(int, layout.split("+"))
+    counts = {"encoder_image": image, "encoder_audio": audio, "backbone": backbone}
+    first = {"backbone": 0, "encoder_image": backbone, "encoder_audio": backbone + image}
+    ranks = {role: tuple(range(first[role], first[role] + count)) for role, count in counts.items()}
+    return Allocation("separate", {role: Layout(count) for role, count in counts.items()}, ranks)
+
+
+class Saver(L.Callback):
+    """Saves ``saved.ckpt`` after some steps."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == SAVED_AT:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
+
+
+def train(
+    folder: Path,
+    *,
+    layout: str,
+    module: dict[str, Any] | None = None,
+    clip: float | None = None,
+    resume: str | None = None,
+    workers: int = 0,
+) -> None:
+    """Trains ``STEPS`` steps under ``"auto"``, ``"ddp 2"`` or on such a layout; then validates and predicts.
+
+    Writes ``rank<r>.pt`` as every test of exactness does, and down: the kinds of work that this rank's lanes did in
+    training, the validation's loss, and how many predictions this rank made.
+    """
+    strategy: Any = layout.partition(" ")[0]
+    if "+" in layout:
+        strategy = FlowTrainStrategy(allocation=allocation_of(layout), hang_timeout=60)
+    recorder = Recorder()
+    L.seed_everything(SEED, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=ranks_of(layout),
+        strategy=strategy,
+        precision="64-true",
+        max_steps=STEPS,
+        limit_val_batches=0,
+        gradient_clip_val=clip,
+        callbacks=[recorder, Saver()],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = SeeingAndHearing(**(module or {}))
+    trainer.fit(model, memory_data(num_workers=workers), ckpt_path=resume)
+    recorder.save(folder)
+    spans = trainer.strategy.runner.timeline.spans if "+" in layout else []
+    work = sorted({span.name for span in spans if span.stage == "train" and span.kind == "compute"})
+    trainer.limit_val_batches = 1.0
+    (validated,) = trainer.validate(model, memory_data(), verbose=False)
+    predicted = trainer.predict(model, memory_data())
+    write_down(folder, [work, validated["val_loss"], sum(len(batch) for batch in predicted or [])])
+    disconnect_groups()
+
+
+class WideEar(SeeingAndHearing):
+    """Its ear returns rows of another width than its eye."""
+
+    def encode(self, media: PackedMedia) -> tuple[Tensor, ...]:
+        (rows,) = super().encode(media)
+        return (rows if media.modality == "image" else torch.cat([rows, rows], 1),)
+
+
+def train_with_unlike_rows(folder: Path) -> None:
+    """Writes down what every rank is told."""
+    strategy = FlowTrainStrategy(allocation=allocation_of("1+1+1"), hang_timeout=60)
+    trainer = L.Trainer(accelerator="cpu", devices=3, strategy=strategy, logger=False, default_root_dir=folder)
+    try:
+        trainer.fit(WideEar(), memory_data())
+    except ValueError as error:
+        write_down(folder, str(error))

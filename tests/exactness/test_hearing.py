@@ -1,0 +1,121 @@
+"""An image encoder and an audio encoder as two roles: exact on every split of ranks, resumable, in one process too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain_lightning import export_checkpoint
+from tests.exactness.compare import Run, error, read_run
+from tests.exactness.hearing import SAVED_AT, STEPS
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, read_down, run_jobs
+
+LIMIT = 1e-10
+IMAGES_ONLY, AUDIO_ONLY, NO_MEDIA = 1, 2, 3
+"""Steps of the kind that their name says."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "auto": {"layout": "auto"},
+    "1+1+1": {"layout": "1+1+1"},
+    "2+1+2, clipped": {"layout": "2+1+2", "clip": 0.2},
+    "1+1+1, frozen eye": {"layout": "1+1+1", "module": {"frozen": "image"}},
+    "ddp 2": {"layout": "ddp 2"},
+    "1+2+1, loaded by workers": {"layout": "1+2+1", "workers": 1},
+}
+QUICK = ["auto", "1+1+1", "2+1+2, clipped", "1+1+1, frozen eye"]
+ALL = [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK)]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Runs a case once, or a case with other arguments, and gives its folder."""
+    folder = tmp_path_factory.mktemp("hearing")
+
+    @cache
+    def folder_of(name: str, target: str = "hearing", **more: Any) -> Path:
+        arguments = {**CASES[name], **more}
+        ranks = ranks_of(arguments["layout"])
+        if target == "plain_hearing":
+            arguments, ranks = {key: arguments[key] for key in ("module", "clip") if key in arguments}, 1
+        job = Job(f"{name} {target} {len(more)}", f"tests.exactness.{target}:train", ranks, arguments)
+        return run_jobs(folder, [job])[job.name].check().folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def run(folder_of: Callable[..., Path]) -> Callable[..., Run]:
+    return cache(lambda *named: read_run(folder_of(*named)))
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_two_encoders_train_as_the_plain_loop_does(run: Callable[..., Run], case: str):
+    found, plain = run(case), run(case, "plain_hearing")
+    assert error(found.initial, plain.initial) == 0.0
+    assert found.losses == pytest.approx(plain.losses, rel=LIMIT)
+    assert max(map(error, found.gradients, plain.gradients)) <= LIMIT
+    assert max(map(error, found.weights, plain.weights)) <= LIMIT
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_an_encoder_without_media_in_a_step_gets_no_gradient(run: Callable[..., Run], case: str):
+    gradients, frozen = run(case).gradients, CASES[case].get("module", {}).get("frozen")
+    for step, used in {IMAGES_ONLY: ["eye"], AUDIO_ONLY: ["ear"], NO_MEDIA: []}.items():
+        expected = {"backbone", *used} - ({"eye"} if frozen == "image" else set())
+        assert {name.partition(".")[0] for name, value in gradients[step].items() if value is not None} == expected
+
+
+def test_a_frozen_encoder_beside_one_that_trains_runs_forwards_only(folder_of: Callable[..., Path]):
+    backbone, eye, ear = (work for work, _, _ in read_down(folder_of("1+1+1, frozen eye")))
+    assert (backbone, eye, ear) == (["microbatch"], ["forward"], ["backward", "forward"])
+
+
+@pytest.mark.parametrize("case", ["1+1+1", "2+1+2, clipped"])
+def test_two_encoders_validate_and_predict(folder_of: Callable[..., Path], case: str):
+    of_ranks = read_down(folder_of(case))
+    backbones = int(CASES[case]["layout"].rpartition("+")[2])
+    assert len({loss for _, loss, _ in of_ranks}) == 1
+    assert all((count > 0) == (rank < backbones) for rank, (_, _, count) in enumerate(of_ranks))
+    if case == "1+1+1":
+        assert of_ranks[0][1] == pytest.approx(read_down(folder_of("auto"))[0][1], rel=1e-9)
+
+
+def test_a_run_of_two_encoders_goes_on_bit_for_bit(folder_of: Callable[..., Path]):
+    whole = folder_of("1+1+1, frozen eye")
+    resumed = read_run(folder_of("1+1+1, frozen eye", resume=str(whole / "saved.ckpt")))
+    found = read_run(whole)
+    assert resumed.losses == found.losses[SAVED_AT:]
+    assert len(resumed.weights) == STEPS - SAVED_AT
+    for before, after in zip(found.weights[SAVED_AT:], resumed.weights, strict=True):
+        assert error(after, before) == 0.0
+
+
+def test_a_checkpoint_of_two_encoders_goes_on_on_other_ranks(folder_of: Callable[..., Path], run: Callable[..., Run]):
+    saved = str(folder_of("1+1+1") / "saved.ckpt")
+    resumed = read_run(folder_of("2+1+2, clipped", resume=saved, clip=None))
+    assert error(resumed.weights[-1], run("1+1+1").weights[-1]) <= LIMIT
+
+
+def test_a_checkpoint_has_a_folder_for_every_role_and_exports_to_a_plain_file(
+    folder_of: Callable[..., Path], run: Callable[..., Run], tmp_path: Path
+):
+    saved = folder_of("1+1+1") / "saved.ckpt"
+    assert {path.name for path in saved.iterdir() if path.is_dir()} == {"encoder_image", "encoder_audio", "backbone"}
+    export_checkpoint(saved, tmp_path / "plain.ckpt")
+    weights = torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"]
+    assert error(weights, run("1+1+1").weights[SAVED_AT - 1]) == 0.0
+
+
+def test_features_of_two_widths_are_refused_on_every_rank(tmp_path: Path):
+    job = Job("unlike", "tests.exactness.hearing:train_with_unlike_rows", 3)
+    told = read_down(run_jobs(tmp_path, [job])["unlike"].check().folder)
+    assert len(told) == 3
+    for sentence in told:
+        assert "for the modality 'image', but of [32] torch.float32 for 'audio'" in sentence
+        assert "return as many tensors, as wide and of the same type" in sentence
