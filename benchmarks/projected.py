@@ -38,6 +38,7 @@ from flowtrain_lightning.allocator import (
     typical_workload,
 )
 from flowtrain_lightning.allocator.candidates import Candidate
+from flowtrain_lightning.allocator.division import share_of_rank
 from flowtrain_lightning.allocator.memory_use import memory_use
 from flowtrain_lightning.allocator.placements import ModelledPlan
 from flowtrain_lightning.allocator.public_models import CONFIGS
@@ -126,8 +127,8 @@ def _projected(name: str, devices: int, samples: int) -> tuple[str, dict[str, An
     said = f"{heading} {plan.name} ({layouts}), {plan.seconds:.2f} s a step, {100 * plan.mfu:.0f} % MFU."
     if (reason := why_plan_cannot_run(plan, problems)) is not None:
         return f"{said} Training does not run it: it {reason}\n", {"plan": said, "refused": reason}
-    if any(one.layout.tensor * one.layout.context > 1 for one in plan.chosen.values()):
-        reason = "has ranks that share layers or sequences, whose memory cannot be counted here."
+    if any(one.layout.context > 1 for one in plan.chosen.values()):
+        reason = "has ranks that share sequences, whose memory cannot be counted here."
         return f"{said} It {reason}\n", {"plan": said, "refused": reason}
     rows, found = [], {}
     for role, candidate in plan.chosen.items():
@@ -154,8 +155,11 @@ def role_bytes(name: str, problem: RoleProblem, candidate: Candidate) -> tuple[R
     items = max(1, round(largest / _SAMPLE_TOKENS))  # a sample and an image have as many tokens
     memory = memory_use(problem, details.family, np.array([items * 1024.0]), details.time.microbatches).at(0)
     half, precision = problem.half, problem.precision
-    weights = half.parameters * precision.weights * float(details.family.kept_share("weights")[0])
-    gradients = half.trainable_parameters * precision.gradients * float(details.family.kept_share("gradients")[0])
+    here = share_of_rank(half, candidate.layout.tensor)
+    weights = here * half.parameters * precision.weights * float(details.family.kept_share("weights")[0])
+    gradients = (
+        here * half.trainable_parameters * precision.gradients * float(details.family.kept_share("gradients")[0])
+    )
     planned = RoleBytes(
         weights,
         gradients,
@@ -171,6 +175,7 @@ def role_bytes(name: str, problem: RoleProblem, candidate: Candidate) -> tuple[R
         full_media(items),
         sharded=sharded,
         recompute=candidate.recompute,
+        tensor=candidate.layout.tensor,
     )
     others = min(float(details.time.microbatches[0]), problem.load.batches_in_flight) - 1
     counted = RoleBytes(

@@ -27,11 +27,16 @@ SHALLOW = {
 }
 
 
-@pytest.mark.parametrize(("role", "recompute"), [("backbone", "full"), ("encoder", "selective")])
-def test_a_batch_is_planned_within_a_tenth_of_what_is_counted(role, recompute):
+CASES = [("backbone", "full", 1), ("encoder", "selective", 1), ("encoder", "selective", 2)]
+
+
+@pytest.mark.parametrize(("role", "recompute", "tensor"), CASES)
+def test_a_batch_is_planned_within_a_tenth_of_what_is_counted(role, recompute, tensor):
     module = describe_config(SHALLOW)
     problem = role_problems(module, typical_workload(module), Cluster(named_device("h100"), 8, 8))[role]
-    family = Family(np.array([8.0]), shard="fsdp", recompute=recompute)
+    family = Family(np.array([8.0 / tensor]), tensor, shard="fsdp", recompute=recompute)
     use = memory_use(problem, family, np.array([2048.0]), np.ones(1)).at(0)
-    counted = count_batch(QwenVLM(SHALLOW), role, full_microbatch(2), full_media(2), sharded=True, recompute=recompute)
+    counted = count_batch(
+        QwenVLM(SHALLOW), role, full_microbatch(2), full_media(2), sharded=True, recompute=recompute, tensor=tensor
+    )
     assert use["activations"] + use["logits"] == pytest.approx(counted.peak, rel=0.1)
