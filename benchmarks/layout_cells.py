@@ -76,7 +76,7 @@ class Cell:
     @property
     def wanted_seconds(self) -> float:
         """Of the fastest plan's step: the more ranks share the cores, the longer."""
-        return 0.5 if self.quick else 0.3 * self.ranks
+        return 0.5 if self.quick else 0.35 * self.ranks
 
 
 @dataclass(frozen=True)
