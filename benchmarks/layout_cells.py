@@ -112,9 +112,10 @@ def measure_cell(cell: Cell, folder: Path) -> dict[str, Any]:
         if source not in plans:
             continue
         plan = plans[source].allocation(_PER_NODE).describe()
-        said = {"plan": plan, "predicted": _predicted(kind, plans[source])}
-        same = (run for run in runs.values() if said.items() <= run.items())  # each its own layout, but they are equal
-        run = next(same, None) or _settled_run(cell, problems, plans[source], stretch, folder, kind)
+        said = {"plan": plan, "predicted": plans[source].seconds}
+        # Where the best layouts of two kinds are equal, it is one run; but none is batch-synchronous by itself.
+        same = None if kind == SYNCHRONOUS else next((r for r in runs.values() if said.items() <= r.items()), None)
+        run = same or _settled_run(cell, problems, plans[source], stretch, folder, kind)
         runs[kind] = {**run, **said}
         print(f"{cell.name}, {kind}: {runs[kind]}", flush=True)
     return {"mix": asdict(mix), "samples": cell.samples, "runs": runs, "chosen": chosen}
@@ -159,11 +160,6 @@ def best_plans(problems: Problems) -> tuple[dict[str, ModelledPlan], dict[str, s
     free = tuple(plan for kind, plan in plans.items() if kind != UNSHARDED)
     certain = choose_placement(CertainChoice(free)).chosen.kind
     return plans, {"planner": found.chosen.kind, "certain": certain}
-
-
-def _predicted(kind: str, plan: ModelledPlan) -> float:
-    """Seconds of a step by the planner; where roles wait for each other, the sum of theirs."""
-    return sum(one.seconds for one in plan.chosen.values()) if kind == SYNCHRONOUS else plan.seconds
 
 
 def _settled_run(

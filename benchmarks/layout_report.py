@@ -58,10 +58,13 @@ def _seconds(run: Mapping[str, float]) -> float:
 
 
 def _times(name: str, runs: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
-    cells = [
-        f"{seconds[kind]:.2f} ({runs[kind]['predicted']:.2f})" if kind in runs else "does not fit" for kind in KINDS
-    ]
-    return [name, *cells]
+    def cell(kind: str) -> str:
+        if kind not in runs:
+            return "does not fit"
+        planned = f" ({runs[kind]['predicted']:.2f})" if kind != SYNCHRONOUS else ""  # nobody plans to wait
+        return f"{seconds[kind]:.2f}{planned}"
+
+    return [name, *map(cell, KINDS)]
 
 
 def _ratios(name: str, cell: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:

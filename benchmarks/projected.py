@@ -88,17 +88,15 @@ class RoleBytes:
 def main() -> None:
     """Plan, count, print, and write the results."""
     options = _parse()
-    texts, results = [], {}
+    texts, results, where = [], {}, machine()
     for name in options.models:
         for devices in options.devices:
             text, found = _projected(name, devices, options.batch or max(256, 4 * devices))
             print(f"\n{text}", flush=True)
             texts.append(text)
             results[f"{name} on {devices}"] = found
-    where = machine()
-    write_results(
-        options.out, "projected", {"machine": where, "runs": results}, "\n".join([machine_line(where), *texts])
-    )
+            lines = "\n".join([machine_line(where), *texts])
+            write_results(options.out, "projected", {"machine": where, "runs": results}, lines)
     print(f"Written to {options.out}.")
 
 
