@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,12 +25,12 @@ from benchmarks.measure import thread_seconds
 from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
 from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.data import PackingConfig
-from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing import CostModel, IntArray
+from flowtrain_lightning.packing.step_work import FORWARD_SHARE
+from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 WIDTH = 2048
 """Numbers in a row of features, in bfloat16."""
-FORWARD_SHARE = 1 / 3
-"""Of forward and backward together."""
 
 _WORD = torch.int64  # compares four numbers at a time
 _PATTERNS = 251  # all of 0..250 are exact in bfloat16
@@ -37,22 +38,9 @@ _SET_TIMER_SLACK = 29  # of prctl(2)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
-class Costs(Protocol):
-    """How long what is emulated takes."""
-
-    def encoder(self, patches: int) -> tuple[float, float]:
-        """Seconds of forward and of backward of an encoder batch."""
-
-    def backbone(self, tokens: int) -> tuple[float, float]:
-        """Seconds of forward and of backward of a microbatch."""
-
-    def step_end(self, role: str) -> float:
-        """Seconds that a step ends with on every rank that has this role's half."""
-
-
 @dataclass(frozen=True)
 class EmulatedCost:
-    """Seconds that forward and backward together take; the forward takes a third.
+    """Seconds that forward and backward together take, see `LayoutCosts`; the forward takes a third.
 
     Attributes:
         per_patch: of an encoder batch.
@@ -64,19 +52,21 @@ class EmulatedCost:
     per_token: float
     optimizer: float = 0.0
 
-    def encoder(self, patches: int) -> tuple[float, float]:
+    encoder_trains: ClassVar[bool] = True
+    forward_share: ClassVar[float] = FORWARD_SHARE
+
+    def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
         """Seconds of forward and of backward of an encoder batch."""
-        whole = self.per_patch * patches
+        whole = self.per_patch * float(patches.sum())
         return whole * FORWARD_SHARE, whole * (1 - FORWARD_SHARE)
 
-    def backbone(self, tokens: int) -> tuple[float, float]:
-        """Seconds of forward and of backward of a microbatch."""
-        whole = self.per_token * tokens
-        return whole * FORWARD_SHARE, whole * (1 - FORWARD_SHARE)
+    def microbatch(self, tokens: IntArray) -> float:
+        """Seconds of forward and backward of a microbatch."""
+        return self.per_token * float(tokens.sum())
 
-    def step_end(self, role: str) -> float:
-        """Seconds of the optimizer."""
-        return self.optimizer
+    def end_of_step(self, role: str) -> tuple[float, float]:
+        """Seconds of the reduction of gradients, which real ranks do, and of the optimizer."""
+        return 0.0, self.optimizer
 
     @property
     def packing(self) -> PackingConfig:
@@ -119,10 +109,10 @@ class Clock:
 class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, media: PackedMedia, width: int, cost: Costs, clock: Clock, start: float
+        ctx: Any, weight: Tensor, media: PackedMedia, width: int, costs: LayoutCosts, clock: Clock, start: float
     ) -> Tensor:
         with clock.emulating():
-            forward, ctx.seconds = cost.encoder(len(media.patches))
+            forward, ctx.seconds = costs.encoder_batch(lengths_of(media.cu_seqlens))
             ctx.clock = clock
             ctx.numbers, ctx.rows = numbers_of(media), torch.tensor(media.rows)
             ctx.weight = weight
@@ -139,47 +129,55 @@ class _Encode(torch.autograd.Function):
         return torch.ones_like(ctx.weight), None, None, None, None, None
 
 
+@dataclass(frozen=True)
+class Spell:
+    """The time of a microbatch.
+
+    Attributes:
+        clock: spends it.
+        start: when the forward has begun, a time of ``time.monotonic()``.
+        forward: seconds of the forward.
+        backward: seconds of the backward.
+    """
+
+    clock: Clock
+    start: float
+    forward: float
+    backward: float
+
+
 class _Train(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        weight: Tensor,
-        features: Tensor,
-        numbers: Tensor,
-        rows: Tensor,
-        tokens: int,
-        cost: Costs,
-        clock: Clock,
-        start: float,
+        ctx: Any, weight: Tensor, features: Tensor, numbers: Tensor, rows: Tensor, tokens: int, spell: Spell
     ) -> Tensor:
-        forward, ctx.seconds = cost.backbone(tokens)
-        ctx.clock, ctx.numbers, ctx.rows, ctx.weight, ctx.width = clock, numbers, rows, weight, features.shape[-1]
-        with clock.emulating():
+        ctx.spell, ctx.numbers, ctx.rows, ctx.weight, ctx.width = spell, numbers, rows, weight, features.shape[-1]
+        with spell.clock.emulating():
             check(features, pattern(numbers, rows, 1), "features")
-            clock.spend(start, forward)
+            spell.clock.spend(spell.start, spell.forward)
         return weight.new_tensor(float(tokens))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        start = time.monotonic()
-        with ctx.clock.emulating():
+        start, clock = time.monotonic(), ctx.spell.clock
+        with clock.emulating():
             answer = bear(pattern(ctx.numbers, ctx.rows, 2), ctx.width)
-            ctx.clock.spend(start, ctx.seconds)
-        return torch.ones_like(ctx.weight), answer, None, None, None, None, None, None
+            clock.spend(start, ctx.spell.backward)
+        return torch.ones_like(ctx.weight), answer, None, None, None, None
 
 
 class SleepingVLM(FlowModule):
     """The encoder of a vision-language model that sleeps, and all else that does not depend on its backbone.
 
     Args:
-        cost: what computing costs.
+        costs: what computing costs in the layouts of the run.
         pictures: the file of `write_records` that says which pictures each record has.
         width: numbers in a row of features, a multiple of 4.
     """
 
-    def __init__(self, cost: Costs, pictures: str, width: int = WIDTH) -> None:
+    def __init__(self, costs: LayoutCosts, pictures: str, width: int = WIDTH) -> None:
         super().__init__()
-        self.cost = cost
+        self.costs = costs
         self.clock = Clock()
         self.width = width
         self.pictures: list[list[list[int]]] = json.loads(Path(pictures).read_text())
@@ -194,10 +192,17 @@ class SleepingVLM(FlowModule):
 
     def encode(self, media: PackedMedia) -> Tensor:
         """``[rows, width]`` of the pattern."""
-        start = time.monotonic()
-        spent = (self.cost, self.clock, start)
+        spent = (self.costs, self.clock, time.monotonic())
         features: Tensor = _Encode.apply(self.encoder.weight, media, self.width, *spent)  # type: ignore[no-untyped-call]
         return features
+
+    def spell(self, batch: PackedBatch) -> Spell:
+        """The time of a microbatch whose forward begins."""
+        start = time.monotonic()
+        with self.clock.emulating():
+            whole = self.costs.microbatch(lengths_of(batch.cu_seqlens))
+        forward = whole * self.costs.forward_share
+        return Spell(self.clock, start, forward, whole - forward)
 
     def pictures_of(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """``[media]`` the numbers of a microbatch's pictures, and their rows."""
@@ -212,7 +217,7 @@ class SleepingVLM(FlowModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Spend what a step ends with."""
         here = [role for role in ROLES if not next(self.get_submodule(role).parameters()).is_meta]
-        self.clock.spend(time.monotonic(), sum(map(self.cost.step_end, here)))
+        self.clock.spend(time.monotonic(), sum(sum(self.costs.end_of_step(role)) for role in here))
 
 
 class EmulatedVLM(SleepingVLM):
@@ -220,15 +225,20 @@ class EmulatedVLM(SleepingVLM):
 
     def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> tuple[Tensor, int]:
         """Check the features, and spend the time of a microbatch."""
-        start = time.monotonic()
+        spell = self.spell(batch)
         with self.clock.emulating():
             numbers, rows = self.pictures_of(batch)
         found = features.get("image", torch.empty(0, self.width, dtype=torch.bfloat16))
         tokens = len(batch.tokens)
-        spent = (self.cost, self.clock, start)
         weight = self.backbone.get_parameter("weight")
-        loss: Tensor = _Train.apply(weight, found, numbers, rows, tokens, *spent)  # type: ignore[no-untyped-call]
+        loss: Tensor = _Train.apply(weight, found, numbers, rows, tokens, spell)  # type: ignore[no-untyped-call]
         return loss, tokens
+
+
+def lengths_of(cu_seqlens: Tensor) -> IntArray:
+    """``[sequences]`` of what is packed."""
+    lengths: IntArray = np.diff(cu_seqlens.cpu().numpy()).astype(np.int64)
+    return lengths
 
 
 def numbers_of(media: PackedMedia) -> Tensor:

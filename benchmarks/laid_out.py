@@ -12,19 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.emulated_records import emulated_data
-from benchmarks.emulation import Clock, Costs, SleepingVLM, bear, check, pattern
+from benchmarks.emulation import SleepingVLM, Spell, bear, check, pattern
 from benchmarks.measure import Meter
-from benchmarks.modelled_costs import ModelledCost
 from benchmarks.precedence import take_precedence
 from benchmarks.schedules import EncoderFirst
 from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PoolSettings
 from flowtrain_lightning.allocator import Allocation
+from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.parallel import TensorPlan
+from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 WIDTH = 64
 """Numbers in a row of features, in bfloat16: few, since what moving them costs is measured elsewhere."""
 
-_KEPT_BATCHES = 4  # the strategy's default
+KEPT_BATCHES = 4
+"""Encoder batches whose activations a rank keeps: the strategy's default."""
+
 _ALL_BATCHES = 1000
 
 
@@ -34,7 +37,8 @@ class LaidOutJob:
 
     Attributes:
         allocation: ranks and layouts of the roles.
-        cost: what computing costs in these layouts.
+        costs: what computing costs in these layouts.
+        packing: by which steps are packed.
         encoder_first: no backbone begins before all encoders have done the step's forwards, and no encoder works ahead
             into later steps.
         data: the folder of `write_records`.
@@ -47,7 +51,8 @@ class LaidOutJob:
     """
 
     allocation: Allocation
-    cost: ModelledCost
+    costs: LayoutCosts
+    packing: PackingConfig
     encoder_first: bool
     data: Path
     folder: Path
@@ -60,32 +65,20 @@ class LaidOutJob:
 
 class _SleepingBackbone(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, rows: Tensor, expected: Tensor, answers: Tensor, tokens: int, spent: _Spent
-    ) -> Tensor:
-        with spent.clock.emulating():
-            forward, ctx.seconds = spent.cost.backbone(tokens)
-            ctx.clock, ctx.answers, ctx.weight, ctx.width = spent.clock, answers, weight, rows.shape[-1]
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, expected: Tensor, answers: Tensor, spell: Spell) -> Tensor:
+        ctx.spell, ctx.answers, ctx.weight, ctx.width = spell, answers, weight, rows.shape[-1]
+        with spell.clock.emulating():
             check(rows, expected, "features")
-            spent.clock.spend(spent.start, forward)
+            spell.clock.spend(spell.start, spell.forward)
         return weight.new_tensor(float(len(rows)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        start = time.monotonic()
-        with ctx.clock.emulating():
+        start, clock = time.monotonic(), ctx.spell.clock
+        with clock.emulating():
             answer = bear(ctx.answers, ctx.width)
-            ctx.clock.spend(start, ctx.seconds)
-        return torch.ones_like(ctx.weight), answer, None, None, None, None
-
-
-@dataclass(frozen=True)
-class _Spent:
-    """By what a microbatch's time is spent, and since when."""
-
-    cost: Costs
-    clock: Clock
-    start: float
+            clock.spend(start, ctx.spell.backward)
+        return torch.ones_like(ctx.weight), answer, None, None, None
 
 
 class Backbone(nn.Module):
@@ -95,29 +88,26 @@ class Backbone(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, 1))
 
-    def forward(self, rows: Tensor, expected: Tensor, answers: Tensor, tokens: int, spent: _Spent) -> Tensor:
+    def forward(self, rows: Tensor, expected: Tensor, answers: Tensor, spell: Spell) -> Tensor:
         """Check the rows, and spend the time of a microbatch.
 
         Args:
             rows: ``[own tokens, width]``: features in their places, else 0.
             expected: ``[own tokens]`` what they must bear.
             answers: ``[own tokens]`` what their gradients will bear.
-            tokens: of the whole microbatch.
-            spent: by what time is spent.
+            spell: of the microbatch.
         """
-        loss: Tensor = _SleepingBackbone.apply(self.weight, rows, expected, answers, tokens, spent)  # type: ignore[no-untyped-call]
+        loss: Tensor = _SleepingBackbone.apply(self.weight, rows, expected, answers, spell)  # type: ignore[no-untyped-call]
         return loss
 
 
 class LaidOutVLM(SleepingVLM):
     """A vision-language model that sleeps, in any layout: layers are whole on tensor ranks, sequences can be sliced."""
 
-    cost: ModelledCost
-
     def configure_encoder(self) -> None:
         """One weight, which may be frozen."""
         super().configure_encoder()
-        self.encoder.requires_grad_(self.cost.encoder_trains)
+        self.encoder.requires_grad_(self.costs.encoder_trains)
 
     def configure_backbone(self) -> None:
         """One weight."""
@@ -129,7 +119,7 @@ class LaidOutVLM(SleepingVLM):
 
     def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
         """Features in their places among the tokens, and what they must bear."""
-        start, tokens = time.monotonic(), len(batch.tokens)
+        spell, tokens = self.spell(batch), len(batch.tokens)
         with self.clock.emulating():
             places = batch.media_positions.get("image", torch.empty(0, dtype=torch.int64))
             sent = [pattern(*self.pictures_of(batch), kind) for kind in (1, 2)]
@@ -137,8 +127,7 @@ class LaidOutVLM(SleepingVLM):
             rows = torch.zeros(tokens, self.width, dtype=torch.bfloat16)
             if len(places):
                 rows = rows.index_copy(0, places, features["image"])
-        spent = _Spent(self.cost, self.clock, start)
-        return {"rows": rows, "expected": expected, "answers": answers, "tokens": tokens, "spent": spent}
+        return {"rows": rows, "expected": expected, "answers": answers, "spell": spell}
 
     def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
         """This rank's tokens."""
@@ -156,7 +145,7 @@ class EncoderFirstLaidOut(EncoderFirst, LaidOutVLM):
 def train(job: LaidOutJob) -> None:
     """Train, as one of the job's ranks."""
     take_precedence()
-    arguments = (job.cost, str(job.data / "pictures.json"), WIDTH)
+    arguments = (job.costs, str(job.data / "pictures.json"), WIDTH)
     module: LaidOutVLM
     if job.encoder_first:
         module = EncoderFirstLaidOut(*arguments, done=job.folder / "encoded")
@@ -167,7 +156,7 @@ def train(job: LaidOutJob) -> None:
         devices=job.allocation.size,
         strategy=FlowTrainStrategy(
             allocation=job.allocation,
-            encoder_activations=_ALL_BATCHES if job.encoder_first else _KEPT_BATCHES,
+            encoder_activations=_ALL_BATCHES if job.encoder_first else KEPT_BATCHES,
             pool=PoolSettings(bytes=4 * job.step_bytes if job.encoder_first else None),
         ),
         max_steps=job.warmup + job.steps,
@@ -178,4 +167,4 @@ def train(job: LaidOutJob) -> None:
         enable_model_summary=False,
         default_root_dir=job.folder,
     )
-    trainer.fit(module, emulated_data(job.data, job.global_batch_size, job.token_budget, job.cost.packing))
+    trainer.fit(module, emulated_data(job.data, job.global_batch_size, job.token_budget, job.packing))

@@ -1,11 +1,11 @@
-"""One module on some ranks: the planner's best placement of every kind, each one run."""
+"""One module and its data on some ranks: a run of every plan that is compared."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -13,35 +13,28 @@ from benchmarks import laid_out
 from benchmarks.emulated_records import emulated_data, write_records
 from benchmarks.laid_out import LaidOutJob
 from benchmarks.launch import launch
+from benchmarks.layout_plans import KINDS, PER_NODE, SYNCHRONOUS, best_plans, describe
 from benchmarks.measure import read_ranks
 from benchmarks.mixes import MIXES, Mix
-from benchmarks.modelled_costs import modelled_cost
 from benchmarks.schedules import expect_encoders
+from benchmarks.stretched_costs import StretchedCosts, packing_by
 from flowtrain_lightning.allocator import (
     BACKBONE,
     ENCODER,
+    Allocation,
     Cluster,
-    ModelledCosts,
-    NoPlanError,
-    SearchSpace,
+    Layout,
     Workload,
-    choose_placement,
     named_device,
     named_model,
     role_problems,
 )
 from flowtrain_lightning.allocator.placements import ModelledPlan, Problems
-from flowtrain_lightning.cli.plan_choice import choose_plans, why_plan_cannot_run
-from flowtrain_lightning.placement.measured import MeasuredCosts
-
-UNSHARDED, SYNCHRONOUS = "uniform, unsharded", "batch-synchronous"
-
-KINDS = (UNSHARDED, "uniform", "colocated", "separate", "mixed", SYNCHRONOUS)
-"""What is run: the best plan of every kind; of uniform ones also the best whose weights are not sharded, as Megatron-LM
-keeps them; and the separate plan again, in which the backbone waits until a whole step is encoded."""
+from flowtrain_lightning.placement.modelled_layout import ModelledLayoutCosts
+from flowtrain_lightning.placement.run_costs import first_steps
+from flowtrain_lightning.placement.simulation import simulate
 
 _DEADLINE = 400.0
-_PER_NODE = 8
 _TOKEN_BUDGET = 8192
 _PATCH_BUDGET = 16384
 _BFLOAT16 = 2  # bytes
@@ -79,26 +72,6 @@ class Cell:
         return 0.5 if self.quick else 0.35 * self.ranks
 
 
-@dataclass(frozen=True)
-class ExactCosts(ModelledCosts):
-    """The planner's costs where they are the true ones, so that no faster plan is passed over for a plainer one."""
-
-    margin: ClassVar[float] = 0.0
-
-
-class CertainChoice:
-    """A choice among plans with times that are as sure as those that a run predicts by what it has measured."""
-
-    margin = MeasuredCosts.margin
-
-    def __init__(self, plans: tuple[ModelledPlan, ...]) -> None:
-        self._plans = plans
-
-    def predictions(self) -> tuple[ModelledPlan, ...]:
-        """The plans."""
-        return self._plans
-
-
 def measure_cell(cell: Cell, folder: Path) -> dict[str, Any]:
     """Plans and runs of one cell, and which of them would be chosen."""
     mix = MIXES[cell.mix]
@@ -108,14 +81,12 @@ def measure_cell(cell: Cell, folder: Path) -> dict[str, Any]:
     stretch = cell.wanted_seconds / min(plan.seconds for plan in plans.values())
     runs: dict[str, Any] = {}
     for kind in KINDS:
-        source = "separate" if kind == SYNCHRONOUS else kind
-        if source not in plans:
+        if kind not in plans:
             continue
-        plan = plans[source].allocation(_PER_NODE).describe()
-        said = {"plan": plan, "predicted": plans[source].seconds}
-        # Where the best layouts of two kinds are equal, it is one run; but none is batch-synchronous by itself.
+        said = {"plan": describe(plans[kind]), "predicted": plans[kind].seconds}
+        # Where the best layouts of two kinds are equal, it is one run; but none waits for whole steps by itself.
         same = None if kind == SYNCHRONOUS else next((r for r in runs.values() if said.items() <= r.items()), None)
-        run = same or _settled_run(cell, problems, plans[source], stretch, folder, kind)
+        run = same or _settled_run(cell, problems, plans[kind], stretch, folder, kind)
         runs[kind] = {**run, **said}
         print(f"{cell.name}, {kind}: {runs[kind]}", flush=True)
     return {"mix": asdict(mix), "samples": cell.samples, "runs": runs, "chosen": chosen}
@@ -137,29 +108,7 @@ def problems_of(mix: Mix, cell: Cell, folder: Path) -> Problems:
         token_budget=_TOKEN_BUDGET,
         encoder_budget=_PATCH_BUDGET,
     )
-    return role_problems(module, workload, Cluster(named_device(mix.device), cell.ranks, _PER_NODE))
-
-
-def best_plans(problems: Problems) -> tuple[dict[str, ModelledPlan], dict[str, str]]:
-    """The fastest plan of every kind that training runs, and the kind that would be chosen.
-
-    Returns:
-        kind -> plan; and the choices, of the planner with its doubts about times and of one without.
-    """
-    plans = {}
-    without_stages = SearchSpace(pipeline=(1,))
-    for unsharded in (True, False):
-        space = replace(without_stages, shard=("replicate",), context=(1,)) if unsharded else without_stages
-        try:
-            found = choose_plans(ExactCosts(problems, space)).recommended
-        except NoPlanError:
-            continue
-        for plan in found.predictions:
-            if why_plan_cannot_run(plan, problems) is None and (not unsharded or plan.kind == "uniform"):
-                plans[UNSHARDED if unsharded else plan.kind] = plan
-    free = tuple(plan for kind, plan in plans.items() if kind != UNSHARDED)
-    certain = choose_placement(CertainChoice(free)).chosen.kind
-    return plans, {"planner": found.chosen.kind, "certain": certain}
+    return role_problems(module, workload, Cluster(named_device(mix.device), cell.ranks, PER_NODE))
 
 
 def _settled_run(
@@ -187,13 +136,14 @@ def run_plan(
     """One run of a plan: seconds of a step, in those of the device, and the share of the cores that ranks took."""
     folder = data / name
     folder.mkdir(parents=True)
-    allocation = replace(plan.allocation(_PER_NODE), recompute={})  # it is in the costs, and there are no blocks
+    planned = plan.allocation(PER_NODE)
+    costs, allocation = ModelledLayoutCosts(problems, planned), as_run(planned)
     expect_encoders(folder, len(allocation.ranks[ENCODER]))
-    cost = modelled_cost(problems, plan.chosen, stretch)
     tokens = problems[BACKBONE].load.tokens * cell.samples / problems[BACKBONE].load.items
     job = LaidOutJob(
         allocation=allocation,
-        cost=replace(cost, encoder_trains=True) if first else cost,  # whoever trains does not work ahead
+        costs=StretchedCosts(costs, stretch, encoder_trains=costs.encoder_trains or first),
+        packing=packing_by(costs, problems),
         encoder_first=first,
         data=data,
         folder=folder,
@@ -203,7 +153,25 @@ def run_plan(
         steps=2 if cell.quick else 4,
         step_bytes=int(2 * tokens * laid_out.WIDTH * _BFLOAT16),
     )
-    return {**run_job(job), "stretch": stretch}
+    run = {**run_job(job), "stretch": stretch}
+    return run if first else {**run, "simulated": simulated_seconds(job) / stretch}
+
+
+def as_run(planned: Allocation) -> Allocation:
+    """The allocation of ranks that sleep, in whose costs it is to compute again and to share the optimizer's states."""
+
+    def whole(layout: Layout) -> Layout:
+        return replace(layout, shard="replicate") if layout.shard == "zero1" else layout
+
+    return replace(planned, layouts={role: whole(each) for role, each in planned.layouts.items()}, recompute={})
+
+
+def simulated_seconds(job: LaidOutJob) -> float:
+    """Seconds of the job's measured steps, if nothing took time but what its costs say."""
+    data = emulated_data(job.data, job.global_batch_size, job.token_budget, job.packing)
+    plans = first_steps(data)(job.allocation, job.warmup + job.steps)
+    seconds = simulate(plans, job.allocation, job.costs, laid_out.KEPT_BATCHES).seconds
+    return float(np.mean(seconds[job.warmup :]))
 
 
 def run_job(job: LaidOutJob) -> dict[str, float]:

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.emulated_records import emulated_data, write_records
 from benchmarks.laid_out import LaidOutJob
 from benchmarks.layout_cells import run_job
-from benchmarks.modelled_costs import modelled_cost
+from benchmarks.stretched_costs import StretchedCosts, packing_by
 from flowtrain_lightning.allocator import (
     BACKBONE,
     ENCODER,
@@ -22,7 +22,8 @@ from flowtrain_lightning.allocator import (
     named_model,
     role_problems,
 )
-from flowtrain_lightning.allocator.candidates import Candidate
+from flowtrain_lightning.allocator.given_plan import given_plan
+from flowtrain_lightning.placement.modelled_layout import ModelledLayoutCosts
 
 MODEL, DEVICE, BACKBONE_RANKS = "qwen2.5-vl-7b", "h100", 4
 TOKENS = 8192
@@ -48,13 +49,13 @@ def measure_long(context: int, folder: Path, quick: bool) -> dict[str, Any]:
         ENCODER: Layout(data=1),
         BACKBONE: Layout(data=BACKBONE_RANKS // context, context=context, shard="fsdp"),
     }
-    chosen = {role: Candidate(role, layout, "none", 0.0, 0.0) for role, layout in layouts.items()}
     ranks = {BACKBONE: tuple(range(BACKBONE_RANKS)), ENCODER: (BACKBONE_RANKS,)}
-    stretch = 0.1 if quick else _STRETCH
-    cost = modelled_cost(problems, chosen, stretch)
+    allocation = Allocation("separate", layouts, ranks)
+    costs, stretch = ModelledLayoutCosts(problems, allocation), 0.1 if quick else _STRETCH
     job = LaidOutJob(
-        allocation=Allocation("separate", layouts, ranks),
-        cost=cost,
+        allocation=allocation,
+        costs=StretchedCosts(costs, stretch, costs.encoder_trains),
+        packing=packing_by(costs, problems),
         encoder_first=False,
         data=folder,
         folder=folder / "run",
@@ -65,7 +66,7 @@ def measure_long(context: int, folder: Path, quick: bool) -> dict[str, Any]:
         step_bytes=0,
     )
     job.folder.mkdir()
-    planned = (sum(cost.backbone(tokens)) + cost.step_end(BACKBONE)) / stretch
+    planned = given_plan(problems, allocation).seconds
     what = (
         f"A step is one sample of {tokens:,} tokens, {_SIDE**2:,} of them of an image; {MODEL}, tower frozen, on "
         f"{DEVICE}: the backbone in shards over {BACKBONE_RANKS} ranks, the encoder on one more."

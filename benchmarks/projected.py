@@ -1,7 +1,7 @@
 """Plans for large models, and the memory of their ranks: what the planner says, beside what is counted.
 
 python benchmarks/projected.py                            Qwen2.5-VL 7B, 32B and 72B on 8, 64 and 512 H100
-python benchmarks/projected.py --models qwen2.5-vl-7b --devices 8
+python benchmarks/projected.py --models qwen2.5-vl-7b --devices 8     some of them; other results are kept
 
 Counting needs no device, see `benchmarks/memory_count.py`: some seconds for each role of a 7B, minutes for a 72B.
 """
@@ -9,8 +9,10 @@ Counting needs no device, see `benchmarks/memory_count.py`: some seconds for eac
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ MODELS = ("qwen2.5-vl-7b", "qwen2.5-vl-32b", "qwen2.5-vl-72b")
 DEVICES = (8, 64, 512)
 PRECISION = "bf16-mixed"
 
+_NEAR = 0.1  # the aim: share by which planned bytes may differ from counted ones
 _PER_NODE = 8
 _SAMPLE_TOKENS = 1024
 _SIDE = 32  # of an image, in patches: 1,024 patches, 256 rows of features
@@ -88,16 +91,36 @@ class RoleBytes:
 def main() -> None:
     """Plan, count, print, and write the results."""
     options = _parse()
-    texts, results, where = [], {}, machine()
+    file = options.out / "projected.json"
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for name in options.models:
         for devices in options.devices:
             text, found = _projected(name, devices, options.batch or max(256, 4 * devices))
             print(f"\n{text}", flush=True)
-            texts.append(text)
-            results[f"{name} on {devices}"] = found
-            lines = "\n".join([machine_line(where), *texts])
-            write_results(options.out, "projected", {"machine": where, "runs": results}, lines)
+            results[f"{name} on {devices}"] = {**found, "text": text, "machine": machine()}
+            write_results(options.out, "projected", results, results_text(results))
     print(f"Written to {options.out}.")
+
+
+def results_text(results: Mapping[str, Any]) -> str:
+    """All runs: totals of a rank, what is planned badly, every plan by purpose."""
+    machines = dict.fromkeys(machine_line(run["machine"]) for run in results.values())
+    rows, late = [], []
+    for name, run in results.items():
+        roles = run.get("roles", {})
+        totals = (
+            f"{each['counted']['total'] / 1e9:.2f} / {each['planned']['total'] / 1e9:.2f}" for each in roles.values()
+        )
+        rows.append([name, *totals] if roles else [name, "-", "-"])
+        for role, each in roles.items():
+            for purpose, counted in each["counted"].items():
+                if abs(each["planned"][purpose] - counted) > _NEAR * counted:
+                    late.append(
+                        f"{name}, {role}: {purpose} ({each['planned'][purpose] / 1e9:.2f} of {counted / 1e9:.2f})"
+                    )
+    grid = table(["GB of a rank, counted / planned", "encoder", "backbone"], rows)
+    near = f"Planned within {_NEAR:.0%} of the count: all" + (f" but {'; '.join(late)}." if late else ".")
+    return "\n\n".join([grid, near, *(run["text"].strip() for run in results.values()), "\n".join(machines)]) + "\n"
 
 
 def _parse() -> argparse.Namespace:

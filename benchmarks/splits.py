@@ -10,7 +10,6 @@ from typing import Any
 
 from benchmarks.emulate import plan_job, run_schedule
 from benchmarks.emulated_records import emulated_data
-from benchmarks.emulation import FORWARD_SHARE
 from benchmarks.launch import machine
 from benchmarks.report import machine_line, table, write_results
 from benchmarks.schedules import EmulatedJob
@@ -82,7 +81,7 @@ def _choose(job: EmulatedJob) -> PlacementChoice[MeasuredPrediction]:
             parameters=1,
             gradient_bytes=4,
             optimizer_seconds=cost.optimizer,
-            forward_share=FORWARD_SHARE,
+            forward_share=cost.forward_share,
             measured=(),
         )
         for role, linear in ((ENCODER, cost.per_patch), (BACKBONE, cost.per_token))

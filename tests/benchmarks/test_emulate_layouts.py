@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.layout_cells import KINDS, SYNCHRONOUS, UNSHARDED
+from benchmarks.layout_plans import KINDS, RECOMMENDED, SYNCHRONOUS, UNSHARDED
 from benchmarks.layout_report import cells_text
 from tests.benchmarks.running import run
 
@@ -15,8 +15,9 @@ MACHINE = dict.fromkeys(("date", "commit", "cpu", "cores", "load", "python", "to
 
 def cell(chosen, **seconds):
     named = {UNSHARDED: seconds.pop("unsharded"), SYNCHRONOUS: seconds.pop("synchronous"), **seconds}
+    named[RECOMMENDED] = named["uniform"]
     runs = {
-        kind: {"step": 2 * each, "stretch": 2.0, "cores": 0.3, "predicted": each, "plan": kind}
+        kind: {"step": 2 * each, "stretch": 2.0, "cores": 0.3, "predicted": each, "simulated": each, "plan": kind}
         for kind, each in named.items()
     }
     mix = {"over_uniform": 1.3, "over_synchronous": 1.2}
@@ -36,6 +37,7 @@ def test_an_aim_that_one_cell_reaches_is_reached():
     }
     text = cells_text(cells)
     assert "At least 1.35 x uniform, unsharded in one cell: reached, 1.36 (small)" in text
+    assert "At least 1.35 x uniform in one cell: missed, 1.10 (small)" in text
     assert "At least 1.7 x batch-synchronous in one cell: missed, 1.50 (small)" in text
 
 
@@ -45,12 +47,17 @@ def test_a_choice_that_is_late_in_one_cell_misses_its_aim_and_says_where():
         "large": cell("uniform", unsharded=1.1, uniform=1.0, separate=1.2, synchronous=1.4),
     }
     text = cells_text(cells)
-    assert "The choice by these times within 2% of the best in every cell: reached, at most 0.0%" in text
+    assert "The choice of a run by planned times within 2% of the best in every cell: reached, at most 0.0%" in text
     assert "The choice of `flowtrain plan` within 2% of the best in every cell: missed in small (10.0%)" in text
 
 
-def test_what_does_not_fit_is_said_to():
-    assert "does not fit" in cells_text({"small": cell("uniform", unsharded=1.0, uniform=1.0, synchronous=1.0)})
+def test_kinds_of_which_there_is_no_plan_have_a_dash():
+    (line,) = (
+        line
+        for line in cells_text({"small": cell("uniform", unsharded=1.0, uniform=1.0, synchronous=1.5)}).splitlines()
+        if line.startswith("| small") and "1.50" in line and ";" in line
+    )
+    assert [each.strip() for each in line.split("|")][4:7] == ["-", "-", "-"]
 
 
 @pytest.mark.full
@@ -60,7 +67,7 @@ def test_every_kind_of_placement_runs_in_the_layouts_of_its_plan(tmp_path):
     assert set(runs) <= set(KINDS)
     assert {"uniform", "separate", SYNCHRONOUS} <= set(runs)
     for kind, found in runs.items():  # real ranks are never faster than what they sleep for
-        assert found["step"] / found["stretch"] > 0.9 * found["predicted"] or kind == SYNCHRONOUS
+        assert kind == SYNCHRONOUS or found["step"] / found["stretch"] > 0.97 * found["simulated"]
 
 
 @pytest.mark.full
