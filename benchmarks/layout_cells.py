@@ -69,7 +69,7 @@ class Cell:
     @property
     def wanted_seconds(self) -> float:
         """Of the fastest plan's step: the more ranks share the cores, the longer."""
-        return 0.5 if self.quick else 0.35 * self.ranks
+        return 0.5 if self.quick else 0.7 * self.ranks
 
 
 def measure_cell(cell: Cell, folder: Path) -> dict[str, Any]:
