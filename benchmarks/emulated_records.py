@@ -36,7 +36,7 @@ def write_records(
         sides: ``[pictures, 2]`` height and width of the pictures that records choose from, in rows of features; by
             default 256 pictures of 16 to 400 rows.
         pictures: how many a record has -> probability; by default a fifth has none, a fifth has two.
-        words: of a text, at least and less than; a word is two tokens.
+        words: of a text, at least and less than; a word is a token.
     """
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(seed)

@@ -76,7 +76,7 @@ def measure_long(context: int, folder: Path, quick: bool) -> dict[str, Any]:
 
 def _write_sample(folder: Path) -> int:
     """Records of one image and a text that fills the rest; returns the tokens of each."""
-    words = (TOKENS - _SIDE**2 - _TEMPLATE_ROOM) // 2  # a word is two tokens
+    words = TOKENS - _SIDE**2 - _TEMPLATE_ROOM  # a word is a token
     sides = np.array([[_SIDE, _SIDE]])
     write_records(folder, 32, sides=sides, pictures={1: 1.0}, words=(words, words + 1))
     data = emulated_data(folder, 1, TOKENS)

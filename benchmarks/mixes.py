@@ -26,7 +26,7 @@ class Mix:
         device: a name of `flowtrain_lightning.allocator.named_device`, large enough for eight of them.
         tower_trains: else it is frozen, as FlowTrain's.
         images: ``"documents"`` or ``"screens"``.
-        words: of a text, at least and less than; a word is two tokens.
+        words: of a text, at least and less than; a word is a token.
         over_uniform: how many times FlowTrain's throughput is that of Megatron-LM, by the paper.
         over_synchronous: and that of DistTrain.
     """
