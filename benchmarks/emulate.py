@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import schedules
-from benchmarks.emulation import WIDTH, EmulatedCost, emulated_data, write_records
+from benchmarks.emulated_records import emulated_data, write_records
+from benchmarks.emulation import WIDTH, EmulatedCost
 from benchmarks.ideal import step_ends
 from benchmarks.launch import launch, machine
 from benchmarks.measure import read_ranks
@@ -118,7 +119,7 @@ def run_schedule(job: EmulatedJob) -> dict[str, float]:
     """One run: seconds of a step, measured and ideal, and what lanes spent in a step, in seconds per rank."""
     folder = job.folder
     folder.mkdir(parents=True)
-    (folder / "forwards").write_bytes(bytes(np.zeros(job.encoder_ranks, np.int64)))
+    schedules.expect_encoders(folder, job.encoder_ranks)
     launch(schedules.train, job, job.ranks, folder, DEADLINE)
     ranks = read_ranks(folder)
     ends: list[float] = ranks[0]["ends"]

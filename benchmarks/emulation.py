@@ -1,9 +1,9 @@
 """A module whose computing is sleep: what it would cost, and real features and gradients that are checked.
 
-Every picture is of one colour, and the colour is its number. The encoder reads the number from the pixels and fills
-the features with a pattern of number and row; the backbone knows which pictures its samples have, checks the
-pattern, and answers with gradients of another pattern, which the encoder checks in its backward. Filling and checking
-are done within the time that the computing would take.
+Every picture is of one colour, and the colour is its number (`benchmarks/emulated_records.py`). The encoder reads the
+number from the pixels and fills the features with a pattern of number and row; the backbone knows which pictures its
+samples have, checks the pattern, and answers with gradients of another pattern, which the encoder checks in its
+backward. Filling and checking are done within the time that the computing would take.
 """
 
 from __future__ import annotations
@@ -15,26 +15,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from benchmarks.measure import thread_seconds
-from benchmarks.modules import TOKENIZER
 from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
-from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig, PackingConfig
-from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.allocator import ROLES
+from flowtrain_lightning.data import PackingConfig
+from flowtrain_lightning.packing import CostModel, IntArray
+from flowtrain_lightning.packing.step_work import FORWARD_SHARE
+from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
-IMAGES = ImageProcessor(
-    patch_size=2, merge_size=2, min_pixels=16, max_pixels=1 << 20, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
-)
 WIDTH = 2048
 """Numbers in a row of features, in bfloat16."""
-FORWARD_SHARE = 1 / 3
-"""Of forward and backward together."""
 
 _WORD = torch.int64  # compares four numbers at a time
 _PATTERNS = 251  # all of 0..250 are exact in bfloat16
@@ -44,7 +40,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 @dataclass(frozen=True)
 class EmulatedCost:
-    """Seconds that forward and backward together take; the forward takes a third.
+    """Seconds that forward and backward together take, see `LayoutCosts`; the forward takes a third.
 
     Attributes:
         per_patch: of an encoder batch.
@@ -56,15 +52,26 @@ class EmulatedCost:
     per_token: float
     optimizer: float = 0.0
 
-    def encoder(self, patches: int) -> tuple[float, float]:
+    encoder_trains: ClassVar[bool] = True
+    forward_share: ClassVar[float] = FORWARD_SHARE
+
+    def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
         """Seconds of forward and of backward of an encoder batch."""
-        whole = self.per_patch * patches
+        whole = self.per_patch * float(patches.sum())
         return whole * FORWARD_SHARE, whole * (1 - FORWARD_SHARE)
 
-    def backbone(self, tokens: int) -> tuple[float, float]:
-        """Seconds of forward and of backward of a microbatch."""
-        whole = self.per_token * tokens
-        return whole * FORWARD_SHARE, whole * (1 - FORWARD_SHARE)
+    def microbatch(self, tokens: IntArray) -> float:
+        """Seconds of forward and backward of a microbatch."""
+        return self.per_token * float(tokens.sum())
+
+    def end_of_step(self, role: str) -> tuple[float, float]:
+        """Seconds of the reduction of gradients, which real ranks do, and of the optimizer."""
+        return 0.0, self.optimizer
+
+    @property
+    def packing(self) -> PackingConfig:
+        """How steps are packed by these costs."""
+        return PackingConfig(CostModel(self.per_token, 0.0, 0.0), CostModel(self.per_patch, 0.0, 0.0))
 
 
 class Clock:
@@ -101,13 +108,15 @@ class Clock:
 
 class _Encode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, media: PackedMedia, cost: EmulatedCost, clock: Clock, start: float) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, media: PackedMedia, width: int, costs: LayoutCosts, clock: Clock, start: float
+    ) -> Tensor:
         with clock.emulating():
-            forward, ctx.seconds = cost.encoder(len(media.patches))
+            forward, ctx.seconds = costs.encoder_batch(lengths_of(media.cu_seqlens))
             ctx.clock = clock
             ctx.numbers, ctx.rows = numbers_of(media), torch.tensor(media.rows)
             ctx.weight = weight
-            features = bear(pattern(ctx.numbers, ctx.rows, 1))
+            features = bear(pattern(ctx.numbers, ctx.rows, 1), width)
             clock.spend(start, forward)
         return features
 
@@ -117,50 +126,60 @@ class _Encode(torch.autograd.Function):
         with ctx.clock.emulating():
             check(gradients[0], pattern(ctx.numbers, ctx.rows, 2), "gradients")
             ctx.clock.spend(start, ctx.seconds)
-        return torch.ones_like(ctx.weight), None, None, None, None
+        return torch.ones_like(ctx.weight), None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class Spell:
+    """The time of a microbatch.
+
+    Attributes:
+        clock: spends it.
+        start: when the forward has begun, a time of ``time.monotonic()``.
+        forward: seconds of the forward.
+        backward: seconds of the backward.
+    """
+
+    clock: Clock
+    start: float
+    forward: float
+    backward: float
 
 
 class _Train(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        weight: Tensor,
-        features: Tensor,
-        numbers: Tensor,
-        rows: Tensor,
-        tokens: int,
-        cost: EmulatedCost,
-        clock: Clock,
-        start: float,
+        ctx: Any, weight: Tensor, features: Tensor, numbers: Tensor, rows: Tensor, tokens: int, spell: Spell
     ) -> Tensor:
-        forward, ctx.seconds = cost.backbone(tokens)
-        ctx.clock, ctx.numbers, ctx.rows, ctx.weight = clock, numbers, rows, weight
-        with clock.emulating():
+        ctx.spell, ctx.numbers, ctx.rows, ctx.weight, ctx.width = spell, numbers, rows, weight, features.shape[-1]
+        with spell.clock.emulating():
             check(features, pattern(numbers, rows, 1), "features")
-            clock.spend(start, forward)
+            spell.clock.spend(spell.start, spell.forward)
         return weight.new_tensor(float(tokens))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        start = time.monotonic()
-        with ctx.clock.emulating():
-            answer = bear(pattern(ctx.numbers, ctx.rows, 2))
-            ctx.clock.spend(start, ctx.seconds)
-        return torch.ones_like(ctx.weight), answer, None, None, None, None, None, None
+        start, clock = time.monotonic(), ctx.spell.clock
+        with clock.emulating():
+            answer = bear(pattern(ctx.numbers, ctx.rows, 2), ctx.width)
+            clock.spend(start, ctx.spell.backward)
+        return torch.ones_like(ctx.weight), answer, None, None, None, None
 
 
-class EmulatedVLM(FlowModule):
-    """A vision-language model that sleeps.
+class SleepingVLM(FlowModule):
+    """The encoder of a vision-language model that sleeps, and all else that does not depend on its backbone.
 
     Args:
-        cost: what computing costs.
+        costs: what computing costs in the layouts of the run.
         pictures: the file of `write_records` that says which pictures each record has.
+        width: numbers in a row of features, a multiple of 4.
     """
 
-    def __init__(self, cost: EmulatedCost, pictures: str) -> None:
+    def __init__(self, costs: LayoutCosts, pictures: str, width: int = WIDTH) -> None:
         super().__init__()
-        self.cost = cost
+        self.costs = costs
         self.clock = Clock()
+        self.width = width
         self.pictures: list[list[list[int]]] = json.loads(Path(pictures).read_text())
 
     def configure_encoder(self) -> None:
@@ -169,34 +188,57 @@ class EmulatedVLM(FlowModule):
 
     def configure_backbone(self) -> None:
         """One weight."""
-        self.backbone = nn.Linear(1, 1, bias=False)
+        self.backbone: nn.Module = nn.Linear(1, 1, bias=False)
 
     def encode(self, media: PackedMedia) -> Tensor:
-        """``[rows, WIDTH]`` of the pattern."""
-        start = time.monotonic()
-        features: Tensor = _Encode.apply(self.encoder.weight, media, self.cost, self.clock, start)  # type: ignore[no-untyped-call]
+        """``[rows, width]`` of the pattern."""
+        spent = (self.costs, self.clock, time.monotonic())
+        features: Tensor = _Encode.apply(self.encoder.weight, media, self.width, *spent)  # type: ignore[no-untyped-call]
         return features
 
-    def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> tuple[Tensor, int]:
-        """Check the features, and spend the time of a microbatch."""
+    def spell(self, batch: PackedBatch) -> Spell:
+        """The time of a microbatch whose forward begins."""
         start = time.monotonic()
         with self.clock.emulating():
-            expected = [picture for sample in batch.samples for picture in self.pictures[sample]]
-            numbers, rows = torch.tensor(expected, dtype=torch.int64).reshape(-1, 2).unbind(1)
-        found = features.get("image", torch.empty(0, WIDTH, dtype=torch.bfloat16))
-        tokens = len(batch.tokens)
-        spent = (self.cost, self.clock, start)
-        loss: Tensor = _Train.apply(self.backbone.weight, found, numbers, rows, tokens, *spent)  # type: ignore[no-untyped-call]
-        return loss, tokens
+            whole = self.costs.microbatch(lengths_of(batch.cu_seqlens))
+        forward = whole * self.costs.forward_share
+        return Spell(self.clock, start, forward, whole - forward)
+
+    def pictures_of(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """``[media]`` the numbers of a microbatch's pictures, and their rows."""
+        expected = [picture for sample in batch.samples for picture in self.pictures[sample]]
+        numbers, rows = torch.tensor(expected, dtype=torch.int64).reshape(-1, 2).unbind(1)
+        return numbers, rows
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """An optimizer that costs little."""
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Spend the time of the optimizer."""
-        halves = sum(not weight.is_meta for weight in self.parameters())  # one weight each
-        self.clock.spend(time.monotonic(), halves * self.cost.optimizer)
+        """Spend what a step ends with."""
+        here = [role for role in ROLES if not next(self.get_submodule(role).parameters()).is_meta]
+        self.clock.spend(time.monotonic(), sum(sum(self.costs.end_of_step(role)) for role in here))
+
+
+class EmulatedVLM(SleepingVLM):
+    """A vision-language model that sleeps."""
+
+    def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> tuple[Tensor, int]:
+        """Check the features, and spend the time of a microbatch."""
+        spell = self.spell(batch)
+        with self.clock.emulating():
+            numbers, rows = self.pictures_of(batch)
+        found = features.get("image", torch.empty(0, self.width, dtype=torch.bfloat16))
+        tokens = len(batch.tokens)
+        weight = self.backbone.get_parameter("weight")
+        loss: Tensor = _Train.apply(weight, found, numbers, rows, tokens, spell)  # type: ignore[no-untyped-call]
+        return loss, tokens
+
+
+def lengths_of(cu_seqlens: Tensor) -> IntArray:
+    """``[sequences]`` of what is packed."""
+    lengths: IntArray = np.diff(cu_seqlens.cpu().numpy()).astype(np.int64)
+    return lengths
 
 
 def numbers_of(media: PackedMedia) -> Tensor:
@@ -212,9 +254,9 @@ def pattern(numbers: Tensor, rows: Tensor, kind: int) -> Tensor:
     return (numbers.repeat_interleave(rows) * 31 + row * 7 + kind * 101) % _PATTERNS
 
 
-def bear(pattern: Tensor) -> Tensor:
-    """``[rows, WIDTH]`` bfloat16 with ``pattern`` in every column."""
-    return pattern.to(torch.bfloat16)[:, None].repeat(1, WIDTH)
+def bear(pattern: Tensor, width: int = WIDTH) -> Tensor:
+    """``[rows, width]`` bfloat16 with ``pattern`` in every column."""
+    return pattern.to(torch.bfloat16)[:, None].repeat(1, width)
 
 
 def check(found: Tensor, expected: Tensor, what: str) -> None:
@@ -223,61 +265,6 @@ def check(found: Tensor, expected: Tensor, what: str) -> None:
     Raises:
         RuntimeError: ``what`` are not as they were sent.
     """
-    as_sent = bear(expected)
+    as_sent = bear(expected, found.shape[-1])
     if found.shape != as_sent.shape or not torch.equal(found.contiguous().view(_WORD), as_sent.view(_WORD)):
         raise RuntimeError(f"{what} of {len(expected)} rows do not bear the pattern with which they were sent.")
-
-
-def write_records(folder: Path, records: int, seed: int = 0) -> None:
-    """``train.jsonl``, its pictures, and ``pictures.json``: for each record number and rows of its pictures.
-
-    A fifth of the records has no picture, a fifth has two. A picture has 16 to 400 rows of features, a text some 10
-    to 400 tokens.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    draw = np.random.default_rng(seed)
-    sides = draw.integers(4, 21, (256, 2)) * IMAGES.patch_size * IMAGES.merge_size
-    for number, (height, width) in enumerate(sides.tolist()):
-        colour = (0, number >> 8, number & 255)
-        Image.new("RGB", (width, height), colour).save(folder / f"{number}.png")
-    rows = (sides // (IMAGES.patch_size * IMAGES.merge_size)).prod(1)
-    lines, pictures = [], []
-    for record in range(records):
-        chosen = draw.integers(0, len(sides), draw.choice([0, 1, 2], p=[0.2, 0.6, 0.2])).tolist()
-        words = " ".join(["a"] * int(draw.integers(5, 200)))
-        images = [{"path": f"{n}.png", "h": int(sides[n, 0]), "w": int(sides[n, 1])} for n in chosen]
-        messages = [
-            {"role": "user", "content": "<image>" * len(chosen) + "what?"},
-            {"role": "assistant", "content": words},
-        ]
-        lines.append(json.dumps({"id": str(record), "images": images, "messages": messages}))
-        pictures.append([[number, int(rows[number])] for number in chosen])
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "pictures.json").write_text(json.dumps(pictures))
-
-
-def emulated_data(
-    folder: Path, global_batch_size: int, token_budget: int, cost: EmulatedCost | None = None
-) -> FlowDataModule:
-    """The data module over what `write_records` wrote; a process of its own loads for each rank.
-
-    Args:
-        folder: that of `write_records`.
-        global_batch_size: samples of a step.
-        token_budget: tokens of a microbatch.
-        cost: what computing costs, by which steps are packed.
-    """
-    packing = PackingConfig()
-    if cost is not None:
-        packing = PackingConfig(CostModel(cost.per_token, 0.0, 0.0), CostModel(cost.per_patch, 0.0, 0.0))
-    return FlowDataModule(
-        folder / "train.jsonl",
-        tokenizer=TOKENIZER,
-        images=IMAGES,
-        token_budget=token_budget,
-        global_batch_size=global_batch_size,
-        num_workers=1,
-        seed=0,
-        index=IndexConfig(cache_dir=folder / "index"),
-        packing=packing,
-    )

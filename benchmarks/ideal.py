@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from benchmarks.emulation import EmulatedCost
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
-from flowtrain_lightning.packing import IntArray, StepPlan
+from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.packing.simulator import recomputed_batches, simulate_steps
 from flowtrain_lightning.packing.step_work import Lanes, step_work
 
@@ -44,12 +42,6 @@ def step_ends(plans: Sequence[StepPlan], rules: Rules) -> list[float]:
         kept_batches=rules.kept_batches,
         encoder_first=rules.encoder_first,
     )
-
-    def microbatch(tokens: IntArray) -> float:
-        return sum(rules.cost.backbone(int(np.sum(tokens))))
-
-    def encoder_batch(patches: IntArray) -> tuple[float, float]:
-        return rules.cost.encoder(int(np.sum(patches)))
-
-    works = [step_work(p, microbatch, encoder_batch, recomputed_batches(p, rules.kept_batches)) for p in plans]
+    cost, kept = rules.cost, rules.kept_batches
+    works = [step_work(p, cost.microbatch, cost.encoder_batch, recomputed_batches(p, kept)) for p in plans]
     return simulate_steps(works, lanes).backbone_ends

@@ -8,6 +8,7 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Meter(L.Callback):
         self._system: list[float] = []
         self._ends: list[float] = []
         self._busy: list[float] = []
+        self._family: list[float] = []
         self._counts: dict[str, int] = defaultdict(int)
 
     def on_train_batch_end(
@@ -44,6 +46,7 @@ class Meter(L.Callback):
         """Notes the time, and what the step held on this rank."""
         self._ends.append(time.monotonic())
         self._busy.append(busy_seconds())
+        self._family.append(family_seconds())
         (user, system), (aside_user, aside_system) = thread_seconds(), self._set_aside()
         self._user.append(user - aside_user)
         self._system.append(system - aside_system)
@@ -59,6 +62,7 @@ class Meter(L.Callback):
             "window": window,
             "ends": self._ends,
             "cores_busy": (self._busy[-1] - self._busy[self._warmup - 1]) / (window[1] - window[0]),
+            "family_seconds": self._family[-1] - self._family[self._warmup - 1],
             "user_seconds": self._user[-1] - self._user[self._warmup - 1],
             "system_seconds": self._system[-1] - self._system[self._warmup - 1],
             "counts": self._counts,
@@ -106,6 +110,18 @@ def thread_seconds() -> tuple[float, float]:
     """CPU time of the calling thread so far, user and system: of a rank's training thread, without its loader's."""
     used = resource.getrusage(resource.RUSAGE_THREAD)
     return used.ru_utime, used.ru_stime
+
+
+def family_seconds() -> float:
+    """CPU time of this process with all its threads, and of the processes that it has started; 0 for them elsewhere
+    than on Linux."""
+    seconds = time.process_time()
+    children = " ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children"))
+    for child in children.split():
+        with suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 def busy_seconds() -> float:

@@ -4,7 +4,7 @@ Two counts make the sum, since no mode of torch does both. What is kept by a lay
 states, blocks that are gathered) is counted on fake tensors, by the engine that training uses, in a process group
 whose collectives do nothing; each block computes next to nothing there. What is kept of a batch (saved activations,
 what one layer works with, logits) is counted on the meta device, by the module's own methods with the types that mixed
-precision gives them.
+precision gives them. Layers that tensor ranks share are divided in both, by the plan by which training divides them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # it has no public name
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # nor has this
@@ -40,6 +42,7 @@ from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
 from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.parallel.layouts import make_engine, make_groups
+from flowtrain_lightning.parallel.tensor_plan import divide_layers
 from flowtrain_lightning.placement.meta_device import MetaTensorMode, copy_on_meta
 
 _COMPUTING = torch.bfloat16
@@ -109,6 +112,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs one operation."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it becomes operations on this rank's part, which come here
         if func.namespace in _COMMUNICATES:  # FSDP2 gives and takes the bytes of gathered weights between these
             for key, (held, _) in list(self._storages.items()):
                 if (storage := held()) is not None:
@@ -178,17 +183,19 @@ def count_states(module: FlowModule, role: str, layout: Layout, recompute: Recom
             fill=_nothing,  # weights are fake, and there from the start
         )
         with fake:
-            return _step(module, engine, blocks, outside)
+            return _step(module, engine, blocks, outside, layout.tensor)
 
 
-def _step(module: FlowModule, engine: HalfEngine, blocks: list[nn.Module], outside: list[str]) -> CountedStates:
-    """Forward, backward and optimizer, of weights alone."""
+def _step(
+    module: FlowModule, engine: HalfEngine, blocks: list[nn.Module], outside: list[str], tensor: int
+) -> CountedStates:
+    """Forward, backward and optimizer, of weights alone; each tensor rank has one token."""
 
     def forward() -> Tensor:
-        rows = torch.zeros((), requires_grad=True) + sum(module.get_parameter(name).sum() for name in outside)
+        rows = torch.zeros(tensor, 1, requires_grad=True) + _sums(module.get_parameter(name) for name in outside)
         for block in blocks:
             rows = block(rows)
-        return rows
+        return rows.sum()
 
     optimizer = torch.optim.AdamW([weight for weight in engine.parameters if weight.requires_grad])
     engine.begin_step()
@@ -204,7 +211,14 @@ def _step(module: FlowModule, engine: HalfEngine, blocks: list[nn.Module], outsi
 
 
 def count_batch(
-    module: FlowModule, role: str, packed: PackedBatch, media: PackedMedia, *, sharded: bool, recompute: Recompute
+    module: FlowModule,
+    role: str,
+    packed: PackedBatch,
+    media: PackedMedia,
+    *,
+    sharded: bool,
+    recompute: Recompute,
+    tensor: int = 1,
 ) -> CountedBatch:
     """What forward and backward of one batch keep, in mixed precision.
 
@@ -215,16 +229,33 @@ def count_batch(
         media: what it reads, or an encoder batch for the encoder.
         sharded: weights are gathered in bfloat16; else they are float32, and copies of them are left out.
         recompute: what of a block is computed again.
+        tensor: ranks that share every layer.
     """
+    if tensor == 1:
+        return _count_batch(_built(module, sharded), role, packed, media, recompute)
+    with _fake_ranks(tensor):
+        built = _built(module, sharded)
+        halves = {path: built.get_submodule(path) for path in built.halves[role]}
+        divide_layers(halves, built.tensor_plan(role, tensor), DeviceMesh("cpu", torch.arange(tensor)))
+        return _count_batch(built, role, packed, media, recompute)
+
+
+def _built(module: FlowModule, sharded: bool) -> FlowModule:
+    """The module on the meta device, with weights in the type in which they are computed with or kept."""
     former = torch.get_default_dtype()
     torch.set_default_dtype(_COMPUTING if sharded else torch.float32)
     try:
-        built = copy_on_meta(module)
+        return copy_on_meta(module)
     finally:
         torch.set_default_dtype(former)
+
+
+def _count_batch(
+    built: FlowModule, role: str, packed: PackedBatch, media: PackedMedia, recompute: Recompute
+) -> CountedBatch:
     for block in (block for path in built.halves[role] for block in repeated_blocks(built.get_submodule(path))):
         recompute_in_backward(block, recompute)
-    live = LiveBytes([*built.parameters(), *built.buffers()])
+    live = LiveBytes(map(local_part, [*built.parameters(), *built.buffers()]))
     autocast = EmulatedAutocast(live)
     # Of weights, vectors alone get gradients: those of matrices are counted with the layout, where they are summed.
     half = half_parameters(built, role)
@@ -306,7 +337,13 @@ def _local_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _touch(block: nn.Module, rows: Tensor) -> Tensor:
     """Uses every weight of the block once, as its hooks have left it, and keeps nothing of it."""
-    return rows + sum(weight.sum() for weight in block.parameters())
+    return rows + _sums(block.parameters())
+
+
+def _sums(weights: Iterable[Tensor]) -> Tensor:
+    """The sum of all numbers that this rank has of some weights."""
+    parts = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights)
+    return torch.stack([part.sum() for part in parts]).sum()
 
 
 def _nothing(_: object) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 
-_LEAST_URGENT = 19  # a niceness
-
 
 def take_precedence() -> bool:
-    """Runs this process ahead of all that is no rank; what it forks from now on comes after all else.
+    """Runs this process ahead of all that is no rank; what it forks from now on comes after ranks.
 
     A rank that wakes up then finds a core, unless other ranks are on all of them; its loader's workers take what is
-    left. Needs the right to real-time priorities (root, as a rule).
+    left, beside other programs. Needs the right to real-time priorities (root, as a rule).
 
     Returns:
         whether the system allowed it; nothing has changed if not.
@@ -20,7 +18,7 @@ def take_precedence() -> bool:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
     except PermissionError:
         return False
-    os.register_at_fork(after_in_child=_come_last)
+    os.register_at_fork(after_in_child=_give_way)
     return True
 
 
@@ -35,6 +33,5 @@ def may_take_precedence() -> bool:
     return True
 
 
-def _come_last() -> None:
+def _give_way() -> None:
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    os.nice(_LEAST_URGENT)

@@ -1,7 +1,7 @@
 """Plans for large models, and the memory of their ranks: what the planner says, beside what is counted.
 
 python benchmarks/projected.py                            Qwen2.5-VL 7B, 32B and 72B on 8, 64 and 512 H100
-python benchmarks/projected.py --models qwen2.5-vl-7b --devices 8
+python benchmarks/projected.py --models qwen2.5-vl-7b --devices 8     some of them; other results are kept
 
 Counting needs no device, see `benchmarks/memory_count.py`: some seconds for each role of a 7B, minutes for a 72B.
 """
@@ -9,8 +9,10 @@ Counting needs no device, see `benchmarks/memory_count.py`: some seconds for eac
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from flowtrain_lightning.allocator import (
     typical_workload,
 )
 from flowtrain_lightning.allocator.candidates import Candidate
+from flowtrain_lightning.allocator.division import share_of_rank
 from flowtrain_lightning.allocator.memory_use import memory_use
 from flowtrain_lightning.allocator.placements import ModelledPlan
 from flowtrain_lightning.allocator.public_models import CONFIGS
@@ -48,6 +51,7 @@ MODELS = ("qwen2.5-vl-7b", "qwen2.5-vl-32b", "qwen2.5-vl-72b")
 DEVICES = (8, 64, 512)
 PRECISION = "bf16-mixed"
 
+_NEAR = 0.1  # the aim: share by which planned bytes may differ from counted ones
 _PER_NODE = 8
 _SAMPLE_TOKENS = 1024
 _SIDE = 32  # of an image, in patches: 1,024 patches, 256 rows of features
@@ -87,18 +91,36 @@ class RoleBytes:
 def main() -> None:
     """Plan, count, print, and write the results."""
     options = _parse()
-    texts, results = [], {}
+    file = options.out / "projected.json"
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for name in options.models:
         for devices in options.devices:
             text, found = _projected(name, devices, options.batch or max(256, 4 * devices))
             print(f"\n{text}", flush=True)
-            texts.append(text)
-            results[f"{name} on {devices}"] = found
-    where = machine()
-    write_results(
-        options.out, "projected", {"machine": where, "runs": results}, "\n".join([machine_line(where), *texts])
-    )
+            results[f"{name} on {devices}"] = {**found, "text": text, "machine": machine()}
+            write_results(options.out, "projected", results, results_text(results))
     print(f"Written to {options.out}.")
+
+
+def results_text(results: Mapping[str, Any]) -> str:
+    """All runs: totals of a rank, what is planned badly, every plan by purpose."""
+    machines = dict.fromkeys(machine_line(run["machine"]) for run in results.values())
+    rows, late = [], []
+    for name, run in results.items():
+        roles = run.get("roles", {})
+        totals = (
+            f"{each['counted']['total'] / 1e9:.2f} / {each['planned']['total'] / 1e9:.2f}" for each in roles.values()
+        )
+        rows.append([name, *totals] if roles else [name, "-", "-"])
+        for role, each in roles.items():
+            for purpose, counted in each["counted"].items():
+                if abs(each["planned"][purpose] - counted) > _NEAR * counted:
+                    late.append(
+                        f"{name}, {role}: {purpose} ({each['planned'][purpose] / 1e9:.2f} of {counted / 1e9:.2f})"
+                    )
+    grid = table(["GB of a rank, counted / planned", "encoder", "backbone"], rows)
+    near = f"Planned within {_NEAR:.0%} of the count: all" + (f" but {'; '.join(late)}." if late else ".")
+    return "\n\n".join([grid, near, *(run["text"].strip() for run in results.values()), "\n".join(machines)]) + "\n"
 
 
 def _parse() -> argparse.Namespace:
@@ -126,8 +148,8 @@ def _projected(name: str, devices: int, samples: int) -> tuple[str, dict[str, An
     said = f"{heading} {plan.name} ({layouts}), {plan.seconds:.2f} s a step, {100 * plan.mfu:.0f} % MFU."
     if (reason := why_plan_cannot_run(plan, problems)) is not None:
         return f"{said} Training does not run it: it {reason}\n", {"plan": said, "refused": reason}
-    if any(one.layout.tensor * one.layout.context > 1 for one in plan.chosen.values()):
-        reason = "has ranks that share layers or sequences, whose memory cannot be counted here."
+    if any(one.layout.context > 1 for one in plan.chosen.values()):
+        reason = "has ranks that share sequences, whose memory cannot be counted here."
         return f"{said} It {reason}\n", {"plan": said, "refused": reason}
     rows, found = [], {}
     for role, candidate in plan.chosen.items():
@@ -154,8 +176,11 @@ def role_bytes(name: str, problem: RoleProblem, candidate: Candidate) -> tuple[R
     items = max(1, round(largest / _SAMPLE_TOKENS))  # a sample and an image have as many tokens
     memory = memory_use(problem, details.family, np.array([items * 1024.0]), details.time.microbatches).at(0)
     half, precision = problem.half, problem.precision
-    weights = half.parameters * precision.weights * float(details.family.kept_share("weights")[0])
-    gradients = half.trainable_parameters * precision.gradients * float(details.family.kept_share("gradients")[0])
+    here = share_of_rank(half, candidate.layout.tensor)
+    weights = here * half.parameters * precision.weights * float(details.family.kept_share("weights")[0])
+    gradients = (
+        here * half.trainable_parameters * precision.gradients * float(details.family.kept_share("gradients")[0])
+    )
     planned = RoleBytes(
         weights,
         gradients,
@@ -171,6 +196,7 @@ def role_bytes(name: str, problem: RoleProblem, candidate: Candidate) -> tuple[R
         full_media(items),
         sharded=sharded,
         recompute=candidate.recompute,
+        tensor=candidate.layout.tensor,
     )
     others = min(float(details.time.microbatches[0]), problem.load.batches_in_flight) - 1
     counted = RoleBytes(

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.emulation import EmulatedCost, EmulatedVLM, emulated_data
+from benchmarks.emulated_records import emulated_data
+from benchmarks.emulation import EmulatedCost, EmulatedVLM, SleepingVLM
 from benchmarks.ideal import Rules
 from benchmarks.measure import Meter
 from benchmarks.precedence import take_precedence
 from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PackedMedia, PoolSettings, RoleLayout
-from flowtrain_lightning.allocator import BACKBONE, Placement, default_allocation
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, Placement, default_allocation
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing import StepPlan
 
@@ -94,36 +95,58 @@ class EmulatedJob:
         return 1000 if self.schedule == "batch-synchronous" else _KEPT_BATCHES
 
 
-class EncoderFirst(EmulatedVLM):
+class EncoderFirst(SleepingVLM):
     """The same, but no backbone begins before every encoder has done its forwards of the whole step.
 
-    Encoder ranks count their forwards in a shared file; the backbone waits for the counts.
+    Encoder ranks note in a shared file the last step whose forwards are done; the backbone waits for all of them. It
+    is mixed into a class that sleeps.
     """
 
-    def __init__(self, *args: Any, counts: Path, encoder_ranks: int) -> None:
-        super().__init__(*args)
-        self._counts = np.memmap(counts, dtype=np.int64, mode="r+", shape=(encoder_ranks,))
-        self._planned = 0
-        self._encoder_rank = 0
+    def __init__(self, *args: Any, done: Path, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._done = np.memmap(done, dtype=np.int64, mode="r+")
+        self._own: int | None = None
+        self._forwards = self._planned = self._steps = 0
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Notes how many forwards there are until this step's end."""
-        self._planned += sum(len(media) > 0 for rank in batch.plan.encoder_batches for media in rank)
-        self._encoder_rank = batch.shard.encoder_rank or 0
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, FlowTrainStrategy)
+        self._own = strategy.allocation.rank_within(ENCODER, strategy.global_rank)
+        self._steps += 1
+        if self._own is not None:
+            self._planned += len(batch.program.encoder_batches)
+        self._note()
         return super().training_step(batch, batch_idx)
 
     def encode(self, media: PackedMedia) -> Tensor:
         """Counts the forward."""
         features = super().encode(media)
         if torch.is_grad_enabled():  # without gradients it only looks at what features are
-            self._counts[self._encoder_rank] += 1
+            self._forwards += 1
+            self._note()
         return features
 
-    def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> tuple[Tensor, int]:
+    def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> Any:
         """Waits for all forwards."""
-        while int(self._counts.sum()) < self._planned:
+        while int(self._done.min()) < self._steps:
             time.sleep(_POLL_SECONDS)
         return super().backbone_step(batch, features, stage)
+
+    def _note(self) -> None:
+        if self._own is not None and self._forwards == self._planned:
+            self._done[self._own] = self._steps
+
+
+class EncoderFirstVLM(EncoderFirst, EmulatedVLM):
+    """The emulated model whose backbone waits."""
+
+
+def expect_encoders(folder: Path, encoder_ranks: int) -> Path:
+    """The file by which an `EncoderFirst` waits."""
+    file = folder / "encoded"
+    file.write_bytes(bytes(np.zeros(encoder_ranks, np.int64)))
+    return file
 
 
 class PlanRecorder(L.Callback):
@@ -154,11 +177,8 @@ def train(job: EmulatedJob) -> None:
     take_precedence()
     folder, data = job.folder, job.data
     arguments = (job.cost, str(data / "pictures.json"))
-    module: EmulatedVLM
-    if job.schedule == "batch-synchronous":
-        module = EncoderFirst(*arguments, counts=folder / "forwards", encoder_ranks=job.encoder_ranks)
-    else:
-        module = EmulatedVLM(*arguments)
+    first = job.schedule == "batch-synchronous"
+    module = EncoderFirstVLM(*arguments, done=folder / "encoded") if first else EmulatedVLM(*arguments)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=job.ranks,
@@ -177,4 +197,4 @@ def train(job: EmulatedJob) -> None:
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    trainer.fit(module, emulated_data(data, job.global_batch_size, job.token_budget, job.cost))
+    trainer.fit(module, emulated_data(data, job.global_batch_size, job.token_budget, job.cost.packing))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.emulate import plan_job, run_schedule
-from benchmarks.emulation import FORWARD_SHARE, emulated_data
+from benchmarks.emulated_records import emulated_data
 from benchmarks.launch import machine
 from benchmarks.report import machine_line, table, write_results
 from benchmarks.schedules import EmulatedJob
@@ -81,13 +81,13 @@ def _choose(job: EmulatedJob) -> PlacementChoice[MeasuredPrediction]:
             parameters=1,
             gradient_bytes=4,
             optimizer_seconds=cost.optimizer,
-            forward_share=FORWARD_SHARE,
+            forward_share=cost.forward_share,
             measured=(),
         )
         for role, linear in ((ENCODER, cost.per_patch), (BACKBONE, cost.per_token))
     }
     profile = Profile(ProfileOrigin("emulated", "emulated", {}, {}), roles, feature_bytes=0)
-    steps = first_steps(emulated_data(job.data, job.global_batch_size, job.token_budget, cost))
+    steps = first_steps(emulated_data(job.data, job.global_batch_size, job.token_budget, cost.packing))
     # Ranks sleep, so any number of them share the cores.
     cores = Processors((tuple(range(job.ranks)),), inf)
     return choose_placement(MeasuredCosts(profile, steps, job.ranks, cores, job.kept_batches))

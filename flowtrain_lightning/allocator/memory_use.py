@@ -158,8 +158,10 @@ def activation_bytes(
     Layers with gated networks, Llama's and those after it, normalise by the root mean square, which Hugging Face's
     models compute in float32 step by step: each norm keeps its input so, and its result before the weight.
     Tensor ranks keep a share each, but for the inputs of attention and of the feed-forward network: these are gathered,
-    and kept so, where the paper gathers them a second time. Of a fused product of queries, keys and values all is kept
-    for the values, though queries and keys are kept anew once they are rotated.
+    and kept so, where the paper gathers them a second time. Where results are recomputed selectively, those of the last
+    products of attention and of the network are kept twice: of all tokens, since each rank has a summand of them, and
+    summed. Of a fused product of queries, keys and values all is kept for the values, though queries and keys are kept
+    anew once they are rotated.
 
     Args:
         part: the layers.
@@ -175,7 +177,8 @@ def activation_bytes(
         return width * part.hidden / ranks.attention
     if recompute == "selective":
         products = (width * (2 * part.hidden + attention) + logarithms) / ranks.attention
-        return products + width * (2 if part.gated else 1) * inner / ranks.feed_forward
+        unsummed = 2 * part.hidden if ranks.attention > 1 else 0
+        return products + width * unsummed + width * (2 if part.gated else 1) * inner / ranks.feed_forward
     rotated = part.query_width + part.key_value_width if part.fused else 0
     activation = (3 if part.gated else 1) * inner
     gathered, inputs = (2 * part.hidden, inner) if keeps else (0, 0)

@@ -7,16 +7,15 @@ import time
 import pytest
 import torch
 
+from benchmarks.emulated_records import emulated_data, write_records
 from benchmarks.emulation import (
     Clock,
     EmulatedCost,
     EmulatedVLM,
     bear,
     check,
-    emulated_data,
     numbers_of,
     pattern,
-    write_records,
 )
 
 

@@ -66,3 +66,17 @@ def test_what_is_computed_again_is_not_kept(role):
 def test_of_whole_copies_the_casts_that_autocast_keeps_are_told_apart():
     counted = count_batch(tiny(), "encoder", full_microbatch(1), full_media(1), sharded=False, recompute="none")
     assert 0 < counted.weight_copies <= FLOAT32 * shard_numbers("encoder", 1) / 2
+
+
+def test_tensor_ranks_keep_their_share_of_divided_layers_and_of_what_these_leave():
+    layouts = Layout(data=2, shard="fsdp"), Layout(data=2, tensor=2, shard="fsdp")
+    whole, shared = (count_states(tiny(), "backbone", layout, "none", PRECISION) for layout in layouts)
+    assert 0.45 * whole.weights < shared.weights < 0.6 * whole.weights  # norms are whole on every rank
+    assert shared.optimizer == 2 * shared.weights
+    saved = [
+        count_batch(
+            tiny(), "backbone", full_microbatch(1), full_media(1), sharded=True, recompute="none", tensor=tensor
+        ).saved
+        for tensor in (1, 2)
+    ]
+    assert 0.5 * saved[0] <= saved[1] < 0.9 * saved[0]

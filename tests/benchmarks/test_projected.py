@@ -10,7 +10,8 @@ pytest.importorskip("transformers")
 from benchmarks.memory_count import count_batch
 from benchmarks.projected import full_media, full_microbatch
 from flowtrain_lightning.allocator import Cluster, describe_config, named_device, role_problems, typical_workload
-from flowtrain_lightning.allocator.memory_use import memory_use
+from flowtrain_lightning.allocator.division import division
+from flowtrain_lightning.allocator.memory_use import activation_bytes, memory_use
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.models import QwenVLM
@@ -27,11 +28,31 @@ SHALLOW = {
 }
 
 
-@pytest.mark.parametrize(("role", "recompute"), [("backbone", "full"), ("encoder", "selective")])
-def test_a_batch_is_planned_within_a_tenth_of_what_is_counted(role, recompute):
+CASES = [("backbone", "full", 1), ("encoder", "selective", 1), ("encoder", "selective", 2)]
+
+
+@pytest.mark.parametrize(("role", "recompute", "tensor"), CASES)
+def test_a_batch_is_planned_within_a_tenth_of_what_is_counted(role, recompute, tensor):
     module = describe_config(SHALLOW)
     problem = role_problems(module, typical_workload(module), Cluster(named_device("h100"), 8, 8))[role]
-    family = Family(np.array([8.0]), shard="fsdp", recompute=recompute)
+    family = Family(np.array([8.0 / tensor]), tensor, shard="fsdp", recompute=recompute)
     use = memory_use(problem, family, np.array([2048.0]), np.ones(1)).at(0)
-    counted = count_batch(QwenVLM(SHALLOW), role, full_microbatch(2), full_media(2), sharded=True, recompute=recompute)
+    counted = count_batch(
+        QwenVLM(SHALLOW), role, full_microbatch(2), full_media(2), sharded=True, recompute=recompute, tensor=tensor
+    )
     assert use["activations"] + use["logits"] == pytest.approx(counted.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_a_layer_keeps_on_a_tensor_rank_is_planned_within_a_twentieth(recompute):
+    half = describe_config(SHALLOW).backbone
+    (part,) = half.layers
+    saved = []
+    for depth in (2, 4):
+        config = {**SHALLOW, "text_config": {**SHALLOW["text_config"], "num_hidden_layers": depth}}
+        one = count_batch(
+            QwenVLM(config), "backbone", full_microbatch(1), full_media(1), sharded=True, recompute=recompute, tensor=2
+        )
+        saved.append(one.saved)
+    planned = activation_bytes(part, 2, recompute, ranks=division(half, part, 2)) * 1024
+    assert planned == pytest.approx((saved[1] - saved[0]) / 2, rel=0.05)

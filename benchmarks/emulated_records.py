@@ -1,0 +1,86 @@
+"""What emulated runs train on: pictures of one colour, each its number, and texts of one word."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.modules import TOKENIZER
+from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig, PackingConfig
+from flowtrain_lightning.packing import IntArray
+
+IMAGES = ImageProcessor(
+    patch_size=2, merge_size=2, min_pixels=16, max_pixels=1 << 20, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
+)
+
+
+def write_records(
+    folder: Path,
+    records: int,
+    seed: int = 0,
+    *,
+    sides: IntArray | None = None,
+    pictures: Mapping[int, float] | None = None,
+    words: tuple[int, int] = (5, 200),
+) -> None:
+    """``train.jsonl``, its pictures, and ``pictures.json``: for each record number and rows of its pictures.
+
+    Args:
+        folder: where.
+        records: how many.
+        seed: of what is drawn.
+        sides: ``[pictures, 2]`` height and width of the pictures that records choose from, in rows of features; by
+            default 256 pictures of 16 to 400 rows.
+        pictures: how many a record has -> probability; by default a fifth has none, a fifth has two.
+        words: of a text, at least and less than; a word is a token.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(seed)
+    sides = draw.integers(4, 21, (256, 2)) if sides is None else sides
+    pictures = pictures or {0: 0.2, 1: 0.6, 2: 0.2}
+    rows, pixels = sides.prod(1), sides * IMAGES.patch_size * IMAGES.merge_size
+    for number, (height, width) in enumerate(pixels.tolist()):
+        colour = (0, number >> 8, number & 255)
+        Image.new("RGB", (width, height), colour).save(folder / f"{number}.png")
+    lines, written = [], []
+    for record in range(records):
+        count = draw.choice(list(pictures), p=list(pictures.values()))
+        chosen = draw.integers(0, len(sides), count).tolist()
+        text = " ".join(["a"] * int(draw.integers(*words)))
+        images = [{"path": f"{n}.png", "h": int(pixels[n, 0]), "w": int(pixels[n, 1])} for n in chosen]
+        messages = [
+            {"role": "user", "content": "<image>" * len(chosen) + "what?"},
+            {"role": "assistant", "content": text},
+        ]
+        lines.append(json.dumps({"id": str(record), "images": images, "messages": messages}))
+        written.append([[number, int(rows[number])] for number in chosen])
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "pictures.json").write_text(json.dumps(written))
+
+
+def emulated_data(
+    folder: Path, global_batch_size: int, token_budget: int, packing: PackingConfig | None = None
+) -> FlowDataModule:
+    """The data module over what `write_records` wrote; a process of its own loads for each rank.
+
+    Args:
+        folder: that of `write_records`.
+        global_batch_size: samples of a step.
+        token_budget: tokens of a microbatch.
+        packing: by which steps are packed.
+    """
+    return FlowDataModule(
+        folder / "train.jsonl",
+        tokenizer=TOKENIZER,
+        images=IMAGES,
+        token_budget=token_budget,
+        global_batch_size=global_batch_size,
+        num_workers=1,
+        seed=0,
+        index=IndexConfig(cache_dir=folder / "index"),
+        packing=packing or PackingConfig(),
+    )

@@ -1,0 +1,75 @@
+"""Costs of a layout as runs sleep for them: longer by a factor, so that ranks which share cores seldom wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowtrain_lightning.allocator import BACKBONE, ENCODER
+from flowtrain_lightning.allocator.placements import Problems
+from flowtrain_lightning.data import PackingConfig
+from flowtrain_lightning.packing import CostModel, IntArray
+from flowtrain_lightning.packing.cost_model import Observation, fit_cost
+from flowtrain_lightning.placement.layout_costs import LayoutCosts
+
+_PARTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class StretchedCosts:
+    """Costs that are all longer by a factor, see `LayoutCosts`.
+
+    Attributes:
+        costs: of the layout.
+        stretch: the factor.
+        encoder_trains: whoever trains does not work ahead into later steps. An encoder may train here that is frozen
+            in ``costs``: its backward takes no time.
+    """
+
+    costs: LayoutCosts
+    stretch: float
+    encoder_trains: bool
+
+    @property
+    def forward_share(self) -> float:
+        """The part of a microbatch that is its forward."""
+        return self.costs.forward_share
+
+    def microbatch(self, tokens: IntArray) -> float:
+        """Seconds of forward and backward of a microbatch."""
+        return self.stretch * self.costs.microbatch(tokens)
+
+    def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
+        """Seconds of forward and of backward of an encoder batch."""
+        forward, backward = self.costs.encoder_batch(patches)
+        return self.stretch * forward, self.stretch * backward
+
+    def end_of_step(self, role: str) -> tuple[float, float]:
+        """Seconds of the reduction of gradients, and of the optimizer."""
+        reduction, optimizer = self.costs.end_of_step(role)
+        return self.stretch * reduction, self.stretch * optimizer
+
+
+def packing_by(costs: LayoutCosts, problems: Problems) -> PackingConfig:
+    """Steps are packed by cost models that are fitted to what the costs say, as they are to what a profile measures.
+
+    Args:
+        costs: of the layout.
+        problems: role -> what was planned for, which has the budgets of batches.
+    """
+
+    def encoder_batch(patches: IntArray) -> float:
+        return sum(costs.encoder_batch(patches))
+
+    return PackingConfig(
+        _fitted(costs.microbatch, problems[BACKBONE].load.budget),
+        _fitted(encoder_batch, problems[ENCODER].load.budget),
+    )
+
+
+def _fitted(seconds: Callable[[IntArray], float], budget: int) -> CostModel:
+    """By full batches and parts of them, of one sequence or of several."""
+    several = [np.full(count, budget // (part * count)) for part in _PARTS for count in _PARTS]
+    return fit_cost([Observation.of(lengths, seconds(lengths)) for lengths in several])

@@ -1,0 +1,48 @@
+"""Plans that are compared: each the fastest of its kind, by the planner's costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.layout_cells import as_run
+from benchmarks.layout_plans import PER_NODE, RECOMMENDED, SYNCHRONOUS, UNSHARDED, best_plans
+from flowtrain_lightning.allocator import Cluster, named_device, named_model, role_problems, typical_workload
+from flowtrain_lightning.cli.plan_choice import why_plan_cannot_run
+
+
+@pytest.fixture(scope="module")
+def problems():
+    module = named_model("qwen2.5-vl-7b").with_frozen("encoder")
+    return role_problems(module, typical_workload(module), Cluster(named_device("h100"), 8, PER_NODE))
+
+
+@pytest.fixture(scope="module")
+def found(problems):
+    return best_plans(problems)
+
+
+def test_every_plan_runs_as_ranks_that_sleep(problems, found):
+    plans, _ = found
+    assert {UNSHARDED, RECOMMENDED, SYNCHRONOUS, "uniform"} <= set(plans)
+    for kind, plan in plans.items():
+        layouts = as_run(plan.allocation(PER_NODE)).layouts
+        assert kind == UNSHARDED or why_plan_cannot_run(plan, problems) is None
+        assert all(layout.shard in ("replicate", "fsdp") for layout in layouts.values())
+
+
+def test_the_unsharded_plan_is_uniform_and_keeps_whole_weights(found):
+    layouts = [one.layout for one in found[0][UNSHARDED].chosen.values()]
+    assert len(set(layouts)) == 1
+    assert layouts[0].shard in ("replicate", "zero1")
+
+
+def test_the_recommended_plan_is_no_faster_than_the_fastest_of_its_kind(found):
+    plans, chosen = found
+    assert plans[RECOMMENDED].seconds >= plans[chosen["planner"]].seconds * (1 - 1e-9)
+
+
+def test_whoever_encodes_first_deals_ranks_so_that_both_sides_together_take_the_least(found):
+    plans, _ = found
+    both = [sum(one.seconds for one in plans[kind].chosen.values()) for kind in (SYNCHRONOUS, "separate")]
+    assert plans[SYNCHRONOUS].seconds == pytest.approx(both[0])
+    assert both[0] <= both[1] * (1 + 1e-9)
