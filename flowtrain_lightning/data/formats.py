@@ -37,7 +37,14 @@ _LLAVA_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 class DataError(ValueError):
-    """Data that cannot be used; the message names the file and the record."""
+    """Data that cannot be used; the message names the file and the record.
+
+    Args:
+        message: what is said. Halves of characters, which data may hold and no log can write, are spelled out in it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.encode(errors="backslashreplace").decode())
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ def _parsed(fields: Any, where: str, number: int, file_of: Callable[[str], Media
     if not isinstance(fields, dict):
         raise DataError(f"{where}: expected a JSON object, got {type(fields).__name__}.")
     name = str(fields.get("id", number + 1))
-    where = f"{where} (id {name!r})" if "id" in fields else where
+    where = f"{where} (id {name!r:.80})" if "id" in fields else where
     try:
         others = written_beside_turns(fields)
         beside = {kind: _beside(fields, kind, where) for kind in MARKERS}

@@ -234,6 +234,7 @@ def _by_pillow_alone(content: bytes) -> Pixels:
         image.load()
         if image.mode in ("I", "I;16", "I;16L", "I;16B"):
             values = np.asarray(image).astype(np.float64) / 257
+            values[np.asarray(image) == image.info.get("transparency", -1)] = 255
             tag = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION, 1)
             return upright(np.repeat(values.clip(0, 255)[:, :, None], 3, axis=2), tag)
         colours = np.asarray(ImageOps.exif_transpose(image).convert("RGBA")).astype(np.float64)

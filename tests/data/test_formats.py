@@ -60,6 +60,15 @@ def test_a_key_that_stands_twice_is_refused_by_name(tmp_path):
         records_in(tmp_path / "d.jsonl")
 
 
+def test_what_is_said_of_a_record_is_short_and_can_be_written_into_any_log(tmp_path):
+    (tmp_path / "d.jsonl").write_text(json.dumps({"id": "long" * 1000, "text": "a", "image": "\ud83d.png"}) + "\n")
+    with pytest.raises(DataError, match=r"d.jsonl, record 1 \(id 'longlong") as raised:
+        records_in(tmp_path / "d.jsonl")
+    assert len(str(raised.value).encode()) < 500
+    with pytest.raises(DataError, match=r"\\ud83d"):
+        raise DataError("image \ud83d.png cannot be used")
+
+
 def as_parts(*images):
     """A conversation whose contents are lists."""
     question = [*images, {"type": "text", "text": "What"}, {"type": "text", "text": "?"}]
