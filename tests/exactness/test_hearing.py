@@ -17,18 +17,19 @@ from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
 
 LIMIT = 1e-10
-IMAGES_ONLY, AUDIO_ONLY, NO_MEDIA = 1, 2, 3
+IMAGES_ONLY, AUDIO_ONLY, NO_MEDIA = 0, 2, 3
 """Steps of the kind that their name says."""
 
 CASES: dict[str, dict[str, Any]] = {
     "auto": {"layout": "auto"},
     "1+1+1": {"layout": "1+1+1"},
     "2+1+2, clipped": {"layout": "2+1+2", "clip": 0.2},
-    "1+1+1, frozen eye": {"layout": "1+1+1", "module": {"frozen": "image"}},
+    "1+1+1, frozen eye": {"layout": "1+1+1", "module": {"frozen": ["image"]}},
+    "1+1+1, both frozen": {"layout": "1+1+1", "module": {"frozen": ["image", "audio"]}},
     "ddp 2": {"layout": "ddp 2"},
     "1+2+1, loaded by workers": {"layout": "1+2+1", "workers": 1},
 }
-QUICK = ["auto", "1+1+1", "2+1+2, clipped", "1+1+1, frozen eye"]
+QUICK = ["auto", "1+1+1", "2+1+2, clipped", "1+1+1, frozen eye", "1+1+1, both frozen"]
 ALL = [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK)]
 
 
@@ -65,15 +66,17 @@ def test_two_encoders_train_as_the_plain_loop_does(run: Callable[..., Run], case
 
 @pytest.mark.parametrize("case", QUICK)
 def test_an_encoder_without_media_in_a_step_gets_no_gradient(run: Callable[..., Run], case: str):
-    gradients, frozen = run(case).gradients, CASES[case].get("module", {}).get("frozen")
-    for step, used in {IMAGES_ONLY: ["eye"], AUDIO_ONLY: ["ear"], NO_MEDIA: []}.items():
-        expected = {"backbone", *used} - ({"eye"} if frozen == "image" else set())
+    gradients, frozen = run(case).gradients, CASES[case].get("module", {}).get("frozen", [])
+    for step, used in {IMAGES_ONLY: {"image": "eye"}, AUDIO_ONLY: {"audio": "ear"}, NO_MEDIA: {}}.items():
+        expected = {"backbone", *(encoder for modality, encoder in used.items() if modality not in frozen)}
         assert {name.partition(".")[0] for name, value in gradients[step].items() if value is not None} == expected
 
 
 def test_a_frozen_encoder_beside_one_that_trains_runs_forwards_only(folder_of: Callable[..., Path]):
     backbone, eye, ear = (work for work, _, _ in read_down(folder_of("1+1+1, frozen eye")))
     assert (backbone, eye, ear) == (["microbatch"], ["forward"], ["backward", "forward"])
+    works = [work for work, _, _ in read_down(folder_of("1+1+1, both frozen"))]
+    assert works == [["microbatch"], ["forward"], ["forward"]]
 
 
 @pytest.mark.parametrize("case", ["1+1+1", "2+1+2, clipped"])
@@ -117,5 +120,5 @@ def test_features_of_two_widths_are_refused_on_every_rank(tmp_path: Path):
     told = read_down(run_jobs(tmp_path, [job])["unlike"].check().folder)
     assert len(told) == 3
     for sentence in told:
-        assert "for the modality 'image', but of [32] torch.float32 for 'audio'" in sentence
+        assert "of [32] torch.float32 for the modality 'audio', but of [16] torch.float32 for 'image'" in sentence
         assert "return as many tensors, as wide and of the same type" in sentence
