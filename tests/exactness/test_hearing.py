@@ -120,5 +120,5 @@ def test_features_of_two_widths_are_refused_on_every_rank(tmp_path: Path):
     told = read_down(run_jobs(tmp_path, [job])["unlike"].check().folder)
     assert len(told) == 3
     for sentence in told:
-        assert "of [32] torch.float32 for the modality 'audio', but of [16] torch.float32 for 'image'" in sentence
+        assert "of [16] torch.float32 for the modality 'image', but of [32] torch.float32 for 'audio'" in sentence
         assert "return as many tensors, as wide and of the same type" in sentence
