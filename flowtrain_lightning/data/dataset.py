@@ -15,9 +15,9 @@ from flowtrain_lightning.data.collate import pack_media, pack_sequences, padding
 from flowtrain_lightning.data.conversation import Template, TokenSequence
 from flowtrain_lightning.data.formats import DataError, Record
 from flowtrain_lightning.data.image_processor import ImageProcessor
-from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.data.loaded_media import LoadedMedia, OwnMedia
 from flowtrain_lightning.data.measuring import unusable
-from flowtrain_lightning.data.media_files import MediaError, MediaFile, VideoFile
+from flowtrain_lightning.data.media_files import MediaError, VideoFile
 from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.sample_source import SampleSource
@@ -102,11 +102,11 @@ class SampleLoader:
             if isinstance(item, VideoFile):
                 assert self.videos is not None, "who measures videos knows what becomes of them"
                 loaded = self.videos.load(item)
-            elif isinstance(item, MediaFile):
+            elif isinstance(item, OwnMedia):
+                loaded = item.load()
+            else:
                 augment = self._augmentation(sample, number, epoch)
                 loaded = self.images.load_pixels(item, augment, alone=len(record.media) == 1)
-            else:
-                loaded = item.load()
         except MediaError as error:
             raise unusable(item, record, error) from error
         if loaded.rows != rows:

@@ -100,12 +100,12 @@ class Record:
     @property
     def files(self) -> tuple[MediaFile | VideoFile, ...]:
         """Where each image and each video is, in order, but for what loads itself."""
-        return tuple(item for item in self.media if isinstance(item, MediaFile | VideoFile))
+        return tuple(item for item in self.media if not isinstance(item, OwnMedia))
 
     @property
     def images(self) -> tuple[MediaFile, ...]:
         """Where each image is, in order."""
-        return tuple(item for item in self.media if isinstance(item, MediaFile))
+        return tuple(item for item in self.files if not isinstance(item, VideoFile))
 
     @property
     def videos(self) -> tuple[VideoFile, ...]:

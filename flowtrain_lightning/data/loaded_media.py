@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ class LoadedMedia(NamedTuple):
         return self.pixels if self.normalisation is None else normalised(self.pixels, self.normalisation)
 
 
+@runtime_checkable
 class OwnMedia(Protocol):
     """A media item of a `SampleSource` of one's own, which knows how it is read. ``str`` names it in messages."""
 

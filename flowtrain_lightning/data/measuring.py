@@ -126,7 +126,7 @@ def measured_media(record: Record, measure: Measure) -> MeasuredMedia:
 
 def unusable(item: MediaFile | VideoFile | OwnMedia, record: Record, error: MediaError) -> DataError:
     """What to tell of a media item that cannot be used."""
-    kind = "video" if isinstance(item, VideoFile) else "image" if isinstance(item, MediaFile) else "media item"
+    kind = "video" if isinstance(item, VideoFile) else "media item" if isinstance(item, OwnMedia) else "image"
     return DataError(
         f"{record.where}: {kind} {item} cannot be used: {error}; correct the record, or leave such records out with "
         "IndexConfig(unreadable='drop')."

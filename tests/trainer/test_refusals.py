@@ -114,13 +114,17 @@ def test_averages_of_weights_in_shards_of_deepspeed_are_refused():
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_several_encoders_without_an_allocation_are_refused_before_a_rank_starts(devices: int) -> None:
+def test_several_encoders_without_an_allocation_are_refused_before_a_rank_starts(
+    devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [__file__])  # which other ranks could run again
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy="flowtrain", logger=False)
     with pytest.raises(AllocationError, match="encoder_image, encoder_audio, backbone, but how many ranks"):
         trainer.fit(SeeingAndHearing(), memory_data())
 
 
-def test_costs_of_several_encoders_do_not_adapt() -> None:
+def test_costs_of_several_encoders_do_not_adapt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [__file__])  # which other ranks could run again
     strategy = FlowTrainStrategy(allocation=allocation_of("1+1+1"))
     trainer = L.Trainer(accelerator="cpu", devices=3, strategy=strategy, callbacks=[AdaptCosts()], logger=False)
     with pytest.raises(ValueError, match="AdaptCosts was given, but it measures one encoder"):
