@@ -180,7 +180,7 @@ def refuse_averages_of_runs(layouts: Mapping[str, Layout], callbacks: Iterable[L
     Raises:
         ValueError: says what was given and what to do.
     """
-    if not any(type(callback).__name__ == "AverageWeights" for callback in callbacks):
+    if not any(_is_own(callback, "AverageWeights") for callback in callbacks):
         return
     for role, layout in layouts.items():
         if layout.shard == "deepspeed-3":
@@ -353,6 +353,12 @@ def _refuse_urls(trainer: L.Trainer) -> None:
             refuse_url(callback.dirpath or default, "ModelCheckpoint's folder")
 
 
+def _is_own(callback: L.Callback, name: str) -> bool:
+    """Whether it is this one of `flowtrain_lightning.callbacks`, which are built on all of this, or derived from it."""
+    kinds = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(callback).__mro__)
+    return (__name__.partition(".")[0], name) in kinds
+
+
 def _refuse_callbacks(trainer: L.Trainer) -> None:
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     module = trainer.lightning_module
@@ -362,7 +368,7 @@ def _refuse_callbacks(trainer: L.Trainer) -> None:
             if isinstance(callback, refused):
                 callbacks.remove(callback)  # which might otherwise act on this very error
                 raise ValueError(f"The callback {type(callback).__name__} does not work under flowtrain: {reason}.")
-        if type(callback).__name__ == "AdaptCosts" and len(module.halves) > len(ROLES):
+        if _is_own(callback, "AdaptCosts") and len(module.halves) > len(ROLES):
             callbacks.remove(callback)
             raise ValueError(
                 "The callback AdaptCosts was given, but it measures one encoder, and the module has the halves "

@@ -75,7 +75,7 @@ def test_two_nodes_compute_what_one_computes(on_two_nodes, on_one_node):
         assert error(on_two, on_one) < ROUNDING
 
 
-def test_media_are_encoded_on_the_node_that_reads_them(on_two_nodes, on_one_node):
+def test_who_encodes_follows_from_the_nodes(on_two_nodes, on_one_node):
     assert on_two_nodes.encoder_batches != on_one_node.encoder_batches, "so that encoder gradients are summed otherwise"
 
 

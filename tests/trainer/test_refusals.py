@@ -105,10 +105,15 @@ def test_an_optimizer_that_cannot_step_a_share_is_refused(kind):
     refuse_optimizers_of_shares([torch.optim.AdamW(weights)])
 
 
-def test_averages_of_weights_in_shards_of_deepspeed_are_refused():
+class OwnAverages(AverageWeights):
+    """A user's, derived from ours."""
+
+
+@pytest.mark.parametrize("callback", [AverageWeights, OwnAverages])
+def test_averages_of_weights_in_shards_of_deepspeed_are_refused(callback: type[AverageWeights]):
     layouts = {"encoder": Layout(2, shard="deepspeed-3"), "backbone": Layout(2)}
     with pytest.raises(ValueError, match=r"AverageWeights was given, but the encoder has shard 'deepspeed-3'"):
-        refuse_averages_of_runs(layouts, [AverageWeights()])
+        refuse_averages_of_runs(layouts, [callback()])
     refuse_averages_of_runs(layouts, [])
     refuse_averages_of_runs({**layouts, "encoder": Layout(2, shard="deepspeed-2")}, [AverageWeights()])
 
