@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from wandb.proto.wandb_internal_pb2 import Record
 
 _FILE_HEADER, _BLOCK, _CHUNK_HEADER = 7, 32 * 1024, 7
+_CLOSED_WITHIN = 60  # seconds
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
@@ -26,8 +28,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read(folder: Path) -> Iterator[Record]:
+def _read(folder: Path) -> list[Record]:
+    """All records of a run that has ended. ``finish`` returns before its service has closed the file: this waits."""
     (file,) = folder.glob("**/offline-run-*/*.wandb")
+    deadline = time.monotonic() + _CLOSED_WITHIN
+    while True:
+        records = list(_parsed(file))
+        if any(record.HasField("exit") for record in records):
+            return records
+        assert time.monotonic() < deadline, f"{file} has no end after {_CLOSED_WITHIN} seconds"
+        time.sleep(0.1)
+
+
+def _parsed(file: Path) -> Iterator[Record]:
     for data in _records(file.read_bytes()):
         record = Record()
         record.ParseFromString(data)
