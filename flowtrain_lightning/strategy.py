@@ -54,22 +54,22 @@ from flowtrain_lightning.runtime.pool_capacity import PoolSettings
 from flowtrain_lightning.runtime.process_end import die_with_parent
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.runner import RoleRunner
+from flowtrain_lightning.trainer.callback_refusals import refuse_averages_of_runs
 from flowtrain_lightning.trainer.launcher import RankLauncher
 from flowtrain_lightning.trainer.layout_invariance import not_layout_invariant
-from flowtrain_lightning.trainer.preemption import PreemptionCheckpoint
-from flowtrain_lightning.trainer.refusals import (
-    refuse_averages_of_runs,
-    refuse_foreign_module,
+from flowtrain_lightning.trainer.layout_refusals import (
     refuse_frozen_backbone,
-    refuse_optimizers,
-    refuse_optimizers_of_shares,
-    refuse_other_systems,
     refuse_precision_of_deepspeed,
     refuse_sharded_before,
-    refuse_storage_options,
-    refuse_unlike_nodes,
-    refuse_unmet_nodes,
     refuse_unshared_sequences,
+)
+from flowtrain_lightning.trainer.node_refusals import refuse_unlike_nodes, refuse_unmet_nodes
+from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers, refuse_optimizers_of_shares
+from flowtrain_lightning.trainer.preemption import PreemptionCheckpoint
+from flowtrain_lightning.trainer.refusals import (
+    refuse_foreign_module,
+    refuse_other_systems,
+    refuse_storage_options,
     refuse_unsupported,
 )
 

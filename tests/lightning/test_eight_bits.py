@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowtrain_lightning.trainer.refusals import refuse_optimizers
+from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers
 from tests.checkpoint.conftest import seen_by
 from tests.checkpoint.test_resume import same
 from tests.exactness.data import write_steps

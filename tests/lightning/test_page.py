@@ -11,7 +11,8 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 
-from flowtrain_lightning.trainer.refusals import PRECISIONS, REFUSED_CALLBACKS
+from flowtrain_lightning.trainer.callback_refusals import REFUSED_CALLBACKS
+from flowtrain_lightning.trainer.refusals import PRECISIONS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
 QUOTED = set(re.findall(r"`([^`]+)`", PAGE))

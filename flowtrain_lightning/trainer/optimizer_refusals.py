@@ -1,0 +1,61 @@
+"""Which optimizers a run cannot step: refused in sentences that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+"""Optimizers of `torch.optim` for which a shard of a weight is as good as the whole."""
+
+
+def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Raises for what ``configure_optimizers`` may not return.
+
+    Raises:
+        TypeError: names the optimizer and what to do.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise TypeError(
+                "LBFGS runs a step's closure several times, but flowtrain runs each step once over all ranks. Use "
+                "an optimizer that needs one evaluation per step, such as AdamW."
+            )
+        if isinstance(optimizer, SparseAdam):
+            raise TypeError(
+                "SparseAdam takes sparse gradients, but flowtrain sums dense ones over the ranks of a role. Use AdamW, "
+                "and embeddings with sparse=False."
+            )
+        if type(optimizer).__module__.startswith("torchao."):
+            raise TypeError(
+                f"torchao's {type(optimizer).__name__} keeps its moments in a kind of tensor of its own, which "
+                "checkpoints cannot hold. Take bitsandbytes.optim.AdamW8bit."
+            )
+        sharded = any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"])
+        if sharded and type(optimizer).__name__ not in _ELEMENTWISE:
+            raise TypeError(
+                f"{type(optimizer).__name__} is not known to treat every element of a weight by itself, and ranks hold "
+                f"shards of the weights (FSDP2). Use one of {', '.join(_ELEMENTWISE)}, or whole copies."
+            )
+        if type(optimizer).__module__.startswith("lightning."):  # its stand-in where the user returned None
+            raise TypeError(
+                "configure_optimizers returned no optimizer. Return one that holds the parameters of both halves; "
+                "`requires_grad_(False)` keeps weights as they are."
+            )
+
+
+def refuse_optimizers_of_shares(optimizers: Iterable[Optimizer]) -> None:
+    """Raises for optimizers that cannot step a run of a weight's elements as they step the weight.
+
+    Raises:
+        TypeError: names the optimizer and what to do.
+    """
+    known = [name for name in _ELEMENTWISE if name != "Adagrad"]  # which makes its state before its part is known
+    for optimizer in optimizers:
+        if type(optimizer).__name__ not in known:
+            raise TypeError(
+                f"{type(optimizer).__name__} was given, but DeepSpeed optimizes a half, and its ranks step a run of "
+                f"all weights' elements each. Use one of {', '.join(known)}, or whole copies (shard 'replicate')."
+            )
