@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # nor has this
 
 from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
 from flowtrain_lightning.allocator import ENCODER, ROLES, Layout
-from flowtrain_lightning.allocator.allocation import Recompute
+from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.compute.features import as_features
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.parallel import HalfEngine

@@ -19,13 +19,13 @@ import numpy as np
 from benchmarks import published_figures as figures
 from benchmarks.report import table
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, Layout, RoleProblem, Workload, role_problems
-from flowtrain_lightning.allocator.allocation import Recompute
 from flowtrain_lightning.allocator.candidates import Candidate
 from flowtrain_lightning.allocator.coefficients import COEFFICIENTS, assumed_efficiency
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
 from flowtrain_lightning.allocator.devices import Cluster, named_device
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.placements import waiting_seconds
+from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.allocator.role_problem import family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, role_time
 

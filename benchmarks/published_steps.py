@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from flowtrain_lightning.allocator import BACKBONE, PRECISIONS, Cluster, Efficiency, Layout, RoleProblem, named_device
-from flowtrain_lightning.allocator.allocation import Recompute, Sharding
 from flowtrain_lightning.allocator.coefficients import assumed_efficiency
 from flowtrain_lightning.allocator.dimensions import backbone
 from flowtrain_lightning.allocator.flops import FloatArray
+from flowtrain_lightning.allocator.role_layout import Recompute, Sharding
 from flowtrain_lightning.allocator.role_problem import Family, family_of
 from flowtrain_lightning.allocator.role_time import role_time
 from flowtrain_lightning.allocator.workload import RoleLoad

@@ -6,25 +6,11 @@ Planning runs through these files, in this order: a module (`description`, from 
 `sharing_time`, `role_time`, by `coefficients`) and weighed (`memory_use`), as tensor ranks divide them (`division`).
 `placements` finds the best plan of every kind, with `solver` where roles have devices of their own, and `given_plan`
 what a given one takes, each with its band (`bands`). `planner` says which of them to take, and `rank_assignment` which
-rank does what. The answer is an `allocation`, which `plan_file` writes and reads: that file alone needs PyYAML and
-jsonargparse.
+rank does what. The answer is an `allocation` with a `role_layout` for every role, which `plan_file` writes and reads:
+that file alone needs PyYAML and jsonargparse.
 """
 
-from flowtrain_lightning.allocator.allocation import (
-    BACKBONE,
-    ENCODER,
-    ROLES,
-    Allocation,
-    AllocationError,
-    Layout,
-    Placement,
-    PlanningError,
-    RoleLayout,
-    Sharding,
-    encoder_of,
-    lane_of,
-    modality_of,
-)
+from flowtrain_lightning.allocator.allocation import Allocation, Placement
 from flowtrain_lightning.allocator.candidates import WHOLE_COPIES, SearchSpace
 from flowtrain_lightning.allocator.coefficients import Efficiency
 from flowtrain_lightning.allocator.description import ModuleDescription
@@ -35,6 +21,19 @@ from flowtrain_lightning.allocator.modelled import ModelledCosts
 from flowtrain_lightning.allocator.planner import NoPlanError, PlacementChoice, Prediction, choose_placement
 from flowtrain_lightning.allocator.public_models import named_model
 from flowtrain_lightning.allocator.rank_assignment import default_allocation
+from flowtrain_lightning.allocator.role_layout import (
+    BACKBONE,
+    ENCODER,
+    ROLES,
+    AllocationError,
+    Layout,
+    PlanningError,
+    RoleLayout,
+    Sharding,
+    encoder_of,
+    lane_of,
+    modality_of,
+)
 from flowtrain_lightning.allocator.role_problem import PRECISIONS, RoleProblem, role_problems
 from flowtrain_lightning.allocator.workload import Workload, typical_workload
 

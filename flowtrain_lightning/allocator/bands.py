@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import exp, hypot
 
-from flowtrain_lightning.allocator.allocation import BACKBONE
 from flowtrain_lightning.allocator.candidates import Candidate
 from flowtrain_lightning.allocator.coefficients import FITTED_DEVICES, ROW_BAND, WIDENING, assumed_efficiency
+from flowtrain_lightning.allocator.role_layout import BACKBONE
 from flowtrain_lightning.allocator.role_problem import RoleProblem
 
 

@@ -10,10 +10,10 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from flowtrain_lightning.allocator.allocation import BACKBONE, Layout, Recompute, Sharding
 from flowtrain_lightning.allocator.devices import Cluster
 from flowtrain_lightning.allocator.flops import FloatArray, IntArray
 from flowtrain_lightning.allocator.memory_use import USABLE, MemoryUse, memory_use
+from flowtrain_lightning.allocator.role_layout import BACKBONE, Layout, Recompute, Sharding
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, role_time
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from flowtrain_lightning.allocator.allocation import BACKBONE, ENCODER, PlanningError
+from flowtrain_lightning.allocator.role_layout import BACKBONE, ENCODER, PlanningError
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from flowtrain_lightning.allocator.allocation import PlanningError
+from flowtrain_lightning.allocator.role_layout import PlanningError
 
 GIB = 2.0**30
 

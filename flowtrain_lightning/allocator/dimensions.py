@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-from flowtrain_lightning.allocator.allocation import PlanningError
 from flowtrain_lightning.allocator.description import (
     Dense,
     Embedding,
@@ -16,6 +15,7 @@ from flowtrain_lightning.allocator.description import (
     ModuleDescription,
     Part,
 )
+from flowtrain_lightning.allocator.role_layout import PlanningError
 
 _NO_NUMBERS = ("experts", "fused", "gated", "gathered_logits", "perceptrons_only", "pooled", "tied")
 """Dimensions that are no whole numbers."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from flowtrain_lightning.allocator.allocation import BACKBONE, Allocation, Layout, PlanningError, Recompute
+from flowtrain_lightning.allocator.allocation import Allocation
 from flowtrain_lightning.allocator.candidates import Candidate, evaluate, why_undividable
 from flowtrain_lightning.allocator.placements import ModelledPlan, Problems, plan_from, side_by_side
+from flowtrain_lightning.allocator.role_layout import BACKBONE, Layout, PlanningError, Recompute
 from flowtrain_lightning.allocator.role_problem import RoleProblem, family_of
 
 

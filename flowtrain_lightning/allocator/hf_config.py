@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flowtrain_lightning.allocator.allocation import PlanningError
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
 from flowtrain_lightning.allocator.dimensions import audio_encoder, backbone, vision_encoder
+from flowtrain_lightning.allocator.role_layout import PlanningError
 
 Config = Mapping[str, Any]
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flowtrain_lightning.allocator.allocation import BACKBONE, Recompute
 from flowtrain_lightning.allocator.description import Dense, Half, Layers, Part
 from flowtrain_lightning.allocator.division import Division, division, parameters_of_rank
 from flowtrain_lightning.allocator.flops import FloatArray
+from flowtrain_lightning.allocator.role_layout import BACKBONE, Recompute
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, experts_share
 
 LOGIT_BYTES = 12

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from flowtrain_lightning.allocator.allocation import BACKBONE, Layout
 from flowtrain_lightning.allocator.candidates import SearchSpace, candidates, usable_bytes
 from flowtrain_lightning.allocator.devices import Cluster
 from flowtrain_lightning.allocator.placements import (
@@ -22,6 +21,7 @@ from flowtrain_lightning.allocator.placements import (
     uniform_plan,
 )
 from flowtrain_lightning.allocator.planner import NoPlanError
+from flowtrain_lightning.allocator.role_layout import BACKBONE, Layout
 from flowtrain_lightning.allocator.role_problem import Family
 
 _MOST_DEVICES = 2**16

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowtrain_lightning.allocator.allocation import BACKBONE
 from flowtrain_lightning.allocator.collectives import ring
 from flowtrain_lightning.allocator.description import Dense, Layers
 from flowtrain_lightning.allocator.division import Division, division, sharers
 from flowtrain_lightning.allocator.flops import FLASH_BACKWARD, FloatArray
 from flowtrain_lightning.allocator.kernels import attention_seconds, moving_seconds, product_seconds
+from flowtrain_lightning.allocator.role_layout import BACKBONE
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 
 LOSS_BYTES = 32

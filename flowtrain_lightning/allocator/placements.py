@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from flowtrain_lightning.allocator.allocation import BACKBONE, Allocation, Layout
+from flowtrain_lightning.allocator.allocation import Allocation
 from flowtrain_lightning.allocator.bands import Band, step_band
 from flowtrain_lightning.allocator.candidates import (
     Candidate,
@@ -18,6 +18,7 @@ from flowtrain_lightning.allocator.candidates import (
 from flowtrain_lightning.allocator.flops import IntArray
 from flowtrain_lightning.allocator.planner import PlanKind, Prediction
 from flowtrain_lightning.allocator.rank_assignment import assign_ranks, largest_tensor_degree
+from flowtrain_lightning.allocator.role_layout import BACKBONE, Layout
 from flowtrain_lightning.allocator.role_problem import RoleProblem
 from flowtrain_lightning.allocator.solver import match_throughputs
 

@@ -10,15 +10,8 @@ from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
-from flowtrain_lightning.allocator.allocation import (
-    Allocation,
-    AllocationError,
-    Layout,
-    Offload,
-    Placement,
-    Recompute,
-    number_spans,
-)
+from flowtrain_lightning.allocator.allocation import Allocation, Placement, number_spans
+from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute
 
 Part = TypeVar("Part")
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar, get_args
 
-from flowtrain_lightning.allocator.allocation import PlanningError
+from flowtrain_lightning.allocator.role_layout import PlanningError
 
 PlanKind = Literal["uniform", "colocated", "separate", "mixed"]
 """How roles share devices, the simplest way first.

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from flowtrain_lightning.allocator.allocation import PlanningError
 from flowtrain_lightning.allocator.description import ModuleDescription
 from flowtrain_lightning.allocator.hf_config import describe_config
+from flowtrain_lightning.allocator.role_layout import PlanningError
 
 
 def _text(

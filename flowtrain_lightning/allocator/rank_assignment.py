@@ -6,16 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import get_args
 
-from flowtrain_lightning.allocator.allocation import (
-    BACKBONE,
-    ENCODER,
-    ROLES,
-    Allocation,
-    AllocationError,
-    Layout,
-    Placement,
-    refuse_unknown_placement,
-)
+from flowtrain_lightning.allocator.allocation import Allocation, Placement, refuse_unknown_placement
+from flowtrain_lightning.allocator.role_layout import BACKBONE, ENCODER, ROLES, AllocationError, Layout
 
 BACKBONE_SHARE = 4
 """One rank in so many encodes: in common vision-language models the backbone does most of the work."""

@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
-from flowtrain_lightning.allocator.allocation import Layout, PlanningError, Recompute, Sharding
 from flowtrain_lightning.allocator.coefficients import Efficiency, assumed_efficiency
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
 from flowtrain_lightning.allocator.devices import Cluster
 from flowtrain_lightning.allocator.flops import FloatArray, attended_pairs, forward_work, model_flops
+from flowtrain_lightning.allocator.role_layout import Layout, PlanningError, Recompute, Sharding
 from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_loads
 
 

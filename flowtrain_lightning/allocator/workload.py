@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain_lightning.allocator.allocation import BACKBONE, PlanningError
 from flowtrain_lightning.allocator.description import ModuleDescription
 from flowtrain_lightning.allocator.flops import IntArray
+from flowtrain_lightning.allocator.role_layout import BACKBONE, PlanningError
 
 LOSS_CHUNK = 1024
 """Tokens of a chunk where nothing else is said."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from flowtrain_lightning.allocator.allocation import Recompute
+from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.parallel.sequence_parallel import for_recomputing
 
 _aten = torch.ops.aten

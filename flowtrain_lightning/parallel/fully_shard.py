@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from flowtrain_lightning.allocator.allocation import Recompute
+from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
 from flowtrain_lightning.parallel.gradients import local_part, squared_norm
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost

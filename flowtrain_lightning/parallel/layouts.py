@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from flowtrain_lightning.allocator import Layout
-from flowtrain_lightning.allocator.allocation import Offload, Recompute
+from flowtrain_lightning.allocator.role_layout import Offload, Recompute
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.deepspeed_engine import Stage

@@ -18,8 +18,9 @@ from flowtrain_lightning.allocator import (
     default_allocation,
     modality_of,
 )
-from flowtrain_lightning.allocator.allocation import Sharding, count_ranks, number_spans
+from flowtrain_lightning.allocator.allocation import number_spans
 from flowtrain_lightning.allocator.plan_file import read_plan
+from flowtrain_lightning.allocator.role_layout import Sharding, count_ranks
 from flowtrain_lightning.placement.profile import Profile, read_profile
 
 AUTO = "auto"

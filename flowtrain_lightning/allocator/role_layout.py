@@ -1,0 +1,207 @@
+"""What the roles are called, and in which layout the ranks of one hold and share its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+ENCODER = "encoder"
+"""The role that turns media into features."""
+
+BACKBONE = "backbone"
+"""The role that reads tokens and features, and computes the loss."""
+
+ROLES = (ENCODER, BACKBONE)
+"""The names of the roles, in the order in which data flow through them."""
+
+
+def encoder_of(modality: str, roles: Collection[str]) -> str:
+    """The role among these that encodes a modality: ``encoder`` where there is one, else ``encoder_<modality>``."""
+    return ENCODER if ENCODER in roles else f"{ENCODER}_{modality}"
+
+
+def modality_of(role: str) -> str | None:
+    """The one modality that a role encodes; None of ``encoder``, which takes whatever there is, and the backbone."""
+    encoder, _, modality = role.partition("_")
+    return modality if encoder == ENCODER and modality else None
+
+
+def lane_of(role: str) -> str:
+    """What a rank with this role does: ``encoder`` or ``backbone``."""
+    return BACKBONE if role == BACKBONE else ENCODER
+
+
+Sharding = Literal["replicate", "zero1", "zero2", "zero3", "fsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
+"""What a data-parallel rank keeps of the weights, gradients and optimizer states.
+
+``"replicate"`` keeps all, ``"zero1"`` its share of the states, ``"zero2"`` its share of states and gradients,
+``"zero3"`` and ``"fsdp"`` (FSDP2) its share of everything. Those of ZeRO are for plans of any system; ``"deepspeed-1"``
+to ``"deepspeed-3"`` are the same by DeepSpeed.
+"""
+
+Recompute = Literal["none", "selective", "full"]
+"""What a backward computes again: nothing, what costs no matrix product, or every layer."""
+
+Offload = Literal["none", "weights", "activations", "all"]
+"""What of a role lies in host memory while a device does not compute with it.
+
+``"weights"`` are shards of weights, gradients and optimizer states, ``"activations"`` what a forward keeps for its
+backward.
+"""
+
+
+class PlanningError(ValueError):
+    """There is no plan for what was given; the message says why and what would do."""
+
+
+class AllocationError(PlanningError):
+    """The ranks cannot be divided among the roles in this way."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism of one role and how its data-parallel ranks hold the weights.
+
+    Attributes:
+        data: copies of the role that work on different samples.
+        tensor: ranks that share every layer.
+        pipeline: ranks that each hold some of the layers.
+        context: ranks that share every sequence.
+        shard: how the data-parallel ranks hold the weights.
+        replicas: groups into which the data-parallel ranks are divided, neighbours together. Weights are sharded
+            within a group, and every group holds all of them (HSDP); 1 shards over all.
+        expert: neighbouring data ranks among which the experts of a mixture are divided.
+
+    Raises:
+        AllocationError: a degree below 1, an unknown ``shard``, or groups of unequal size.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    shard: Sharding = "replicate"
+    replicas: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for name, degree in {**self.degrees, "expert": self.expert}.items():
+            if degree < 1:
+                raise AllocationError(f"The {name} degree of a layout is {degree}; it must be at least 1.")
+        if self.shard not in get_args(Sharding):
+            known = ", ".join(repr(name) for name in get_args(Sharding))
+            raise AllocationError(f"A layout cannot shard by {self.shard!r}; known are {known}.")
+        if self.replicas != 1 and self.shard not in ("fsdp", "zero3"):
+            raise AllocationError(
+                f"A layout has replicas {self.replicas}, but shard {self.shard!r}; only 'fsdp' and 'zero3' shard "
+                "weights in several groups. Leave replicas out."
+            )
+        if self.replicas < 1 or self.data % self.replicas:
+            raise AllocationError(
+                f"A layout has {self.data} data ranks in {self.replicas} replicas; the number of replicas must divide "
+                "that of data ranks."
+            )
+
+        if self.data % self.expert:
+            raise AllocationError(
+                f"A layout has {self.data} data ranks that divide experts among {self.expert} of them; the expert "
+                "degree must divide that of data ranks."
+            )
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """All degrees by name."""
+        return {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that the layout needs."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def ranks_of_member(self) -> int:
+        """Ranks of one data-parallel member: those that work on the same samples."""
+        return self.ranks // self.data
+
+    @property
+    def ranks_of_shard_group(self) -> int:
+        """Ranks that need each other to compute, and so must work in one order; others may hold copies of the same."""
+        return self.ranks // self.replicas if self.gathers_weights else self.ranks_of_member
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Data-parallel members need each other to compute a layer, so that all must work in one order."""
+        return self.shard in ("fsdp", "zero3", "deepspeed-3")
+
+    @property
+    def by_deepspeed(self) -> bool:
+        """DeepSpeed runs the role."""
+        return self.shard.startswith("deepspeed-")
+
+    @property
+    def most_kept_forwards(self) -> int | None:
+        """Forwards of a rank that may wait for their backward at the same time; None is any number."""
+        return 1 if self.shard == "deepspeed-3" else None
+
+    @property
+    def sums_in_step(self) -> bool:
+        """Data-parallel members need each other in every backward, so that all must work in one order."""
+        return self.gathers_weights or self.shard == "deepspeed-2"
+
+    @property
+    def shares_weights(self) -> bool:
+        """A rank needs others to compute a layer, so that they must work in one order."""
+        return self.gathers_weights or self.ranks_of_member > 1
+
+    @property
+    def is_whole_copies(self) -> bool:
+        """Every rank holds all weights of the role, and works on samples of its own."""
+        return self == Layout(data=self.data)
+
+    def describe(self) -> str:
+        """The layout in a few words, for the log: degrees of 1 are left out, but for ``data``."""
+        degrees = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1 or name == "data"]
+        replicas = [f"{self.replicas} replicas"] if self.replicas > 1 else []
+        experts = [f"expert {self.expert}"] if self.expert > 1 else []
+        return ", ".join([*degrees, *experts, self.shard, *replicas])
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    """What a user says of a role's layout where the number of its ranks follows from the run.
+
+    Attributes:
+        shard: how the ranks hold the weights, see `Layout`.
+        replicas: groups of ranks that each hold all weights, see `Layout`.
+        recompute: what a backward computes again.
+        tensor: ranks that share every layer, see `Layout`.
+        context: ranks that share every sequence, see `Layout`.
+        offload: what lies in host memory; weights only where they are sharded by FSDP2.
+    """
+
+    shard: Sharding = "replicate"
+    replicas: int = 1
+    recompute: Recompute = "none"
+    tensor: int = 1
+    context: int = 1
+    offload: Offload = "none"
+
+    def over(self, ranks: int) -> Layout:
+        """The layout of so many ranks.
+
+        Raises:
+            AllocationError: they cannot be divided so.
+        """
+        together = self.tensor * self.context
+        if together < 1 or ranks % together:
+            raise AllocationError(
+                f"{count_ranks(ranks)} cannot be divided into groups of tensor {self.tensor} x context {self.context}; "
+                "the product must divide the number of ranks."
+            )
+        return Layout(ranks // together, self.tensor, context=self.context, shard=self.shard, replicas=self.replicas)
+
+
+def count_ranks(count: int) -> str:
+    """A number of ranks in words."""
+    return "1 rank" if count == 1 else f"{count} ranks"
