@@ -6,15 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-from flowtrain_lightning.allocator.description import (
-    Dense,
-    Embedding,
-    Experts,
-    Half,
-    Layers,
-    ModuleDescription,
-    Part,
-)
+from flowtrain_lightning.allocator.description import Half, ModuleDescription
+from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Experts, Layers, Part
 from flowtrain_lightning.allocator.role_layout import PlanningError
 
 _NO_NUMBERS = ("experts", "fused", "gated", "gathered_logits", "perceptrons_only", "pooled", "tied")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowtrain_lightning.allocator.description import Half, Layers, Part
+from flowtrain_lightning.allocator.description import Half
+from flowtrain_lightning.allocator.module_parts import Layers, Part
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flowtrain_lightning.allocator.description import Dense, Half, Layers
+from flowtrain_lightning.allocator.description import Half
+from flowtrain_lightning.allocator.module_parts import Dense, Layers
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from flowtrain_lightning.allocator.coefficients import Efficiency
-from flowtrain_lightning.allocator.description import Layers
 from flowtrain_lightning.allocator.devices import Device
 from flowtrain_lightning.allocator.flops import FloatArray
+from flowtrain_lightning.allocator.module_parts import Layers
 
 TILE = 128
 """Side of the tile of a result that one processor computes at a time (NVIDIA, "Matrix multiplication background user's

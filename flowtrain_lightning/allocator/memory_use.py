@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flowtrain_lightning.allocator.description import Dense, Half, Layers, Part
+from flowtrain_lightning.allocator.description import Half
 from flowtrain_lightning.allocator.division import Division, division, parameters_of_rank
 from flowtrain_lightning.allocator.flops import FloatArray
+from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
 from flowtrain_lightning.allocator.role_layout import BACKBONE, Recompute
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, experts_share
 

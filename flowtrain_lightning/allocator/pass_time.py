@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain_lightning.allocator.collectives import ring
-from flowtrain_lightning.allocator.description import Dense, Layers
 from flowtrain_lightning.allocator.division import Division, division, sharers
 from flowtrain_lightning.allocator.flops import FLASH_BACKWARD, FloatArray
 from flowtrain_lightning.allocator.kernels import attention_seconds, moving_seconds, product_seconds
+from flowtrain_lightning.allocator.module_parts import Dense, Layers
 from flowtrain_lightning.allocator.role_layout import BACKBONE
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 

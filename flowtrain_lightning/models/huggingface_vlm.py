@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +23,13 @@ from flowtrain_lightning.models.frozen_weights import PRECISION, keep_frozen_in_
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.processor import Processor, copy_processor, processor_of
 from flowtrain_lightning.models.projector import ProjectingModule
+from flowtrain_lightning.models.published_config import (
+    end_token,
+    image_token_id,
+    read_config,
+    read_generation,
+    read_in_this_thread,
+)
 from flowtrain_lightning.models.tensor_plans import decoder_plan, perceptron_plan
 from flowtrain_lightning.parallel import TensorPlan
 
@@ -89,10 +95,10 @@ class HuggingFaceVLM(ProjectingModule):
     ) -> None:
         super().__init__()
         self._source = model if isinstance(model, str | Path) else None
-        config = _read_config(model)
+        config = read_config(model)
         self.check_config(config)
         if generation is None and self._source is not None:
-            generation = _read_generation(self._source)
+            generation = read_generation(self._source)
         self.save_hyperparameters(
             {
                 "model": config.to_dict(),
@@ -111,7 +117,7 @@ class HuggingFaceVLM(ProjectingModule):
             }
         )
         self.max_new_tokens = max_new_tokens
-        self.end_token = _end_token(config, generation)
+        self.end_token = end_token(config, generation)
 
     def check_config(self, config: Any) -> None:
         """Refuses configs that the class cannot train.
@@ -153,7 +159,7 @@ class HuggingFaceVLM(ProjectingModule):
             written = data.template.image_id(data.tokenizer)
         except ValueError:
             return  # no such token: no image can be written, and whoever has one was told so
-        wanted = image_token_id(_read_config(self.hparams["model"]))
+        wanted = image_token_id(read_config(self.hparams["model"]))
         if written != wanted:
             raise ValueError(
                 f"The data module writes token {written} for a row of features, but the model looks for {wanted} "
@@ -171,11 +177,11 @@ class HuggingFaceVLM(ProjectingModule):
         dtype = torch.get_default_dtype()
         if self._source is not None and torch.get_default_device().type != "meta":
             # Lightning's device would be taken for a device_map, which needs accelerate.
-            with torch.device("cpu"), _read_in_this_thread() if self.holds_parts else nullcontext():
+            with torch.device("cpu"), read_in_this_thread() if self.holds_parts else nullcontext():
                 self.model = Maker.from_pretrained(self._source, dtype=dtype)
             self._keep_apart()
         else:
-            self.model = Maker.from_config(_read_config(self.hparams["model"]), dtype=dtype)
+            self.model = Maker.from_config(read_config(self.hparams["model"]), dtype=dtype)
         if self.hparams["generation"] is not None:
             self.model.generation_config = GenerationConfig(**self.hparams["generation"])
         self.model.train()  # from_pretrained leaves it in evaluation mode
@@ -347,57 +353,6 @@ def _refuse_seeing_ahead(model: Any) -> None:
             "has no mask for that, and training without it would be wrong without a word. Say which tokens see which: "
             "define pack_backbone and merge, as GemmaVLM does."
         )
-
-
-def image_token_id(config: Any) -> int:
-    """The token that stands for a row of features of an image, by either name that configs have for it."""
-    found: int | None = getattr(config, "image_token_id", None)
-    return int(config.image_token_index) if found is None else found
-
-
-def _read_config(model: str | Path | Mapping[str, Any] | Any) -> Any:
-    """The ``transformers`` config of what a user gave."""
-    try:
-        from transformers import AutoConfig
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "Models of Hugging Face need transformers; install it with: pip install 'flowtrain-lightning[transformers]'"
-        ) from error
-    if isinstance(model, str | Path):
-        return AutoConfig.from_pretrained(model)
-    return AutoConfig.for_model(**model) if isinstance(model, Mapping) else model
-
-
-def _read_generation(source: str | Path) -> dict[str, Any] | None:
-    """What a name or folder says of ``generate``, if it does."""
-    from transformers import GenerationConfig
-
-    try:
-        said: dict[str, Any] = GenerationConfig.from_pretrained(source).to_diff_dict()
-    except OSError:
-        return None
-    return said
-
-
-def _end_token(config: Any, generation: Mapping[str, Any] | None) -> int | None:
-    """The token with which a model ends, the first where it has several."""
-    ends: int | list[int] | None = (generation or {}).get("eos_token_id", config.get_text_config().eos_token_id)
-    return ends[0] if isinstance(ends, list) else ends
-
-
-@contextmanager
-def _read_in_this_thread() -> Iterator[None]:
-    """Inside, ``transformers`` reads weights in the calling thread, where a rank that needs parts can put it off."""
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flowtrain_lightning.allocator import ModuleDescription, PlanningError, describe_dimensions
-from flowtrain_lightning.allocator.description import Layers
 from flowtrain_lightning.allocator.dimensions import backbone
+from flowtrain_lightning.allocator.module_parts import Layers
 
 IMAGE = {"layers": 12, "hidden": 768, "feed_forward": 3072, "heads": 12, "patch": 16, "merge": 2}
 AUDIO = {"layers": 6, "hidden": 512, "feed_forward": 2048, "heads": 8, "bins": 80}

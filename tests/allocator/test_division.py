@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flowtrain_lightning.allocator.description import Dense, Layers
 from flowtrain_lightning.allocator.division import Division, division, parameters_of_rank, share_of_rank
+from flowtrain_lightning.allocator.module_parts import Dense, Layers
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import Family
 from tests.allocator.problems import problems

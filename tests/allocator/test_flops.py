@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.allocator.description import Dense, Embedding, Half, Layers
+from flowtrain_lightning.allocator.description import Half
 from flowtrain_lightning.allocator.flops import FLASH_BACKWARD, attended_pairs, backward_work, forward_work, model_flops
+from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Layers
 
 torch = pytest.importorskip("torch")
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count  # noqa: E402

@@ -7,8 +7,8 @@ import pytest
 
 from flowtrain_lightning.allocator import DEVICES
 from flowtrain_lightning.allocator.coefficients import assumed_efficiency
-from flowtrain_lightning.allocator.description import Layers
 from flowtrain_lightning.allocator.kernels import attention_seconds, product_seconds
+from flowtrain_lightning.allocator.module_parts import Layers
 
 H100 = DEVICES["h100"]
 SHARE = assumed_efficiency(H100)

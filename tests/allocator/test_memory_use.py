@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.allocator.description import Layers
 from flowtrain_lightning.allocator.memory_use import activation_bytes, memory_use
+from flowtrain_lightning.allocator.module_parts import Layers
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.allocator.workload import LOSS_CHUNK
 from tests.allocator.problems import problems

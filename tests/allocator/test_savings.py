@@ -17,8 +17,8 @@ from flowtrain_lightning.allocator import (
     named_model,
 )
 from flowtrain_lightning.allocator.candidates import evaluate, families_of
-from flowtrain_lightning.allocator.description import Layers
 from flowtrain_lightning.allocator.flops import backward_work, forward_work
+from flowtrain_lightning.allocator.module_parts import Layers
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.allocator.role_time import role_time
 from tests.allocator.problems import problems
