@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType
 
-from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from flowtrain_lightning.pool import Mesh, State, fault_sentence, find_fault, has_ended
+from flowtrain_lightning.runtime.main_thread import main_stack, main_waits_for_ranks
 from flowtrain_lightning.runtime.process_end import end_at_once, end_children, outlive_parent, say_fault
 from flowtrain_lightning.runtime.start_beats import StartBeats
 
@@ -169,7 +167,7 @@ class HealthMonitor:
         page = mesh.page
         text = fault.sentence
         if fault.hang:
-            text += f"\nThe main thread of rank {rank} ({mesh.labels[rank]}) was at:\n{_main_stack()}"
+            text += f"\nThe main thread of rank {rank} ({mesh.labels[rank]}) was at:\n{main_stack()}"
         if fault.rank == rank:
             page.fail(text)
         elif fault.rank is not None:
@@ -230,7 +228,7 @@ class _JoinedRanks:
         """What is wrong, if anything."""
         board, rank = self._board, self.mesh.rank
         self.mesh.page.beat()
-        self.mesh.page.tell_collective(_main_in_collective())
+        self.mesh.page.tell_collective(main_waits_for_ranks())
         found = find_fault(board, rank)
         if found is not None:
             blamed, sentence = found
@@ -271,19 +269,3 @@ class _JoinedRanks:
             return Fault(rank, fault_sentence(board[rank], f"made no progress for {silent:.0f} s"), hang=True)
         waiting = "; ".join(fault_sentence(board[rank], "waits")[:-1] for rank in there)
         return Fault(None, f"All ranks wait for each other, for {silent:.0f} s: {waiting}.", hang=True)
-
-
-def _main_frame() -> FrameType | None:
-    main = threading.main_thread().ident
-    return sys._current_frames().get(main) if main is not None else None
-
-
-def _main_in_collective() -> bool:
-    """Whether the main thread waits in a collective that Lightning or the user has called."""
-    frame = _main_frame()
-    return frame is not None and frame.f_code.co_filename == distributed_c10d.__file__
-
-
-def _main_stack() -> str:
-    frame = _main_frame()
-    return "".join(traceback.format_stack(frame)) if frame is not None else "(it has ended)\n"

@@ -1,0 +1,45 @@
+"""Where the main thread of this process is, for who must know whether it computes or waits for other ranks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from types import FrameType
+
+_WAITS = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives",  # those of DTensor, and so of tensor ranks
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+)
+"""Modules in which a thread waits for other ranks, or is about to. By name: two of them are private."""
+
+_CALLED_BY_THEM = (
+    "torch._ops",
+    "torch._library.",
+    "flowtrain_lightning.parallel.keyed_store",
+)
+"""What they call to do so; others may call it, too."""
+
+
+def main_waits_for_ranks() -> bool:
+    """Whether the main thread is in a collective, or makes a group, of PyTorch, whoever has called it."""
+    frame = _main_frame()
+    while frame is not None and _module(frame).startswith(_CALLED_BY_THEM):
+        frame = frame.f_back
+    return frame is not None and _module(frame) in _WAITS
+
+
+def main_stack() -> str:
+    """The lines of code in which the main thread is, outermost first."""
+    frame = _main_frame()
+    return "".join(traceback.format_stack(frame)) if frame is not None else "(it has ended)\n"
+
+
+def _main_frame() -> FrameType | None:
+    main = threading.main_thread().ident
+    return sys._current_frames().get(main) if main is not None else None
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
