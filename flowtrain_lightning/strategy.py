@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,25 +18,21 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from flowtrain_lightning.allocator import BACKBONE, ROLES, Allocation, Placement, RoleLayout
+from flowtrain_lightning.allocator import BACKBONE, Allocation, Placement, RoleLayout
 from flowtrain_lightning.checkpoint import load_checkpoint, load_half, remove_checkpoint, save_checkpoint
 from flowtrain_lightning.checkpoint.background import BackgroundSave
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.module import FlowModule
-from flowtrain_lightning.parallel import HalfEngine, broadcast_half
-from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
 from flowtrain_lightning.parallel.deepspeed_partition import held_state, showing_shapes
 from flowtrain_lightning.parallel.element_run import ElementRun
 from flowtrain_lightning.parallel.groups import collective_backend
-from flowtrain_lightning.parallel.halves import fill_half, half_tensors, without_absent_halves
+from flowtrain_lightning.parallel.halves import without_absent_halves
 from flowtrain_lightning.parallel.job_store import root_store
-from flowtrain_lightning.parallel.layouts import RoleGroups, make_engine, make_groups
-from flowtrain_lightning.parallel.replicate import broadcast_copies
 from flowtrain_lightning.placement.choose_allocation import (
     LaunchContext,
     PlacementDecision,
@@ -54,17 +49,11 @@ from flowtrain_lightning.runtime.pool_capacity import PoolSettings
 from flowtrain_lightning.runtime.process_end import die_with_parent
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.runner import RoleRunner
-from flowtrain_lightning.trainer.callback_refusals import refuse_averages_of_runs
+from flowtrain_lightning.trainer.half_engines import HalfEngines
 from flowtrain_lightning.trainer.launcher import RankLauncher
 from flowtrain_lightning.trainer.layout_invariance import not_layout_invariant
-from flowtrain_lightning.trainer.layout_refusals import (
-    refuse_frozen_backbone,
-    refuse_precision_of_deepspeed,
-    refuse_sharded_before,
-    refuse_unshared_sequences,
-)
 from flowtrain_lightning.trainer.node_refusals import refuse_unlike_nodes, refuse_unmet_nodes
-from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers, refuse_optimizers_of_shares
+from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers
 from flowtrain_lightning.trainer.preemption import PreemptionCheckpoint
 from flowtrain_lightning.trainer.refusals import (
     refuse_foreign_module,
@@ -145,9 +134,8 @@ class FlowTrainStrategy(ParallelStrategy):
         self._decision: PlacementDecision | None = None
         self._job: Job | None = None
         self._runner: RoleRunner | None = None
-        self._sharded: tuple[FlowModule, dict[str, HalfEngine]] | None = None  # as it stays after a run
+        self._engines = HalfEngines()
         self._named_optimizers: Sequence[NamedOptimizer] = ()
-        self._optimizer_takers: Sequence[DeepSpeedHalf] = ()
         self._saving: BackgroundSave | None = None
 
     # ---- who does what ------------------------------------------------------------------------------------------
@@ -319,76 +307,18 @@ class FlowTrainStrategy(ParallelStrategy):
             module.drop_absent_roles()
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        engines = self._make_engines(trainer)
+        engines = self._engines.make(module, trainer, self.job, self.root_device)
         self._runner = RoleRunner(module, trainer, self.job, engines, self.encoder_activations, self.pool)
         module.attach_runner(self._runner)
         for sentence in not_layout_invariant(module):
             rank_zero_info(f"flowtrain: {sentence}")
         if fits:
             self.setup_optimizers(trainer)
-            self._share_optimizers(engines)
+            self._engines.take_optimizers(engines, self.optimizers, self._named_optimizers)
             self._record_allocation(trainer)
         others = [each for each in trainer.callbacks if not isinstance(each, PreemptionCheckpoint)]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, PreemptionCheckpoint(self._runner, self.job)]  # type: ignore[attr-defined]
         self.setup_precision_plugin()
-
-    def _make_engines(self, trainer: L.Trainer) -> dict[str, HalfEngine]:
-        """Role -> its layout, put onto the half. Halves that an earlier stage of this strategy has sharded stay so."""
-        module, allocation = self.flow_module, self.allocation
-        if self._sharded is None or self._sharded[0] is not module:
-            refuse_sharded_before(module)
-            refuse_precision_of_deepspeed(allocation.layouts, str(trainer.precision))
-            refuse_averages_of_runs(allocation.layouts, trainer.callbacks)  # type: ignore[attr-defined]
-            refuse_frozen_backbone(allocation.layouts, module)
-            refuse_unshared_sequences(allocation.layouts, module)
-            groups = self._make_groups()
-            for role in self.job.roles:
-                if role not in module.unfilled:
-                    broadcast_half(half_tensors(module, role), groups[role].all)
-            engines = {
-                role: make_engine(
-                    module,
-                    role,
-                    allocation.layouts[role],
-                    groups[role],
-                    recompute=allocation.recompute.get(role, "none"),
-                    offload=allocation.offload.get(role, "none"),
-                    device_type=self.root_device.type,
-                    precision=str(trainer.precision),
-                    early=self.job.groups.role_cpu is None or allocation.placement == "separate",
-                    fill=partial(self._fill, role, groups[role]),
-                )
-                for role in self.job.roles
-            }
-            module.mark_filled()
-            if not any(engine.in_lockstep for engine in engines.values()):
-                return engines
-            self._sharded = module, engines
-        return self._sharded[1]
-
-    def _make_groups(self) -> dict[str, RoleGroups]:
-        """Role -> its groups, also of a role that only other ranks of this one's default group have."""
-        allocation, device_type = self.allocation, self.root_device.type
-        mixed = allocation.placement == "mixed"
-        roles = self.job.roles if not mixed else ROLES
-        return {
-            role: make_groups(
-                role,
-                allocation.layouts[role],
-                self.job.groups,
-                device_type,
-                waits_for_others=mixed and role != BACKBONE,
-            )
-            for role in roles
-        }
-
-    def _fill(self, role: str, groups: RoleGroups, keep: Callable[[nn.Parameter], None] | None) -> None:
-        """Gives a half that was built without weights those of this rank, once it is in its layout."""
-        module = self.flow_module
-        if role in module.unfilled:
-            on_host = self.allocation.offload.get(role) in ("weights", "all")
-            fill_half(module, role, module.unfilled[role], self.root_device, on_host=on_host, keep=keep)
-            broadcast_copies(half_tensors(module, role), groups.all, groups.replicas)
 
     def _record_allocation(self, trainer: L.Trainer) -> None:
         folder = str(trainer.log_dir or trainer.default_root_dir)  # every rank asks for it
@@ -408,15 +338,6 @@ class FlowTrainStrategy(ParallelStrategy):
             super().setup_optimizers(trainer)
         refuse_optimizers(self.optimizers)
         self._named_optimizers = [NamedOptimizer(optimizer, self.flow_module) for optimizer in self.optimizers]
-
-    def _share_optimizers(self, engines: Mapping[str, HalfEngine]) -> None:
-        """Lets halves whose ranks share what the optimizer does take it."""
-        takers = [engine for engine in engines.values() if isinstance(engine, DeepSpeedHalf)]
-        self._optimizer_takers = [engine for engine in takers if engine.trains]
-        for engine in self._optimizer_takers:
-            refuse_optimizers_of_shares(self.optimizers)
-            for optimizer, named in zip(self.optimizers, self._named_optimizers, strict=True):
-                named.share(engine.take_optimizer(optimizer))
 
     def on_train_end(self) -> None:
         """Waits for the checkpoint that is being written."""
@@ -449,8 +370,7 @@ class FlowTrainStrategy(ParallelStrategy):
                 # A module that lies on no half was refused: its weights may have no memory to move.
                 if not any(parameter.is_meta for parameter in self.flow_module.parameters()):
                     self.flow_module.cpu()
-        for engine in self._optimizer_takers:
-            engine.release()
+        self._engines.release()
         for optimizer in self._named_optimizers:
             optimizer.to_host()
         self.precision_plugin.teardown()

@@ -1,0 +1,134 @@
+"""Puts the halves of this rank into their layouts, and the optimizers of those whose ranks share what these do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import lightning as L
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from flowtrain_lightning.allocator import BACKBONE, ROLES
+from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer
+from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.parallel import HalfEngine, broadcast_half
+from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
+from flowtrain_lightning.parallel.halves import fill_half, half_tensors
+from flowtrain_lightning.parallel.layouts import RoleGroups, make_engine, make_groups
+from flowtrain_lightning.parallel.replicate import broadcast_copies
+from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.trainer.callback_refusals import refuse_averages_of_runs
+from flowtrain_lightning.trainer.layout_refusals import (
+    refuse_frozen_backbone,
+    refuse_precision_of_deepspeed,
+    refuse_sharded_before,
+    refuse_unshared_sequences,
+)
+from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers_of_shares
+
+
+class HalfEngines:
+    """The engines of one strategy's runs. Halves that an earlier run of it has sharded stay so."""
+
+    def __init__(self) -> None:
+        self._sharded: tuple[FlowModule, dict[str, HalfEngine]] | None = None
+        self._optimizer_takers: Sequence[DeepSpeedHalf] = ()
+
+    def make(self, module: FlowModule, trainer: L.Trainer, job: Job, device: torch.device) -> dict[str, HalfEngine]:
+        """Role -> its layout, put onto the half, whose weights are this rank's then. Every rank calls it.
+
+        Args:
+            module: on ``device``, as far as it was built with weights.
+            trainer: whose precision and callbacks count.
+            job: says which roles this rank has.
+            device: of this rank.
+
+        Raises:
+            ValueError: module or settings do not fit a layout; the message says what to do.
+        """
+        if self._sharded is None or self._sharded[0] is not module:
+            _refuse_unfit(module, trainer, job)
+            engines = _make(module, str(trainer.precision), job, device)
+            module.mark_filled()
+            if not any(engine.in_lockstep for engine in engines.values()):
+                return engines
+            self._sharded = module, engines
+        return self._sharded[1]
+
+    def take_optimizers(
+        self, engines: Mapping[str, HalfEngine], optimizers: Sequence[Optimizer], named: Sequence[NamedOptimizer]
+    ) -> None:
+        """Lets halves whose ranks share what the optimizer does take it.
+
+        Raises:
+            TypeError: an optimizer cannot step a run of a weight's elements.
+        """
+        takers = [engine for engine in engines.values() if isinstance(engine, DeepSpeedHalf)]
+        self._optimizer_takers = [engine for engine in takers if engine.trains]
+        for engine in self._optimizer_takers:
+            refuse_optimizers_of_shares(optimizers)
+            for optimizer, states in zip(optimizers, named, strict=True):
+                states.share(engine.take_optimizer(optimizer))
+
+    def release(self) -> None:
+        """The run is over: optimizers that were taken are given back."""
+        for engine in self._optimizer_takers:
+            engine.release()
+
+
+def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:
+    layouts = job.allocation.layouts
+    refuse_sharded_before(module)
+    refuse_precision_of_deepspeed(layouts, str(trainer.precision))
+    refuse_averages_of_runs(layouts, trainer.callbacks)  # type: ignore[attr-defined]
+    refuse_frozen_backbone(layouts, module)
+    refuse_unshared_sequences(layouts, module)
+
+
+def _make(module: FlowModule, precision: str, job: Job, device: torch.device) -> dict[str, HalfEngine]:
+    allocation = job.allocation
+    groups = _make_groups(job, device.type)
+    for role in job.roles:
+        if role not in module.unfilled:
+            broadcast_half(half_tensors(module, role), groups[role].all)
+
+    def fill(role: str, keep: Callable[[nn.Parameter], None] | None) -> None:
+        """Gives a half that was built without weights those of this rank, once it is in its layout."""
+        if role in module.unfilled:
+            on_host = allocation.offload.get(role) in ("weights", "all")
+            fill_half(module, role, module.unfilled[role], device, on_host=on_host, keep=keep)
+            broadcast_copies(half_tensors(module, role), groups[role].all, groups[role].replicas)
+
+    return {
+        role: make_engine(
+            module,
+            role,
+            allocation.layouts[role],
+            groups[role],
+            recompute=allocation.recompute.get(role, "none"),
+            offload=allocation.offload.get(role, "none"),
+            device_type=device.type,
+            precision=precision,
+            early=job.groups.role_cpu is None or allocation.placement == "separate",
+            fill=partial(fill, role),
+        )
+        for role in job.roles
+    }
+
+
+def _make_groups(job: Job, device_type: str) -> dict[str, RoleGroups]:
+    """Role -> its groups, also of a role that only other ranks of this one's default group have."""
+    mixed = job.allocation.placement == "mixed"
+    roles = job.roles if not mixed else ROLES
+    return {
+        role: make_groups(
+            role,
+            job.allocation.layouts[role],
+            job.groups,
+            device_type,
+            waits_for_others=mixed and role != BACKBONE,
+        )
+        for role in roles
+    }
