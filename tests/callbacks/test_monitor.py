@@ -76,7 +76,8 @@ def test_every_lane_and_every_rank_is_logged(tmp_path, data, layout, lanes, rank
         assert 0 < last[f"pool/{rank} peak"] <= 1
         assert 0 <= last[f"pool/{rank} waiting"] <= 1
     assert 0 < last["packing/fill"] <= 1
-    assert 0 < last["mfu/all"] <= last["mfu/encoder"] + last["mfu/backbone"] < 1
+    of_roles = last["mfu/encoder"] + last["mfu/backbone"]
+    assert 0 < last["mfu/all"] <= of_roles * (1 + 1e-6) < 1, "float32 rounds each"
 
 
 @pytest.mark.full
