@@ -219,7 +219,12 @@ def _beside(fields: dict[str, Any], kind: str, where: str) -> list[Any]:
     items = both[0] or both[1]
     for item in items:
         check_media(item, kind)
-    return [item.get("path") if isinstance(item, dict) and not item.get("bytes") else item for item in items]
+    return [item.get("path") if _is_reference(item) else item for item in items]
+
+
+def _is_reference(item: Any) -> bool:
+    """Whether it says where an image or a video is and does not hold it; ``b""`` holds one, which is empty."""
+    return isinstance(item, dict) and not isinstance(item.get("bytes"), bytes) and not item.get("bytes")
 
 
 def _several(value: Any) -> list[Any]:
@@ -304,7 +309,7 @@ def _joined(parts: list[Any], named: Mapping[str, list[Any]], where: str) -> str
             text += MARKERS[kind]
             items = [part[key] for key in _PART_KEYS[kind] if part.get(key) is not None][:1]
             named[kind].extend(
-                item.get("url", item.get("path")) if isinstance(item, dict) and not item.get("bytes") else item
+                (item.get("path") if item.get("url") is None else item["url"]) if _is_reference(item) else item
                 for item in items
             )
         else:

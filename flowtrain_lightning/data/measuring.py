@@ -30,6 +30,11 @@ Unreadable = Literal["error", "drop"]
 
 _FORMAT = 3
 _WINDOW = 512
+"""Records that are read at once, at most."""
+
+_WINDOW_BYTES = 1 << 26
+"""That these may have together; a larger record is read alone."""
+
 _WINDOWS_AHEAD = 4
 """Windows that wait for each process, at most."""
 
@@ -210,7 +215,7 @@ def measure_store(
         DataError: a record or (unless left out) a media item cannot be used: the first such in the store's order.
     """
     found = []
-    windows = ((first, locations[first : first + _WINDOW]) for first in range(0, len(locations), _WINDOW))
+    windows = _windows(store, locations)
     if processes == 1:
         with ThreadPoolExecutor() as threads:
             for first, window in windows:
@@ -225,6 +230,18 @@ def measure_store(
         concatenated([part.sizes for part in found]),
         sum(part.animated for part in found),
     )
+
+
+def _windows(store: RecordStore, locations: IntArray) -> Iterator[tuple[int, IntArray]]:
+    """Records that are read at once: the number of the first, and where they lie."""
+    ends = np.cumsum(store.lengths(locations))
+    first = 0
+    while first < len(locations):
+        before = int(ends[first - 1]) if first else 0
+        fitting = int(np.searchsorted(ends, before + _WINDOW_BYTES, side="right"))
+        end = min(max(fitting, first + 1), first + _WINDOW, len(locations))
+        yield first, locations[first:end]
+        first = end
 
 
 def concatenated(parts: Sequence[SampleSizes]) -> SampleSizes:

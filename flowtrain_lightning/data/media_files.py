@@ -31,6 +31,8 @@ class EncodedMedia:
         return self.name
 
 
+_EMPTY = "it is empty: there is not one byte in it"
+
 MediaFile = Path | EncodedMedia
 """Where a media item is."""
 
@@ -58,12 +60,16 @@ def opened(file: MediaFile, error: type[MediaError]) -> Iterator[BinaryIO]:
         error: what is raised where it cannot be opened.
     """
     if isinstance(file, EncodedMedia):
+        if not file.content:
+            raise error(_EMPTY)
         yield io.BytesIO(file.content)
         return
     try:
-        mode = file.stat().st_mode
-        if not stat.S_ISREG(mode):  # opening a pipe would wait for somebody who writes into it
-            raise error("it is a folder" if stat.S_ISDIR(mode) else "it is a pipe or a device, and no file")
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for somebody who writes into it
+            raise error("it is a folder" if stat.S_ISDIR(found.st_mode) else "it is a pipe or a device, and no file")
+        if found.st_size == 0 and isinstance(file, Path):  # elsewhere a size may not be known
+            raise error(_EMPTY)
         stream = file.open("rb")
     except FileNotFoundError:
         raise error("there is no such file") from None

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import DataError, Record, parse
 from flowtrain_lightning.data.sources.parquet_file import without_nulls
@@ -84,6 +86,11 @@ class HuggingFaceRows:
     def locate(self) -> Iterator[Location]:
         """Where each record lies."""
         return ((row, 0) for row in range(len(self._rows)))
+
+    def lengths(self, locations: IntArray) -> IntArray:
+        """``[records]`` how many bytes are read for each, of all rows alike."""
+        table = self._rows.data
+        return np.full(len(locations), table.nbytes // max(len(table), 1), np.int64)
 
     def records(self, first: int, locations: IntArray) -> list[Record]:
         """Records that follow each other.

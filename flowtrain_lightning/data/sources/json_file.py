@@ -40,6 +40,10 @@ class JsonFile(DataFile):
             start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
         return self._locate_in_array() if start.startswith(b"[") else self._locate_lines()
 
+    def lengths(self, locations: IntArray) -> IntArray:
+        """``[records]`` how many bytes are read for each."""
+        return locations[:, 1]
+
     def records(self, first: int, locations: IntArray) -> list[Record]:
         """Records that follow each other.
 

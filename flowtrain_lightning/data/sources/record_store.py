@@ -36,6 +36,14 @@ class RecordStore(Protocol):
         """
         ...
 
+    def lengths(self, locations: IntArray) -> IntArray:
+        """``[records]`` about how many bytes are read for each, its media included where they lie in the store.
+
+        Args:
+            locations: ``[records, 2]`` where they lie.
+        """
+        ...
+
     def records(self, first: int, locations: IntArray) -> list[Record]:
         """Records that follow each other.
 

@@ -17,8 +17,9 @@ from flowtrain_lightning.packing import IntArray
 
 _ENDINGS = {
     "image": ("avif", "bmp", "gif", "jp2", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"),
-    "video": ("avi", "flv", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "ogv", "webm", "wmv"),
+    "video": ("asf", "avi", "flv", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "ogv", "webm", "wmv"),
 }
+_WORDS = ("json", "txt")
 _BLOCK = 512
 
 
@@ -57,6 +58,10 @@ class TarShard(DataFile):
             if end > start:
                 yield start, end - start
 
+    def lengths(self, locations: IntArray) -> IntArray:
+        """``[records]`` how many bytes are read for each."""
+        return locations[:, 1]
+
     def records(self, first: int, locations: IntArray) -> list[Record]:
         """Records that follow each other.
 
@@ -74,7 +79,6 @@ class TarShard(DataFile):
         where = f"{self.path}, record {number + 1}"
         endings = {_ending(name): name for name in members}
         names = {kind: [name for name in members if _kind(name) in known] for kind, known in _ENDINGS.items()}
-        media = {name: EncodedMedia(name, members[name]) for of_kind in names.values() for name in of_kind}
         key = _key_of(next(iter(members)))
         if "json" in endings:
             fields = decoded_json(members[endings["json"]], where)
@@ -90,8 +94,8 @@ class TarShard(DataFile):
 
         def file_of(named: str) -> EncodedMedia:
             for name in (named, endings.get(named)):
-                if name in media:
-                    return media[name]
+                if name in members and _ending(name) not in _WORDS:
+                    return EncodedMedia(name, members[name])
             raise DataError(f"{where} ({key}): {named!r}, which it names, is not in the shard beside it.")
 
         return parse(fields, self.path, number, file_of)

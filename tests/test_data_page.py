@@ -1,0 +1,57 @@
+"""The examples of the page about data that are about videos run."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("av")
+pytest.importorskip("datasets")
+
+from flowtrain_lightning.data import FlowDataModule, IndexConfig
+from flowtrain_lightning.models import template_of
+from tests.data.shards import write_tar
+from tests.models.clips import tokenizer_of, videos_for
+from tests.models.processors import PUBLISHED
+from tests.tiny import IMAGES
+from tests.tiny_videos import write_clip
+
+PAGE = (Path(__file__).parents[1] / "docs/data.md").read_text(encoding="utf-8")
+VIDEOS = PAGE.partition("## Videos")[2].partition("\n## ")[0]
+FAMILY = "qwen2_5_vl"
+
+
+def test_videos_train_from_files_shards_tables_and_streams_as_the_page_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_clip(tmp_path / "cat.mp4", 9, 16, 16, 3, codec="mpeg4")
+    (line,) = re.findall(r"```json\n(.*?)```", VIDEOS, flags=re.DOTALL)
+    (tmp_path / "cats.jsonl").write_text(line)
+    (in_shard,) = re.findall(r"000\.json +(.*)", VIDEOS)
+    write_tar(tmp_path / "cats.tar", {"000.json": in_shard.encode(), "000.mp4": (tmp_path / "cat.mp4").read_bytes()})
+    PUBLISHED[FAMILY].save(tmp_path / FAMILY)
+    given = partial(
+        FlowDataModule,
+        tokenizer=tokenizer_of(FAMILY),
+        template=template_of(tmp_path / FAMILY),
+        images=IMAGES,
+        videos=videos_for(FAMILY),
+        index=IndexConfig(cache_dir=tmp_path / "index"),
+    )
+    named = {"token_budget": 8192, "global_batch_size": 1}  # the page has one record of each kind
+    names = {"flow": SimpleNamespace(FlowDataModule=lambda rows, **_: given(rows, **named))}
+    for block in re.findall(r"```python\n(.*?)```", VIDEOS, flags=re.DOTALL):
+        exec(block, names)
+    modules = [given(name, **named) for name in ("cats.jsonl", "cats.tar", "cats.parquet")]
+    batches = []
+    for data in (*modules, names["data"]):
+        data.setup("fit")
+        batches += data.train_dataloader()
+    assert len(batches) == 4
+    for batch in batches[1:]:
+        assert batch.microbatches[0].tokens.equal(batches[0].microbatches[0].tokens)
+        assert batch.encoder_batches[0].pixels.equal(batches[0].encoder_batches[0].pixels)
