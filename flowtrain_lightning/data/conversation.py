@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL
+from flowtrain_lightning.data.data_path import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import DataError, Record, Turn
+from flowtrain_lightning.data.formats import Record, Turn
 from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing import IntArray

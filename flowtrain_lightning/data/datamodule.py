@@ -19,10 +19,11 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.data.conversation import ChatTemplate, Template
+from flowtrain_lightning.data.data_path import DataError
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.dataset import Augment, SampleLoader, StepDataset
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import DataError, Record
+from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measuring import Measure

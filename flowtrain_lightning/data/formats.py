@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowtrain_lightning.data.data_path import DataError, data_path
 from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.loaded_media import OwnMedia
 from flowtrain_lightning.data.media_files import EncodedMedia, MediaFile, VideoFile
@@ -34,17 +35,6 @@ _PART_KEYS = {kind: (kind, "path", "url", f"{kind}_url") for kind in MARKERS}
 _A_FILE = {"image": "an image file", "video": "a video file"}
 
 _LLAVA_ROLES = {"human": "user", "gpt": "assistant"}
-
-
-class DataError(ValueError):
-    """Data that cannot be used; the message names the file and the record.
-
-    Args:
-        message: what is said. Halves of characters, which data may hold and no log can write, are spelled out in it.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message.encode(errors="backslashreplace").decode())
 
 
 @dataclass(frozen=True)
@@ -254,7 +244,14 @@ def _file(item: Any, kind: str, where: str, file_of: Callable[[str], MediaFile])
             f"{where}: the {kind} {item[:60]!r} is no file. {kind.capitalize()}s are read from files; save it as one, "
             "and name its path."
         )
-    return file_of(item)
+    return _at_address(item, kind, where) if "://" in item else file_of(item)
+
+
+def _at_address(item: str, kind: str, where: str) -> MediaFile:
+    try:
+        return data_path(item)
+    except DataError as error:
+        raise DataError(f"{where}: its {kind} {error}") from error
 
 
 def _embedded(address: str, kind: str, where: str) -> bytes:

@@ -17,9 +17,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from flowtrain_lightning.data.data_path import is_local
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.measuring import Measure, Unreadable, measure_store, measured_media
-from flowtrain_lightning.data.sources.data_file import is_local
 from flowtrain_lightning.data.sources.record_store import RecordStore, locations_of
 from flowtrain_lightning.packing import IntArray, SampleSizes
 

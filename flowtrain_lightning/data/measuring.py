@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.data.conversation import Template, TokenSequence
+from flowtrain_lightning.data.data_path import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import DataError, Record
+from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.image_files import decode, read_header
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.loaded_media import OwnMedia

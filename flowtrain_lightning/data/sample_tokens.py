@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.data.conversation import Template, TokenSequence, shifted_labels
-from flowtrain_lightning.data.formats import DataError, Record
+from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor

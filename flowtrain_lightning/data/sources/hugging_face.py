@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from flowtrain_lightning.data.data_path import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import DataError, Record, parse
+from flowtrain_lightning.data.formats import Record, parse
 from flowtrain_lightning.data.sources.parquet_file import without_nulls
 from flowtrain_lightning.data.sources.record_store import Location
 from flowtrain_lightning.packing import IntArray

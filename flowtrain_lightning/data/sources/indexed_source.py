@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from flowtrain_lightning.data.data_path import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import DataError, Record
+from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.index import IndexConfig, IndexTable, TooLong, index_table
 from flowtrain_lightning.data.measuring import Measure
 from flowtrain_lightning.data.sources.record_store import RecordStore

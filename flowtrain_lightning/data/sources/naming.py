@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain_lightning.data.formats import DataError
-from flowtrain_lightning.data.sources.data_file import data_path
+from flowtrain_lightning.data.data_path import DataError, data_path
 from flowtrain_lightning.data.sources.hugging_face import HubDataset, HuggingFaceRows
 from flowtrain_lightning.data.sources.json_file import JsonFile
 from flowtrain_lightning.data.sources.parquet_file import ParquetFile

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flowtrain_lightning.data.data_path import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import DataError, Record, parse
+from flowtrain_lightning.data.formats import Record, parse
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measuring import Measure, concatenated, measure_records
 from flowtrain_lightning.data.sources.parquet_file import without_nulls

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flowtrain_lightning.data.formats import MARKERS, DataError, Record, parse
+from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.formats import MARKERS, Record, parse
 from flowtrain_lightning.data.media_files import EncodedMedia
 from flowtrain_lightning.data.sources.data_file import DataFile
 from flowtrain_lightning.data.sources.json_file import decoded_json

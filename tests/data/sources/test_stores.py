@@ -70,6 +70,13 @@ def at_address(file):
     return "memory://set/d.jsonl"
 
 
+def naming_addresses(file):
+    """The records of the file, as rows whose images are named by addresses and lie there."""
+    at_address(file)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return [{**row, "images": [f"memory://set/{image['path']}" for image in row["images"]]} for row in rows]
+
+
 FORMS = {"json": lambda file: file, "parquet": as_parquet, "tar": as_tar, "datasets": as_dataset, "address": at_address}
 
 
@@ -96,6 +103,17 @@ def test_a_training_is_the_same_from_every_kind_of_store(file, tmp_path, kind):
     for batch, other in zip(data.train_dataloader(), plain.train_dataloader(), strict=True):
         for packed, same in zip(batch.encoder_batches, other.encoder_batches, strict=True):
             assert (packed is None and same is None) or packed.patches.equal(same.patches)
+
+
+def test_records_of_every_store_may_name_images_at_addresses(file, tmp_path):
+    rows = naming_addresses(file)
+    (tmp_path / "named.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "named.parquet")
+    expected = [path.read_bytes() for record in records_in(file) for path in record.images]
+    for source in (tmp_path / "named.jsonl", tmp_path / "named.parquet", datasets.Dataset.from_list(rows)):
+        (store,) = open_stores(source)
+        records = store.records(0, locations_of(store))
+        assert [image.read_bytes() for record in records for image in record.images] == expected
 
 
 def test_a_dataset_that_changes_a_row_has_another_content_and_identity(file):
