@@ -33,6 +33,9 @@ LAUNCHER = "FLOWTRAIN_LAUNCHER"
 _LOOK_SECONDS = 0.2
 _GRACE_SECONDS = 3.0  # in which the main thread may leave by itself
 _TELL_SECONDS = 1.0  # until a stopped rank is killed: by then the other ranks have seen what is wrong with it, too
+_COLLECTIVES = (distributed_c10d.__file__, os.path.join("deepspeed", "utils", "nvtx.py"))
+"""Files whose functions wait for other ranks: of all that runs in DeepSpeed's, only waiting has no frame of its own."""
+
 _DEAF_SECONDS = 5.0  # without a heartbeat: not even the monitor of that process gets to run
 
 
@@ -279,9 +282,9 @@ def _main_frame() -> FrameType | None:
 
 
 def _main_in_collective() -> bool:
-    """Whether the main thread waits in a collective that Lightning or the user has called."""
+    """Whether the main thread waits in a collective that Lightning, DeepSpeed or the user has called."""
     frame = _main_frame()
-    return frame is not None and frame.f_code.co_filename == distributed_c10d.__file__
+    return frame is not None and frame.f_code.co_filename.endswith(_COLLECTIVES)
 
 
 def _main_stack() -> str:
