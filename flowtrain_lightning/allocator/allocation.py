@@ -44,11 +44,11 @@ to ``"deepspeed-3"`` are the same by DeepSpeed.
 Recompute = Literal["none", "selective", "full"]
 """What a backward computes again: nothing, what costs no matrix product, or every layer."""
 
-Offload = Literal["none", "weights", "activations", "all"]
+Offload = Literal["none", "weights", "optimizer", "activations", "all"]
 """What of a role lies in host memory while a device does not compute with it.
 
-``"weights"`` are shards of weights, gradients and optimizer states, ``"activations"`` what a forward keeps for its
-backward.
+``"weights"`` are shards of weights, gradients and optimizer states (FSDP2), ``"optimizer"`` its states alone
+(DeepSpeed), ``"activations"`` what a forward keeps for its backward, and ``"all"`` is weights and activations.
 """
 
 Placement = Literal["separate", "colocated", "mixed"]
@@ -182,7 +182,8 @@ class RoleLayout:
         recompute: what a backward computes again.
         tensor: ranks that share every layer, see `Layout`.
         context: ranks that share every sequence, see `Layout`.
-        offload: what lies in host memory; weights only where they are sharded by FSDP2.
+        offload: what lies in host memory; weights only where they are sharded by FSDP2, the optimizer's states alone
+            only with DeepSpeed.
     """
 
     shard: Sharding = "replicate"
@@ -394,7 +395,14 @@ class Allocation:
             if offload in ("weights", "all") and self.layouts[role].shard != "fsdp":
                 raise AllocationError(
                     f"The {role} offloads {offload!r}, but only weights in shards of FSDP2 can lie in host memory, and "
-                    f"its layout is {self.layouts[role].describe()}. Give it shard 'fsdp', or offload 'activations'."
+                    f"its layout is {self.layouts[role].describe()}. Give it shard 'fsdp', or offload 'activations' "
+                    "or, with DeepSpeed, 'optimizer'."
+                )
+            if offload == "optimizer" and not self.layouts[role].by_deepspeed:
+                raise AllocationError(
+                    f"The {role} offloads {offload!r}, but only where DeepSpeed runs a role do optimizer states alone "
+                    f"lie in host memory, and its layout is {self.layouts[role].describe()}. Give it shard "
+                    "'deepspeed-1', 'deepspeed-2' or 'deepspeed-3', or shard 'fsdp' and offload 'weights'."
                 )
             recompute = self.recompute.get(role, "none")
             if offload in ("activations", "all") and recompute != "none":

@@ -28,6 +28,9 @@ def _train(stage: Any) -> dict[str, Any]:
     weights = list(module.parameters())
     half = DeepSpeedHalf({"half": module}, None, torch.device("cpu"), stage=stage)
     said = [_said(lambda: half.take_optimizer(AdamW(weights[1:])))]
+    hook = weights[0].register_post_accumulate_grad_hook(lambda _: None)
+    said.append(_said(lambda: half.take_optimizer(AdamW(weights))))
+    hook.remove()
     optimizer = AdamW(weights, lr=0.1)
     half.take_optimizer(optimizer)
 
