@@ -33,10 +33,11 @@ LAUNCHER = "FLOWTRAIN_LAUNCHER"
 _LOOK_SECONDS = 0.2
 _GRACE_SECONDS = 3.0  # in which the main thread may leave by itself
 _TELL_SECONDS = 1.0  # until a stopped rank is killed: by then the other ranks have seen what is wrong with it, too
-_COLLECTIVES = (distributed_c10d.__file__, os.path.join("deepspeed", "utils", "nvtx.py"))
-"""Files whose functions wait for other ranks: of all that runs in DeepSpeed's, only waiting has no frame of its own."""
-
 _DEAF_SECONDS = 5.0  # without a heartbeat: not even the monitor of that process gets to run
+
+_COLLECTIVES = (distributed_c10d.__file__, os.path.join("deepspeed", "utils", "nvtx.py"))
+"""Files in which the main thread waits for other ranks. What DeepSpeed's wrapper calls has a frame of its own, but for
+the waiting."""
 
 
 class HealthMonitor:

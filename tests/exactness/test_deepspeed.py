@@ -77,7 +77,7 @@ def test_training_by_deepspeed_is_that_of_the_plain_loop(run: Callable[..., Run]
             for each in ((ZERO1, ZERO3), (ZERO2, ZERO1), ({**ZERO3, **ON_HOST}, {**ZERO1, **ON_HOST}))
         ),
     ],
-    ids=str,
+    ids=lambda layout: " ".join(layout.values()),
 )
 def test_frozen_parts_groups_ties_hooks_and_clipping_by_value_are_exact(tmp_path, encoder, backbone):
     """Parameter groups with learning rates and weight decay of their own among them; in one run, beside one process."""

@@ -33,6 +33,8 @@ def _train(stage: Any) -> dict[str, Any]:
     hook.remove()
     optimizer = AdamW(weights, lr=0.1)
     half.take_optimizer(optimizer)
+    places = {weight.untyped_storage().data_ptr() for weight in weights}
+    in_place = all(flat.untyped_storage().data_ptr() in places for flat in half.parameters)
 
     half.begin_step()
     if dist.get_rank() == 0:  # no other rank comes to its sum
@@ -65,6 +67,7 @@ def _train(stage: Any) -> dict[str, Any]:
         "states": states,
         "moved": moved,
         "rested": rested,
+        "in_place": in_place,
         "norm": norm,
         "expected": _norm_alone(),
         "said": said,
