@@ -209,7 +209,14 @@ class Allocation:
             if offload in ("weights", "all") and self.layouts[role].shard != "fsdp":
                 raise AllocationError(
                     f"The {role} offloads {offload!r}, but only weights in shards of FSDP2 can lie in host memory, and "
-                    f"its layout is {self.layouts[role].describe()}. Give it shard 'fsdp', or offload 'activations'."
+                    f"its layout is {self.layouts[role].describe()}. Give it shard 'fsdp', or offload 'activations' "
+                    "or, with DeepSpeed, 'optimizer'."
+                )
+            if offload == "optimizer" and not self.layouts[role].by_deepspeed:
+                raise AllocationError(
+                    f"The {role} offloads {offload!r}, but only where DeepSpeed runs a role do optimizer states alone "
+                    f"lie in host memory, and its layout is {self.layouts[role].describe()}. Give it shard "
+                    "'deepspeed-1', 'deepspeed-2' or 'deepspeed-3', or shard 'fsdp' and offload 'weights'."
                 )
             recompute = self.recompute.get(role, "none")
             if offload in ("activations", "all") and recompute != "none":

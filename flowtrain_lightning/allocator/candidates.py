@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flowtrain_lightning.allocator.devices import Cluster
 from flowtrain_lightning.allocator.flops import FloatArray, IntArray
 from flowtrain_lightning.allocator.memory_use import USABLE, MemoryUse, memory_use
-from flowtrain_lightning.allocator.role_layout import BACKBONE, Layout, Recompute, Sharding
+from flowtrain_lightning.allocator.role_layout import BACKBONE, Layout, Offload, Recompute, Sharding
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, role_time
 
@@ -89,6 +89,7 @@ class Candidate:
         recompute: what the backward computes again.
         seconds: time of the role's part of a step.
         bytes: memory of a device.
+        offload: what lies in the host's memory.
     """
 
     role: str
@@ -96,6 +97,7 @@ class Candidate:
     recompute: Recompute
     seconds: float
     bytes: float
+    offload: Offload = "none"
 
     @property
     def devices(self) -> int:
@@ -104,7 +106,7 @@ class Candidate:
 
     def details(self, problem: RoleProblem) -> Evaluation:
         """Its times and bytes by purpose."""
-        return evaluate(problem, family_of(self.layout, self.recompute))
+        return evaluate(problem, family_of(self.layout, self.recompute, self.offload))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flowtrain_lightning.allocator.allocation import Allocation
 from flowtrain_lightning.allocator.candidates import Candidate, evaluate, why_undividable
 from flowtrain_lightning.allocator.placements import ModelledPlan, Problems, plan_from, side_by_side
-from flowtrain_lightning.allocator.role_layout import BACKBONE, Layout, PlanningError, Recompute
+from flowtrain_lightning.allocator.role_layout import BACKBONE, PlanningError
 from flowtrain_lightning.allocator.role_problem import RoleProblem, family_of
 
 
@@ -29,10 +29,7 @@ def given_plan(problems: Problems, allocation: Allocation) -> ModelledPlan:
             f"The allocation is for {allocation.size} devices, but {cluster.devices} are planned for; give --devices "
             f"{allocation.size}."
         )
-    chosen = {
-        role: _candidate(problem, allocation.layouts[role], allocation.recompute.get(role, "none"))
-        for role, problem in problems.items()
-    }
+    chosen = {role: _candidate(problem, allocation) for role, problem in problems.items()}
     encoding = sum(one.seconds for role, one in chosen.items() if role != BACKBONE)
     backbone = chosen[BACKBONE]
     if allocation.placement == "separate":
@@ -43,9 +40,12 @@ def given_plan(problems: Problems, allocation: Allocation) -> ModelledPlan:
     return plan_from("colocated", problems, chosen, seconds=encoding + backbone.seconds)
 
 
-def _candidate(problem: RoleProblem, layout: Layout, recompute: Recompute) -> Candidate:
+def _candidate(problem: RoleProblem, allocation: Allocation) -> Candidate:
+    role = problem.role
+    layout = allocation.layouts[role]
+    recompute, offload = allocation.recompute.get(role, "none"), allocation.offload.get(role, "none")
     reason = why_undividable(problem, layout.tensor, layout.pipeline, layout.context)
     if reason is not None:
         raise PlanningError(reason)
-    found = evaluate(problem, family_of(layout, recompute))
-    return Candidate(problem.role, layout, recompute, float(found.time.total[0]), float(found.memory.total[0]))
+    found = evaluate(problem, family_of(layout, recompute, offload))
+    return Candidate(role, layout, recompute, float(found.time.total[0]), float(found.memory.total[0]), offload)

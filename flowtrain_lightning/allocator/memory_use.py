@@ -92,7 +92,7 @@ def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microba
     frozen = width if precision.frozen is None else precision.frozen
     weights = kept("weights", trains * width + (1 - trains) * frozen)
     gradients = kept("gradients", trains * precision.gradients)
-    states = kept("states", trains * precision.states * (not precision.host_states))
+    states = kept("states", trains * precision.states * (not family.host_states(precision)))
     if family.sharded:
         gathered, unreduced = _gathered_bytes(problem, family)
         weights, gradients = weights + gathered, gradients + unreduced * (trains if trains < 0.5 else 1.0)
@@ -136,7 +136,7 @@ def _batch_bytes(
     most = family.pipeline if family.pipeline > 1 else problem.load.batches_in_flight
     in_flight = np.minimum(microbatches, most)
     kept = kept_activations(problem, family) * tokens / family.pipeline
-    if problem.precision.host_activations:
+    if family.host_activations(problem.precision):
         kept = kept * min(1.0, GATHERED_LAYERS * family.pipeline / max(1, problem.half.depth))
     outside = _kept_outside(problem, family)
     working = max(0.0, _working_bytes(problem, family) - outside) * tokens

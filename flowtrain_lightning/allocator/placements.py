@@ -85,9 +85,10 @@ class ModelledPlan(Prediction):
         """
         layouts = {role: candidate.layout for role, candidate in self.chosen.items()}
         recompute = {role: candidate.recompute for role, candidate in self.chosen.items()}
+        offload = {role: candidate.offload for role, candidate in self.chosen.items() if candidate.offload != "none"}
         everyone = tuple(range(self.devices))
         if self.kind == "separate":
-            return Allocation("separate", layouts, assign_ranks(layouts, per_node), recompute)
+            return Allocation("separate", layouts, assign_ranks(layouts, per_node), recompute, offload)
         if self.kind == "mixed":
             alone = {BACKBONE: layouts[BACKBONE], "others": Layout(data=self.devices - layouts[BACKBONE].ranks)}
             group = max(layout.ranks_of_shard_group for role, layout in layouts.items() if role != BACKBONE)
@@ -96,8 +97,8 @@ class ModelledPlan(Prediction):
             if per_node % block == 0:
                 backbone = assign_ranks(alone, per_node, block)[BACKBONE]
             ranks = {role: backbone if role == BACKBONE else everyone for role in layouts}
-            return Allocation("mixed", layouts, ranks, recompute)
-        return Allocation("colocated", layouts, dict.fromkeys(layouts, everyone), recompute)
+            return Allocation("mixed", layouts, ranks, recompute, offload)
+        return Allocation("colocated", layouts, dict.fromkeys(layouts, everyone), recompute, offload)
 
 
 def joint_bytes(problems: Problems, of_roles: Mapping[str, float]) -> float:

@@ -43,11 +43,11 @@ to ``"deepspeed-3"`` are the same by DeepSpeed.
 Recompute = Literal["none", "selective", "full"]
 """What a backward computes again: nothing, what costs no matrix product, or every layer."""
 
-Offload = Literal["none", "weights", "activations", "all"]
+Offload = Literal["none", "weights", "optimizer", "activations", "all"]
 """What of a role lies in host memory while a device does not compute with it.
 
-``"weights"`` are shards of weights, gradients and optimizer states, ``"activations"`` what a forward keeps for its
-backward.
+``"weights"`` are shards of weights, gradients and optimizer states (FSDP2), ``"optimizer"`` its states alone
+(DeepSpeed), ``"activations"`` what a forward keeps for its backward, and ``"all"`` is weights and activations.
 """
 
 
@@ -177,7 +177,8 @@ class RoleLayout:
         recompute: what a backward computes again.
         tensor: ranks that share every layer, see `Layout`.
         context: ranks that share every sequence, see `Layout`.
-        offload: what lies in host memory; weights only where they are sharded by FSDP2.
+        offload: what lies in host memory; weights only where they are sharded by FSDP2, the optimizer's states alone
+            only with DeepSpeed.
     """
 
     shard: Sharding = "replicate"

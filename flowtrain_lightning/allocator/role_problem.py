@@ -12,7 +12,7 @@ from flowtrain_lightning.allocator.coefficients import Efficiency, assumed_effic
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
 from flowtrain_lightning.allocator.devices import Cluster
 from flowtrain_lightning.allocator.flops import FloatArray, attended_pairs, forward_work, model_flops
-from flowtrain_lightning.allocator.role_layout import Layout, PlanningError, Recompute, Sharding
+from flowtrain_lightning.allocator.role_layout import Layout, Offload, PlanningError, Recompute, Sharding
 from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_loads
 
 
@@ -117,6 +117,7 @@ class Family:
         group: ranks that hold the weights once between them, where they are sharded in several groups (HSDP); None is
             all of them.
         expert: data ranks among which a mixture's experts are divided.
+        offload: what lies in the host's memory, beside what the precision says of it.
     """
 
     data: FloatArray
@@ -127,6 +128,7 @@ class Family:
     recompute: Recompute = "none"
     group: int | None = None
     expert: int = 1
+    offload: Offload = "none"
 
     @property
     def replica(self) -> int:
@@ -159,6 +161,14 @@ class Family:
         """``[layouts]`` share that a rank keeps of ``"weights"``, ``"gradients"`` or ``"states"``."""
         return 1 / self.shards if what in DIVIDED[self.shard] else np.ones_like(self.data)
 
+    def host_states(self, precision: Precision) -> bool:
+        """Whether the optimizer's states are in the host's memory, where it updates the weights."""
+        return precision.host_states or self.offload == "optimizer"
+
+    def host_activations(self, precision: Precision) -> bool:
+        """Whether what forwards keep for backwards is in the host's memory meanwhile."""
+        return precision.host_activations or self.offload in ("activations", "all")
+
     def layout(self, number: int) -> Layout:
         """The layout with the ``number``-th data degree."""
         replicas = int(self.copies[number]) if self.group is not None else 1
@@ -166,12 +176,12 @@ class Family:
         return Layout(*degrees, self.shard, replicas, self.expert)
 
 
-def family_of(layout: Layout, recompute: Recompute = "none") -> Family:
+def family_of(layout: Layout, recompute: Recompute = "none", offload: Offload = "none") -> Family:
     """A single layout as a family."""
     data = np.array([float(layout.data)])
     group = layout.data * layout.context // layout.replicas if layout.replicas > 1 else None
     degrees = (data, layout.tensor, layout.pipeline, layout.context)
-    return Family(*degrees, layout.shard, recompute, group, layout.expert)
+    return Family(*degrees, layout.shard, recompute, group, layout.expert, offload)
 
 
 def experts_share(half: Half) -> float:

@@ -145,7 +145,7 @@ def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
     precision, device = problem.precision, problem.cluster.device
     trained = problem.half.trainable_parameters * share_of_rank(problem.half, family.tensor) / family.pipeline
     states = 2 * precision.states
-    if precision.host_states:
+    if family.host_states(precision):
         # Gradients go there, weights come back, and the host reads and writes the states no faster than that.
         moved = trained * (precision.gradients + precision.weights + states)
         return moved * family.kept_share("states") / device.host
@@ -155,7 +155,7 @@ def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
 
 def _offload_seconds(problem: RoleProblem, family: Family, once: PassTime, tokens: FloatArray) -> FloatArray:
     """What of sending a microbatch's activations to the host and back outlasts its computing."""
-    if not problem.precision.host_activations:
+    if not family.host_activations(problem.precision):
         return np.zeros_like(tokens)
     sending = kept_activations(problem, family) * tokens / family.pipeline / problem.cluster.device.host
     forward, backward = once.forward / family.pipeline, once.backward / family.pipeline

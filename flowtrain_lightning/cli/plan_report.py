@@ -176,6 +176,7 @@ class PlanReport:
             roles[role] = {
                 "layout": {**layout.degrees, **also},
                 "recompute": candidate.recompute,
+                "offload": candidate.offload,
                 "seconds": details.time.at(0),
                 "microbatches": int(details.time.microbatches[0]),
                 "bytes": details.memory.at(0),
@@ -207,6 +208,7 @@ class PlanReport:
         lines = [
             f"  {role:<{_longest(plan)}}  {candidate.layout.describe()}; {candidate.devices} devices; "
             f"recompute {candidate.recompute}"
+            + ("" if candidate.offload == "none" else f"; offload {candidate.offload}")
             for role, candidate in plan.chosen.items()
         ]
         return "\n".join([f"Layouts ({plan.name})", *lines])

@@ -66,9 +66,7 @@ def start_engine(
         engine, *_ = import_deepspeed().initialize(model=model, optimizer=optimizer, config=config, mpu=_Ranks(ranks))
     if optimizer is None:
         return engine, []
-    return engine, _flat_weights(engine) if stage == 3 else [
-        flat for group in optimizer.param_groups for flat in group["params"]
-    ]
+    return engine, _flat_shards(engine) if stage == 3 else _flat_parts(engine, dist.get_rank(ranks))
 
 
 def import_deepspeed() -> Any:
@@ -157,11 +155,23 @@ def summed_gradient(weight: nn.Parameter) -> Tensor:
     return gradient
 
 
-def _flat_weights(engine: Any) -> list[Tensor]:
-    """What the optimizer steps by ZeRO-3: the memory in which this rank's parts of the weights lie.
+def _flat_parts(engine: Any, rank: int) -> list[Tensor]:
+    """What the optimizer steps by ZeRO-1 and ZeRO-2: the memory in which this rank's parts of the weights lie.
 
     DeepSpeed would step a copy, which it makes for weights of half precision, and with these too.
     """
+    optimizer = engine.optimizer
+    flats = [parts[rank].detach().requires_grad_() for parts in optimizer.parallel_partitioned_bit16_groups]
+    # Whatever knows of the copy forgets it, so that it takes no memory.
+    optimizer.single_partition_of_fp32_groups = flats
+    for group, flat in zip(optimizer.optimizer.param_groups, flats, strict=True):
+        group["params"] = [flat]
+    optimizer._link_all_hp_params()
+    return flats
+
+
+def _flat_shards(engine: Any) -> list[Tensor]:
+    """The same by ZeRO-3."""
     optimizer = engine.optimizer
     optimizer.fp32_partitioned_groups_flat = flats = list(optimizer.fp16_partitioned_groups_flat)
     for flat in flats:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.optim import Optimizer
 
 from flowtrain_lightning.parallel.deepspeed_engine import Stage, share_of, start_engine, summed_gradient
 from flowtrain_lightning.parallel.fully_shard import RoleForward
+from flowtrain_lightning.parallel.gradients import count_hooks
+from flowtrain_lightning.parallel.host_steps import SteppedOnHost
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
 
@@ -35,13 +38,17 @@ class DeepSpeedHalf:
         device: on which it computes.
         stage: of ZeRO.
         activations: where these lie between forward and backward, if not on the device.
+        optimizer_on_host: the optimizer steps this rank's part in host memory, where its states lie too.
 
     Attributes:
         parameters: the weights, and once an optimizer was taken what it steps in their place.
+        on_host: what of this rank's part lies in host memory, once an optimizer was taken.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.
     """
+
+    _own_hooks = 0  # that wait for each gradient to be added up
 
     def __init__(
         self,
@@ -51,6 +58,7 @@ class DeepSpeedHalf:
         *,
         stage: Stage,
         activations: ActivationsOnHost | None = None,
+        optimizer_on_host: bool = False,
     ) -> None:
         refuse_missing_deepspeed(stage)
         self._model = RoleForward(modules)
@@ -58,6 +66,8 @@ class DeepSpeedHalf:
         self._device = device
         self._stage = stage
         self._activations = activations or nullcontext()
+        self._optimizer_on_host = optimizer_on_host
+        self.on_host: SteppedOnHost | None = None
         self._weights = list(self._model.parameters())
         self._wanted = [weight.requires_grad for weight in self._weights]
         self._trained = [weight for weight in self._weights if weight.requires_grad]
@@ -65,6 +75,7 @@ class DeepSpeedHalf:
         self.in_lockstep = stage > 1 and bool(self._trained)
         self._engine: Any = None
         self._step_hook: Any = None
+        self._flats: list[Tensor] = []
         self._shares: dict[nn.Parameter, OptimizerShare] = {}
         self._sums: dict[Tensor, Tensor] = {}
         self._used = [False] * len(self._trained)  # by this rank in this step
@@ -85,12 +96,14 @@ class DeepSpeedHalf:
             trained parameter -> which part of it the optimizer steps from now on.
 
         Raises:
-            ValueError: a weight wants a gradient, but the optimizer does not have it.
+            ValueError: a weight wants a gradient, but the optimizer does not have it; or a hook waits for a gradient
+                to be added to others.
         """
         self.release()
         trained = set(self._trained)
         if not trained:
             return {}
+        self._refuse_late_hooks()
         groups = [group for group in optimizer.param_groups if trained.intersection(group["params"])]
         of_groups = [[weight for weight in group["params"] if weight in trained] for group in groups]
         if sum(map(len, of_groups)) < len(trained):
@@ -100,12 +113,19 @@ class DeepSpeedHalf:
                 "optimizer of `configure_optimizers`, or set `requires_grad_(False)` where the half is built."
             )
         self._engine, flats = start_engine(self._model, of_groups, self._group, self._device, self._stage)
-        for group, weights, flat in zip(groups, of_groups, flats, strict=True):
-            group["params"] = [*(other for other in group["params"] if other not in trained), flat]
-            self._shares |= {weight: self._share_of(weight, flat) for weight in weights}
-        self.parameters = flats  # type: ignore[assignment]
-        self._step_hook = optimizer.register_step_post_hook(lambda *_: self._send_weights())
-        return self._shares
+        self._flats = stepped = flats
+        if self._optimizer_on_host:
+            self.on_host = SteppedOnHost(flats, pinned=self._device.type != "cpu")
+            stepped = self.on_host.tensors
+        taken: dict[nn.Parameter, OptimizerShare] = {}
+        for group, weights, flat, tensor in zip(groups, of_groups, flats, stepped, strict=True):
+            group["params"] = [*(other for other in group["params"] if other not in trained), tensor]
+            shares = {weight: self._share_of(weight, flat) for weight in weights}
+            self._shares |= shares
+            taken |= {weight: replace(share, flat=tensor) for weight, share in shares.items()}
+        self.parameters = stepped  # type: ignore[assignment]
+        self._step_hook = optimizer.register_step_post_hook(lambda *_: self._end_step())
+        return taken
 
     def release(self) -> None:
         """Takes DeepSpeed's hooks off the weights. Afterwards another optimizer may be taken."""
@@ -114,9 +134,10 @@ class DeepSpeedHalf:
         if self._engine is not None:
             self._engine.destroy()
             self._engine, self._shares, self.parameters = None, {}, list(self._weights)
+            self._flats, self.on_host = [], None
 
     def begin_step(self) -> None:
-        """Takes over what has been loaded into the weights, or changed in them, since the last step.
+        """Forgets the gradients of the last step.
 
         Raises:
             ValueError: weights were frozen or unfrozen since DeepSpeed took them.
@@ -124,8 +145,8 @@ class DeepSpeedHalf:
         self._refuse_changed()
         self._sums.clear()
         self._used = [False] * len(self._trained)
-        if self._engine is not None:
-            self._engine.optimizer.refresh_fp32_params()
+        if self.on_host is not None:
+            self.on_host.take_weights()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs one forward."""
@@ -155,8 +176,8 @@ class DeepSpeedHalf:
         if self._stage == 1:
             self._note_used()
         by_any = self._used_by_any()
-        for flat in self.parameters:
-            flat.grad = None
+        for stepped in self.parameters:
+            stepped.grad = None
         if not any(by_any):
             self._drop_gradients()
             return
@@ -165,8 +186,7 @@ class DeepSpeedHalf:
             with self._engine.coalesce_grad_reduction():
                 pass
             self._add_up()
-        for flat in self.parameters:
-            flat.grad = self._sums[flat].mul_(scale)
+        self._give([self._sums[flat].mul_(scale) for flat in self._flats])
         for weight, share in self._shares.items():
             if share.size:  # where `deepspeed.utils.safe_get_full_grad` looks
                 gradient = summed_gradient(weight)
@@ -189,8 +209,23 @@ class DeepSpeedHalf:
                 "in a new run to change it; or take a layout of whole copies."
             )
 
+    def _refuse_late_hooks(self) -> None:
+        if any(count_hooks(weight)[1] > self._own_hooks for weight in self._trained):
+            raise ValueError(
+                "A hook was registered with `register_post_accumulate_grad_hook` on a weight of a half in DeepSpeed's "
+                "layout, which takes gradients away as soon as they are summed. Use `register_hook`, which sees the "
+                "gradient of each backward, or look at final gradients in `on_before_optimizer_step`."
+            )
+
     def _share_of(self, weight: nn.Parameter, flat: Tensor) -> OptimizerShare:
         return share_of(weight, flat)
+
+    def _give(self, gradients: Sequence[Tensor]) -> None:
+        """Lets the optimizer have the final gradients of this rank's part."""
+        if self.on_host is not None:
+            gradients = self.on_host.take_gradients(gradients)
+        for stepped, gradient in zip(self.parameters, gradients, strict=True):
+            stepped.grad = gradient
 
     def _used_by_any(self) -> list[bool]:
         """Of each trained weight, whether any rank has used it in this step."""
@@ -221,8 +256,14 @@ class DeepSpeedHalf:
             if share.size:
                 share.of(sums).add_(summed_gradient(weight).reshape(-1))
 
+    def _end_step(self) -> None:
+        """After the optimizer's step: weights are what it has made of them, on all ranks."""
+        if self.on_host is not None:
+            self.on_host.return_weights()
+        self._send_weights()
+
     def _send_weights(self) -> None:
-        """After the optimizer's step: every rank gets what the others have stepped."""
+        """Every rank gets what the others have stepped."""
         if self._engine is not None and self._sums:
             self._engine.step()
             self._sums.clear()

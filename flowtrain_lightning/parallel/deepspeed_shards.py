@@ -44,10 +44,13 @@ class DeepSpeedShardedHalf(DeepSpeedHalf):
         device: see there.
         fill: gives weights that have none their numbers, and calls its argument with each that has got them.
         activations: see there.
+        optimizer_on_host: see there.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.
     """
+
+    _own_hooks = 1
 
     def __init__(
         self,
@@ -57,13 +60,14 @@ class DeepSpeedShardedHalf(DeepSpeedHalf):
         *,
         fill: Callable[[Callable[[nn.Parameter], None]], None],
         activations: ActivationsOnHost | None = None,
+        optimizer_on_host: bool = False,
     ) -> None:
         refuse_missing_deepspeed(3)
         cut = partial(partition_weight, ranks=group, device=device)
         fill(cut)
         for weight in [weight for module in modules.values() for weight in module.parameters()]:
             cut(weight)
-        super().__init__(modules, group, device, stage=3, activations=activations)
+        super().__init__(modules, group, device, stage=3, activations=activations, optimizer_on_host=optimizer_on_host)
         self.in_lockstep = True
         self._ranks = dist.get_world_size(self._group)
         for number, weight in enumerate(self._trained):
@@ -74,7 +78,7 @@ class DeepSpeedShardedHalf(DeepSpeedHalf):
         """As of `DeepSpeedHalf`."""
         shares = super().take_optimizer(optimizer)
         if self._engine is not None:
-            self._gradients = flat_gradients(self._engine, self.parameters)
+            self._gradients = flat_gradients(self._engine, self._flats)
         return shares
 
     def release(self) -> None:
@@ -94,9 +98,11 @@ class DeepSpeedShardedHalf(DeepSpeedHalf):
         self._used = [False] * len(self._trained)
         if self._shares:
             self._engine.optimizer.zero_grad()
-            for flat, gradient in zip(self.parameters, self._gradients, strict=True):
-                flat.grad = None
+            for stepped, gradient in zip(self.parameters, self._gradients, strict=True):
+                stepped.grad = None
                 gradient.zero_()  # else what no sample uses at first would be added to what it was
+        if self.on_host is not None:
+            self.on_host.take_weights()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs one forward.
@@ -134,8 +140,7 @@ class DeepSpeedShardedHalf(DeepSpeedHalf):
             return
         used = self._used_by_any()
         if any(used):
-            for flat, gradient in zip(self.parameters, self._gradients, strict=True):
-                flat.grad = gradient.mul_(scale * self._ranks)  # DeepSpeed gives means
+            self._give([gradient.mul_(scale * self._ranks) for gradient in self._gradients])  # DeepSpeed gives means
             self._tell_unused(used)
 
     def _share_of(self, weight: nn.Parameter, flat: Tensor) -> OptimizerShare:

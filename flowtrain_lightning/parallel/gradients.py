@@ -63,6 +63,15 @@ def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def count_hooks(parameter: nn.Parameter) -> tuple[int, int]:
+    """How many hooks wait for a parameter's gradient: before it is added to ``grad``, and after.
+
+    PyTorch has no public way to ask.
+    """
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return len(before or ()), len(after or ())
+
+
 def clip_to_norm(gradients: Iterable[Tensor], limit: float, norm: Tensor) -> None:
     """Scales gradients in place so that their norm is ``limit`` at most, as `torch.nn.utils.clip_grads_with_norm_`."""
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)

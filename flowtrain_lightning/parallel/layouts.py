@@ -130,10 +130,19 @@ def make_engine(
     if layout.by_deepspeed:
         device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
         if layout.shard == "deepspeed-3":
-            engine = DeepSpeedShardedHalf(modules, groups.all, device, fill=fill, activations=on_host)
+            engine = DeepSpeedShardedHalf(
+                modules, groups.all, device, fill=fill, activations=on_host, optimizer_on_host=offload == "optimizer"
+            )
         else:
             stage: Stage = 1 if layout.shard == "deepspeed-1" else 2
-            engine = DeepSpeedHalf(modules, groups.all, device, stage=stage, activations=on_host)
+            engine = DeepSpeedHalf(
+                modules,
+                groups.all,
+                device,
+                stage=stage,
+                activations=on_host,
+                optimizer_on_host=offload == "optimizer",
+            )
     elif layout.shard == "replicate":
         # No mesh of one dimension: it would be the default group, in which early sums could meet other collectives.
         group = groups.all if mesh is None else mesh.get_group("data")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.parallel.building_log import BuildingLog, NotedTensor, NotNotableError
+from flowtrain_lightning.parallel.gradients import count_hooks
 from flowtrain_lightning.parallel.noting import noting
 from flowtrain_lightning.parallel.random_streams import enter_stream, own_streams
 from flowtrain_lightning.parallel.regions import local_region, whole
@@ -36,6 +37,7 @@ class UnfilledWeights:
         with own_streams(), noting(self._log):
             enter_stream(*stream)
             build()
+        self._hooked = [name for name, parameter in module.named_parameters() if any(count_hooks(parameter))]
         self._values: dict[str, NotedTensor | Tensor] = {}
         known = {id(parameter) for parameter in before}
         for name, parameter in list(module.named_parameters()):
@@ -65,7 +67,16 @@ class UnfilledWeights:
             wanted: says which parameters by name.
             device: where they are to lie.
             keep: is called with each weight as soon as it has its numbers, and may give up some of them.
+
+        Raises:
+            ValueError: a hook is on one of them, which would be lost.
         """
+        if hooked := [name for name in self._hooked if wanted(name) and name in self._values]:
+            raise ValueError(
+                f"A hook was registered on the weight {hooked[0]!r} while its half was built, but where ranks hold "
+                "parts of weights each of these is made anew once its part is known. Change gradients in the module's "
+                "`on_before_optimizer_step`, or choose shard 'replicate', 'deepspeed-1' or 'deepspeed-2'."
+            )
         filled: dict[int, nn.Parameter] = {}
         waiting: dict[int, list[tuple[NotedTensor, nn.Parameter]]] = defaultdict(list)
 

@@ -69,8 +69,11 @@ class ModelledLayoutCosts:
 
     @cached_property
     def _families(self) -> dict[str, Family]:
-        recompute = self.allocation.recompute
-        return {role: family_of(one, recompute.get(role, "none")) for role, one in self.allocation.layouts.items()}
+        recompute, offload = self.allocation.recompute, self.allocation.offload
+        return {
+            role: family_of(one, recompute.get(role, "none"), offload.get(role, "none"))
+            for role, one in self.allocation.layouts.items()
+        }
 
     @cached_property
     def _times(self) -> dict[str, RoleTime]:

@@ -103,9 +103,13 @@ def test_it_survives_a_trip_to_another_process_and_to_json(allocation):
         ({"offload": {"audio": "all"}}, "no role 'audio' to offload; the roles are 'encoder', 'backbone'"),
         (
             {"offload": {"encoder": "disk"}},
-            "encoder cannot offload 'disk'; choose from 'none', 'weights', 'activations', 'all'",
+            "encoder cannot offload 'disk'; choose from 'none', 'weights', 'optimizer', 'activations', 'all'",
         ),
         ({"offload": {"encoder": "weights"}}, "encoder offloads 'weights', but only weights in shards of FSDP2"),
+        (
+            {"offload": {"encoder": "optimizer"}},
+            "encoder offloads 'optimizer', but only where DeepSpeed runs a role .*Give it shard 'deepspeed-1'",
+        ),
         (
             {"offload": {"encoder": "activations"}, "recompute": {"encoder": "full"}},
             "encoder offloads 'activations' and recomputes 'full'.*Leave one of them out",

@@ -10,6 +10,7 @@ import pytest
 from flowtrain_lightning.allocator import (
     DEVICES,
     PRECISIONS,
+    Allocation,
     AllocationError,
     Layout,
     PlanningError,
@@ -18,6 +19,7 @@ from flowtrain_lightning.allocator import (
 )
 from flowtrain_lightning.allocator.candidates import evaluate, families_of
 from flowtrain_lightning.allocator.flops import backward_work, forward_work
+from flowtrain_lightning.allocator.given_plan import given_plan
 from flowtrain_lightning.allocator.module_parts import Layers
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.allocator.role_time import role_time
@@ -130,3 +132,18 @@ def test_activations_on_the_host_need_little_memory_and_what_computing_hides_of_
     problem = backbone(host_activations=True)
     problem = replace(problem, cluster=replace(problem.cluster, device=slow))
     assert role_time(problem, Family(np.array([8.0]))).offload[0] > time["forward"]
+
+
+@pytest.mark.parametrize("shard", ["deepspeed-1", "deepspeed-2", "deepspeed-3"])
+def test_a_given_plan_counts_no_states_that_its_layout_keeps_on_the_host_but_their_time(shard):
+    layouts = {"encoder": Layout(8), "backbone": Layout(8, shard=shard)}
+    usual = Allocation("colocated", layouts, dict.fromkeys(layouts, tuple(range(8))))
+    on_host = replace(usual, offload={"backbone": "optimizer"})
+    asked = problems()
+    plans = [given_plan(asked, allocation) for allocation in (usual, on_host)]
+    kept, sent = (plan.chosen["backbone"].details(asked["backbone"]) for plan in plans)
+    assert sent.memory.at(0) == {**kept.memory.at(0), "states": 0.0}
+    states = 8 * asked["backbone"].half.trainable_parameters / 8  # two moments in float32, divided among eight ranks
+    assert plans[0].peak_bytes - plans[1].peak_bytes == pytest.approx(states)
+    assert sent.time.optimizer[0] > 10 * kept.time.optimizer[0]
+    assert plans[1].allocation(8).offload == on_host.offload

@@ -17,8 +17,9 @@ from tests.exactness.train import Named, weights_of
 from tests.forks import write_down
 from tests.tiny import TinyVLM, tiny_data
 
-BOTH = {"encoder": {"shard": "deepspeed-2"}, "backbone": {"shard": "deepspeed-1"}}
-SHARDED = {"encoder": {"shard": "deepspeed-3"}, "backbone": {"shard": "deepspeed-3"}}
+ON_HOST = {"offload": "optimizer"}
+BOTH = {"encoder": {"shard": "deepspeed-2", **ON_HOST}, "backbone": {"shard": "deepspeed-1"}}
+SHARDED = {"encoder": {"shard": "deepspeed-3"}, "backbone": {"shard": "deepspeed-3", **ON_HOST}}
 
 
 class Grouped(TinyVLM):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 from flowtrain_lightning.attention import varlen_attention
 from flowtrain_lightning.data import PackedBatch, PackedMedia
@@ -200,6 +202,44 @@ class Projecting(Divided):
         return configured
 
 
+class Particular(Deep):
+    """Halves that are frozen in part, in four groups of parameters, with hooks that change gradients.
+
+    Hooks on two weights double each of their gradients, and one of the module halves what has become of them in the
+    groups that have no weight decay.
+    """
+
+    def configure_encoder(self) -> None:
+        super().configure_encoder()
+        self.encoder.embed.requires_grad_(False)
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.backbone.place.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        rates = iter((1e-2, 3e-3, 5e-3, 2e-2))
+        groups = [
+            {
+                "params": [weight for weight in half.parameters() if (weight.ndim > 1) == matrices],
+                "lr": next(rates),
+                "weight_decay": 0.3 * matrices,
+            }
+            for half in (self.encoder, self.backbone)
+            for matrices in (True, False)
+        ]
+        for half in (self.encoder, self.backbone):
+            half.block.mlp[1].weight.register_hook(lambda gradient: 2 * gradient)
+        optimizer = AdamW(groups)
+        scheduler = StepLR(optimizer, step_size=2, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for weight in (weight for group in optimizer.param_groups[1::2] for weight in group["params"]):
+            if weight.grad is not None:
+                weight.grad.mul_(0.5)
+
+
 KINDS: dict[str, type[TinyVLM]] = {
     "tiny": TinyVLM,
     "unused level": UnusedLevel,
@@ -208,4 +248,5 @@ KINDS: dict[str, type[TinyVLM]] = {
     "divided": Divided,
     "divided tokens": DividedTokens,
     "projecting": Projecting,
+    "particular": Particular,
 }

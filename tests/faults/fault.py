@@ -36,12 +36,13 @@ class Fault:
     """A fault that a rank inflicts upon itself.
 
     Attributes:
-        kind: ``"kill"`` and ``"stop"`` (signals), ``"raise"`` and ``"exit"`` (Python exceptions), ``"raise
-            twice"`` (a callback that hears of the first exception raises another one), ``"vanish"`` (the process ends
-            at once with exit code 0, ``os._exit``), ``"loop"`` and ``"sleep"`` (no end), ``"kill worker"`` (a process
-            that loads data for the rank), ``"full disk"`` and ``"no memory"`` (the system says so), ``"wrong data"``
-            (somebody writes the training file anew), ``"clock jump"`` (the wall clock is set on by a day), ``"lost
-            network"`` (nothing passes between the two hosts any more).
+        kind: ``"kill"`` and ``"stop"`` (signals), ``"kill late"`` (when others wait for the rank already), ``"raise"``
+            and ``"exit"`` (Python exceptions), ``"raise twice"`` (a callback that hears of the first exception raises
+            another one), ``"vanish"`` (the process ends at once with exit code 0, ``os._exit``), ``"loop"`` and
+            ``"sleep"`` (no end), ``"kill worker"`` (a process that loads data for the rank), ``"full disk"`` and
+            ``"no memory"`` (the system says so), ``"wrong data"`` (somebody writes the training file anew), ``"clock
+            jump"`` (the wall clock is set on by a day), ``"lost network"`` (nothing passes between the two hosts any
+            more).
         rank: the global rank that breaks.
         place: one of ``PLACES``.
         step: ``trainer.global_step`` at that moment, where there is one.
@@ -60,9 +61,11 @@ class Fault:
 
     def happen(self, folder: Path) -> None:
         """Break this process."""
+        if self.kind == "kill late":
+            time.sleep(1.0)
         (folder / INJECTED).write_text(str(time.monotonic()))
-        if self.kind in ("kill", "stop"):
-            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+        if self.kind in ("kill", "kill late", "stop"):
+            os.kill(os.getpid(), signal.SIGSTOP if self.kind == "stop" else signal.SIGKILL)
             time.sleep(600)  # the signal may come a moment later; and after a stop nobody continues this process
         elif self.kind in ("raise", "raise twice"):
             raise ValueError("a fault of the test")

@@ -144,7 +144,8 @@ class _Processes:
         for pid in psutil.pids():
             if pid not in self._seen and pid not in self._strangers:
                 if self._is_ours(pid):
-                    self._seen[pid] = psutil.Process(pid)
+                    with suppress(psutil.NoSuchProcess):  # it lived for a moment only
+                        self._seen[pid] = psutil.Process(pid)
                 else:
                     self._strangers.add(pid)
         living = []

@@ -16,6 +16,7 @@ LABELS = {FIRST: "backbone 0", BACKBONE: "backbone 1", ENCODER: "encoder 0"}
 
 CAUSES = {
     "kill": "died (process",
+    "kill late": "died (process",
     "stop": "was stopped in phase",
     "raise": "failed",
     "raise twice": "failed",

@@ -185,3 +185,18 @@ def test_no_more_than_one_weight_beside_the_filled_ones_is_in_memory():
     log.make([noted for layer in layers for p in layer.parameters() if (noted := log.noted(p))], take)
     assert len(alive) == 16
     assert most == 1
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_weight_that_is_put_off_is_refused_before_it_is_lost(register):
+    class Hooked(nn.Module):
+        def build(self) -> None:
+            self.layer = nn.Linear(3, 3)
+            getattr(self.layer.weight, register)(lambda _: None)
+
+    module = Hooked()
+    weights = UnfilledWeights(module, module.build, STREAM)
+    with pytest.raises(
+        ValueError, match=r"hook was registered on the weight 'layer.weight' .* `on_before_optimizer_step"
+    ):
+        weights.fill(module, lambda name: True, CPU)

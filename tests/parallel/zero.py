@@ -28,8 +28,13 @@ def _train(stage: Any) -> dict[str, Any]:
     weights = list(module.parameters())
     half = DeepSpeedHalf({"half": module}, None, torch.device("cpu"), stage=stage)
     said = [_said(lambda: half.take_optimizer(AdamW(weights[1:])))]
+    hook = weights[0].register_post_accumulate_grad_hook(lambda _: None)
+    said.append(_said(lambda: half.take_optimizer(AdamW(weights))))
+    hook.remove()
     optimizer = AdamW(weights, lr=0.1)
     half.take_optimizer(optimizer)
+    places = {weight.untyped_storage().data_ptr() for weight in weights}
+    in_place = all(flat.untyped_storage().data_ptr() in places for flat in half.parameters)
 
     half.begin_step()
     if dist.get_rank() == 0:  # no other rank comes to its sum
@@ -62,6 +67,7 @@ def _train(stage: Any) -> dict[str, Any]:
         "states": states,
         "moved": moved,
         "rested": rested,
+        "in_place": in_place,
         "norm": norm,
         "expected": _norm_alone(),
         "said": said,

@@ -1,0 +1,28 @@
+"""Ranks that wait for one another in a collective of DeepSpeed end together too, and name the one that broke."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.fault import Fault
+from tests.faults.verdict import BACKBONE, FIRST, HANG_TIMEOUT, assert_all_ended, assert_all_told
+
+pytest.importorskip("deepspeed")
+
+CASES = [
+    ("deepspeed-2", BACKBONE, "kill late"),
+    *(
+        pytest.param(shard, rank, kind, marks=pytest.mark.full)
+        for shard in ("deepspeed-1", "deepspeed-2", "deepspeed-3")
+        for rank, kind in ((BACKBONE, "kill late"), (FIRST, "kill late"), (BACKBONE, "raise"), (BACKBONE, "loop"))
+        if (shard, rank, kind) != ("deepspeed-2", BACKBONE, "kill late")
+    ),
+]
+
+
+@pytest.mark.parametrize(("shard", "rank", "kind"), CASES)
+def test_ranks_that_wait_in_a_collective_of_deepspeed_end_with_the_one_that_broke(shard, rank, kind, forks, job):
+    strategy = {"encoder_ranks": 1, "roles": {"backbone": {"shard": shard}}, "hang_timeout": HANG_TIMEOUT}
+    ended = forks.run(job(fault := Fault(kind, rank, "train", step=3), strategy=strategy))
+    assert_all_ended(ended, fault)
+    assert_all_told(ended, fault)
