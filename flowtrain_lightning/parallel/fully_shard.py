@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
-from flowtrain_lightning.parallel.gradients import local_part, squared_norm
+from flowtrain_lightning.parallel.gradients import count_hooks, local_part, squared_norm
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
 
@@ -88,11 +88,17 @@ class FullyShardedHalf:
         return any(parameter.requires_grad for parameter in self.parameters)
 
     def begin_step(self) -> None:
-        """Raises where parameters were frozen or unfrozen since they were sharded.
+        """Raises where parameters were frozen or unfrozen since they were sharded, or have hooks that nobody calls.
 
         Raises:
             ValueError: says what to do.
         """
+        if any(count_hooks(parameter)[0] for parameter in self.parameters):
+            raise ValueError(
+                "A hook was registered with `register_hook` on a weight in shards (FSDP2), which never calls it. Look "
+                "at final gradients in `on_before_optimizer_step`, use `register_post_accumulate_grad_hook`, or take a "
+                "layout of whole copies."
+            )
         if [parameter.requires_grad for parameter in self.parameters] != self._wanted:
             raise ValueError(
                 "`requires_grad` of a parameter was changed after its half was sharded (FSDP2), which gathers weights "

@@ -61,14 +61,21 @@ def thaw_a_shard(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     half = Layered()
     engine = FullyShardedHalf({"half": half}, init_device_mesh("cpu", (dist.get_world_size(),)))
+    hook = half.outlet.weight.register_hook(lambda gradient: None)
+    said = {"hooked": _refusal(engine)}
+    hook.remove()
+    said["again"] = _refusal(engine)
     half.outlet.requires_grad_(False)
-    said = ""
+    write_down(folder, {**said, "thawed": _refusal(engine)})
+    dist.destroy_process_group()
+
+
+def _refusal(engine: FullyShardedHalf) -> str:
     try:
         engine.begin_step()
     except ValueError as error:
-        said = str(error)
-    write_down(folder, {"said": said})
-    dist.destroy_process_group()
+        return str(error)
+    return ""
 
 
 def offload_parameters(folder: Path) -> None:

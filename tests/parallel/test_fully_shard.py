@@ -40,9 +40,11 @@ def test_every_rank_holds_its_share_of_weights_and_gradients(tmp_path, ranks):
         assert found["gradients"] == found["held"]
 
 
-def test_weights_that_are_frozen_after_they_were_sharded_are_refused(tmp_path):
+def test_weights_that_are_frozen_or_hooked_after_they_were_sharded_are_refused(tmp_path):
     for found in ran(tmp_path, "thaw_a_shard"):
-        assert "`requires_grad` of a parameter was changed after its half was sharded" in found["said"]
+        assert "`requires_grad` of a parameter was changed after its half was sharded" in found["thawed"]
+        assert "`register_hook` on a weight in shards (FSDP2), which never calls it" in found["hooked"]
+        assert found["again"] == ""
 
 
 def test_offloading_to_host_memory_changes_no_gradient(tmp_path):
