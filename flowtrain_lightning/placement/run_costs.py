@@ -52,6 +52,8 @@ def first_steps(data: FlowDataModule) -> PlanSteps:
         DataError: the data cannot be used.
     """
     alone = copy.copy(data)
+    if data.trainer is not None:
+        alone.read_as(data.trainer.lightning_module)  # which may name tokenizer, template and images
     alone.trainer = None
     if type(data).prepare_data is not FlowDataModule.prepare_data:
         alone.prepare_data()  # of a subclass: it may make the files

@@ -13,7 +13,9 @@ import torch
 from PIL import Image
 
 import flowtrain_lightning as flow
+from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.data import ChatTemplate, DataError
+from flowtrain_lightning.placement.run_costs import first_steps
 
 transformers = pytest.importorskip("transformers")
 
@@ -172,6 +174,16 @@ def test_a_data_module_without_a_trainer_can_be_told_the_model(tmp_path, records
     data.read_as(model.module)
     data.setup("fit")
     assert data.template.fingerprint == model.template.fingerprint
+
+
+def test_a_placement_is_planned_by_steps_of_what_the_model_reads(tmp_path, records):
+    module = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl")).module
+    data, run = data_of(records), trainer(tmp_path)
+    run.strategy.connect(module)
+    data.trainer = run
+    plans = first_steps(data)(default_allocation(2), 2)
+    assert len(plans) == 2
+    assert data.trainer is run
 
 
 def test_a_family_that_nothing_trains_is_named(tmp_path):
