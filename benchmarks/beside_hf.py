@@ -22,7 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of every process, since two of them share
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from benchmarks.hf_model import write_model, write_records
-from benchmarks.hf_variants import VARIANTS, Job, train
+from benchmarks.hf_variants import VARIANTS, Job, start_once, train
 from benchmarks.launch import launch, machine
 from benchmarks.measure import read_ranks
 from benchmarks.modules import ROOT
@@ -51,8 +51,8 @@ def main() -> None:
         write_model(folder / "model", size)
         write_records(folder / "train.jsonl", (warmup + steps) * batch, 500 if options.quick else LONGEST)
 
-        def run(variant: str, ranks: int, name: str, losses: bool = False) -> list[dict[str, Any]]:
-            job = Job(
+        def job_of(variant: str, ranks: int, name: str, losses: bool = False) -> Job:
+            return Job(
                 variant=variant,
                 model=folder / "model",
                 records=folder / "train.jsonl",
@@ -63,9 +63,13 @@ def main() -> None:
                 batch_size=batch,
                 losses=losses,
             )
+
+        def run(variant: str, ranks: int, name: str, losses: bool = False) -> list[dict[str, Any]]:
+            job = job_of(variant, ranks, name, losses)
             launch(train, job, ranks, job.folder, DEADLINE)
             return read_ranks(job.folder)
 
+        start_once(job_of("flowtrain", 2, "first-start"))
         runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
         for number in range(rounds):
             for variant in VARIANTS:

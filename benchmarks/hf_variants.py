@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import flowtrain_lightning as flow
 from benchmarks.hf_model import as_rows, processor
+from benchmarks.modules import ROOT
 from flowtrain_lightning.data import IGNORED_LABEL, IndexConfig
 
 VARIANTS = {"trainer": "transformers.Trainer", "sft": "TRL SFTTrainer", "flowtrain": "flowtrain"}
@@ -94,9 +97,29 @@ def train(job: Job) -> None:
         _hugging_face(job)
 
 
+def start_once(job: Job) -> None:
+    """Start flowtrain as users do, by a script: it measures the halves to plan by, which later starts find.
+
+    Ranks that are forked from here have no script to measure in.
+    """
+    command = [sys.executable, "-m", "benchmarks.hf_variants", json.dumps(asdict(job), default=str)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode or "as planning failed" in done.stderr + done.stdout:
+        raise RuntimeError(f"flowtrain did not plan:\n{(done.stderr + done.stdout)[-3000:]}")
+
+
+def _from_command() -> None:
+    fields = json.loads(sys.argv[1])
+    paths = {name: Path(fields[name]) for name in ("model", "records", "folder")}
+    fit(Job(**{**fields, **paths}), [])
+
+
 def _flowtrain(job: Job) -> None:
+    fit(job, [_LightningWatch(Watch(job))])
+
+
+def fit(job: Job, callbacks: list[L.Callback]) -> None:
     """Nothing but the model's name, and how large a step is."""
-    watch = Watch(job)
     model = flow.models.from_pretrained(job.model, lr=LEARNING_RATE)
     data = flow.FlowDataModule(
         job.records,
@@ -111,7 +134,7 @@ def _flowtrain(job: Job) -> None:
         devices=job.ranks,
         max_steps=job.steps,
         gradient_clip_val=CLIP,
-        callbacks=[_LightningWatch(watch)],
+        callbacks=callbacks,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
@@ -231,3 +254,7 @@ def _told(kind: Any, watch: Watch) -> Any:
             return (loss, outputs) if return_outputs else loss
 
     return Told
+
+
+if __name__ == "__main__":
+    _from_command()
