@@ -1,6 +1,6 @@
 """Fine-tuning a Qwen2.5-VL beside what people do it with today: transformers' Trainer and TRL's SFTTrainer.
 
-python benchmarks/beside_hf.py             two processes, three rounds in turns, then losses: about half an hour
+python benchmarks/beside_hf.py             two processes, three rounds in turns, then losses: about ten minutes
 python benchmarks/beside_hf.py --quick     the same at a tiny size, to see that it runs
 
 The same small model with random weights, opened by its folder's name, and the same real records in the same steps.
