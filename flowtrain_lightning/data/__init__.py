@@ -10,7 +10,7 @@ rank's shard of it; `dataloader.py` gives it out, with `workers.py` where other 
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL, Clip, Features, PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.conversation import ChatTemplate, Template, TokenSequence
-from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.datamodule import FlowDataModule
 from flowtrain_lightning.data.dataset import StepDataset

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL
-from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record, Turn
 from flowtrain_lightning.data.tokenization import Tokenizer

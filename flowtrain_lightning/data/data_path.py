@@ -1,20 +1,11 @@
-"""Where data lie: a local path, or an address behind ``fsspec``; and what is raised where they cannot be used."""
+"""Where data lie: a local path, or an address behind ``fsspec``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-
-class DataError(ValueError):
-    """Data that cannot be used; the message names the file and the record.
-
-    Args:
-        message: what is said. Halves of characters, which data may hold and no log can write, are spelled out in it.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message.encode(errors="backslashreplace").decode())
+from flowtrain_lightning.data.data_error import DataError
 
 
 def data_path(given: str | Path) -> Path:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.data.conversation import ChatTemplate, Template
-from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.dataset import Augment, SampleLoader, StepDataset
 from flowtrain_lightning.data.fingerprint import fingerprint

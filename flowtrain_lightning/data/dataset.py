@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from flowtrain_lightning.data.batch import PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.collate import pack_media, pack_sequences, padding_microbatch
 from flowtrain_lightning.data.conversation import Template, TokenSequence
-from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.loaded_media import LoadedMedia, OwnMedia

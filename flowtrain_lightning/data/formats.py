@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowtrain_lightning.data.data_path import DataError, data_path
+from flowtrain_lightning.data.data_error import DataError
+from flowtrain_lightning.data.data_path import data_path
 from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.loaded_media import OwnMedia
 from flowtrain_lightning.data.media_files import EncodedMedia, MediaFile, VideoFile
@@ -33,6 +34,9 @@ _PART_KEYS = {kind: (kind, "path", "url", f"{kind}_url") for kind in MARKERS}
 """Under which a part of a content may name its image or video; parts that name none take the next of the record's."""
 
 _A_FILE = {"image": "an image file", "video": "a video file"}
+
+_ON_THE_WEB = re.compile(r"(.*::)?https?://")
+"""Also behind another address, as fsspec chains them: ``simplecache::https://...``."""
 
 _LLAVA_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -239,7 +243,7 @@ def _file(item: Any, kind: str, where: str, file_of: Callable[[str], MediaFile])
         raise DataError(f"{where}: every {kind} needs a path, a string, or the bytes of {_A_FILE[kind]}.")
     if item.startswith("data:"):
         return EncodedMedia("of the record", _embedded(item, kind, where))
-    if item.startswith(("http://", "https://")):
+    if _ON_THE_WEB.match(item):
         raise DataError(
             f"{where}: the {kind} {item[:60]!r} is no file. {kind.capitalize()}s are read from files; save it as one, "
             "and name its path."

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.data.conversation import Template, TokenSequence
-from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.image_files import decode, read_header

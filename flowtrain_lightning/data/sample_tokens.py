@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.data.conversation import Template, TokenSequence, shifted_labels
-from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.tokenization import Tokenizer

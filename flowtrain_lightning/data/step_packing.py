@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.data.batch import RankShard
-from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.packing import DEFAULT_COST, SYNC_EVERY, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
 from flowtrain_lightning.packing.microbatches import arrange, as_microbatches
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.sampler import Sampling, epoch_order
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState, StreamStep

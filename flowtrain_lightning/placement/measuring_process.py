@@ -7,7 +7,6 @@ run.
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import os
 import signal
@@ -28,6 +27,7 @@ from flowtrain_lightning.data.index import cache_folders
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.placement.module_profile import origin_of, profile_module
 from flowtrain_lightning.placement.profile import Profile, ProfileError, ProfileOrigin, read_profile, write_profile
+from flowtrain_lightning.placement.run_costs import dealt_to_nobody
 from flowtrain_lightning.runtime.process_end import die_with_parent
 
 _PROFILE_VARIABLE = "FLOWTRAIN_PROFILE"
@@ -74,9 +74,7 @@ def measure_if_asked(trainer: L.Trainer, module: FlowModule) -> None:
         return
     parent, _, path = os.environ.pop(_PROFILE_VARIABLE).partition(":")
     die_with_parent(parent=int(parent))
-    data = copy.copy(trainer.datamodule)  # type: ignore[attr-defined]
-    data.trainer = None  # which says how steps are dealt to ranks
-    data.read_as(module)
+    data = dealt_to_nobody(trainer.datamodule)  # type: ignore[attr-defined]
     origin = origin_of(module, data, trainer.strategy.root_device, str(trainer.precision))  # as the run finds it
     profile = profile_module(
         module,

@@ -10,10 +10,9 @@ from types import FrameType
 _WAITS = (
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",  # those of DTensor, and so of tensor ranks
-    "torch.distributed.fsdp._fully_shard._fsdp_collectives",
     "deepspeed.utils.nvtx",  # which wraps what DeepSpeed calls; all of that but waiting has a frame of its own
 )
-"""Modules in which a thread waits for other ranks, or is about to. By name: two of them are private."""
+"""Modules in which a thread waits for other ranks, or is about to. By name: all but the first are internal."""
 
 _CALLED_BY_THEM = (
     "torch._ops",

@@ -161,6 +161,10 @@ BROKEN = {
         '{"images": ["https://a.org/b.png"], "messages": [{"role": "user", "content": "<image>"}]}',
         r"image 'https://a\.org/b\.png' is no file",
     ),
+    "address behind another": (
+        '{"images": ["simplecache::https://a.org/b.png"], "messages": [{"role": "user", "content": "<image>"}]}',
+        r"image 'simplecache::https://a\.org/b\.png' is no file",
+    ),
     "unknown address": (
         '{"images": ["nowhere://b.png"], "messages": [{"role": "user", "content": "<image>"}]}',
         r"record 2: its image nowhere://b\.png: this kind of address cannot be read",

@@ -272,6 +272,7 @@ def test_a_worker_that_loads_data_can_be_tied_too():
 
 def starts_another(rank, ranks, code, needed):
     """Rank 0 and its child, rank 1, that has ended; they are not connected."""
+    os.chdir(folder())  # where a rank outside of fit writes what ended it
     health = HealthMonitor()
     health.name_ranks(["backbone 0", "encoder 0"])
     if needed:

@@ -18,34 +18,44 @@ from flowtrain_lightning.parallel.keyed_store import KeyedStore
 from flowtrain_lightning.runtime.main_thread import main_stack, main_waits_for_ranks
 from tests.processes import run_ranks
 
-LATE = 1.5  # seconds by which rank 1 comes later than rank 0
+SEEN = 5  # looks in a row
+LATEST = 60.0  # seconds
 
 
 class Watching(threading.Thread):
-    """Notes twenty times a second whether the main thread waits for ranks, and where it was when it did not."""
+    """Looks 20 times a second whether the main thread waits for ranks, and tells so by a file once it surely does."""
 
-    def __init__(self):
+    def __init__(self, told):
         super().__init__(daemon=True)
-        self.waits, self.elsewhere, self.over = [], [], threading.Event()
+        self.told, self.in_a_row, self.elsewhere, self.over = told, 0, "", threading.Event()
 
     def run(self):
         while not self.over.wait(0.05):
-            self.waits.append(main_waits_for_ranks())
-            if not self.waits[-1]:
-                self.elsewhere.append(main_stack())
+            self.in_a_row = self.in_a_row + 1 if main_waits_for_ranks() else 0
+            if self.in_a_row == SEEN:
+                self.told.touch()
+            elif not self.in_a_row:
+                self.elsewhere = main_stack()
 
 
-def waits_all_along(act):
-    """Whether the main thread was seen to wait for ranks in nearly all of the time that ``act`` takes."""
-    watching = Watching()
+def surely_waits(act, told):
+    """Whether the main thread was seen to wait for ranks, several times in a row, while it acts."""
+    watching = Watching(told)
     watching.start()
     act()
     watching.over.set()
     watching.join()
-    if sum(watching.waits) > 0.6 * len(watching.waits):
+    if told.exists():
         return True
-    print(*watching.elsewhere[-1:])
+    told.touch()  # the other rank goes on
+    print(watching.elsewhere)
     return False
+
+
+def wait_for(file):
+    deadline = time.monotonic() + LATEST
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def collectives(rank, ranks):
@@ -64,18 +74,20 @@ def collectives(rank, ranks):
 
 
 def acts(rank, ranks):
-    key = JobKey(b"x" * 32)
-    store = KeyedStore(FileStore(str(Path(os.environ["FOLDER"]) / "store"), ranks), key)
+    """Rank 1 takes part once rank 0 was seen to wait for it, or has gone on without it."""
+    folder = Path(os.environ["FOLDER"])
+    store = KeyedStore(FileStore(str(folder / "store"), ranks), JobKey(b"x" * 32))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     for name, act in collectives(rank, ranks):
-        if rank == 1:
-            time.sleep(LATE)
-            act()
+        told = folder / name
+        if rank == 0:
+            print(name, surely_waits(act, told))
         else:
-            print(name, waits_all_along(act))
+            wait_for(told)
+            act()
         dist.barrier()
     if rank == 0:
-        print("a sleep", waits_all_along(lambda: time.sleep(LATE)))
+        print("a sleep", surely_waits(lambda: time.sleep(1), folder / "a sleep"))
 
 
 def test_ranks_wait_in_collectives_of_every_layout_and_not_in_their_own_code():

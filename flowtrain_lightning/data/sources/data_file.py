@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from flowtrain_lightning.data.data_path import DataError, is_local
+from flowtrain_lightning.data.data_error import DataError
+from flowtrain_lightning.data.data_path import is_local
 from flowtrain_lightning.data.fingerprint import file_fingerprint
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record, parse
 from flowtrain_lightning.data.sources.parquet_file import without_nulls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.index import IndexConfig, IndexTable, TooLong, index_table

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.formats import Record, parse
 from flowtrain_lightning.data.sources.data_file import DataFile
 from flowtrain_lightning.data.sources.record_store import Location

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flowtrain_lightning.data.data_path import DataError
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.formats import MARKERS, Record, parse
 from flowtrain_lightning.data.media_files import EncodedMedia
 from flowtrain_lightning.data.sources.data_file import DataFile
