@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # it has no public name
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # they have no public names
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
@@ -86,14 +86,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         known: tensors that are there already; views of them do not count.
+        fake: the mode of what is counted. DTensor tries operations on whole tensors to learn their shapes, in a mode
+            of its own.
 
     Attributes:
         now: at present.
         most: at most so far.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor], fake: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = fake
         self._known = [each.untyped_storage() for each in known]
         self._ignored = {storage._cdata for storage in self._known}  # what tells storages apart
         self.now = 0
@@ -121,6 +124,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if not self._is_paused:
             for made in _tensors(result):
+                if isinstance(made, FakeTensor) and made.fake_mode is not self._fake:
+                    continue
                 storage = made.untyped_storage()
                 key = storage._cdata
                 if key in self._ignored:
@@ -183,11 +188,16 @@ def count_states(module: FlowModule, role: str, layout: Layout, recompute: Recom
             fill=_nothing,  # weights are fake, and there from the start
         )
         with fake:
-            return _step(module, engine, blocks, outside, layout.tensor)
+            return _step(module, engine, blocks, outside, layout.tensor, fake)
 
 
 def _step(
-    module: FlowModule, engine: HalfEngine, blocks: list[nn.Module], outside: list[str], tensor: int
+    module: FlowModule,
+    engine: HalfEngine,
+    blocks: list[nn.Module],
+    outside: list[str],
+    tensor: int,
+    fake: FakeTensorMode,
 ) -> CountedStates:
     """Forward, backward and optimizer, of weights alone; each tensor rank has one token."""
 
@@ -199,10 +209,11 @@ def _step(
 
     optimizer = torch.optim.AdamW([weight for weight in engine.parameters if weight.requires_grad])
     engine.begin_step()
-    with LiveBytes(local_part(weight.detach()) for weight in engine.parameters) as live:
-        loss = engine.call(forward)
-        with engine.backward(last=True):
-            loss.backward()  # type: ignore[no-untyped-call]
+    with LiveBytes((local_part(weight.detach()) for weight in engine.parameters), fake) as live:
+        for last in (False, True):  # the second finds the gradients of the first
+            loss = engine.call(forward)
+            with engine.backward(last=last):
+                loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     gradients = _local_bytes(weight.grad for weight in engine.parameters if weight.grad is not None)
     moments = (each for of_one in optimizer.state.values() for each in of_one.values() if each.ndim)

@@ -93,6 +93,8 @@ def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microba
     weights = kept("weights", trains * width + (1 - trains) * frozen)
     gradients = kept("gradients", trains * precision.gradients)
     states = kept("states", trains * precision.states * (not family.host_states(precision)))
+    if family.host_weights:
+        weights, gradients = np.zeros_like(weights), np.zeros_like(gradients)
     if family.sharded:
         gathered, unreduced = _gathered_bytes(problem, family)
         weights, gradients = weights + gathered, gradients + unreduced * (trains if trains < 0.5 else 1.0)
@@ -112,8 +114,8 @@ def _gathered_bytes(problem: RoleProblem, family: Family) -> tuple[float, float]
     """Bytes of gathered weights, and of gradients that are not scattered yet, at the fuller of two moments of FSDP2.
 
     In a backward, what is outside of layers is there whole with its gradient, beside two layers and the gradient of
-    one. At its end, weights are given back before what was outside is reduced: its gradient is there in both widths,
-    beside what the last layer sent, which stays until the next reduction is done.
+    one. At its end, what was outside is reduced: its weights are there still, and its gradient in both widths, but
+    nothing of layers.
     """
     width, reduced = problem.precision.computing, problem.precision.reduced
     half, tensor = problem.half, family.tensor
@@ -121,7 +123,7 @@ def _gathered_bytes(problem: RoleProblem, family: Family) -> tuple[float, float]
     outside = sum(parameters_of_rank(half, part, tensor) for part in half.parts if not isinstance(part, Layers))
     gathered = (GATHERED_LAYERS * layer + outside) * width
     in_backward = layer * (width + reduced) + outside * width
-    at_the_end = outside * (width + reduced) + layer * reduced
+    at_the_end = outside * (2 * width + reduced)
     return gathered, max(in_backward, at_the_end - gathered)
 
 

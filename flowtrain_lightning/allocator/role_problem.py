@@ -161,9 +161,14 @@ class Family:
         """``[layouts]`` share that a rank keeps of ``"weights"``, ``"gradients"`` or ``"states"``."""
         return 1 / self.shards if what in DIVIDED[self.shard] else np.ones_like(self.data)
 
+    @property
+    def host_weights(self) -> bool:
+        """Whether a rank's shares of weights, gradients and states are in the host's memory (FSDP2)."""
+        return self.offload in ("weights", "all")
+
     def host_states(self, precision: Precision) -> bool:
         """Whether the optimizer's states are in the host's memory, where it updates the weights."""
-        return precision.host_states or self.offload == "optimizer"
+        return precision.host_states or self.offload == "optimizer" or self.host_weights
 
     def host_activations(self, precision: Precision) -> bool:
         """Whether what forwards keep for backwards is in the host's memory meanwhile."""

@@ -30,7 +30,7 @@ class RoleTime:
             much what it hides slows it.
         reduction: gradients summed over the data-parallel ranks, likewise.
         optimizer: the update of the weights.
-        offload: activations that go to the host's memory and back: what computing does not hide.
+        offload: activations and weights that go to the host's memory and back: what computing does not hide.
         microbatches: microbatches of a replica.
         tokens: tokens of a microbatch.
     """
@@ -145,6 +145,9 @@ def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
     precision, device = problem.precision, problem.cluster.device
     trained = problem.half.trainable_parameters * share_of_rank(problem.half, family.tensor) / family.pipeline
     states = 2 * precision.states
+    if family.host_weights:  # all is there; the host reads and writes it no faster than the link is
+        moved = trained * (2 * precision.weights + states + precision.gradients)
+        return moved * family.kept_share("states") / device.host
     if family.host_states(precision):
         # Gradients go there, weights come back, and the host reads and writes the states no faster than that.
         moved = trained * (precision.gradients + precision.weights + states)
@@ -154,9 +157,16 @@ def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
 
 
 def _offload_seconds(problem: RoleProblem, family: Family, once: PassTime, tokens: FloatArray) -> FloatArray:
-    """What of sending a microbatch's activations to the host and back outlasts its computing."""
-    if not family.host_activations(problem.precision):
-        return np.zeros_like(tokens)
-    sending = kept_activations(problem, family) * tokens / family.pipeline / problem.cluster.device.host
+    """What of sending a microbatch's activations to the host and back outlasts its computing, or a rank's weights."""
+    there = back = np.zeros_like(tokens)
+    if family.host_activations(problem.precision):
+        there = back = kept_activations(problem, family) * tokens / family.pipeline
+    if family.host_weights:  # as wide as they are kept: they come for each pass, and gradients of the second leave
+        half, precision = problem.half, problem.precision
+        here = half.parameters * share_of_rank(half, family.tensor) / family.pipeline
+        trained = here * half.trainable_parameters / max(1, half.parameters)
+        there = there + here * precision.weights * family.kept_share("weights")
+        back = back + (here * precision.weights + trained * precision.gradients) * family.kept_share("weights")
     forward, backward = once.forward / family.pipeline, once.backward / family.pipeline
-    return np.maximum(sending - forward, 0.0) + np.maximum(sending - backward, 0.0)
+    host = problem.cluster.device.host
+    return np.asarray(np.maximum(there / host - forward, 0.0) + np.maximum(back / host - backward, 0.0))

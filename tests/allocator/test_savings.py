@@ -147,3 +147,25 @@ def test_a_given_plan_counts_no_states_that_its_layout_keeps_on_the_host_but_the
     assert plans[0].peak_bytes - plans[1].peak_bytes == pytest.approx(states)
     assert sent.time.optimizer[0] > 10 * kept.time.optimizer[0]
     assert plans[1].allocation(8).offload == on_host.offload
+
+
+@pytest.mark.parametrize("offload", ["weights", "all"])
+def test_a_given_plan_counts_no_shards_that_its_layout_keeps_on_the_host_but_their_time(offload):
+    layouts = {"encoder": Layout(8), "backbone": Layout(8, shard="fsdp")}
+    usual = Allocation("colocated", layouts, dict.fromkeys(layouts, tuple(range(8))))
+    asked = problems()
+    plans = [given_plan(asked, each) for each in (usual, replace(usual, offload={"backbone": offload}))]
+    kept, sent = (plan.chosen["backbone"].details(asked["backbone"]) for plan in plans)
+    numbers = asked["backbone"].half.trainable_parameters / 8
+    here, away = kept.memory.at(0), sent.memory.at(0)
+    assert away["states"] == 0
+    assert here["weights"] - away["weights"] == pytest.approx(4 * numbers)  # float32; those of other ranks come and go
+    assert here["gradients"] - away["gradients"] == pytest.approx(4 * numbers)
+    assert (away["activations"] < here["activations"]) == (offload == "all")
+    assert sent.time.optimizer[0] > 10 * kept.time.optimizer[0]
+    slow = replace(DEVICES["h100"], host=1e9)
+    problem = replace(asked["backbone"], cluster=replace(asked["backbone"].cluster, device=slow))
+    there_and_back = 12 * numbers / 1e9  # to the device twice, and gradients from it
+    time = role_time(problem, sent.family)
+    computing = (time.forward + time.backward) / time.microbatches
+    assert time.offload[0] / time.microbatches[0] >= there_and_back - computing[0] > 0

@@ -12,11 +12,13 @@ from benchmarks.memory_count import count_batch, count_states
 from benchmarks.projected import full_media, full_microbatch
 from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.models import QwenVLM
+from flowtrain_lightning.parallel.blocks import repeated_blocks
 from flowtrain_lightning.parallel.halves import half_parameters
 from tests.models.tiny import FAMILIES
 
 PRECISION = "bf16-mixed"
 FLOAT32 = 4
+BFLOAT16 = 2
 
 
 def tiny() -> QwenVLM:
@@ -44,6 +46,17 @@ def test_a_rank_keeps_its_rows_of_weights_gradients_and_both_moments(role):
 def test_groups_of_two_keep_twice_as_much_as_one_of_four():
     counted = count_states(tiny(), "backbone", Layout(data=4, shard="fsdp", replicas=2), "none", PRECISION)
     assert counted.weights == FLOAT32 * shard_numbers("backbone", 2)
+
+
+def test_what_a_backward_has_sent_does_not_stay_for_the_next_forward():
+    """Most is there at a backward's end: weights outside of blocks, and their gradients in both widths."""
+    module = tiny()
+    module.configure_model()
+    blocks = [block for path in module.halves["encoder"] for block in repeated_blocks(module.get_submodule(path))]
+    inside = {id(weight) for block in blocks for weight in block.parameters()}
+    outside = sum(weight.numel() for weight in half_parameters(module, "encoder") if id(weight) not in inside)
+    counted = count_states(tiny(), "encoder", Layout(data=4, shard="fsdp"), "none", PRECISION)
+    assert counted.gathered == pytest.approx((BFLOAT16 + BFLOAT16 + FLOAT32) * outside, rel=0.001)
 
 
 def test_whole_copies_keep_everything_and_sum_it_in_buckets_of_the_same_size():
