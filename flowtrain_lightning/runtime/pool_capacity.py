@@ -30,8 +30,11 @@ from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.schedule import LaneContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
 
-LEAST_REGION_BYTES = 16 << 20
+_LEAST_REGION_BYTES = 1 << 20
 """Bytes of each half of the pool where nobody asked for fewer."""
+
+_SPARE_STEPS, _SPARE_BYTES = 16, 16 << 20
+"""So many times the first step's features fit, since later steps may have more, as long as these are not more bytes."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,8 @@ class PoolCapacity:
                 f"(FlowTrainStrategy(pool=PoolSettings(bytes={2 * least}))), or set a smaller token_budget."
             )
         # What is reserved stands apart, so that beside it there are bytes for the whole step.
-        chosen = limit // 2 if limit is not None else max(least + ample, LEAST_REGION_BYTES)
+        spare = min(_SPARE_STEPS * ample, _SPARE_BYTES)
+        chosen = limit // 2 if limit is not None else max(least + ample, spare, _LEAST_REGION_BYTES)
         rank_zero_info(
             f"flowtrain: a pool of {2 * chosen:,} bytes on each rank, half for the features of the running "
             f"step, half for gradients or work ahead. This step has {ample:,} bytes of features on the busiest "
