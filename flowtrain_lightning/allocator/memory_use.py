@@ -114,8 +114,9 @@ def _gathered_bytes(problem: RoleProblem, family: Family) -> tuple[float, float]
     """Bytes of gathered weights, and of gradients that are not scattered yet, at the fuller of two moments of FSDP2.
 
     In a backward, what is outside of layers is there whole with its gradient, beside two layers and the gradient of
-    one. At its end, what was outside is reduced: its weights are there still, and its gradient in both widths, but
-    nothing of layers.
+    one. At its end, what was outside is reduced: its gradient is there in both widths, beside what the last layer sent.
+    Its weights are there still, too, but a microbatch's activations no longer, which are more: they are left out, since
+    the sum of all purposes would else be of two moments.
     """
     width, reduced = problem.precision.computing, problem.precision.reduced
     half, tensor = problem.half, family.tensor
@@ -123,7 +124,7 @@ def _gathered_bytes(problem: RoleProblem, family: Family) -> tuple[float, float]
     outside = sum(parameters_of_rank(half, part, tensor) for part in half.parts if not isinstance(part, Layers))
     gathered = (GATHERED_LAYERS * layer + outside) * width
     in_backward = layer * (width + reduced) + outside * width
-    at_the_end = outside * (2 * width + reduced)
+    at_the_end = outside * (width + reduced) + layer * reduced
     return gathered, max(in_backward, at_the_end - gathered)
 
 

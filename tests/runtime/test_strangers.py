@@ -140,9 +140,13 @@ def mutated(choose, known):
 
 
 def listeners(pids):
-    """The addresses at which these processes listen and let anybody in."""
-    found = [each for pid in pids for each in psutil.Process(pid).net_connections("tcp4")]
-    return sorted(filter(lets_in, {each.laddr for each in found if each.status == psutil.CONN_LISTEN}))
+    """The addresses at which these processes listen and let anybody in; not those that they have from their parent."""
+
+    def listening(pid):
+        found = psutil.Process(pid).net_connections("tcp4")
+        return {each.laddr for each in found if each.status == psutil.CONN_LISTEN}
+
+    return sorted(filter(lets_in, set().union(*map(listening, pids)) - listening(os.getppid())))
 
 
 def lets_in(address):
