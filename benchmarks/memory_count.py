@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,12 +58,14 @@ class CountedStates:
         optimizer: two moments.
         gathered: at most, of what comes and goes while blocks compute: gathered weights, and gradients that are not
             scattered yet.
+        gathered_at_the_end: of a backward, where nothing of its batch is kept any longer; the same.
     """
 
     weights: int
     gradients: int
     optimizer: int
     gathered: int
+    gathered_at_the_end: int
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.most = 0
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._is_paused = False
+
+    def restart(self) -> int:
+        """The most so far, which from now on counts anew."""
+        most, self.most = self.most, self.now
+        return most
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -172,8 +179,12 @@ def count_states(module: FlowModule, role: str, layout: Layout, recompute: Recom
         for block in blocks:
             block.forward = partial(_touch, block)
         inside = {id(weight) for block in blocks for weight in block.parameters()}
-        half = {id(weight) for weight in half_parameters(module, role)} - inside
-        outside = [name for name, weight in module.named_parameters() if id(weight) in half]
+        half = {id(weight) for weight in half_parameters(module, role)}
+        named = [(name, id(one)) for name, one in module.named_parameters(remove_duplicate=False) if id(one) in half]
+        first = next(number for number, (_, weight) in enumerate(named) if weight in inside)
+        before, after = (
+            [name for name, weight in side if weight not in inside] for side in (named[:first], named[first:])
+        )
         # Outside of the mode, since meshes are read; what is made of fake weights is fake all the same.
         engine = make_engine(
             module,
@@ -188,24 +199,35 @@ def count_states(module: FlowModule, role: str, layout: Layout, recompute: Recom
             fill=_nothing,  # weights are fake, and there from the start
         )
         with fake:
-            return _step(module, engine, blocks, outside, layout.tensor, fake)
+            return _step(module, engine, _Model(before, blocks, after), layout.tensor, fake)
 
 
-def _step(
-    module: FlowModule,
-    engine: HalfEngine,
-    blocks: list[nn.Module],
-    outside: list[str],
-    tensor: int,
-    fake: FakeTensorMode,
-) -> CountedStates:
+class _Model(NamedTuple):
+    """Blocks, and names of the weights that are used before and after them."""
+
+    before: list[str]
+    blocks: list[nn.Module]
+    after: list[str]
+
+
+def _step(module: FlowModule, engine: HalfEngine, model: _Model, tensor: int, fake: FakeTensorMode) -> CountedStates:
     """Forward, backward and optimizer, of weights alone; each tensor rank has one token."""
+    most, most_at_the_end = 0, 0
+
+    def sums(names: list[str]) -> Tensor | float:
+        return _sums(map(module.get_parameter, names)) if names else 0.0
 
     def forward() -> Tensor:
-        rows = torch.zeros(tensor, 1, requires_grad=True) + _sums(module.get_parameter(name) for name in outside)
-        for block in blocks:
-            rows = block(rows)
-        return rows.sum()
+        rows = torch.zeros(tensor, 1, requires_grad=True)
+        rows.register_hook(blocks_are_done)  # type: ignore[no-untyped-call]
+        out = rows + sums(model.before)
+        for block in model.blocks:
+            out = block(out)
+        return (out + sums(model.after)).sum()
+
+    def blocks_are_done(_: Tensor) -> None:
+        nonlocal most
+        most = max(most, live.restart())
 
     optimizer = torch.optim.AdamW([weight for weight in engine.parameters if weight.requires_grad])
     engine.begin_step()
@@ -214,11 +236,12 @@ def _step(
             loss = engine.call(forward)
             with engine.backward(last=last):
                 loss.backward()  # type: ignore[no-untyped-call]
+            most_at_the_end = max(most_at_the_end, live.restart())
     optimizer.step()
     gradients = _local_bytes(weight.grad for weight in engine.parameters if weight.grad is not None)
     moments = (each for of_one in optimizer.state.values() for each in of_one.values() if each.ndim)
     weights = _local_bytes(weight.detach() for weight in engine.parameters)
-    return CountedStates(weights, gradients, _local_bytes(moments), live.most - gradients)
+    return CountedStates(weights, gradients, _local_bytes(moments), most - gradients, most_at_the_end - gradients)
 
 
 def count_batch(

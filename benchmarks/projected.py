@@ -199,14 +199,12 @@ def role_bytes(name: str, problem: RoleProblem, candidate: Candidate) -> tuple[R
         tensor=candidate.layout.tensor,
     )
     others = min(float(details.time.microbatches[0]), problem.load.batches_in_flight) - 1
-    counted = RoleBytes(
-        states.weights,
-        states.gradients,
-        states.optimizer,
-        states.gathered + batch.weight_copies,
-        max(0.0, others) * batch.saved + batch.peak,
+    kept = max(0.0, others) * batch.saved
+    in_backward, at_its_end = (
+        RoleBytes(states.weights, states.gradients, states.optimizer, gathered + batch.weight_copies, of_batches)
+        for gathered, of_batches in ((states.gathered, kept + batch.peak), (states.gathered_at_the_end, kept))
     )
-    return planned, counted
+    return planned, max(in_backward, at_its_end, key=lambda use: use.total)
 
 
 def _module(name: str) -> QwenVLM:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -64,6 +64,13 @@ class MemoryUse:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         return MemoryUse(**{**sums, "overhead": np.maximum(self.overhead, other.overhead)})
 
+    def or_if_more(self, other: MemoryUse) -> MemoryUse:
+        """Of two moments of one role the one that takes more, for each data degree."""
+        more = other.total > self.total
+        return MemoryUse(
+            **{f.name: np.where(more, getattr(other, f.name), getattr(self, f.name)) for f in fields(self)}
+        )
+
     def at(self, number: int) -> dict[str, float]:
         """Bytes by purpose for the ``number``-th data degree."""
         return {f.name: float(np.broadcast_to(getattr(self, f.name), self.total.shape)[number]) for f in fields(self)}
@@ -95,37 +102,37 @@ def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microba
     states = kept("states", trains * precision.states * (not family.host_states(precision)))
     if family.host_weights:
         weights, gradients = np.zeros_like(weights), np.zeros_like(gradients)
-    if family.sharded:
-        gathered, unreduced = _gathered_bytes(problem, family)
-        weights, gradients = weights + gathered, gradients + unreduced * (trains if trains < 0.5 else 1.0)
     activations, logits, features = _batch_bytes(problem, family, tokens, microbatches)
-    return MemoryUse(
-        weights,
-        gradients,
-        states,
-        activations,
-        logits,
-        features,
-        np.full(tokens.shape, problem.cluster.device.overhead),
+    overhead = np.full(tokens.shape, problem.cluster.device.overhead)
+    use = MemoryUse(weights, gradients, states, activations, logits, features, overhead)
+    if not family.sharded:
+        return use
+    share = trains if trains < 0.5 else 1.0
+    computing, ending = (
+        replace(use, weights=weights + gathered, gradients=gradients + share * unreduced)
+        for gathered, unreduced in _gathered_bytes(problem, family)
     )
+    left = (_in_flight(problem, family, microbatches) - 1) * _kept_bytes(problem, family, tokens)
+    return computing.or_if_more(replace(ending, activations=left, logits=np.zeros_like(logits)))
 
 
-def _gathered_bytes(problem: RoleProblem, family: Family) -> tuple[float, float]:
-    """Bytes of gathered weights, and of gradients that are not scattered yet, at the fuller of two moments of FSDP2.
+def _gathered_bytes(problem: RoleProblem, family: Family) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Bytes of gathered weights, and of gradients that are not scattered yet: in a backward of FSDP2, and at its end.
 
-    In a backward, what is outside of layers is there whole with its gradient, beside two layers and the gradient of
-    one. At its end, what was outside is reduced: its gradient is there in both widths, beside what the last layer sent.
-    Its weights are there still, too, but a microbatch's activations no longer, which are more: they are left out, since
-    the sum of all purposes would else be of two moments.
+    In a backward, what is outside of layers is there whole beside two layers, with the gradients of one layer in both
+    widths and of what comes after the layers. At its end, what is outside is reduced: its gradient is there in both
+    widths, and of layers nothing.
     """
     width, reduced = problem.precision.computing, problem.precision.reduced
     half, tensor = problem.half, family.tensor
     layer = max((_gathered_parameters(half, part, family) for part in half.layers), default=0.0)
     outside = sum(parameters_of_rank(half, part, tensor) for part in half.parts if not isinstance(part, Layers))
-    gathered = (GATHERED_LAYERS * layer + outside) * width
-    in_backward = layer * (width + reduced) + outside * width
-    at_the_end = outside * (width + reduced) + layer * reduced
-    return gathered, max(in_backward, at_the_end - gathered)
+    last = max((number for number, part in enumerate(half.parts) if isinstance(part, Layers)), default=-1)
+    after = sum(parameters_of_rank(half, part, tensor) for part in half.parts[last + 1 :])
+    if any(isinstance(part, Dense) and part.tied for part in half.parts):
+        after = outside
+    computing = (GATHERED_LAYERS * layer + outside) * width, layer * (width + reduced) + after * width
+    return computing, (outside * width, outside * (width + reduced))
 
 
 def _batch_bytes(
@@ -136,11 +143,7 @@ def _batch_bytes(
     The first stage holds the most microbatches, the last one holds one and the logits. These are gone when the last
     layer's backward begins, as is what was kept outside of layers, so that what a layer works with takes their place.
     """
-    most = family.pipeline if family.pipeline > 1 else problem.load.batches_in_flight
-    in_flight = np.minimum(microbatches, most)
-    kept = kept_activations(problem, family) * tokens / family.pipeline
-    if family.host_activations(problem.precision):
-        kept = kept * min(1.0, GATHERED_LAYERS * family.pipeline / max(1, problem.half.depth))
+    in_flight, kept = _in_flight(problem, family, microbatches), _kept_bytes(problem, family, tokens)
     outside = _kept_outside(problem, family)
     working = max(0.0, _working_bytes(problem, family) - outside) * tokens
     logits = _logit_bytes(problem, family) * np.minimum(tokens, problem.load.loss_chunk or np.inf)
@@ -150,6 +153,20 @@ def _batch_bytes(
         return in_flight * kept + working, more, features
     at_first = (in_flight - 1) * kept >= more
     return np.where(at_first, in_flight, 1.0) * kept + working, np.where(at_first, 0.0, more), features
+
+
+def _in_flight(problem: RoleProblem, family: Family, microbatches: FloatArray) -> FloatArray:
+    """Microbatches whose activations are kept at once, on the first stage of a pipeline."""
+    most = family.pipeline if family.pipeline > 1 else problem.load.batches_in_flight
+    return np.minimum(microbatches, most)
+
+
+def _kept_bytes(problem: RoleProblem, family: Family, tokens: FloatArray) -> FloatArray:
+    """Bytes on the device that a microbatch keeps from its forward to its backward."""
+    kept = kept_activations(problem, family) * tokens / family.pipeline
+    if family.host_activations(problem.precision):
+        kept = kept * min(1.0, GATHERED_LAYERS * family.pipeline / max(1, problem.half.depth))
+    return kept
 
 
 def activation_bytes(

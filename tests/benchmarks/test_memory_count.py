@@ -49,20 +49,20 @@ def test_groups_of_two_keep_twice_as_much_as_one_of_four():
 
 
 def test_what_a_backward_has_sent_does_not_stay_for_the_next_forward():
-    """Most is there at a backward's end: weights outside of blocks, and their gradients in both widths."""
+    """At a backward's end there are weights outside of blocks, and their gradients in both widths."""
     module = tiny()
     module.configure_model()
     blocks = [block for path in module.halves["encoder"] for block in repeated_blocks(module.get_submodule(path))]
     inside = {id(weight) for block in blocks for weight in block.parameters()}
     outside = sum(weight.numel() for weight in half_parameters(module, "encoder") if id(weight) not in inside)
     counted = count_states(tiny(), "encoder", Layout(data=4, shard="fsdp"), "none", PRECISION)
-    assert counted.gathered == pytest.approx((BFLOAT16 + BFLOAT16 + FLOAT32) * outside, rel=0.001)
+    assert counted.gathered_at_the_end == pytest.approx((BFLOAT16 + BFLOAT16 + FLOAT32) * outside, rel=0.001)
 
 
 def test_whole_copies_keep_everything_and_sum_it_in_buckets_of_the_same_size():
     counted = count_states(tiny(), "backbone", Layout(data=4), "none", PRECISION)
     assert counted.weights == FLOAT32 * shard_numbers("backbone", 1)
-    assert counted.gathered >= counted.weights
+    assert counted.gathered_at_the_end >= counted.weights
 
 
 @pytest.mark.parametrize("role", ["encoder", "backbone"])
