@@ -11,13 +11,14 @@ from flowtrain_lightning.pool.address import MAX_OWNERS, MAX_SEGMENT_BYTES, Addr
 from flowtrain_lightning.pool.between_hosts.location import address_of, address_towards, describe_ways, interface_of
 from flowtrain_lightning.pool.control_records import ORDERED_STORES
 from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
-from flowtrain_lightning.pool.device.cuda_ipc import CudaRuntime
+from flowtrain_lightning.pool.device.cuda_ipc import CudaRuntime, runtime_of
 from flowtrain_lightning.pool.device.device_opening import TierChoice, choose_device_tier, open_device_tier
 from flowtrain_lightning.pool.device.device_tier import DeviceRuntime, DeviceTier
 from flowtrain_lightning.pool.entry import Key, entry_nbytes
+from flowtrain_lightning.pool.lease import Lease
 from flowtrain_lightning.pool.memory_region import AssignedOffsets, MemoryRegion, Reservation, assign_offsets
 from flowtrain_lightning.pool.mesh import Mesh
-from flowtrain_lightning.pool.pool import Lease, Pool
+from flowtrain_lightning.pool.pool import Pool
 from flowtrain_lightning.pool.pool_errors import PeerFailed, PoolError
 from flowtrain_lightning.pool.self_test import SelfTest, self_test
 from flowtrain_lightning.pool.shared_memory import available_memory, create_memory, map_memory
@@ -77,5 +78,6 @@ __all__ = [
     "interface_of",
     "map_memory",
     "open_device_tier",
+    "runtime_of",
     "self_test",
 ]

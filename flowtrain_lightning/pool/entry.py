@@ -186,8 +186,12 @@ def write_tensors(memory: Memory, first_byte: int, start: int, tensors: Sequence
         if 0 < nbytes <= longest and _is_plain(tensor):
             ctypes.memmove(first_byte + start + offset, tensor.data_ptr(), nbytes)
         else:
-            view = view_tensor(memory, start, (offset, tensor.dtype, tensor.shape, tensor.numel()))
-            view.copy_(tensor.detach() if tensor.requires_grad else tensor)
+            target_of(memory, start + offset, tensor).copy_(tensor.detach() if tensor.requires_grad else tensor)
+
+
+def target_of(memory: Memory, start: int, tensor: Tensor) -> Tensor:
+    """The bytes from ``start`` on as a tensor of the same type and shape as the given one."""
+    return view_tensor(memory, start, (0, tensor.dtype, tensor.shape, tensor.numel()))
 
 
 def write_header(

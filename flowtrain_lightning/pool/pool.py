@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,16 +19,20 @@ from flowtrain_lightning.pool.address import DEVICE_BIT, GENERATIONS, OFFSET_MAS
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.pool.device.device_entries import DeviceEntries
-from flowtrain_lightning.pool.device.device_tier import DeviceTier, Pin
+from flowtrain_lightning.pool.device.device_tier import DeviceRuntime, DeviceTier
+from flowtrain_lightning.pool.device.host_copies import HostCopies
 from flowtrain_lightning.pool.entry import (
+    EntryLayout,
     Key,
     Memory,
     erase_header,
     lay_out_tensors,
     read_tensors,
+    target_of,
     write_header,
     write_tensors,
 )
+from flowtrain_lightning.pool.lease import Lease
 from flowtrain_lightning.pool.memory_region import MemoryRegion, Reservation
 from flowtrain_lightning.pool.mesh import Mesh
 from flowtrain_lightning.pool.pool_errors import PoolError
@@ -36,6 +40,7 @@ from flowtrain_lightning.pool.shared_memory import Segment
 from flowtrain_lightning.pool.transport import NetworkChoice, Transport
 
 _OPEN_POLL_SECONDS = 1.0
+_COPY_SECONDS = 0.0005  # how often a rank that waits for peers looks whether its own copies are done
 _new = tuple.__new__  # half the time of a call of the class, where it is made for every entry
 
 
@@ -46,45 +51,6 @@ class _OwnEntry(NamedTuple):
     region: MemoryRegion
     offset: int
     readers: set[int]  # who have not released it
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """A reader's hold on an entry: its owner keeps it until every reader has released its lease.
-
-    Attributes:
-        key: the entry's name.
-        owner: the rank that put it.
-        address: where its owner keeps it; see `Address`.
-    """
-
-    key: Key
-    owner: int
-    address: int
-    _pool: Pool = field(repr=False)
-    _tensors: tuple[Tensor, ...] | None = field(repr=False)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Views of the entry. After the release their bytes are another entry's.
-
-        Raises:
-            PoolError: when the lease was released.
-        """
-        if self._tensors is None:
-            raise PoolError(f"The lease of {self.key} was used after its release. Copy what is needed for longer.")
-        return self._tensors
-
-    def release(self) -> None:
-        """Give the entry back.
-
-        Raises:
-            PoolError: when that was done before.
-        """
-        if self._tensors is None:
-            raise PoolError(f"The lease of {self.key} was released twice.")
-        self._tensors = None
-        self._pool._end_lease(self.key, self.owner, self.address)
 
 
 class Pool:
@@ -112,6 +78,7 @@ class Pool:
         self._entries = self._bytes = self._moved_bytes = self._leased_bytes = self._refused = 0
         self._wait_seconds = 0.0
         self._wait_histogram = [0] * (len(WAIT_LIMITS) + 1)
+        self._copies: HostCopies | None = None
         self._unpin: list[Callable[[], None]] = []
         self._closed = False
 
@@ -123,7 +90,7 @@ class Pool:
         ahead_bytes: int,
         network: NetworkChoice = "auto",
         device: DeviceTier | None = None,
-        pin: Pin | None = None,
+        runtime: DeviceRuntime | None = None,
     ) -> Pool:
         """Make this rank's segment and get to know those of the others. Every rank of the mesh calls it.
 
@@ -137,8 +104,9 @@ class Pool:
             network: how entries pass between hosts, equal on all ranks.
             device: device memory in which entries of tensors on this device lie as long as they fit; given by all ranks
                 of a host or by none. Host memory is taken and reserved for them all the same.
-            pin: makes copies between this rank's device and host memory faster: the own segment, and those of ranks
-                with which it shares no device memory.
+            runtime: the device on which this rank computes. Host memory is pinned for it, the own segment and those of
+                ranks with which it shares no device memory; and nobody waits for copies between them: an entry is
+                published, and given back, when its copy is done, which `poll` finds out.
 
         Raises:
             PeerFailed: when a peer ends meanwhile.
@@ -151,8 +119,8 @@ class Pool:
         transport.announce()
         while not transport.ready():
             pool.poll(_OPEN_POLL_SECONDS)
-        if pin is not None:
-            pool._pin(pin)
+        if runtime is not None:
+            pool._pin(runtime)
         return pool
 
     def reserve(self, order: Mapping[Key, Reservation], ahead: bool = False) -> bool:
@@ -190,8 +158,9 @@ class Pool:
 
         Args:
             key: the entry's name, which no entry had before.
-            tensors: up to 16 of any dtype, of up to 8 dimensions, contiguous or not, on any device. On a device with a
-                tier they are copied after this returns: drop them, but write nothing into them until all have read.
+            tensors: up to 16 of any dtype, of up to 8 dimensions, contiguous or not, on any device. Those of the
+                device on which the rank computes are copied after this returns: drop them, but write nothing into them
+                until all have read.
             readers: ranks that will each get and release it; the own rank may be one.
             ahead: take the memory of later steps.
 
@@ -227,11 +196,14 @@ class Pool:
         record = _new(ControlRecord, fields)
         try:
             on_device = None if self._device is None else self._device.put(record, offset, tensors, layout, waiting)
-            if on_device is None:
+            is_underway = on_device is None and self._copies is not None and self._copies.holds(tensors)
+            if on_device is not None:
+                record = on_device
+            elif is_underway:
+                self._copy(key, record, readers, offset, tensors, layout)
+            else:
                 write_tensors(segment.memory, segment.first_byte, offset, tensors, layout)
                 write_header(segment.memory, offset, record, layout)
-            else:
-                record = on_device
         except BaseException:
             region.free(offset)
             raise
@@ -239,22 +211,15 @@ class Pool:
         self._own_keys.add(key)
         self._entries += 1
         self._bytes += nbytes
-        for reader in readers:
-            if reader == self._rank:
-                self._published[key] = record
-                continue
-            self._moved_bytes += nbytes
-            if reader in self._memories:
-                self._mesh.send(reader, record)
-            elif self._remote is not None:
-                self._remote.publish(reader, record)
+        if not is_underway:
+            self._publish(key, record, readers)
         return Address(record.address)
 
     def poll(self, timeout: float = 0.0) -> bool:
         """Take in what peers have sent; wait up to ``timeout`` seconds for something.
 
         Returns:
-            Whether anything arrived.
+            Whether anything arrived, or own copies came to their end.
 
         Raises:
             PeerFailed: when a peer died or failed.
@@ -264,7 +229,7 @@ class Pool:
             raise PoolError("Another pool was opened on this mesh, which has replaced this one. Poll that one.")
         if timeout > 0:
             started = time.perf_counter()
-            records = self._mesh.receive(timeout)
+            records = self._receive(timeout)
             waited = time.perf_counter() - started
             self._wait_seconds += waited
             self._wait_histogram[bisect_right(WAIT_LIMITS, waited)] += 1
@@ -277,7 +242,16 @@ class Pool:
                 self._learn(record)
             elif (published := self._transport.receive(record)) is not None:
                 self._learn(published)
-        return bool(records)
+        copied = self._copies is not None and self._copies.finish()
+        return copied or bool(records)
+
+    def settle(self) -> None:
+        """Waits until all that was put is published, and all that was released is given back.
+
+        To be called by who has put or released something and does not poll for a while.
+        """
+        while self._copies is not None and self._copies.are_underway:
+            self.poll(_COPY_SECONDS)
 
     def arrived(self, keys: Iterable[Key]) -> list[Key]:
         """Those of ``keys``, in their order, whose entries were published to this rank and that `get` would lease."""
@@ -305,7 +279,7 @@ class Pool:
         del self._published[key]
         self._leased.add(key)
         self._leased_bytes += record.size
-        return Lease(key, record.sender, record.address, self, tensors)
+        return Lease(key, record.sender, record.address, self._end_lease, tensors)
 
     def close(self) -> None:
         """Drop segment and mappings. Views that are still in use stay valid; the mesh stays connected."""
@@ -314,6 +288,8 @@ class Pool:
             books.clear()
         if self._device is not None:
             self._device.close()
+        if self._copies is not None:
+            self._copies.close()
         while self._unpin:
             self._unpin.pop()()
         self._transport.close()
@@ -338,10 +314,53 @@ class Pool:
             fallbacks=0 if self._device is None else self._device.fallbacks,
         )
 
-    def _pin(self, pin: Pin) -> None:
+    def _pin(self, runtime: DeviceRuntime) -> None:
+        self._copies = HostCopies(runtime)
         for rank, memory in self._transport.memories.items():
             if rank == self._rank or self._device is None or not self._device.serves_both_ways(rank):
-                self._unpin.append(pin(memory))
+                self._unpin.append(runtime.pin(memory))
+
+    def _copy(
+        self,
+        key: Key,
+        record: ControlRecord,
+        readers: Sequence[int],
+        offset: int,
+        tensors: Sequence[Tensor],
+        layout: EntryLayout,
+    ) -> None:
+        """Begins to copy an entry from the device into the own segment, which is published when that is done."""
+        assert self._copies is not None
+        memory = self._segment.memory
+
+        def publish() -> None:
+            write_header(memory, offset, record, layout)
+            self._publish(key, record, readers)
+
+        targets = (target_of(memory, offset + at, each) for at, each in zip(layout.offsets, tensors, strict=True))
+        self._copies.write(zip(targets, (each.detach() for each in tensors), strict=True), publish)
+
+    def _publish(self, key: Key, record: ControlRecord, readers: Iterable[int]) -> None:
+        for reader in readers:
+            if reader == self._rank:
+                self._published[key] = record
+                continue
+            self._moved_bytes += record.size
+            if reader in self._memories:
+                self._mesh.send(reader, record)
+            elif self._remote is not None:
+                self._remote.publish(reader, record)
+
+    def _receive(self, timeout: float) -> list[ControlRecord]:
+        """What peers have sent, as soon as something has arrived or own copies are done."""
+        copies = self._copies
+        if copies is None or not copies.are_underway:
+            return self._mesh.receive(timeout)
+        end = time.perf_counter() + timeout
+        while True:
+            records = self._mesh.receive(0.0 if copies.are_due else _COPY_SECONDS)
+            if records or copies.are_due or time.perf_counter() >= end:
+                return records
 
     def _learn(self, record: ControlRecord) -> None:
         """An entry was published to this rank."""
@@ -364,6 +383,12 @@ class Pool:
         self._leased.remove(key)
         if self._device is not None:
             self._device.done(address)
+        if self._copies is None or address & DEVICE_BIT:
+            self._give_back(owner, address)
+        else:
+            self._copies.after_reads(partial(self._give_back, owner, address))
+
+    def _give_back(self, owner: int, address: int) -> None:
         if owner == self._rank:
             self._released(address, owner)
             return

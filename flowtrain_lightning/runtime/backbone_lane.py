@@ -174,7 +174,7 @@ class MicrobatchFeatures:
                 self.tensors = dict(sorted({**self.tensors, modality: made}.items()))
             for whole, part in zip(self.tensors[modality], parts, strict=True):
                 for run, rows in zip(slices, torch.split(part, [run.stop - run.start for run in slices]), strict=True):
-                    whole[run] = rows
+                    whole[run].copy_(rows, non_blocking=True)  # host memory of the pool is pinned
             lease.release()
 
 

@@ -227,4 +227,4 @@ class AwaitingBackward:
             allocate = torch.zeros if level in self._absent else torch.empty  # each row is written once
             whole = allocate((sum(self.batch.rows), *part.shape[1:]), dtype=part.dtype, device=device)
             self.gradients[level] = whole
-        whole[rows].copy_(part)
+        whole[rows].copy_(part, non_blocking=True)  # host memory of the pool is pinned

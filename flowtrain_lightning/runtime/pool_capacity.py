@@ -15,7 +15,6 @@ from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import PackedMedia
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.pool import (
-    CudaRuntime,
     DeviceTier,
     NetworkChoice,
     Pool,
@@ -23,9 +22,9 @@ from flowtrain_lightning.pool import (
     PoolError,
     TierChoice,
     choose_device_tier,
+    runtime_of,
 )
 from flowtrain_lightning.pool.device.device_opening import CLOSE_SECONDS
-from flowtrain_lightning.pool.device.device_tier import Pin
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.schedule import LaneContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
@@ -156,16 +155,11 @@ class PoolCapacity:
             self._tier_bytes = nbytes
             if self._tier is not None:
                 rank_zero_info(f"flowtrain: {self._tier.sentence}")
-        pool = Pool.open(self._job.mesh, nbytes, nbytes, self._settings.network, self._tier, self._pin())
+        runtime = self._tier.runtime if self._tier is not None else runtime_of(self._compute.device)
+        pool = Pool.open(self._job.mesh, nbytes, nbytes, self._settings.network, self._tier, runtime)
         self.context = LaneContext(pool, self._compute, page, self._timeline)
         if former is not None:
             former.pool.close()
-
-    def _pin(self) -> Pin | None:
-        """What lets the device reach host memory by itself, on ranks that compute on one."""
-        if self._tier is not None:
-            return self._tier.runtime.pin
-        return CudaRuntime(self._compute.device).pin if self._compute.device.type == "cuda" else None
 
     def _agree_on_spec(self, step: Step, modality: str) -> None:
         """Finds what a row of features is, by encoding the first batch of the first rank that has one."""

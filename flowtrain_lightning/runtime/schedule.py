@@ -160,6 +160,7 @@ def run_schedule(context: LaneContext, lanes: Sequence[tuple[str, Schedule]], st
             while not pool.poll(_WAKE_SECONDS):
                 pass
             context.timeline.stop(start, next(iter(running)), STALL, reasons[0], step.stage, step.index)
+    pool.settle()
 
 
 def run_turns(context: LaneContext, lanes: Mapping[str, Schedule], order: Iterable[str], step: Step) -> None:
@@ -186,6 +187,7 @@ def run_turns(context: LaneContext, lanes: Mapping[str, Schedule], order: Iterab
                 context.timeline.stop(start, role, STALL, found, step.stage, step.index)
     for role, schedule in lanes.items():
         assert next(schedule, _END) is _END, f"the {role} lane has more to do than it had turns"
+    pool.settle()
 
 
 _END = object()

@@ -108,6 +108,7 @@ class StepEnd:
             text = [_as_tensor(asdict(report))]
             while context.pool.put(Key(step.report, step.index, 0), text, self._listeners) is None:
                 context.pool.poll(_WAKE_SECONDS)
+            context.pool.settle()
         return report
 
     def receive(

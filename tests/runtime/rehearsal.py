@@ -121,6 +121,9 @@ class StagePool:
     def poll(self, timeout: float = 0.0) -> bool:
         return self._stage.poll(self._rank, sleeps=timeout > 0)
 
+    def settle(self) -> None:
+        """Nothing is underway."""
+
     def reserve(self, order: Mapping[Key, Reservation], ahead: bool = False) -> bool:
         return self._parts[ahead].reserve(order)
 

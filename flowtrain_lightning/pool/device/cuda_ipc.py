@@ -116,6 +116,11 @@ class CudaRuntime:
         return call
 
 
+def runtime_of(device: torch.device) -> CudaRuntime | None:
+    """The GPU on which a rank computes; None where it computes on its CPU."""
+    return CudaRuntime(device) if device.type == "cuda" else None
+
+
 class _IpcHandle(ctypes.Structure):
     """``CUipcMemHandle``, which is passed by value."""
 

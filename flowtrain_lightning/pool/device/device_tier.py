@@ -28,6 +28,9 @@ class DeviceEvent(Protocol):
     def wait(self, stream: Any) -> None:
         """Let all that ``stream`` is given from now on come after the mark. The calling thread goes on at once."""
 
+    def query(self) -> bool:
+        """Whether its stream has come to the latest mark."""
+
     def ipc_handle(self) -> bytes:
         """Its name for other processes, of ``HANDLE_BYTES``."""
 
@@ -45,13 +48,6 @@ class DeviceBlock:
     memory: Tensor
     handle: bytes
     close: Callable[[], None]
-
-
-Pin = Callable[[mmap], Callable[[], None]]
-"""Lets a device reach host memory by itself, so that copies between them are faster, if that works.
-
-It returns what ends it, before the memory is unmapped.
-"""
 
 
 class DeviceRuntime(Protocol):
@@ -88,10 +84,17 @@ class DeviceRuntime(Protocol):
         """The event that another process has made, on this device or another one."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy on the side stream; the source's memory is kept for as long. The calling thread goes on at once."""
+        """Copy from the device on the side stream, to it or to pinned host memory.
+
+        The source's memory is kept for as long. The calling thread goes on at once.
+        """
 
     def pin(self, memory: mmap) -> Callable[[], None]:
-        """See `Pin`."""
+        """Let the device reach host memory by itself, if that works: copies are faster, and nobody waits for them.
+
+        Returns:
+            What ends it, before the memory is unmapped.
+        """
 
     def synchronize(self) -> None:
         """Wait until the device has done all that this process gave it."""

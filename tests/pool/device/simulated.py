@@ -134,6 +134,9 @@ class Event:
     def wait(self, stream: Stepped | Eager) -> None:
         stream.wait(self, self._words[0])
 
+    def query(self) -> bool:
+        return self.reached(self._words[0])
+
     def reached(self, mark: int) -> bool:
         return self._words[1] >= mark
 

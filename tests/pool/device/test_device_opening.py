@@ -40,8 +40,10 @@ def passes(pools, owner, reader):
     return address.tier
 
 
-def open_pools(made, tiers, pins=(None, None, None)):
-    return on_all_ranks(lambda rank: Pool.open(made[rank], NBYTES, 0, device=tiers[rank], pin=pins[rank]), len(made))
+def open_pools(made, tiers, runtimes=(None, None, None)):
+    return on_all_ranks(
+        lambda rank: Pool.open(made[rank], NBYTES, 0, device=tiers[rank], runtime=runtimes[rank]), len(made)
+    )
 
 
 def test_all_ranks_read_all_blocks_in_place(three, devices):
@@ -65,9 +67,8 @@ def test_a_rank_that_can_open_no_block_is_reached_through_host_memory(three, dev
 
 def test_host_memory_is_pinned_where_entries_pass_through_it(three, devices):
     devices[1] = simulated(1, blind=True)
-    pins = [device.pin for device in devices]
     for tiers, pinned in ((open_tiers(three, devices), [2, 3, 2]), ((None, None, None), [3, 3, 3])):
-        pools = open_pools(three, tiers, pins)
+        pools = open_pools(three, tiers, devices)
         assert [device.pinned for device in devices] == pinned, "the own segment, and those that are read"
         for pool in pools:
             pool.close()
