@@ -68,8 +68,8 @@ class StepProgram:
         microbatches: those of this rank; empty without a backbone lane.
         last_microbatch: number of the last one that is not empty; -1 where all are.
         entry_rows: for each encoder rank the rows of the entries of each of its batches, for what the pool must hold.
-        turns: whose turn it is, on a rank of two roles of which one shares weights with other ranks: after a forward or
-            a microbatch come the others' in one order. None where lanes take turns as they can go on.
+        turns: whose turn it is, on a rank of two roles of which one shares weights with other ranks. None where lanes
+            take turns as they can go on.
         holds_all: the pool has bytes for all of the step, on every rank: one that waits for others inside of a
             computation takes nothing out of it meanwhile, and must not keep them from coming.
     """

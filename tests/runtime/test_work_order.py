@@ -57,3 +57,20 @@ def test_no_turn_comes_before_what_it_waits_for(sizes, ranks, kept, trains):
 
 def test_turns_without_media_are_those_of_the_backbone_alone():
     assert list(Turns(3, (), 4).order(trains=True)) == ["backbone"] * 3
+
+
+def test_ranks_that_encode_at_different_positions_do_so_at_the_same_time():
+    """Else each microbatch, which all of them begin together, would wait for the one rank that encodes before it."""
+    of_ranks = [list(Turns(4, (position,), 2).order(trains=True)) for position in range(4)]
+    assert of_ranks == [["encoder", *["backbone"] * 4, "encoder"]] * 4
+    frozen = [list(Turns(4, encoded, 1).order(trains=False)) for encoded in ((0, 1, 3), (1, 2, 3))]
+    assert frozen == [["encoder"] * 3 + ["backbone"] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("ahead", "order"), [(1, "F M BF M BF M BF M B"), (2, "FF M BF M BF M M BB"), (3, "FFF M M BF M M BBB")]
+)
+def test_of_more_than_may_be_kept_a_forward_goes_as_late_as_it_may_but_for_one_microbatch(ahead, order):
+    work, turns = iter(lockstep_order(range(4), ahead)), Turns(4, (0, 1, 2, 3), ahead)
+    spelled = ["M" if role == "backbone" else next(work)[0][0].upper() for role in turns.order(trains=True)]
+    assert "".join(spelled) == order.replace(" ", "")
