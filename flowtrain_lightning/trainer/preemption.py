@@ -18,6 +18,9 @@ from flowtrain_lightning.runtime.runner import RoleRunner
 
 PREEMPTION_CHECKPOINT = "preempted.ckpt"
 
+LIGHTNINGS_BROADCAST = "_broadcast_sigterm_tensor"
+"""Method of Lightning's loop over an epoch, which is private."""
+
 
 class PreemptionCheckpoint(L.Callback):
     """Saves ``preempted.ckpt`` in the Trainer's root folder and ends ``fit`` in the same step on every rank.
@@ -30,7 +33,9 @@ class PreemptionCheckpoint(L.Callback):
 
     Lightning's own handlers enter collectives inside the signal handler, where other ranks do not expect them. They
     are set after the strategy's setup, so this callback replaces them in the first hook after that; at the end
-    Lightning puts back what was there before the run.
+    Lightning puts back what was there before the run. What those handlers note Lightning broadcasts before each step,
+    in the default group. Here nobody notes anything, and ranks would wait for encoder ranks that work ahead: so that
+    broadcast, which has no public switch, is left out.
 
     Args:
         runner: knows after each step whether some rank was asked to end.
@@ -48,6 +53,7 @@ class PreemptionCheckpoint(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listens from here on."""
         self._listen(trainer)
+        setattr(trainer.fit_loop.epoch_loop, LIGHTNINGS_BROADCAST, lambda: None)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Outside of ``fit`` there is nothing to save."""

@@ -42,12 +42,22 @@ class SlowBackbone(TinyVLM):
 
 
 class Notes(L.Callback):
-    """Losses of training and validation, and what the lanes did."""
+    """Losses of training and validation, what the lanes did, and how often tensors were broadcast in training."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        self.broadcasts = 0
         self.train: list[float] = []
         self.val: list[float] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        broadcast = torch.distributed.broadcast
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.broadcasts += 1
+            return broadcast(*args, **kwargs)
+
+        torch.distributed.broadcast = counted
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any) -> None:
         self.train.append(float(outputs["loss"]))
@@ -70,7 +80,7 @@ def train(
     changes_at: Sequence[int] = (-1, -1),
     **trainer: Any,
 ) -> None:
-    """Trains with a frozen encoder; writes losses, the lanes' spans."""
+    """Trains with a frozen encoder; writes what `Notes` found."""
     notes = Notes()
     chosen = trainer_for(
         layout,
@@ -83,5 +93,6 @@ def train(
     module = SlowBackbone(freeze_encoder=True)
     module.skips_from, module.changes_at = tuple(skips_from), tuple(changes_at)
     chosen.fit(module, datamodule=tiny_data(Path(data), shuffle=False))
-    write_down(folder, {"train": notes.train, "val": notes.val, "spans": notes.spans})
+    found = {"train": notes.train, "val": notes.val, "spans": notes.spans, "broadcasts": notes.broadcasts}
+    write_down(folder, found)
     disconnect_groups()

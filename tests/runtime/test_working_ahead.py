@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import RankShard, StepPlan
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Span
+from flowtrain_lightning.trainer.preemption import LIGHTNINGS_BROADCAST
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
 from tests.pool.faults import slowness
@@ -133,6 +135,14 @@ def test_nothing_is_sent_back_to_a_frozen_encoder(roomy):
     sent = {span.name for span in spans}
     assert "features" in sent
     assert "gradients" not in sent
+
+
+@pytest.mark.parametrize("layout", ["1+2", "mixed 1+1"])
+def test_ranks_do_not_meet_between_steps(folder, layout):
+    """Lightning's broadcast of signals would make them wait for one that works ahead; see `PreemptionCheckpoint`."""
+    assert callable(getattr(_TrainingEpochLoop, LIGHTNINGS_BROADCAST))
+    ranks = train(folder, layout, max_steps=3, limit_val_batches=0)
+    assert [rank["broadcasts"] for rank in ranks] == [0] * ranks_of(layout)
 
 
 def check_equal(folder: Path, layout: str, **settings: Any) -> list[dict[str, Any]]:
