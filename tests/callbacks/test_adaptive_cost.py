@@ -49,7 +49,8 @@ def place(change: dict[str, Any]) -> tuple[int, int]:
     return change["epoch"], change["step"]
 
 
-FROZEN, WORKERS = ("1+2", {"freeze_encoder": True}), ("colocated 2", {"num_workers": 1})
+FROZEN = ("1+2", {"freeze_encoder": True})
+WORKERS = pytest.param("colocated 2", {"num_workers": 1}, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize(("layout", "settings"), [("1+2", {}), FROZEN, WORKERS])
