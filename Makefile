@@ -44,8 +44,9 @@ proofs: $(VENV)/.installed-test ## 10,000 damaged checkpoints, broken records an
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.data.broken_records
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.data.broken_images
 
-long-run: $(VENV)/.installed-test ## 30,000 steps: what each rank holds all along, beside plain Lightning
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.faults.long_run
+long-run: $(VENV)/.installed-test ## 30,000 steps: what each rank holds all along, beside plain Lightning; goes to tests/results/
+	@{ date -u +'%Y-%m-%d %H:%M UTC'; git log -1 --format='commit %h: %s'; \
+	   OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.faults.long_run; } | tee tests/results/long-run.txt
 
 wheel: $(VENV)/.installed-test ## build the wheel, install it into an environment of its own, and train by it there
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q tests/test_wheel.py
