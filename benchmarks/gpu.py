@@ -1,6 +1,7 @@
 """Tokens per second, MFU and memory of one vision-language model, trained in the five ways that a user has.
 
-python -m benchmarks.gpu --model qwen2-vl-2b      on a GPU, or on two where there are: some minutes a round
+python -m benchmarks.gpu --model qwen2-vl-2b      on a GPU, separate roles on two where there are: some minutes a round
+python -m benchmarks.gpu --devices 8              each way on so many GPUs
 python -m benchmarks.gpu --tiny                   on a CPU, to see that it runs
 
 The weights are random, at the model's published size, and every way trains on the same samples in the same steps, in
@@ -54,6 +55,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="how often the variants take turns")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each run")
     parser.add_argument("--batch", type=int, default=64, help="samples of a step")
+    parser.add_argument("--devices", type=int, default=1, help="on which each variant trains; separate roles need two")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a microbatch, or of a padded batch")
     parser.add_argument("--no-recompute", action="store_true", help="keep all activations for the backward")
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
@@ -84,7 +86,18 @@ def measure(
         folder = temporary / name
         folder.mkdir()
         recompute = not options.no_recompute
-        one = Run(variant, options.model, recompute, work, padded_samples, warmup, options.steps, on_gpu, folder)
+        one = Run(
+            variant,
+            options.model,
+            recompute,
+            work,
+            padded_samples,
+            warmup,
+            options.steps,
+            on_gpu,
+            folder,
+            options.devices,
+        )
         target, ranks = (gpu_variants.train, one.devices) if variant in VARIANTS else (gpu_variants.describe, 1)
         launch(target, one, ranks, folder, DEADLINE)
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
@@ -92,7 +105,11 @@ def measure(
     (told,) = run("describe", "describe")
     if warmup + options.steps > told["steps"]:
         raise SystemExit(f"The data have {told['steps']} steps of {options.batch} samples; give fewer --steps.")
-    told["padded_samples"] = padded_samples(options.batch, options.budget, told["longest"])
+    if options.batch % options.devices:
+        raise SystemExit(
+            f"--batch {options.batch} cannot be dealt evenly to {options.devices} devices; give a multiple."
+        )
+    told["padded_samples"] = padded_samples(options.batch // options.devices, options.budget, told["longest"])
     chosen = [each for each in VARIANTS if each in options.variants]
     if on_gpu and told["devices"] < 2:
         chosen = [each for each in chosen if each != "separate"]
@@ -114,7 +131,7 @@ def measure(
 
 
 def padded_samples(batch: int, budget: int, longest: int) -> int:
-    """Samples of a padded batch: as many of the longest as the budget holds, so that a step has whole batches."""
+    """Samples of a padded batch: as many of the longest as the budget holds, so that ``batch`` has whole ones."""
     return max(count for count in range(1, batch + 1) if batch % count == 0 and count * longest <= max(budget, longest))
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,14 +15,15 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from benchmarks.gpu_model import config_of, packed_model
 from benchmarks.modules import Work
 from benchmarks.padded_transformers import train_padded
-from flowtrain_lightning import FlowTrainStrategy
+from flowtrain_lightning import FlowModule, FlowTrainStrategy
 from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.allocator.devices import maker_device
-from flowtrain_lightning.data import Features, StepBatch
+from flowtrain_lightning.data import Features, RankShard, StepBatch
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.metrics import FlopUtilization
@@ -54,6 +55,7 @@ class Run:
         steps: steps that are measured.
         on_gpu: trains on GPUs in bfloat16, else on the CPU in float32.
         folder: where ``rank<r>.json`` are written.
+        asked_devices: on how many it should train.
     """
 
     variant: str
@@ -65,11 +67,12 @@ class Run:
     steps: int
     on_gpu: bool
     folder: Path
+    asked_devices: int = 1
 
     @property
     def devices(self) -> int:
-        """How many it trains on."""
-        return 2 if self.variant == "separate" else 1
+        """How many it trains on: separate roles need two."""
+        return max(2, self.asked_devices) if self.variant == "separate" else self.asked_devices
 
 
 class StepClock:
@@ -116,20 +119,26 @@ class _Clocked(L.Callback):
 def train(run: Run) -> None:
     """Trains as one rank of a run."""
     L.seed_everything(1, verbose=False)
-    if run.variant in ("padded", "loop"):
+    if run.variant not in ("padded", "loop"):
+        _train_by_lightning(run)
+        return
+    rank = int(os.environ["LOCAL_RANK"])
+    if run.devices == 1:
         for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
             os.environ.pop(name, None)  # one process by itself, or accelerate makes a group of one
-        (_train_padded if run.variant == "padded" else _train_in_a_loop)(run, StepClock(run))
     else:
-        _train_by_lightning(run)
+        os.environ["RANK"] = str(rank)
+    (_train_padded if run.variant == "padded" else _train_in_a_loop)(run, StepClock(run, rank), rank)
 
 
-def _train_padded(run: Run, clock: StepClock) -> None:
+def _train_padded(run: Run, clock: StepClock, rank: int) -> None:
     train_padded(
         config_of(run.model),
         step_dataset(run.work),
+        rank=rank,
+        ranks=run.devices,
         samples=run.padded_samples,
-        device=_device(run),
+        device=_device(run, rank),
         recompute=run.recompute,
         num_workers=run.work.num_workers,
         max_steps=run.warmup + run.steps,
@@ -138,9 +147,13 @@ def _train_padded(run: Run, clock: StepClock) -> None:
     )
 
 
-def _train_in_a_loop(run: Run, clock: StepClock) -> None:
+def _train_in_a_loop(run: Run, clock: StepClock, rank: int) -> None:
     """The shortest loop that computes the same: no Trainer, no strategy, no log."""
-    device, dtype = _device(run), torch.bfloat16 if run.on_gpu else torch.float32
+    device, dtype = _device(run, rank), torch.bfloat16 if run.on_gpu else torch.float32
+    if run.on_gpu:
+        torch.cuda.set_device(device)
+    if run.devices > 1:
+        dist.init_process_group("nccl" if run.on_gpu else "gloo")
     move = partial(_moved, device=device, dtype=dtype)
     module = packed_model(run.model, run.recompute)
     torch.set_default_dtype(dtype)
@@ -150,7 +163,7 @@ def _train_in_a_loop(run: Run, clock: StepClock) -> None:
     module.train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, weight_decay=0.0, fused=run.on_gpu or None)
     loader = StepLoader(
-        step_dataset(run.work),
+        replace(step_dataset(run.work), shard=RankShard.plain(rank, run.devices)),
         files=(),
         num_workers=run.work.num_workers,
         pin_memory=run.on_gpu,
@@ -165,9 +178,26 @@ def _train_in_a_loop(run: Run, clock: StepClock) -> None:
             features: Features = {} if media is None else {media.modality: module.encode(move(media))}
             loss, _ = module.backbone_step(packed.to(device, non_blocking=True), features, "train")
             (loss / targets).backward()
+        if run.devices > 1:
+            _average(module, targets)
         optimizer.step()
         clock.step_ended()
     loader.close()
+    if run.devices > 1:
+        dist.destroy_process_group()
+
+
+def _average(module: FlowModule, targets: int) -> None:
+    """Gradients of the mean over the targets of all ranks, from those of each rank's own mean."""
+    of_all = torch.tensor([float(targets)], device=next(module.parameters()).device)
+    dist.all_reduce(of_all)
+    share = targets / of_all
+    sums = []
+    for weight in module.parameters():
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.mul_(share)
+        sums.append(dist.all_reduce(weight.grad, async_op=True))
+    for each in sums:
+        each.wait()
 
 
 def _moved(media: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -177,9 +207,9 @@ def _moved(media: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 def _train_by_lightning(run: Run) -> None:
     strategies: dict[str, Any] = {
-        "auto": lambda: "auto",
+        "auto": lambda: "auto" if run.devices == 1 else "ddp_find_unused_parameters_true",
         "colocated": lambda: FlowTrainStrategy(placement="colocated"),
-        "separate": lambda: FlowTrainStrategy(encoder_ranks=1, placement="separate"),
+        "separate": lambda: FlowTrainStrategy(encoder_ranks=1 if run.devices == 2 else None, placement="separate"),
     }
     trainer = L.Trainer(
         accelerator="cuda" if run.on_gpu else "cpu",
@@ -243,5 +273,5 @@ def step_dataset(work: Work) -> StepDataset:
     return data.train_dataloader().steps
 
 
-def _device(run: Run) -> torch.device:
-    return torch.device("cuda" if run.on_gpu else "cpu")
+def _device(run: Run, rank: int) -> torch.device:
+    return torch.device("cuda", rank) if run.on_gpu else torch.device("cpu")

@@ -27,6 +27,8 @@ def train_padded(
     config: dict[str, Any],
     steps: StepDataset,
     *,
+    rank: int,
+    ranks: int,
     samples: int,
     device: torch.device,
     recompute: bool,
@@ -40,6 +42,8 @@ def train_padded(
     Args:
         config: of the model, which begins from random weights.
         steps: of the packed variants.
+        rank: of this process.
+        ranks: that train, each on its share of a step.
         samples: of one padded batch; gradients are accumulated over those of a step.
         device: where it trains: on a GPU in bfloat16 with fused AdamW, on a CPU in float32.
         recompute: gradient checkpointing.
@@ -60,13 +64,15 @@ def train_padded(
         output_dir=str(folder),
         max_steps=max_steps,
         per_device_train_batch_size=samples,
-        gradient_accumulation_steps=steps.sampling.global_batch_size // samples,
+        gradient_accumulation_steps=steps.sampling.global_batch_size // (samples * ranks),
         gradient_checkpointing=recompute,
         optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         max_grad_norm=0.0,  # nor do the others clip
         use_cpu=not on_gpu,
+        ddp_backend=None if ranks == 1 else "nccl" if on_gpu else "gloo",
+        ddp_find_unused_parameters=ranks > 1,  # some batches have no pictures
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
@@ -76,7 +82,7 @@ def train_padded(
     loader = DataLoader(
         PaddedDataset(steps.samples),
         batch_size=samples,
-        sampler=RankSampler(steps.sampling, 0, 1),
+        sampler=RankSampler(steps.sampling, rank, ranks),
         collate_fn=collate,
         num_workers=num_workers,
         pin_memory=on_gpu,
@@ -92,9 +98,8 @@ class _OrderedTrainer(Trainer):  # type: ignore[misc]
     loader: DataLoader[Sample]
 
     def get_train_dataloader(self) -> DataLoader[Sample]:
-        """The loader, whose batches the Trainer moves to its device."""
-        prepared: DataLoader[Sample] = self.accelerator.prepare_data_loader(self.loader)
-        return prepared
+        """The loader as it is, with this rank's samples alone; the Trainer moves its batches to its device."""
+        return self.loader
 
 
 class _StepEnds(TrainerCallback):  # type: ignore[misc]

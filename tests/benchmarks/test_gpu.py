@@ -19,10 +19,11 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, 2], ids=["one device", "two devices"])
+def printed(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("gpu")
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--cpu", "--out", str(out)]
+    command += ["--devices", str(request.param)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, json.loads((out / "gpu-tiny.json").read_text())
