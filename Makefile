@@ -24,7 +24,7 @@ check: $(VENV)/.installed-test ## lint, format and types
 	$(VENV)/bin/mypy
 
 test: check ## check, then every test but the long forms
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 -m 'not full' --durations=10
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 3 -m 'not full' --durations=10
 
 test-all: check ## check, then every test; the dated output goes to tests/results/
 	@mkdir -p tests/results
