@@ -10,7 +10,8 @@ A *lane* is what a rank does for one role. The rules, which :class:`_StepSimulat
    work of a batch begin it together, once all their ranks are free.
 3. An encoder lane keeps the activations of at most ``kept_batches`` batches from forward to backward; a forward that
    would keep more waits. Nothing is kept of a *recomputed* batch: its forward runs again before its backward.
-4. A rank that has both lanes does one thing at a time, the backbone's first.
+4. A rank that has both lanes does one thing at a time, the backbone's first; where ranks need each other to compute,
+   in the fixed order of `Turns`.
 5. Backbone ranks begin a step when all of them have ended the one before; ranks that encode when all ranks have. Ranks
    that only encode, and do not train, work ahead into later steps.
 
@@ -30,6 +31,7 @@ import numpy as np
 from flowtrain_lightning.packing.compiled import compiled
 from flowtrain_lightning.packing.step_plan import FloatArray, IntArray, StepPlan
 from flowtrain_lightning.packing.step_work import FORWARD_SHARE, Lanes, StepWork, step_work
+from flowtrain_lightning.packing.turns import Lane, Turns
 
 Kind = Literal["microbatch", "forward", "backward"]
 
@@ -182,6 +184,19 @@ def closed_form_time(order: IntArray, cost: FloatArray, media: FloatArray) -> fl
     return max(longest, encoder)
 
 
+def _turns(work: StepWork, lanes: Lanes) -> dict[int, list[Lane]]:
+    """Rank with both lanes -> whose turn it is, from now on."""
+    found: dict[int, list[Lane]] = {}
+    for rank, batches in zip(lanes.encoder, work.encoder_batches, strict=True):
+        if rank in lanes.backbone:
+            positions = len(work.microbatches[lanes.backbone.index(rank)])
+            encoded = tuple(min(position for _, position in batch.readers) for batch in batches)
+            kept = len(batches) if lanes.kept_batches is None else lanes.kept_batches
+            trains = any(batch.backward > 0 for batch in batches)
+            found[rank] = list(Turns(positions, encoded, max(1, kept)).order(trains))
+    return found
+
+
 class _StepSimulation:
     """One step: how far each lane has come in its order, and what the lanes wait for from each other.
 
@@ -222,6 +237,7 @@ class _StepSimulation:
                 for reader, position in batch.readers:
                     self._missing_features[reader][position] += 1
                     self._sources.setdefault((reader, position), []).append((lane, number))
+        self._turns = _turns(work, lanes) if lanes.in_turns else {}
         self._ended = dict(start)
         self._busy = set(start)
         # A heap of what runs: its end, the rank, what it is, the lane, and the number of the microbatch or batch.
@@ -276,7 +292,7 @@ class _StepSimulation:
             unfinished = [lane for lane in group if self._done[lane] < len(self._microbatches[lane])]
             if any(self._missing_features[lane][self._done[lane]] for lane in unfinished):
                 continue  # a rank that waited for another one's features now could not encode what others wait for
-            free = [lane for lane in unfinished if self._lanes.backbone[lane] not in self._busy]
+            free = [lane for lane in unfinished if self._can_begin("backbone", self._lanes.backbone[lane])]
             self._busy.update(self._lanes.backbone[lane] for lane in free)
             self._entered.update(free)
             if self._entered.issuperset(unfinished):
@@ -287,8 +303,12 @@ class _StepSimulation:
 
     def _begin_encoding(self, now: float) -> None:
         for group in self._encoder_groups:
-            if all(self._lanes.encoder[lane] not in self._busy for lane in group):
+            if all(self._can_begin("encoder", self._lanes.encoder[lane]) for lane in group):
                 self._begin_batch(group, now)
+
+    def _can_begin(self, lane: Lane, rank: int) -> bool:
+        """The rank is free, and not bound to do something for its other lane next."""
+        return rank not in self._busy and (rank not in self._turns or self._turns[rank][:1] == [lane])
 
     def _begin_batch(self, group: Iterable[int], now: float) -> None:
         """What the lanes of a group, which all have come equally far, can do next."""
@@ -311,6 +331,8 @@ class _StepSimulation:
 
     def _begin(self, kind: Kind, rank: int, lane: int, number: int, now: float, time: float) -> None:
         self._busy.add(rank)
+        if rank in self._turns:
+            self._turns[rank].pop(0)
         self.spans.append((kind, rank, lane, number, now, now + time))
         heapq.heappush(self._running, (now + time, rank, kind, lane, number))
 

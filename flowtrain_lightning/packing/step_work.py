@@ -105,6 +105,7 @@ class Lanes:
         steps_ahead: later steps that ranks which only encode may have begun; 0 where the encoder trains.
         backbone_group: neighbouring backbone lanes that share the work of each microbatch, and so begin it together.
         encoder_group: neighbouring encoder lanes that share the work of each encoder batch, likewise.
+        in_turns: ranks need each other to compute, so that those with both lanes have a fixed order, see `Turns`.
     """
 
     backbone: tuple[int, ...]
@@ -115,6 +116,7 @@ class Lanes:
     steps_ahead: int = 0
     backbone_group: int = 1
     encoder_group: int = 1
+    in_turns: bool = False
 
     @classmethod
     def separate(cls, work: StepWork, *, sync_every: SyncEvery, kept_batches: int | None = None) -> Lanes:

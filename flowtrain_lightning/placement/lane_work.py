@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, Layout
@@ -35,11 +35,13 @@ def lane_work(
         allocation.ranks[ENCODER],
         sync_every="step",
         kept_batches=kept_batches,
-        steps_ahead=0 if costs.encoder_trains else STEPS_AHEAD,
+        steps_ahead=0 if costs.encoder_trains or encoder.shares_weights else STEPS_AHEAD,
         backbone_group=_ranks_in_step(backbone),
         encoder_group=encoder.ranks_of_member,
+        in_turns=_in_lockstep(allocation.layouts.values()),
     )
-    works = [_step_work(plan, costs, kept_batches) for plan in plans]
+    lockstep = encoder.sums_in_step or (bool(allocation.colocated_lanes) and lanes.in_turns)
+    works = [_step_work(plan, costs, kept_batches, lockstep) for plan in plans]
     return [work.on_ranks(backbone.ranks_of_member, encoder.ranks_of_member) for work in works], lanes
 
 
@@ -48,10 +50,19 @@ def _ranks_in_step(layout: Layout) -> int:
     return layout.ranks if layout.sums_in_step and not layout.gathers_weights else layout.ranks_of_shard_group
 
 
-def _step_work(plan: StepPlan, costs: LayoutCosts, kept_batches: int) -> StepWork:
-    """The same by data-parallel member."""
+def _in_lockstep(layouts: Iterable[Layout]) -> bool:
+    """Ranks need each other to compute a layer of some role."""
+    return any(layout.shares_weights or layout.sums_in_step for layout in layouts)
+
+
+def _step_work(plan: StepPlan, costs: LayoutCosts, kept_batches: int, lockstep: bool) -> StepWork:
+    """The same by data-parallel member; encoder ranks in lockstep recompute all of their batches, or none."""
     ends = {role: sum(costs.end_of_step(role)) for role in ROLES}
-    recomputed = recomputed_batches(plan, kept_batches) if costs.encoder_trains else None
+    recomputed: Sequence[Collection[int]] | None = None
+    if costs.encoder_trains and lockstep and kept_batches == 0:
+        recomputed = [range(len(batches)) for batches in plan.encoder_batches]
+    elif costs.encoder_trains and not lockstep:
+        recomputed = recomputed_batches(plan, kept_batches)
     work = step_work(plan, costs.microbatch, costs.encoder_batch, recomputed)
     encoding = [
         [*batches[:-1], *(replace(last, backward=last.backward + ends[ENCODER]) for last in batches[-1:])]

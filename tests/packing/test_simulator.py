@@ -104,6 +104,17 @@ def test_ranks_that_share_an_encoder_batch_begin_it_once_all_of_them_are_free():
     assert found["backward", 0] == found["backward", 1] == (4.0, 5.0)
 
 
+def test_ranks_that_need_each_other_do_their_forwards_first_and_their_backwards_last():
+    # Without turns rank 0 would encode for the second microbatch between the two, and rank 1 wait for it.
+    work = StepWork([[1.0, 1.0], [1.0, 1.0]], [[EncoderWork(1.0, 2.0, ((1, 1),))], [EncoderWork(1.0, 2.0, ((0, 0),))]])
+    lanes = Lanes((0, 1), (0, 1), sync_every="step", kept_batches=1, backbone_group=2, in_turns=True)
+    spans = simulate_steps([work], lanes).spans
+    for rank in (0, 1):
+        order = [span.kind for span in sorted(spans, key=lambda span: span.start) if span.rank == rank]
+        assert order == ["forward", "microbatch", "microbatch", "backward"]
+    assert max(span.end for span in spans) == 1 + 1 + 1 + 2
+
+
 def backbone_ends(steps, **rules):
     lanes = Lanes(backbone=(0,), encoder=(1,), sync_every="step", **rules)
     return simulate_steps(steps, lanes).backbone_ends

@@ -109,14 +109,21 @@ def test_a_rank_does_one_thing_at_a_time_for_the_roles_it_has():
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(times))
 
 
+ENDS = ("reduction", "optimizer")
+
+
 def test_ranks_that_hold_shards_gather_and_scatter_for_every_batch():
     profile = make_profile(0.01, 0.01, reduction=0.04)
     layouts = {role: Layout(2, shard="fsdp") for role in ("encoder", "backbone")}
     sharded = Allocation("colocated", layouts, COLOCATED.ranks)
     plans = planned(COLOCATED, profile)
     whole, found = (simulate(plans, allocation, profile, 4) for allocation in (COLOCATED, sharded))
-    assert found.step_seconds > whole.step_seconds
     for role in ("encoder", "backbone"):
+        of_layers = [
+            sum(one.end - one.start for one in each.activities if one.role == role and one.name not in ENDS)
+            for each in (whole, found)
+        ]
+        assert of_layers[0] < of_layers[1]
         assert found.shares[role]["reduction"] == 0 < whole.shares[role]["reduction"]
         assert found.shares[role]["optimizer"] <= whole.shares[role]["optimizer"] / 2
 
@@ -147,3 +154,13 @@ def test_what_a_backward_computes_again_takes_the_time_of_a_forward():
 def test_what_no_profile_tells_is_refused(layouts, ranks, words):
     with pytest.raises(AllocationError, match=words):
         simulate(planned(SEPARATE, PROFILE), Allocation("separate", layouts, ranks), PROFILE, 4)
+
+
+def test_a_frozen_encoder_whose_ranks_share_weights_does_not_work_ahead():
+    """Its ranks need one order of work, which time does not decide: so they stay within the step."""
+    profile = make_profile(1.0, 1.0, trains=False)
+    layouts = {"encoder": Layout(2, shard="fsdp"), "backbone": Layout(1)}
+    sharded = Allocation("separate", layouts, {"encoder": (1, 2), "backbone": (0,)})
+    whole = replace(sharded, layouts={**layouts, "encoder": Layout(2)})
+    plans = planned(whole, profile)
+    assert simulate(plans, sharded, profile, 4).step_seconds > 1.1 * simulate(plans, whole, profile, 4).step_seconds
