@@ -308,7 +308,7 @@ class _StepSimulation:
 
     def _can_begin(self, lane: Lane, rank: int) -> bool:
         """The rank is free, and not bound to do something for its other lane next."""
-        return rank not in self._busy and (rank not in self._turns or self._turns[rank][:1] == [lane])
+        return rank not in self._busy and self._turns.get(rank, [])[:1] in ([], [lane])
 
     def _begin_batch(self, group: Iterable[int], now: float) -> None:
         """What the lanes of a group, which all have come equally far, can do next."""
@@ -331,7 +331,7 @@ class _StepSimulation:
 
     def _begin(self, kind: Kind, rank: int, lane: int, number: int, now: float, time: float) -> None:
         self._busy.add(rank)
-        if rank in self._turns:
+        if self._turns.get(rank):
             self._turns[rank].pop(0)
         self.spans.append((kind, rank, lane, number, now, now + time))
         heapq.heappush(self._running, (now + time, rank, kind, lane, number))

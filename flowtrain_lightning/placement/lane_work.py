@@ -20,8 +20,8 @@ def lane_work(
 ) -> tuple[list[StepWork], Lanes]:
     """What every rank computes in some steps, as a lane for each role that it has.
 
-    The end of a step is one more microbatch of every backbone lane, and a part of the backward of every encoder lane's
-    last batch.
+    The end of a step is one more microbatch of every backbone lane, and, where the encoder trains, a part of the
+    backward of every encoder lane's last batch.
 
     Args:
         plans: the steps, planned for the allocation.
@@ -64,8 +64,10 @@ def _step_work(plan: StepPlan, costs: LayoutCosts, kept_batches: int, lockstep: 
     elif costs.encoder_trains and not lockstep:
         recomputed = recomputed_batches(plan, kept_batches)
     work = step_work(plan, costs.microbatch, costs.encoder_batch, recomputed)
-    encoding = [
-        [*batches[:-1], *(replace(last, backward=last.backward + ends[ENCODER]) for last in batches[-1:])]
-        for batches in work.encoder_batches
-    ]
+    encoding = work.encoder_batches
+    if costs.encoder_trains:
+        encoding = [
+            [*batches[:-1], *(replace(last, backward=last.backward + ends[ENCODER]) for last in batches[-1:])]
+            for batches in work.encoder_batches
+        ]
     return StepWork([[*of_rank, ends[BACKBONE]] for of_rank in work.microbatches], encoding)

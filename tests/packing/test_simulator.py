@@ -115,6 +115,13 @@ def test_ranks_that_need_each_other_do_their_forwards_first_and_their_backwards_
     assert max(span.end for span in spans) == 1 + 1 + 1 + 2
 
 
+def test_ranks_that_need_each_other_encode_all_of_a_step_first_where_the_encoder_does_not_train():
+    batches = [[EncoderWork(1.0, 0.0, ((0, 0),)), EncoderWork(1.0, 0.0, ((1, 1),))], [EncoderWork(2.0, 0.0, ((1, 0),))]]
+    work = StepWork([[1.0, 1.0], [1.0, 1.0]], batches)
+    lanes = Lanes((0, 1), (0, 1), sync_every="step", kept_batches=1, backbone_group=2, in_turns=True)
+    assert simulate_steps([work, work], lanes).backbone_ends == [2 + 2, 2 * (2 + 2)]
+
+
 def backbone_ends(steps, **rules):
     lanes = Lanes(backbone=(0,), encoder=(1,), sync_every="step", **rules)
     return simulate_steps(steps, lanes).backbone_ends

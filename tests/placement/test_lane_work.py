@@ -1,0 +1,84 @@
+"""What the lanes of an allocation compute can be computed in the order that its ranks keep, whatever the steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.packing.cost_model import CostModel
+from flowtrain_lightning.packing.simulator import simulate_steps
+from flowtrain_lightning.placement.lane_work import lane_work
+from flowtrain_lightning.placement.simulation import plan_on
+from tests.placement.test_simulation import draw_sizes
+
+FOUR_RANKS = {
+    "whole copies": Layout(4),
+    "fsdp": Layout(4, shard="fsdp"),
+    "hsdp": Layout(4, shard="fsdp", replicas=2),
+    "zero1": Layout(4, shard="zero1"),
+    "tensor": Layout(2, tensor=2),
+    "tensor, zero1": Layout(2, tensor=2, shard="zero1"),
+    "tensor, fsdp": Layout(2, tensor=2, shard="fsdp"),
+}
+TWO_RANKS = {
+    "whole copies": Layout(2),
+    "fsdp": Layout(2, shard="fsdp"),
+    "zero1": Layout(2, shard="zero1"),
+    "tensor": Layout(1, tensor=2),
+}
+ALL, FIRST, LAST = (0, 1, 2, 3), (0, 1), (2, 3)
+
+
+@dataclass(frozen=True)
+class EvenCosts:
+    """One second for a token or patch in each direction, and one for each end of a step."""
+
+    encoder_trains: bool
+    forward_share: float = 0.25
+
+    def microbatch(self, tokens):
+        return float(tokens.sum())
+
+    def encoder_batch(self, patches):
+        return float(patches.sum()), float(patches.sum()) if self.encoder_trains else 0.0
+
+    def end_of_step(self, role):
+        return 1.0, 1.0
+
+
+RANKS = {"colocated": (ALL, ALL), "mixed": (ALL, FIRST), "separate": (LAST, FIRST)}
+OF_SIZE = {4: FOUR_RANKS, 2: TWO_RANKS}
+CASES = [
+    (placement, encoder, backbone)
+    for placement, (encoding, others) in RANKS.items()
+    for encoder in OF_SIZE[len(encoding)]
+    for backbone in OF_SIZE[len(others)]
+]
+
+
+def allocation_of(placement, encoder, backbone):
+    named = {"encoder": encoder, "backbone": backbone}
+    ranks = dict(zip(named, RANKS[placement], strict=True))
+    layouts = {role: OF_SIZE[len(ranks[role])][name] for role, name in named.items()}
+    return Allocation(placement, layouts, ranks)
+
+
+@pytest.mark.parametrize(("placement", "encoder", "backbone"), CASES)
+@settings(max_examples=12, deadline=None)
+@given(trains=st.booleans(), kept=st.integers(0, 4), samples=st.integers(1, 16), seed=st.integers(0, 2**16))
+def test_no_rank_is_ever_stuck(placement, encoder, backbone, trains, kept, samples, seed):
+    allocation, cost = allocation_of(placement, encoder, backbone), CostModel(1.0, 0.0, 0.0)
+    draw = np.random.default_rng(seed)
+    drawn = [draw_sizes(draw, samples) for _ in range(2)]
+    plans = [plan_on(allocation, sizes, np.arange(samples), 100, cost, cost) for sizes in drawn]
+    works, lanes = lane_work(plans, allocation, EvenCosts(trains), kept)
+    spans = simulate_steps(works, lanes).spans
+    assert sum(span.kind == "microbatch" for span in spans) == sum(len(m) for work in works for m in work.microbatches)
+    batches = sum(len(of_rank) for work in works for of_rank in work.encoder_batches)
+    assert sum(span.kind == "forward" for span in spans) == batches
+    assert sum(span.kind == "backward" for span in spans) == (batches if trains else 0)
