@@ -13,7 +13,7 @@ from benchmarks import laid_out
 from benchmarks.emulated_records import emulated_data, write_records
 from benchmarks.laid_out import LaidOutJob
 from benchmarks.launch import launch
-from benchmarks.layout_plans import KINDS, PER_NODE, SYNCHRONOUS, best_plans, describe
+from benchmarks.layout_plans import KINDS, PER_NODE, RECOMMENDED, SYNCHRONOUS, best_plans, choice_of_a_run, describe
 from benchmarks.measure import read_ranks
 from benchmarks.mixes import MIXES, Mix
 from benchmarks.schedules import expect_encoders
@@ -77,7 +77,7 @@ def measure_cell(cell: Cell, folder: Path) -> dict[str, Any]:
     mix = MIXES[cell.mix]
     write_records(folder, 200 if cell.quick else 2048, sides=mix.sides, pictures={1: 1.0}, words=mix.words)
     problems = problems_of(mix, cell, folder)
-    plans, chosen = best_plans(problems)
+    plans = best_plans(problems)
     stretch = cell.wanted_seconds / min(plan.seconds for plan in plans.values())
     runs: dict[str, Any] = {}
     for kind in KINDS:
@@ -89,6 +89,8 @@ def measure_cell(cell: Cell, folder: Path) -> dict[str, Any]:
         run = same or _settled_run(cell, problems, plans[kind], stretch, folder, kind)
         runs[kind] = {**run, **said}
         print(f"{cell.name}, {kind}: {runs[kind]}", flush=True)
+    simulated = {kind: run["simulated"] for kind, run in runs.items() if "simulated" in run}
+    chosen = {"run": choice_of_a_run(plans, simulated), "planner": plans[RECOMMENDED].kind}
     return {"mix": asdict(mix), "samples": cell.samples, "runs": runs, "chosen": chosen}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -31,11 +32,11 @@ class ExactCosts(ModelledCosts):
     margin: ClassVar[float] = 0.0
 
 
-class CertainChoice:
-    """A choice among plans with times that are as sure as those that a run predicts by what it has measured.
+class SimulatedChoice:
+    """A choice among plans by simulated steps, as that of a run among those that it predicts.
 
     Args:
-        plans: among which.
+        plans: among which, with what simulating them took as their seconds.
     """
 
     margin = MeasuredCosts.margin
@@ -48,21 +49,25 @@ class CertainChoice:
         return self._plans
 
 
-def best_plans(problems: Problems) -> tuple[dict[str, ModelledPlan], dict[str, str]]:
-    """What is to be run, and what of it is chosen.
+def choice_of_a_run(plans: Mapping[str, ModelledPlan], simulated: Mapping[str, float]) -> str:
+    """The kind of plan that a run would take by itself, had it measured the costs that it is simulated with.
 
-    Returns:
-        kind -> its plan, see ``KINDS``; and the kind of plan that `flowtrain plan` takes (``"planner"``), and a run
-        by itself that had measured these times (``"certain"``).
+    Args:
+        plans: kind -> plan, also of kinds among which a run does not choose.
+        simulated: kind -> simulated seconds of a step.
     """
+    told = (replace(plan, seconds=simulated[kind]) for kind, plan in plans.items() if kind == plan.kind)
+    return choose_placement(SimulatedChoice(tuple(told))).chosen.kind
+
+
+def best_plans(problems: Problems) -> dict[str, ModelledPlan]:
+    """What is to be run: kind -> its plan, see ``KINDS``."""
     fastest = choose_plans(ExactCosts(problems, _RUN)).recommended.predictions
     plans: dict[str, ModelledPlan] = {plan.kind: plan for plan in fastest}
-    certain = choose_placement(CertainChoice(tuple(plans.values()))).chosen
     recommended = choose_plans(ModelledCosts(problems)).recommended.chosen
     unsharded = (plan for plan in ExactCosts(problems, _AS_MEGATRON).plans() if plan.kind == "uniform")
     others = {UNSHARDED: next(unsharded, None), RECOMMENDED: recommended, SYNCHRONOUS: _synchronous_plan(problems)}
-    plans |= {kind: plan for kind, plan in others.items() if plan is not None}
-    return plans, {"certain": certain.kind, "planner": recommended.kind}
+    return plans | {kind: plan for kind, plan in others.items() if plan is not None}
 
 
 def _synchronous_plan(problems: Problems) -> ModelledPlan | None:

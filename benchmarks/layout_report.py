@@ -33,7 +33,7 @@ def cells_text(cells: Mapping[str, Any]) -> str:
                 f"x {UNSHARDED} (FlowTrain x Megatron-LM)",
                 "x uniform",
                 f"x {SYNCHRONOUS} (FlowTrain x DistTrain)",
-                "a run's choice by planned times",
+                "a run's choice by simulated times",
                 "behind best",
                 "choice of `flowtrain plan`",
                 "behind best",
@@ -91,7 +91,7 @@ def _ratios(name: str, cell: Mapping[str, Any], seconds: Mapping[str, float]) ->
 
 def _chosen_runs(cell: Mapping[str, Any]) -> dict[str, str]:
     """Who chooses -> the kind of run that is chosen."""
-    return {"certain": cell["chosen"]["certain"], "planner": RECOMMENDED}
+    return {"run": cell["chosen"]["run"], "planner": RECOMMENDED}
 
 
 def behind(seconds: Mapping[str, float], kind: str) -> float:
@@ -107,7 +107,7 @@ def _aims(cells: Mapping[str, Any], shown: Mapping[str, Mapping[str, float]]) ->
         found = f"{ratios[most]:.2f} ({most})" if most is not None else "nothing"
         reached = most is not None and ratios[most] >= aim
         lines.append(f"- At least {aim} x {kind} in one cell: {'reached' if reached else 'missed'}, {found}.")
-    for choice, who in (("certain", "of a run by planned times"), ("planner", "of `flowtrain plan`")):
+    for choice, who in (("run", "of a run by simulated times"), ("planner", "of `flowtrain plan`")):
         late = {name: behind(each, _chosen_runs(cells[name])[choice]) for name, each in shown.items()}
         missed = [f"{name} ({share:.1%})" for name, share in late.items() if share > BEHIND]
         verdict = f"missed in {', '.join(missed)}" if missed else f"reached, at most {max(late.values()):.1%}"

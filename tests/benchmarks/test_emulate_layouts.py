@@ -25,7 +25,7 @@ def cell(chosen, **seconds):
         "mix": mix,
         "samples": 8,
         "runs": runs,
-        "chosen": {"planner": "uniform", "certain": chosen},
+        "chosen": {"planner": "uniform", "run": chosen},
         "machine": MACHINE,
     }
 
@@ -47,7 +47,7 @@ def test_a_choice_that_is_late_in_one_cell_misses_its_aim_and_says_where():
         "large": cell("uniform", unsharded=1.1, uniform=1.0, separate=1.2, synchronous=1.4),
     }
     text = cells_text(cells)
-    assert "The choice of a run by planned times within 2% of the best in every cell: reached, at most 0.0%" in text
+    assert "The choice of a run by simulated times within 2% of the best in every cell: reached, at most 0.0%" in text
     assert "The choice of `flowtrain plan` within 2% of the best in every cell: missed in small (10.0%)" in text
 
 
