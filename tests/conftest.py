@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,11 +19,9 @@ from hypothesis import settings
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import flowtrain_lightning.packing
-from flowtrain_lightning.packing import SYNC_EVERY, CostModel
-from flowtrain_lightning.packing.compiled import announce_compilation
-from flowtrain_lightning.packing.offline import BATCH_UNITS, OfflineSettings, warm_up
 from flowtrain_lightning.parallel.connecting import disconnect_groups
 
+_compiling: subprocess.Popen[bytes] | None = None
 _environment: dict[str, str] = {}  # before any test, or a fixture of many tests, has trained in this process
 
 torch.set_num_threads(1)
@@ -33,18 +31,28 @@ settings.load_profile("tests")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compiles the packer's loops in a fresh clone: else many ranks do so at the same time, each within a deadline."""
+    global _compiling
     starts_workers_or_tests = not hasattr(config, "workerinput")
     folder = Path(flowtrain_lightning.packing.__path__[0])
-    if find_spec("numba") is None or not starts_workers_or_tests or any(folder.glob("__pycache__/*.nbi")):
-        return
-    announce_compilation(print)
-    tiny = OfflineSettings(64, 2, CostModel(1.0, 0.01, 0.0), 2, encoder_ranks=2, global_batch_size=64)
-    for batch_unit, sync_every in itertools.product(BATCH_UNITS, SYNC_EVERY):
-        warm_up(replace(tiny, batch_unit=batch_unit, sync_every=sync_every))
+    if find_spec("numba") is not None and starts_workers_or_tests and not any(folder.glob("__pycache__/*.nbi")):
+        _compiling = subprocess.Popen([sys.executable, "-m", "tests.compiling"], cwd=Path(__file__).parents[1])
+
+
+def _await_compilation() -> None:
+    """To be called when all tests are known, and none has begun."""
+    if _compiling is not None and _compiling.wait() != 0:
+        raise RuntimeError("The packer's loops could not be compiled; see above.")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished() -> None:
+    """A worker knows its tests: it is given some when the loops are compiled."""
+    _await_compilation()
 
 
 def pytest_collection_finish() -> None:
     """Takes down the variables that are there when all tests are known; libraries have set theirs by then."""
+    _await_compilation()
     _environment.update(os.environ)
 
 
