@@ -4,7 +4,7 @@ import pytest
 
 from tests.faults.trial import draw, run_trial, why_impossible
 
-SHORT, LONG = 3, 66
+SHORT, LONG = 6, 66
 
 
 @pytest.mark.parametrize(

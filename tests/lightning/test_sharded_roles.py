@@ -40,7 +40,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     [
         ("2+2", SHARDED),
         ("colocated 2", SHARDED),
-        ("1+2", TENSOR),
+        pytest.param("1+2", TENSOR, marks=pytest.mark.full),
         pytest.param("1+2", {"backbone": {"context": 2}}, marks=pytest.mark.full),
     ],
 )
