@@ -93,6 +93,11 @@ class Allocation:
         lanes = ((self.encoder_member_of(rank), self.member_of(BACKBONE, rank)) for rank in self.ranks[BACKBONE])
         return tuple((encoder, backbone) for encoder, backbone in lanes if encoder is not None and backbone is not None)
 
+    @property
+    def in_lockstep(self) -> bool:
+        """Ranks need each other to compute a layer of some role."""
+        return any(layout.shares_weights or layout.sums_in_step for layout in self.layouts.values())
+
     def shard_groups(self, role: str) -> tuple[tuple[int, ...], ...]:
         """The global ranks that need each other to compute with a half of ``role``, group by group."""
         ranks, size = self.ranks[role], self.layouts[role].ranks_of_shard_group

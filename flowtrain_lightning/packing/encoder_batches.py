@@ -24,6 +24,7 @@ def pack_encoder_batches(
     encoder_ranks: int,
     colocated_lanes: Sequence[tuple[int, int]] = (),
     busy: FloatArray | None = None,
+    in_turns: bool = False,
     encoder_nodes: Sequence[int] = (),
     backbone_nodes: Sequence[int] = (),
 ) -> EncoderBatches:
@@ -43,6 +44,8 @@ def pack_encoder_batches(
             media items are encoded unless balance moves them.
         busy: ``[encoder ranks]`` what each has to do beside encoding, in the unit of ``costs``: it is balanced together
             with what is encoded, and where some ranks only encode, media items go there first. None is nothing.
+        in_turns: ranks with both roles encode all they can before their first microbatch and after their last one (see
+            `Turns`), so that ranks that only encode should be as far: media items go there evenly over the step.
         encoder_nodes: the node of each encoder rank; ``()`` where there is one.
         backbone_nodes: the node of each backbone rank, likewise.
 
@@ -57,7 +60,10 @@ def pack_encoder_batches(
     node = np.array(encoder_nodes or [0] * encoder_ranks, dtype=np.int64)
     reader_node = np.array(backbone_nodes, dtype=np.int64)[backbone_rank] if backbone_nodes else np.zeros_like(home)
     busy = np.zeros(encoder_ranks) if busy is None else busy
-    encoder_rank = _deal(costs, order, home, busy, takes, node, reader_node)
+    counted = (
+        _busy_by_position(costs, position, busy, takes)[position] if in_turns and len(costs) else np.ones(len(costs))
+    )
+    encoder_rank = _deal(costs, order, home, busy, counted, takes, node, reader_node)
     by_batch = np.lexsort((backbone_rank, position, encoder_rank))
     changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(position[by_batch]) != 0)
     batches: list[list[IntArray]] = [[] for _ in range(encoder_ranks)]
@@ -139,12 +145,44 @@ def divided_by_modality(batches: EncoderBatches, sizes: SampleSizes) -> EncoderB
     )
 
 
+def _busy_by_position(costs: FloatArray, position: IntArray, busy: FloatArray, alone: BoolArray) -> FloatArray:
+    """How much of what ranks do beside encoding counts when the media items of a position are dealt, from 0 to 1.
+
+    So much that ranks that only encode have as large a part of the media of every position, but for two: features of
+    the first one are waited for, and gradients of the last one come when everything else is done. Of these they encode
+    hardly more than ranks with both roles encode in all, as far as the latter then have no more to do than others.
+
+    Args:
+        costs: ``[media items]`` encoder cost.
+        position: ``[media items]`` of the microbatch that reads each.
+        busy: ``[ranks]`` what each encoder rank has to do beside encoding.
+        alone: ``[ranks]`` which of them only encode.
+
+    Returns:
+        ``[positions]`` the part, 1 where ranks that only encode should take what they can at once.
+    """
+    media = np.bincount(position, weights=costs)
+    both, only = int((~alone).sum()), int(alone.sum())
+    level = float(costs.sum() + busy.sum()) / len(busy)  # what every rank has to do
+    beside = float(busy[~alone].mean()) if only else 0.0
+    own = level - beside  # what a rank with both roles encodes
+    if own <= 0.0 or beside <= 0.0 or len(media) < 3:
+        return np.ones(len(media))
+    own_last = min(max((media[-1] - only * own / 2) / both, 0.0), own)
+    encoded = level * media / media.sum()  # by a rank that only encodes
+    encoded[-1] = min(encoded[-1], (media[-1] - both * own_last) / only)
+    encoded[0] = min(encoded[0], max(own, (media[0] - both * (own - own_last)) / only))
+    encoded[1:-1] *= (level - encoded[0] - encoded[-1]) / max(encoded[1:-1].sum(), 1e-12)
+    return np.clip(np.cumsum(encoded - (media - only * encoded) / both) / beside, 0.0, 1.0)
+
+
 @compiled
 def _deal(
     costs: FloatArray,
     order: IntArray,
     home: IntArray,
     busy: FloatArray,
+    counted: FloatArray,
     takes: BoolArray,
     node: IntArray,
     reader_node: IntArray,
@@ -160,6 +198,7 @@ def _deal(
             that a position waits for are alike on all ranks too.
         home: ``[media items]`` the rank on which each stays unless balance moves it, or -1.
         busy: ``[ranks]`` what each encoder rank has to do beside encoding.
+        counted: ``[media items]`` the part of it that counts when each is dealt.
         takes: ``[ranks]`` whether a rank takes media items from their home where it has less to do.
         node: ``[ranks]`` of each encoder rank.
         reader_node: ``[media items]`` of the rank that reads each.
@@ -169,9 +208,10 @@ def _deal(
     """
     ranks = len(busy)
     rank_of = home.copy()
-    load = busy.copy()
+    encoded = np.zeros(ranks)
     most = costs.max() if len(costs) else 0.0
     for item in order:
+        load = encoded + counted[item] * busy
         best, near = home[item], home[item]
         for rank in range(ranks):
             may = takes[rank] or home[item] < 0
@@ -182,7 +222,8 @@ def _deal(
         if near >= 0 and load[near] <= load[best] + most:
             best = near
         rank_of[item] = best
-        load[best] += costs[item]
+        encoded[best] += costs[item]
+    load = encoded + busy
     for _ in range(_SWAPS * ranks):
         top, low, total = -1, 0, 0.0
         for rank in range(ranks):

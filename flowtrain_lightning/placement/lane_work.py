@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, Layout
@@ -38,7 +38,7 @@ def lane_work(
         steps_ahead=0 if costs.encoder_trains or encoder.shares_weights else STEPS_AHEAD,
         backbone_group=_ranks_in_step(backbone),
         encoder_group=encoder.ranks_of_member,
-        in_turns=_in_lockstep(allocation.layouts.values()),
+        in_turns=allocation.in_lockstep,
     )
     lockstep = encoder.sums_in_step or (bool(allocation.colocated_lanes) and lanes.in_turns)
     works = [_step_work(plan, costs, kept_batches, lockstep) for plan in plans]
@@ -48,11 +48,6 @@ def lane_work(
 def _ranks_in_step(layout: Layout) -> int:
     """Neighbouring ranks that begin every microbatch together."""
     return layout.ranks if layout.sums_in_step and not layout.gathers_weights else layout.ranks_of_shard_group
-
-
-def _in_lockstep(layouts: Iterable[Layout]) -> bool:
-    """Ranks need each other to compute a layer of some role."""
-    return any(layout.shares_weights or layout.sums_in_step for layout in layouts)
 
 
 def _step_work(plan: StepPlan, costs: LayoutCosts, kept_batches: int, lockstep: bool) -> StepWork:

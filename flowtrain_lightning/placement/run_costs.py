@@ -35,7 +35,7 @@ def rank_shard(allocation: Allocation, rank: int, nodes: int = 1) -> RankShard:
         backbone_nodes=node_of(allocation.members(BACKBONE)),
         pads_microbatches=layouts[BACKBONE].sums_in_step,
         pads_encoder_batches=any(layout.sums_in_step for layout in encoders),
-        in_lockstep=any(layout.shares_weights or layout.sums_in_step for layout in layouts.values()),
+        in_lockstep=allocation.in_lockstep,
         shares_encoder_batches=any(layout.ranks_of_member > 1 for layout in encoders),
         encoders=tuple(
             (modality, layouts[role].data)

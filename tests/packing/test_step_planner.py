@@ -147,9 +147,8 @@ def test_local_plans_need_as_many_encoder_ranks_as_backbone_ranks():
         plan(make_sizes((10, [])), backbone_ranks=2, encoder_ranks=3, local=True)
 
 
-@pytest.mark.parametrize("encoder", [0.4, 1.0, 2.0])
-@pytest.mark.parametrize("sync_every", ["step", "microbatch"])
-def test_a_step_of_mixed_ranks_takes_little_longer_than_all_work_evenly_divided(encoder, sync_every):
+def mixed_step(encoder, backbone_ranks, encoder_ranks, sync_every="step", planned_in_turns=False, in_turns=False):
+    """What a step takes of which encoding is ``encoder`` times the rest, beside all of it evenly divided."""
     draw = np.random.default_rng(0)
     pictures = draw.integers(16, 400, 200).tolist()
     sizes = make_sizes(*[(int(text), [rows]) for text, rows in zip(draw.integers(10, 400, 200), pictures, strict=True)])
@@ -158,22 +157,36 @@ def test_a_step_of_mixed_ranks_takes_little_longer_than_all_work_evenly_divided(
     found = plan_step(
         sizes,
         np.arange(200),
-        backbone_ranks=6,
-        encoder_ranks=8,
+        backbone_ranks=backbone_ranks,
+        encoder_ranks=encoder_ranks,
         token_budget=2048,
-        colocated_lanes=[(rank, rank) for rank in range(6)],
+        colocated_lanes=[(rank, rank) for rank in range(backbone_ranks)],
         cost=cost,
         encoder_cost=encoder_cost,
         sync_every=sync_every,
+        in_turns=planned_in_turns,
     )
 
     def encoding(patches):
         whole = encoder_cost.of_set(patches)
         return whole / 3, 2 * whole / 3
 
-    work = step_work(found, cost.of_set, encoding)
-    step = simulate_step(work, Lanes(tuple(range(6)), tuple(range(8)), sync_every=sync_every))
-    assert step.makespan <= 1.1 * (cost.of_set(sizes.tokens) + encoder_cost.of_set(sizes.media_patches)) / 8
+    rules = {"kept_batches": 4, "backbone_group": backbone_ranks, "in_turns": True} if in_turns else {}
+    lanes = Lanes(tuple(range(backbone_ranks)), tuple(range(encoder_ranks)), sync_every=sync_every, **rules)
+    step = simulate_step(step_work(found, cost.of_set, encoding), lanes)
+    return step.makespan / ((cost.of_set(sizes.tokens) + encoder_cost.of_set(sizes.media_patches)) / encoder_ranks)
+
+
+@pytest.mark.parametrize("encoder", [0.4, 1.0, 2.0])
+@pytest.mark.parametrize("sync_every", ["step", "microbatch"])
+def test_a_step_of_mixed_ranks_takes_little_longer_than_all_work_evenly_divided(encoder, sync_every):
+    assert mixed_step(encoder, 6, 8, sync_every) <= 1.1
+
+
+@pytest.mark.parametrize("encoder", [0.4, 1.0])
+def test_where_ranks_take_turns_those_that_only_encode_have_their_part_of_every_position(encoder):
+    otherwise = mixed_step(encoder, 14, 16, in_turns=True)
+    assert mixed_step(encoder, 14, 16, planned_in_turns=True, in_turns=True) < 0.96 * otherwise
 
 
 def test_what_mixed_ranks_have_to_do_beside_encoding_counts_once_where_tensor_ranks_share_it():
