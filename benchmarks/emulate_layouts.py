@@ -1,6 +1,6 @@
 """Which placement is fastest where costs depend on layouts? Real processes, whose computing is sleep.
 
-python benchmarks/emulate_layouts.py                          four mixes on 8 and on 16 ranks: about half an hour
+python benchmarks/emulate_layouts.py                          four mixes on 8 and on 16 ranks: three quarters of an hour
 python benchmarks/emulate_layouts.py --ranks 8 --mixes "6B, documents"     some of it; other results are kept
 python benchmarks/emulate_layouts.py --long                   a single long sample a step, shared by context ranks
 python benchmarks/emulate_layouts.py --quick                  any of it at a tiny size, to see that it runs
