@@ -22,7 +22,7 @@ from flowtrain_lightning.allocator.devices import maker_device
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.allocator.workload import RoleLoad
-from flowtrain_lightning.placement.profile import Profile, ProfileError
+from flowtrain_lightning.placement.profile import Profile, ProfileError, ReductionCost
 
 _LIKE = 0.1
 """Relative difference in parameters up to which a description may be of the profiled module."""
@@ -33,8 +33,9 @@ def measured_efficiencies(
 ) -> dict[str, Efficiency]:
     """Role -> the device's shares, all lowered or raised alike, so that predicted passes take as long as measured ones.
 
-    What was measured covers everything that takes time but collectives and waiting for other ranks. Where the profile
-    was made on another known device, its shares are lowered or raised by what was found there.
+    What was measured covers everything that takes time but collectives and waiting for other ranks. Of collectives the
+    sum of gradients is measured on CPUs, whose processors carry the bytes themselves: nothing hides it there. Where the
+    profile was made on another known device, its shares are lowered or raised by what was found there.
 
     Args:
         profile: of this module. If its device is not known by its maker's name, it is taken for ``device``.
@@ -86,10 +87,21 @@ def _efficiency(profile: Profile, role: str, half: Half, device: Device, precisi
         ratios.append(item.seconds / float(pass_time(problem, Family(np.ones(1)), np.array([item.tokens])).total[0]))
     slower = float(np.median(ratios))
     assumed = assumed_efficiency(device)
+    exchange, contention = assumed.exchange, assumed.contention
+    if profile.reduction is not None and profile.reduction.seconds_per_byte > 0:
+        exchange, contention = exchange * _reached(profile.reduction, profiled) / there.exchange, 1.0
     return replace(
         assumed,
+        exchange=exchange,
+        contention=contention,
         dense=assumed.dense / slower,
         attention=assumed.attention / slower,
         memory=assumed.memory / slower,
         launch=assumed.launch * slower,
     )
+
+
+def _reached(reduction: ReductionCost, device: Device) -> float:
+    """The share of a device's link that a sum of gradients was measured to reach, of many bytes in a ring."""
+    moved = 2 * (reduction.ranks - 1) / reduction.ranks  # of each byte, by each rank
+    return moved / reduction.seconds_per_byte / device.link

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from flowtrain_lightning.allocator import Cluster, Workload, describe_dimensions, named_device, role_problems
+from flowtrain_lightning.allocator.collectives import ring
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import Observation
 from flowtrain_lightning.placement.calibration import measured_efficiencies
-from flowtrain_lightning.placement.profile import Profile, ProfileError, ProfileOrigin, RoleProfile
+from flowtrain_lightning.placement.profile import Profile, ProfileError, ProfileOrigin, ReductionCost, RoleProfile
 
 VISION = {"layers": 2, "hidden": 64, "feed_forward": 128, "heads": 4, "patch": 8, "merge": 2}
 READER = {"layers": 2, "hidden": 64, "feed_forward": 128, "heads": 4, "vocabulary": 512}
@@ -72,6 +73,15 @@ def test_a_half_that_was_not_measured_is_left_to_assumptions():
     unmeasured = replace(profile.roles["encoder"], measured=())
     profile = replace(profile, roles={**profile.roles, "encoder": unmeasured})
     assert set(measured_efficiencies(profile, MODULE, CPU, "32-true")) == {"backbone"}
+
+
+def test_sums_of_gradients_take_what_they_were_measured_to_take_and_nothing_hides_them():
+    profile, size = replace(profile_of(), reduction=ReductionCost(2, 0.0, 1e-9)), 1e9
+    for measured in measured_efficiencies(profile, MODULE, CPU, "32-true").values():
+        among_two, among_four = (ring(Cluster(CPU, 4, 4), ranks, 1, measured.exchange).reduce(size) for ranks in (2, 4))
+        assert float(among_two) == pytest.approx(1.0, rel=1e-3)
+        assert float(among_four) == pytest.approx(profile.reduction.seconds(int(size), 4), rel=1e-3)
+        assert measured.contention == 1.0
 
 
 @pytest.mark.parametrize(
