@@ -60,9 +60,7 @@ def pack_encoder_batches(
     node = np.array(encoder_nodes or [0] * encoder_ranks, dtype=np.int64)
     reader_node = np.array(backbone_nodes, dtype=np.int64)[backbone_rank] if backbone_nodes else np.zeros_like(home)
     busy = np.zeros(encoder_ranks) if busy is None else busy
-    counted = (
-        _busy_by_position(costs, position, busy, takes)[position] if in_turns and len(costs) else np.ones(len(costs))
-    )
+    counted = _busy_by_position(costs, position, busy, takes)[position] if in_turns else np.ones(len(costs))
     encoder_rank = _deal(costs, order, home, busy, counted, takes, node, reader_node)
     by_batch = np.lexsort((backbone_rank, position, encoder_rank))
     changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(position[by_batch]) != 0)
