@@ -132,9 +132,9 @@ def find_fault(board: StatusBoard, rank: int) -> tuple[int, str] | None:
             sentence = _ended(board[peer], died)
             if sentence is not None:
                 ended[peer] = sentence
-    hang = _found_by_peer(board, rank)
+    found = _found_by_peer(board, rank)
     if not ended:
-        return hang
+        return found
     own = _ended(board[rank], died=False)
     if own is not None:
         ended[rank] = own
@@ -142,8 +142,8 @@ def find_fault(board: StatusBoard, rank: int) -> tuple[int, str] | None:
     blamed = board[first].blames
     if blamed is None or blamed >= len(board):  # what stands in another rank's memory may be damaged
         blamed = first
-    if hang is not None and hang[0] == blamed and board.pages[blamed].state is not State.FAILED:
-        return hang  # by now it may have been killed for that
+    if found is not None and found[0] == blamed and board.pages[blamed].state is not State.FAILED:
+        return found  # it may have been killed for that by now, or be lost to this rank a moment later
     sentence = _ended(board[blamed], board.died(blamed))  # looked at again: it may have ended since
     if sentence is not None:
         return blamed, sentence
@@ -152,7 +152,7 @@ def find_fault(board: StatusBoard, rank: int) -> tuple[int, str] | None:
 
 
 def _found_by_peer(board: StatusBoard, rank: int) -> tuple[int, str] | None:
-    """The rank that hangs, and what the peer that has found that says of it."""
+    """The rank that hangs or is lost, and what the peer that has found that says of it."""
     for peer in (peer for peer in range(len(board)) if peer != rank):
         status = board[peer]
         blamed = status.blames
@@ -177,9 +177,11 @@ def blame_fault(board: StatusBoard, rank: int, peer: int, wait: float) -> tuple[
     while (found is None or not has_ended(board, found[0])) and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS / 2)
         found = find_fault(board, rank)
-    blamed, sentence = found or (peer, fault_sentence(board[peer], "closed its connection without a goodbye"))
-    board.pages[rank].blame(blamed)
-    return blamed, sentence
+    if found is None:
+        board.pages[rank].blame(peer)
+        return peer, fault_sentence(board[peer], "closed its connection without a goodbye")
+    board.pages[rank].blame(*found)
+    return found
 
 
 def first_fault(board: StatusBoard, rank: int, wait: float = 1.0) -> str | None:
@@ -200,7 +202,7 @@ def first_fault(board: StatusBoard, rank: int, wait: float = 1.0) -> str | None:
     while True:
         fault = find_fault(board, rank)
         if fault is not None:
-            board.pages[rank].blame(fault[0])
+            board.pages[rank].blame(*fault)
             return fault[1]
         if time.monotonic() >= deadline:
             return None

@@ -178,7 +178,8 @@ class StatusPage:
 
         Args:
             rank: who is to blame.
-            sentence: what is wrong with it, where that cannot be seen for ever: one that is stopped is killed soon.
+            sentence: what is wrong with it, since others may not see that, or not yet: one that is stopped is killed
+                soon, and a host is not lost to all ranks at the same moment.
         """
         if self._words[_BLAMES] < 0 and rank != self.rank:
             if self._words[_STATE] != State.FAILED:  # then its own error stands there

@@ -171,7 +171,7 @@ class HealthMonitor:
         if fault.rank == rank:
             page.fail(text)
         elif fault.rank is not None:
-            page.blame(fault.rank, fault.sentence if fault.hang else "")
+            page.blame(fault.rank, fault.sentence)
         say_fault(text, self._folder, rank)
         # Where the interpreter's own end hangs, or something holds its lock, the system ends this process by SIGALRM.
         signal.setitimer(signal.ITIMER_REAL, 2 * _GRACE_SECONDS)

@@ -18,6 +18,8 @@ from tests.trials import RESULTS, commit
 KEPT = RESULTS / "campaign.jsonl"
 """One line for each trial: when and at which commit it was run, what happened, and what was not as promised."""
 
+_SHOWN = 2000  # characters of a complaint's begin, and of its end
+
 
 def main() -> int:
     """Run the trials that were not run yet."""
@@ -53,7 +55,7 @@ def _run(seed: int, forks: Forks) -> dict[str, Any]:
         try:
             run_trial(trial, forks, Path(folder))
         except AssertionError as error:
-            complaint = "".join(traceback.format_exception(error)[-2:])[-4000:]
+            complaint = _shortened("".join(traceback.format_exception(error)[-2:]))
     return {
         "seed": seed,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -62,6 +64,11 @@ def _run(seed: int, forks: Forks) -> dict[str, Any]:
         "seconds": round(time.monotonic() - start, 1),
         "complaint": complaint,
     }
+
+
+def _shortened(text: str) -> str:
+    """Its begin, which says what was to be so, and its end, where a job said its last words."""
+    return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]}\n...\n{text[-_SHOWN:]}"
 
 
 def _failed(done: dict[int, str]) -> int:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from flowtrain_lightning.pool import PeerFailed, StatusBoard, StatusPage, fault_sentence, find_fault, first_fault
-from flowtrain_lightning.pool.status_board import WakeEvent
+from flowtrain_lightning.pool.status_board import WakeEvent, blame_fault
 
 
 @pytest.fixture
@@ -158,6 +158,14 @@ def test_what_was_found_wrong_with_a_rank_that_hangs_holds_whatever_becomes_of_i
     assert find_fault(board, 0) == (2, "Rank 2 (role 2) made no progress for 5 s. Its main thread was at: ...")
 
 
+def test_what_one_rank_has_seen_of_another_holds_for_those_that_do_not_see_it_yet(board):
+    board.dead = {2}  # lost to rank 1: the other ranks have connections of their own to the host that vanished
+    found = blame_fault(board, 1, 2, wait=0.0)
+    assert found == (2, "Rank 2 (role 2) died (process " + str(os.getpid()) + " is gone) in phase 'forward' of step 2.")
+    board.dead = {1}
+    assert find_fault(board, 0) == found
+
+
 def test_a_rank_that_failed_by_itself_is_to_blame_before_one_that_hangs(board):
     board.pages[3].fail("ValueError: bad picture")
     board.pages[1].blame(2, "Rank 2 (role 2) made no progress for 5 s.")
@@ -173,9 +181,10 @@ def test_an_error_that_followed_from_a_death_is_not_the_first_fault(board):
 
 def test_whoever_asks_for_the_first_fault_blames_it(board):
     board.dead = {3}
-    assert "Rank 3" in first_fault(board, 0)
+    sentence = first_fault(board, 0)
+    assert sentence.startswith("Rank 3")
     board.pages[0].fail("connection closed by peer")
-    assert board[0].error == ""
+    assert board[0].error == sentence
     assert board[0].blames == 3
 
 
