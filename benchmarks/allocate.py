@@ -45,6 +45,9 @@ nothing. What decides is whether the encoder keeps its own rank busy meanwhile: 
 as much to do as the backbone.
 """
 
+MOST_SAMPLES = max(MODULES.values())
+"""Of a step; runs with smaller ones have as many more, since a few samples are not like the data."""
+
 PLACEMENTS = {"separate": "1 + 1", "colocated": "colocated x2"}
 """Variants of `benchmarks.variants`, and what they are in tables."""
 
@@ -70,7 +73,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--emulate", type=int, metavar="N", help="every split of N emulated ranks, from 2")
     parser.add_argument("--rounds", type=int, default=3, help="how often the placements take turns")
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of each run")
+    parser.add_argument(
+        "--steps", type=int, default=8, help=f"measured steps of each run, if of {MOST_SAMPLES} samples"
+    )
     parser.add_argument("--quick", action="store_true", help="one round of a tiny size; the figures mean nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
     return parser.parse_args()
@@ -125,7 +130,7 @@ def choose(work: Work, profile: Profile) -> PlacementChoice[MeasuredPrediction]:
 
 
 def _measured(module: str, work: Work, temporary: Path, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Placement -> seconds of a step in every round."""
+    """Placement -> seconds of a step in every round, of as many samples for every module."""
     seconds: dict[str, list[float]] = {placement: [] for placement in PLACEMENTS}
     for number in range(rounds):
         for placement in PLACEMENTS:
@@ -137,7 +142,7 @@ def _measured(module: str, work: Work, temporary: Path, rounds: int, steps: int)
                 folder=folder,
                 cache=work.cache,
                 warmup=2,
-                steps=steps,
+                steps=steps * MOST_SAMPLES // work.global_batch_size,
                 global_batch_size=work.global_batch_size,
             )
             launch(variants.train, job, 2, folder, DEADLINE)

@@ -24,6 +24,7 @@ class Efficiency:
         attention: share of the peak FLOP/s, by fused attention over long sequences with heads that fill its tiles.
         memory: share of the memory bandwidth, by norms, sums and activations of eager code, if each read its inputs
             and wrote its result once.
+        update: share of the memory bandwidth, by the optimizer, if it read and wrote each number once.
         exchange: share of links and network, by collectives.
         contention: seconds by which a second of hidden exchange slows the computing that hides it; both want memory.
         jitter: standard deviation of a device's time for the same work, as a share of it. Ranks that meet wait for the
@@ -35,6 +36,7 @@ class Efficiency:
     dense: float
     attention: float
     memory: float
+    update: float
     exchange: float
     contention: float
     jitter: float
@@ -97,6 +99,7 @@ def assumed_efficiency(device: Device, coefficients: Coefficients = COEFFICIENTS
         dense=device.dense * coefficients.dense_reached,
         attention=min(1.0, device.attention * coefficients.attention_reached),
         memory=coefficients.memory,
+        update=coefficients.memory,
         exchange=coefficients.exchange,
         contention=coefficients.contention,
         jitter=coefficients.jitter,

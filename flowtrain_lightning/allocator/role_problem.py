@@ -51,6 +51,11 @@ class Precision:
         """Bytes of a number that layers' products multiply."""
         return self.computing if self.products is None else self.products
 
+    @property
+    def updated(self) -> int:
+        """Bytes that the optimizer reads and writes to update a weight: weight and states twice, the gradient once."""
+        return 2 * (self.weights + self.states) + self.gradients
+
     def with_optimizer(self, name: str) -> Precision:
         """The same with another optimizer.
 

@@ -144,16 +144,13 @@ def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
     """States and weights read and written, gradients read."""
     precision, device = problem.precision, problem.cluster.device
     trained = problem.half.trainable_parameters * share_of_rank(problem.half, family.tensor) / family.pipeline
-    states = 2 * precision.states
+    kept = trained * family.kept_share("states")
     if family.host_weights:  # all is there; the host reads and writes it no faster than the link is
-        moved = trained * (2 * precision.weights + states + precision.gradients)
-        return moved * family.kept_share("states") / device.host
+        return kept * precision.updated / device.host
     if family.host_states(precision):
         # Gradients go there, weights come back, and the host reads and writes the states no faster than that.
-        moved = trained * (precision.gradients + precision.weights + states)
-        return moved * family.kept_share("states") / device.host
-    moved = trained * (2 * precision.weights + states + precision.gradients)
-    return moved * family.kept_share("states") / (device.memory_bandwidth * problem.efficiency.memory)
+        return kept * (precision.updated - precision.weights) / device.host
+    return kept * precision.updated / (device.memory_bandwidth * problem.efficiency.update)
 
 
 def _offload_seconds(problem: RoleProblem, family: Family, once: PassTime, tokens: FloatArray) -> FloatArray:

@@ -20,7 +20,7 @@ from flowtrain_lightning.allocator.coefficients import assumed_efficiency
 from flowtrain_lightning.allocator.description import Half
 from flowtrain_lightning.allocator.devices import maker_device
 from flowtrain_lightning.allocator.pass_time import pass_time
-from flowtrain_lightning.allocator.role_problem import Family
+from flowtrain_lightning.allocator.role_problem import Family, Precision
 from flowtrain_lightning.allocator.workload import RoleLoad
 from flowtrain_lightning.placement.profile import Profile, ProfileError, ReductionCost
 
@@ -33,9 +33,10 @@ def measured_efficiencies(
 ) -> dict[str, Efficiency]:
     """Role -> the device's shares, all lowered or raised alike, so that predicted passes take as long as measured ones.
 
-    What was measured covers everything that takes time but collectives and waiting for other ranks. Of collectives the
-    sum of gradients is measured on CPUs, whose processors carry the bytes themselves: nothing hides it there. Where the
-    profile was made on another known device, its shares are lowered or raised by what was found there.
+    What was measured covers everything that takes time but collectives and waiting for other ranks; the optimizer was
+    measured by itself. Of collectives the sum of gradients is measured on CPUs, whose processors carry the bytes
+    themselves: nothing hides it there. Where the profile was made on another known device, its shares are lowered or
+    raised by what was found there.
 
     Args:
         profile: of this module. If its device is not known by its maker's name, it is taken for ``device``.
@@ -97,8 +98,14 @@ def _efficiency(profile: Profile, role: str, half: Half, device: Device, precisi
         dense=assumed.dense / slower,
         attention=assumed.attention / slower,
         memory=assumed.memory / slower,
+        update=_update(profile.roles[role].optimizer_seconds, half, profiled, numbers) or assumed.update / slower,
         launch=assumed.launch * slower,
     )
+
+
+def _update(seconds: float, half: Half, device: Device, precision: Precision) -> float:
+    """The share of a device's memory bandwidth that an optimizer was measured to reach; 0 where it was not."""
+    return half.trainable_parameters * precision.updated / seconds / device.memory_bandwidth if seconds > 0 else 0.0
 
 
 def _reached(reduction: ReductionCost, device: Device) -> float:

@@ -9,6 +9,7 @@ from flowtrain_lightning.allocator import Cluster, Workload, describe_dimensions
 from flowtrain_lightning.allocator.collectives import ring
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import Family
+from flowtrain_lightning.allocator.role_time import role_time
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import Observation
 from flowtrain_lightning.placement.calibration import measured_efficiencies
@@ -38,10 +39,14 @@ def profile_of(trains=True, encoder_parameters=MODULE.encoders["image"].paramete
     return Profile(ProfileOrigin("small", "a processor", {}, {"precision": precision}), roles, 256)
 
 
+def problems_of(module, efficiencies):
+    workload = Workload(np.array([LENGTH]), {"image": np.array([LENGTH])}, 8, LENGTH * COUNT, LENGTH * COUNT)
+    return role_problems(module, workload, Cluster(CPU, 2, 2), "32-true", efficiencies)
+
+
 def predicted(module, efficiencies):
     """Role -> seconds that planning takes a full microbatch to be computed in."""
-    workload = Workload(np.array([LENGTH]), {"image": np.array([LENGTH])}, 8, LENGTH * COUNT, LENGTH * COUNT)
-    problems = role_problems(module, workload, Cluster(CPU, 2, 2), "32-true", efficiencies)
+    problems = problems_of(module, efficiencies)
     tokens = np.array([float(LENGTH * COUNT)])
     return {role: float(pass_time(one, Family(np.ones(1)), tokens).total[0]) for role, one in problems.items()}
 
@@ -82,6 +87,14 @@ def test_sums_of_gradients_take_what_they_were_measured_to_take_and_nothing_hide
         assert float(among_two) == pytest.approx(1.0, rel=1e-3)
         assert float(among_four) == pytest.approx(profile.reduction.seconds(int(size), 4), rel=1e-3)
         assert measured.contention == 1.0
+
+
+def test_updates_take_what_the_optimizer_was_measured_to_take():
+    profile = profile_of()
+    roles = {role: replace(half, optimizer_seconds=0.03) for role, half in profile.roles.items()}
+    measured = measured_efficiencies(replace(profile, roles=roles), MODULE, CPU, "32-true")
+    for problem in problems_of(MODULE, measured).values():
+        assert float(role_time(problem, Family(np.ones(1))).optimizer[0]) == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(
