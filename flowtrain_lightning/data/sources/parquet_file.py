@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.formats import Record, parse
@@ -16,6 +17,8 @@ from flowtrain_lightning.data.sources.record_store import Location
 from flowtrain_lightning.packing import IntArray
 
 _KEPT_GROUPS = 4
+_LARGE_GROUP = 128 * 2**20
+"""Bytes of a row group from which on reading records in shuffled order is slow, and keeping groups takes memory."""
 
 
 class ParquetFile(DataFile):
@@ -32,6 +35,7 @@ class ParquetFile(DataFile):
         super().__init__(path)
         with self.open() as file, _explained(path):
             self._metadata: Any = _parquet().ParquetFile(file).metadata
+        self._warn_of_large_groups()
         self._group = lru_cache(maxsize=_KEPT_GROUPS)(self._read_group)
 
     @property
@@ -52,8 +56,7 @@ class ParquetFile(DataFile):
 
     def lengths(self, locations: IntArray) -> IntArray:
         """``[records]`` how many bytes are read for each: a group is read whole, so it counts for its first row."""
-        groups = [self._metadata.row_group(group).total_byte_size for group in range(self._metadata.num_row_groups)]
-        return np.where(locations[:, 1] == 0, np.asarray(groups, np.int64)[locations[:, 0]], 0)
+        return np.where(locations[:, 1] == 0, np.asarray(self._group_bytes(), np.int64)[locations[:, 0]], 0)
 
     def records(self, first: int, locations: IntArray) -> list[Record]:
         """Records that follow each other.
@@ -67,6 +70,19 @@ class ParquetFile(DataFile):
             fields = self._group(group).slice(row, 1).to_pylist()[0]
             found.append(parse(without_nulls(fields), self.path, number, self.path.parent.joinpath))
         return found
+
+    def _group_bytes(self) -> list[int]:
+        return [self._metadata.row_group(group).total_byte_size for group in range(self._metadata.num_row_groups)]
+
+    def _warn_of_large_groups(self) -> None:
+        largest = max(self._group_bytes(), default=0)
+        if largest > _LARGE_GROUP:
+            rank_zero_warn(
+                f"{self.path} has row groups of up to {largest / 2**20:,.0f} MiB. Each record is read with its whole "
+                f"group, and {_KEPT_GROUPS} groups are kept by every process that loads, so shuffled training will be "
+                "slow. Write the file anew in small groups (row_group_size=100), or give what datasets.load_dataset "
+                "makes of it, which can read single rows."
+            )
 
     def _read_group(self, group: int) -> Any:
         with self.open() as file, _explained(self.path):

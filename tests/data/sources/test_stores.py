@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tarfile
+import warnings
 
 import fsspec
 import numpy as np
@@ -186,6 +187,16 @@ def test_an_image_may_stand_in_the_record_itself(tmp_path):
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
     (record,) = records_in(tmp_path / "d.jsonl")
     assert record.images[0].content == b"content"
+
+
+def test_parquet_of_large_row_groups_is_said_to_be_slow(file, monkeypatch):
+    path = as_parquet(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ParquetFile(path)
+    monkeypatch.setattr("flowtrain_lightning.data.sources.parquet_file._LARGE_GROUP", 10)
+    with pytest.warns(UserWarning, match=r"row groups of up to .* MiB.*row_group_size=100.*datasets\.load_dataset"):
+        ParquetFile(path)
 
 
 def refused(tmp_path):
