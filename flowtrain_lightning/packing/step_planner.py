@@ -87,12 +87,7 @@ def plan_step(
             sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, sync_every=sync_every
         )
     some_only_encode = 0 < len({encoder for encoder, _ in colocated_lanes}) < encoder_ranks
-    if encoder_cost is not None:
-        media_costs = encoder_cost.of_each(sizes.media_patches)
-    elif some_only_encode:
-        media_costs = cost.of_each(sizes.media_rows)
-    else:
-        media_costs = sizes.media_patches.astype(np.float64)
+    media_costs = _media_costs(sizes, cost, encoder_cost, some_only_encode)
     if encoder_cost is None or local or colocated_lanes or encoders:
         # A rank with both lanes never waits for itself, so little is to be gained by a search; and a search would
         # have to compare what media cost one encoder with what others cost another.
@@ -132,6 +127,15 @@ def plan_step(
     if local and sizes.media_modality is not None:
         batches = divided_by_modality(batches, sizes)
     return StepPlan(samples, sizes, microbatches, batches)
+
+
+def _media_costs(
+    sizes: SampleSizes, cost: CostModel, encoder_cost: CostModel | None, some_only_encode: bool
+) -> FloatArray:
+    """``[media items]`` what each costs the encoder; in the unit of ``cost`` where both costs meet on a rank."""
+    if encoder_cost is not None:
+        return encoder_cost.of_each(sizes.media_patches)
+    return cost.of_each(sizes.media_rows) if some_only_encode else sizes.media_patches.astype(np.float64)
 
 
 def _ordered(

@@ -35,6 +35,9 @@ _PRECISION = {
 }
 """The Trainer's precision -> what FSDP2 gathers and sums in; elsewhere all is in the dtype of the weights."""
 
+Fill = Callable[[Callable[[nn.Parameter], None] | None], None]
+"""Gives weights without memory their numbers, and calls its argument, if it has one, with each that has got them."""
+
 
 @dataclass(frozen=True)
 class RoleGroups:
@@ -89,7 +92,7 @@ def make_engine(
     device_type: str,
     precision: str,
     early: bool,
-    fill: Callable[[Callable[[nn.Parameter], None] | None], None],
+    fill: Fill,
 ) -> HalfEngine:
     """Put a layout onto one half of a module.
 
@@ -108,8 +111,7 @@ def make_engine(
         precision: of the Trainer.
         early: whole copies may sum gradients during the last backward. Sums of two roles on one GPU, in communicators
             of their own, could wait for each other.
-        fill: gives weights that have no memory their numbers, whole or in parts, and calls its argument, if it has one,
-            with each that has got them.
+        fill: see `Fill`; whole or in parts.
 
     Raises:
         ValueError: the module does not say how the half is divided among tensor ranks, or says what cannot be.
@@ -125,25 +127,10 @@ def make_engine(
     if layout.shard != "fsdp":
         for block in (block for half in modules.values() for block in repeated_blocks(half)):
             recompute_in_backward(block, recompute)
-    if layout.shard in ("replicate", "deepspeed-1", "deepspeed-2"):
-        fill(None)
     if layout.by_deepspeed:
-        device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-        if layout.shard == "deepspeed-3":
-            engine = DeepSpeedShardedHalf(
-                modules, groups.all, device, fill=fill, activations=on_host, optimizer_on_host=offload == "optimizer"
-            )
-        else:
-            stage: Stage = 1 if layout.shard == "deepspeed-1" else 2
-            engine = DeepSpeedHalf(
-                modules,
-                groups.all,
-                device,
-                stage=stage,
-                activations=on_host,
-                optimizer_on_host=offload == "optimizer",
-            )
+        engine = _deepspeed_half(modules, layout, groups, on_host, offload == "optimizer", device_type, fill)
     elif layout.shard == "replicate":
+        fill(None)
         # No mesh of one dimension: it would be the default group, in which early sums could meet other collectives.
         group = groups.all if mesh is None else mesh.get_group("data")
         engine = ReplicatedHalf(half_parameters(module, role), group, early=early, activations=on_host)
@@ -166,6 +153,28 @@ def make_engine(
     if groups.context is not None:
         engine = ContextParallelHalf(engine, groups.context)
     return engine
+
+
+def _deepspeed_half(
+    modules: dict[str, nn.Module],
+    layout: Layout,
+    groups: RoleGroups,
+    activations: ActivationsOnHost | None,
+    optimizer_on_host: bool,
+    device_type: str,
+    fill: Fill,
+) -> HalfEngine:
+    """A half that DeepSpeed runs: ZeRO-3 divides its weights as they are filled, stages 1 and 2 hold them whole."""
+    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    if layout.shard == "deepspeed-3":
+        return DeepSpeedShardedHalf(
+            modules, groups.all, device, fill=fill, activations=activations, optimizer_on_host=optimizer_on_host
+        )
+    fill(None)
+    stage: Stage = 1 if layout.shard == "deepspeed-1" else 2
+    return DeepSpeedHalf(
+        modules, groups.all, device, stage=stage, activations=activations, optimizer_on_host=optimizer_on_host
+    )
 
 
 def _mesh(layout: Layout, ranks: list[int], device_type: str) -> DeviceMesh:
