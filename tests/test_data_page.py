@@ -1,4 +1,4 @@
-"""The examples of the page about data that are about videos run."""
+"""The examples of the page about data that are about videos and other people's tables run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from PIL import Image
 
 pytest.importorskip("transformers")
 pytest.importorskip("av")
 pytest.importorskip("datasets")
 
+import datasets
+
 from flowtrain_lightning.data import FlowDataModule, IndexConfig
+from flowtrain_lightning.data.sources.naming import open_stores
+from flowtrain_lightning.data.sources.record_store import locations_of
 from flowtrain_lightning.models import template_of
 from tests.data.shards import write_tar
 from tests.models.clips import tokenizer_of, videos_for
@@ -24,6 +30,19 @@ from tests.tiny_videos import write_clip
 PAGE = (Path(__file__).parents[1] / "docs/data.md").read_text(encoding="utf-8")
 VIDEOS = PAGE.partition("## Videos")[2].partition("\n## ")[0]
 FAMILY = "qwen2_5_vl"
+
+
+def test_a_table_of_questions_becomes_records_as_the_page_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (32, 24), "red").save("a.png")
+    Path("questions.csv").write_text("question,answer,file\nWhich colour?,Red.,a.png\n")
+    (example,) = re.findall(r"```python\n(rows = datasets.load_dataset\(\"csv\".*?)```", PAGE, flags=re.DOTALL)
+    given: list[Any] = []
+    exec(example, {"datasets": datasets, "flow": SimpleNamespace(FlowDataModule=lambda rows, **_: given.append(rows))})
+    (store,) = open_stores(given[0])
+    (record,) = store.records(0, locations_of(store))
+    assert [turn.text for turn in record.turns] == ["<image>Which colour?", "Red."]
+    assert str(record.images[0]) == "a.png"
 
 
 def test_videos_train_from_files_shards_tables_and_streams_as_the_page_says(tmp_path, monkeypatch):

@@ -14,13 +14,14 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.datamodule import FlowDataModule
 from flowtrain_lightning.data.dataset import StepDataset
-from flowtrain_lightning.data.formats import Record, Turn
+from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.image_files import ImageError
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.loaded_media import LoadedMedia, OwnMedia
 from flowtrain_lightning.data.media_files import MediaError
+from flowtrain_lightning.data.record_turns import Turn
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.hugging_face import HubDataset
 from flowtrain_lightning.data.sources.indexed_source import IndexedSource

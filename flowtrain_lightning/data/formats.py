@@ -1,4 +1,4 @@
-"""What a record means, wherever it lies: ``messages``, LLaVA's ``conversations``, text alone, or token ids."""
+"""What a record means, wherever it lies: a conversation with its images and videos, text alone, or token ids."""
 
 from __future__ import annotations
 
@@ -14,58 +14,13 @@ from flowtrain_lightning.data.data_path import data_path
 from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.loaded_media import OwnMedia
 from flowtrain_lightning.data.media_files import EncodedMedia, MediaFile, VideoFile
-from flowtrain_lightning.data.understood import (
-    NotUnderstoodError,
-    check_media,
-    check_part,
-    system_of,
-    written_beside_turns,
-    written_in_turn,
-)
-
-MARKERS = {"image": "<image>", "video": "<video>"}
-"""Mark in a record's text where its next image or video belongs."""
-
-_MARKER = re.compile("|".join(MARKERS.values()))
-_KINDS = {marker: kind for kind, marker in MARKERS.items()}
-
-_PART_TYPES = {"text": "text", **{f"{kind}{end}": kind for kind in MARKERS for end in ("", "_url")}}
-_PART_KEYS = {kind: (kind, "path", "url", f"{kind}_url") for kind in MARKERS}
-"""Under which a part of a content may name its image or video; parts that name none take the next of the record's."""
+from flowtrain_lightning.data.record_turns import MARKERS, Turn, conversation_of, is_reference, refuse_halves
+from flowtrain_lightning.data.understood import NotUnderstoodError, check_media, check_other_names, written_beside_turns
 
 _A_FILE = {"image": "an image file", "video": "a video file"}
 
 _ON_THE_WEB = re.compile(r"(.*::)?https?://")
 """Also behind another address, as fsspec chains them: ``simplecache::https://...``."""
-
-_LLAVA_ROLES = {"human": "user", "gpt": "assistant"}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What one role says, with an ``<image>`` or ``<video>`` marker for each media item.
-
-    Attributes:
-        role: who says it.
-        text: what is said.
-        learned: False where an assistant's turn shall not be learned (``"weight": 0`` in the data).
-        others: what else the turn holds, for the template to write: ``tool_calls``, say.
-    """
-
-    role: str
-    text: str
-    learned: bool = True
-    others: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """``"image"`` or ``"video"`` for each marker, in order."""
-        return tuple(_KINDS[marker] for marker in _MARKER.findall(self.text))
-
-    @property
-    def texts(self) -> list[str]:
-        """What stands before, between and behind the markers: one more than there are of these."""
-        return _MARKER.split(self.text)
 
 
 @dataclass(frozen=True)
@@ -134,11 +89,15 @@ def _parsed(fields: Any, where: str, number: int, file_of: Callable[[str], Media
     try:
         others = written_beside_turns(fields)
         beside = {kind: _beside(fields, kind, where) for kind in MARKERS}
-        if "messages" not in fields and "conversations" not in fields:
+        conversation = conversation_of(fields, len(beside["image"]), where)
+        for kind in MARKERS:
+            if not beside[kind] and (conversation is None or not conversation[1][kind]):
+                check_other_names(fields, kind)
+        if conversation is None:
             return _without_turns(fields, where, name, beside, file_of)
-        turns, named = _conversation(fields, where)
     except NotUnderstoodError as error:
         raise DataError(f"{where}: {error}.") from None
+    turns, named = conversation
     media = {kind: iter(_of_kind(kind, turns, named[kind], beside[kind], where, file_of)) for kind in MARKERS}
     in_order = tuple(next(media[kind]) for turn in turns for kind in turn.kinds)
     return Record(where, name, turns, in_order, fields, others)
@@ -165,20 +124,6 @@ def _of_kind(
     return [_media(item, kind, where, file_of) for item in items]
 
 
-def _conversation(fields: dict[str, Any], where: str) -> tuple[tuple[Turn, ...], dict[str, list[Any]]]:
-    """The turns, and the images and videos that are named within them."""
-    if "messages" in fields:
-        turns, named = _turns(fields["messages"], where, "messages", "role", "content")
-    else:
-        turns, named = _turns(fields["conversations"], where, "conversations", "from", "value")
-    system = system_of(fields)
-    if system is None:
-        return turns, named
-    if turns[0].role == "system":
-        raise DataError(f"{where}: its first turn is the system's, but it has 'system' beside its turns too; keep one.")
-    return (Turn("system", system), *turns), named
-
-
 def _without_turns(
     fields: dict[str, Any],
     where: str,
@@ -198,10 +143,15 @@ def _without_turns(
     if "text" in fields:
         if images:
             raise DataError(f"{where}: text alone has no images; write text with images as 'messages'.")
+        if "file_name" in fields:
+            raise DataError(
+                f"{where}: beside its 'text' it names a file ('file_name'), as lists of images do; write text with "
+                "images as 'messages', or take the name out."
+            )
         return Record(where, name, (), (), fields, written=_text_alone(fields, where))
     raise DataError(
-        f"{where}: expected 'messages' (with 'images'), 'conversations' (with 'image'), 'input_ids' or 'text', found "
-        "none of them."
+        f"{where}: expected 'messages' or 'texts' (with 'images'), 'conversations' (with 'image'), 'prompt' and "
+        "'completion', 'input_ids' or 'text', found none of them; docs/data.md shows them."
     )
 
 
@@ -213,12 +163,7 @@ def _beside(fields: dict[str, Any], kind: str, where: str) -> list[Any]:
     items = both[0] or both[1]
     for item in items:
         check_media(item, kind)
-    return [item.get("path") if _is_reference(item) else item for item in items]
-
-
-def _is_reference(item: Any) -> bool:
-    """Whether it says where an image or a video is and does not hold it; ``b""`` holds one, which is empty."""
-    return isinstance(item, dict) and not isinstance(item.get("bytes"), bytes) and not item.get("bytes")
+    return [item.get("path") if is_reference(item) else item for item in items]
 
 
 def _several(value: Any) -> list[Any]:
@@ -273,60 +218,5 @@ def _text_alone(fields: dict[str, Any], where: str) -> str:
     text = fields["text"]
     if not isinstance(text, str) or not text:
         raise DataError(f"{where}: 'text' must be a string with something in it.")
-    _refuse_halves(text, where)
+    refuse_halves(text, where)
     return text
-
-
-def _turns(
-    items: Any, where: str, name: str, role_key: str, text_key: str
-) -> tuple[tuple[Turn, ...], dict[str, list[Any]]]:
-    """The turns, and the images and videos that are named within them."""
-    if not isinstance(items, list) or not items:
-        raise DataError(f"{where}: '{name}' must be a list with at least one turn.")
-    turns: list[Turn] = []
-    named: dict[str, list[Any]] = {kind: [] for kind in MARKERS}
-    for item in items:
-        role, content = (item.get(role_key), item.get(text_key)) if isinstance(item, dict) else (None, None)
-        learned, others = written_in_turn(item, (role_key, text_key)) if isinstance(item, dict) else (True, {})
-        content = "" if content is None and "tool_calls" in others else content
-        text = _joined(content, named, where) if isinstance(content, list) else content
-        if not isinstance(role, str) or not isinstance(text, str):
-            raise DataError(f"{where}: every turn in '{name}' needs '{role_key}' and '{text_key}', both strings.")
-        _refuse_halves(text, where)
-        turns.append(Turn(_LLAVA_ROLES.get(role, role), text, learned, others))
-    return tuple(turns), named
-
-
-def _joined(parts: list[Any], named: Mapping[str, list[Any]], where: str) -> str:
-    """Text with markers of content that is a list, as chat templates take it; what it names goes to ``named``."""
-    text = ""
-    for part in parts:
-        kind = _PART_TYPES.get(str(part.get("type"))) if isinstance(part, dict) else None
-        if kind is not None:
-            check_part(part)
-        if kind == "text" and isinstance(part.get("text"), str):
-            text += part["text"]
-        elif kind in MARKERS:
-            text += MARKERS[kind]
-            items = [part[key] for key in _PART_KEYS[kind] if part.get(key) is not None][:1]
-            named[kind].extend(
-                (item.get("path") if item.get("url") is None else item["url"]) if _is_reference(item) else item
-                for item in items
-            )
-        else:
-            raise DataError(
-                f"{where}: content that is a list holds {{'type': 'text', 'text': ...}}, {{'type': 'image'}} and "
-                f"{{'type': 'video'}}, but here it has {str(part)[:80]}."
-            )
-    return text
-
-
-def _refuse_halves(text: str, where: str) -> None:
-    """JSON can hold one half of a pair that UTF-16 writes a character with; fast tokenizers fail there."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = ascii(text[error.start])
-        raise DataError(
-            f"{where}: its text holds half of a character, {half}, as is left where an emoji was cut; take it out."
-        ) from error

@@ -49,6 +49,21 @@ def written_beside_turns(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: fields[name] for name in _WRITTEN if fields.get(name)}
 
 
+def check_other_names(fields: Mapping[str, Any], kind: str) -> None:
+    """Refuses a record in which no image or video was found, but which may name one where none is looked for.
+
+    Args:
+        fields: the record.
+        kind: ``"image"`` or ``"video"``.
+
+    Raises:
+        NotUnderstoodError: it does, so that it would be learned without.
+    """
+    for name in (f"{kind}_{what}{end}" for what in ("path", "file", "url") for end in ("", "s")):
+        if fields.get(name):
+            raise NotUnderstoodError(f"it holds {name!r}, which is not read; name {kind}s as '{kind}s', or take it out")
+
+
 def written_in_turn(turn: Mapping[str, Any], usual: tuple[str, str]) -> tuple[bool, dict[str, Any]]:
     """Whether a turn may be learned, and what it holds for the template to write beside its role and text.
 

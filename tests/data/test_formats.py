@@ -90,6 +90,54 @@ def test_content_may_be_a_list_of_text_and_images(tmp_path, record):
     assert found.images == (tmp_path / "1.png", tmp_path / "2.png")
 
 
+USER, ANSWER = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "This."}
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations", "prompt"])
+@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")])
+def test_every_list_of_turns_may_be_written_in_either_way(tmp_path, name, keys):
+    turns = [dict(zip(keys, turn.values(), strict=True)) for turn in (USER, ANSWER)]
+    record = {"prompt": turns[:1], "completion": turns[1:]} if name == "prompt" else {name: turns}
+    (found,) = records_in(write_records(tmp_path / "d.jsonl", [record]))
+    assert [(turn.role, turn.text) for turn in found.turns] == [("user", "What?"), ("assistant", "This.")]
+
+
+def test_of_a_prompt_and_its_completion_the_completion_is_learned(tmp_path):
+    record = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "system": "Be short."}
+    (found,) = records_in(write_records(tmp_path / "d.jsonl", [record]))
+    assert [turn.learned for turn in found.turns if turn.role == "assistant"] == [False, True]
+    assert found.turns[0] == Turn("system", "Be short.")
+
+
+def test_questions_and_answers_may_be_pairs(tmp_path):
+    pairs = [{"user": "What?", "assistant": "This.", "source": "book"}, {"user": "And?", "assistant": "That."}]
+    (found,) = records_in(write_records(tmp_path / "d.jsonl", [{"texts": pairs}]))
+    said = [("user", "What?"), ("assistant", "This."), ("user", "And?"), ("assistant", "That.")]
+    assert [(turn.role, turn.text) for turn in found.turns] == said
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"texts": [{"user": "What?", "assistant": "This."}]},
+        {"prompt": [{"role": "system", "content": "Be short."}, USER], "completion": [ANSWER]},
+    ],
+)
+def test_where_no_place_of_images_is_marked_in_these_they_stand_before_the_first_question(tmp_path, record):
+    (found,) = records_in(write_records(tmp_path / "d.jsonl", [{**record, "images": ["1.png", "2.png"]}]))
+    assert [turn.text for turn in found.turns if turn.role == "user"] == ["<image><image>What?"]
+    marked = json.loads(json.dumps(record).replace("What?", "What<image>?"))
+    (found,) = records_in(write_records(tmp_path / "d.jsonl", [{**marked, "images": ["1.png"]}]))
+    assert [turn.text for turn in found.turns if turn.role == "user"] == ["What<image>?"]
+
+
+def test_token_ids_and_text_alone_are_taken_before_what_they_were_made_of(tmp_path):
+    made_of = {"prompt": "a", "completion": "b"}
+    records = [{"input_ids": [1, 2], **made_of}, {"text": "ab", **made_of}]
+    tokens, text = records_in(write_records(tmp_path / "d.jsonl", records))
+    assert (tokens.turns, text.turns, text.written) == ((), (), "ab")
+
+
 def test_a_record_without_images_needs_no_entry_for_them(tmp_path):
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     records = [{"messages": [{"role": "user", "content": "hi"}]}, {"conversations": turns}]
@@ -127,7 +175,7 @@ def test_real_records_are_read(real_data, real):
 BROKEN = {
     "not json": ('{"id": 1,', r"record 2.*not valid JSON"),
     "no object": ("[1]", "record 2.*expected a JSON object, got list"),
-    "no known form": ('{"id": "a", "texts": ""}', r"record 2 \(id 'a'\).*found none of them"),
+    "no known form": ('{"id": "a", "caption": ""}', r"record 2 \(id 'a'\).*found none of them"),
     "no text": ('{"text": ""}', "'text' must be a string with something in it"),
     "text with images": ('{"text": "a", "images": ["b"]}', "text alone has no images"),
     "no token": ('{"input_ids": []}', "'input_ids' must be a list with at least one token id"),
@@ -138,6 +186,15 @@ BROKEN = {
     "nested too deep": ("[" * 50_000, "record 2: its JSON is nested too deep"),
     "a record nested too deep": ('{"messages": ' + "[" * 700 + "]" * 700 + "}", "record 2"),
     "a number of too many digits": ('{"id": ' + "7" * 5000 + "}", "record 2: it holds a number of too many digits"),
+    "prompt of text alone": ('{"prompt": "a", "completion": "b"}', "'completion' must both be lists of turns"),
+    "prompt without turns": ('{"prompt": [], "completion": []}', "'prompt' must be a list with at least one turn"),
+    "no pairs": ('{"texts": []}', "'texts' must be a list with at least one pair"),
+    "half of a pair": ('{"texts": [{"user": "a"}]}', "every pair in 'texts' needs 'user' and 'assistant'"),
+    "more than a pair": (
+        '{"texts": [{"user": "a", "assistant": "b", "audio": "c"}]}',
+        "a pair in 'texts' has 'audio', which is not understood",
+    ),
+    "a list of images": ('{"file_name": "a.png", "text": "b"}', "it names a file .'file_name'."),
     "no turns": ('{"id": "a", "messages": []}', "'messages' must be a list with at least one turn"),
     "turn without text": ('{"messages": [{"role": "user"}]}', "needs 'role' and 'content'"),
     "more markers": (

@@ -30,6 +30,19 @@ def test_images_may_be_named_by_either_key(key, form):
         read({form: [{name: value.replace("<image>", "") for name, value in turn.items()}], key: ["a.png"]})
 
 
+@pytest.mark.parametrize("fields", [{"messages": [USER, ANSWER]}, {"text": "a"}, {"input_ids": [1]}])
+def test_what_may_name_an_image_is_no_other_data_where_there_is_no_image(fields):
+    for name in ("image_path", "image_urls", "video_file"):
+        with pytest.raises(DataError, match=f"holds '{name}', which is not read; name {name[:5]}s as '{name[:5]}s'"):
+            read({**fields, name: "a.png"})
+    part = {"type": "image", "image": "a.png"}
+    for named in (
+        {"messages": [USER | {"content": [part]}]},
+        {"messages": [USER | {"content": "<image>"}], "image": "a"},
+    ):
+        assert len(read({**named, "image_url": "https://a.org/a.png"}).images) == 1
+
+
 def test_a_system_beside_the_turns_is_the_first_turn():
     turns = read({"messages": [USER], "system": "Be short."}).turns
     assert [(turn.role, turn.text) for turn in turns] == [("system", "Be short."), ("user", "a")]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from flowtrain_lightning.data import IGNORED_LABEL, DataError, Record, TokenSequence
-from flowtrain_lightning.data.formats import MARKERS, parse
+from flowtrain_lightning.data.formats import parse
+from flowtrain_lightning.data.record_turns import MARKERS
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,6 +18,10 @@ from flowtrain_lightning.data.sources.tar_shard import TarShard
 _KINDS: dict[str, Callable[[Path], RecordStore]] = {".parquet": ParquetFile, ".tar": TarShard}
 """Endings of files that are not JSON."""
 
+_COMPRESSED = (".bz2", ".gz", ".xz", ".zip", ".zst")
+_TABLES = {".arrow": "arrow", ".csv": "csv", ".feather": "arrow", ".tsv": "csv"}
+"""Endings of files that are not read, and by which name ``datasets.load_dataset`` reads them."""
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -109,13 +113,25 @@ def open_stores(source: Any) -> list[RecordStore]:
     if isinstance(source, HubDataset):
         source = source.load()
     if isinstance(source, str | Path):
-        return [_KINDS.get(path.suffix.lower(), JsonFile)(path) for path in _files(data_path(source))]
+        return [_opened(path) for path in _files(data_path(source))]
     if hasattr(source, "with_format") and hasattr(source, "__len__"):
         return [HuggingFaceRows(source)]
     raise DataError(
         f"{type(source).__name__} is no data that can be read; give a file, an address, a HubDataset or a "
         "datasets.Dataset."
     )
+
+
+def _opened(path: Path) -> RecordStore:
+    ending = path.suffix.lower()
+    if ending in _COMPRESSED and path.is_file():
+        raise DataError(f"{path}: it is compressed, but records are read at their places in a file; unpack it first.")
+    if ending in _TABLES and path.is_file():
+        raise DataError(
+            f"{path}: files of this kind are not read. Load it with datasets.load_dataset({_TABLES[ending]!r}, "
+            "data_files=...), make its rows such records as docs/data.md shows, by map, and give what comes of it."
+        )
+    return _KINDS.get(ending, JsonFile)(path)
 
 
 def _files(path: Path) -> list[Path]:

@@ -213,6 +213,9 @@ def refused(tmp_path):
     )
     yield lambda: locations_of(TarShard(tmp_path / "cut.tar")), r"cut\.tar: it is no tar file .*unexpected end of data"
     yield lambda: JsonFile(tmp_path), "this is a folder"
+    for name, words in {"a.jsonl.gz": "is compressed, .*; unpack it first", "a.csv": r"load_dataset\('csv'"}.items():
+        (tmp_path / name).write_bytes(b"\x1f\x8b")
+        yield lambda name=name: open_stores(tmp_path / name), words
     yield lambda: open_stores("nowhere://a/b.jsonl"), "nowhere://a/b.jsonl: this kind of address cannot be read"
     yield lambda: open_stores(7), "int is no data that can be read"
     yield lambda: open_stores(HubDataset(str(tmp_path / "none"))), "none: it cannot be loaded"
