@@ -115,7 +115,7 @@ def launch(command: list[str], log: Path, **variables: str) -> Iterator[subproce
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            process_group=0,
+            start_new_session=True,  # a process group of its own
         )
         try:
             yield process
