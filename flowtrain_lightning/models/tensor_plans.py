@@ -1,7 +1,7 @@
 """How the halves of Hugging Face models are divided among tensor-parallel ranks.
 
 `transformers` has plans for the layers of most decoders. What it lacks is here: embeddings, heads, the norms of
-attention heads, decoders without a plan (Qwen3-VL), the division of tokens between layers, and towers.
+attention heads, decoders whose plan has no layers (Qwen3-VL), the division of tokens between layers, and towers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DECODER: Mapping[str, TensorStyle] = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-"""Of decoders that are built as Llama's and have no plan."""
+"""Of decoders that are built as Llama's and whose plan has no layers."""
 
 _TOKENS: Mapping[str, TensorStyle] = {
     "layers.*": "divided_tokens",
@@ -61,7 +61,9 @@ def decoder_plan(decoder: Any, head: nn.Module, names: Mapping[nn.Module, str], 
                 f"{type(decoder).__name__} has {name} {getattr(config, name)}, which {ranks} tensor ranks cannot share "
                 "evenly; take a tensor degree that divides it."
             )
-    styles: dict[str, TensorStyle] = dict(getattr(config, "base_model_tp_plan", None) or _DECODER) | dict(_TOKENS)
+    given = getattr(config, "base_model_tp_plan", None) or {}
+    layers: dict[str, TensorStyle] = {name: style for name, style in given.items() if name.startswith("layers.")}
+    styles = dict(layers or _DECODER) | dict(_TOKENS)
     attention = decoder.layers[0].self_attn
     for norm in (name for name in _HEAD_NORMS if hasattr(attention, name)):
         styles[f"layers.*.self_attn.{norm}"] = "replicated_with_grad_allreduce"
