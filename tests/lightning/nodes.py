@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,9 @@ def train_without_a_shared_folder(folder: Path, *, data: str, tester: int, check
     try:
         trainer.fit(TinyVLM(), steps_data(Path(data)))
     finally:
+        deadline = time.monotonic() + 10  # rank 0 clears away what it wrote while the others end already
+        while any(kept.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
         found = {"step": trainer.global_step, "left": sorted(path.name for path in kept.iterdir())}
         torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
 
