@@ -67,6 +67,17 @@ def _without_key_biases(weights: Named) -> Named:
     return {name: weight for name, weight in weights.items() if not name.endswith("k_proj.bias")}
 
 
+@pytest.mark.parametrize("given", [None, {"embed_tokens": "embedding_rowwise"}])
+def test_the_layers_of_a_decoder_are_divided_where_the_plan_of_transformers_has_none(given):
+    family = FAMILIES["qwen3_vl"]
+    module = family.kind(family.config)
+    module.configure_model()
+    module.model.model.language_model.config.base_model_tp_plan = given
+    plan = module.tensor_plan("backbone", 2)
+    assert plan["model.model.language_model.layers.*.self_attn.q_proj"] == "colwise"
+    assert plan["model.model.language_model.embed_tokens"] == "embedding_rowwise"
+
+
 def test_heads_that_tensor_ranks_cannot_share_evenly_are_refused():
     family = FAMILIES["qwen3_vl"]
     module = family.kind(family.config)
