@@ -20,7 +20,6 @@ _PART_TYPES = {"text": "text", **{f"{kind}{end}": kind for kind in MARKERS for e
 _PART_KEYS = {kind: (kind, "path", "url", f"{kind}_url") for kind in MARKERS}
 """Under which a part of a content may name its image or video; parts that name none take the next of the record's."""
 
-
 _WRITTEN_AS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """How the turns of a list are written as a rule; each may be written as the other is."""
 

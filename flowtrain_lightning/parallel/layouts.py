@@ -36,7 +36,7 @@ _PRECISION = {
 """The Trainer's precision -> what FSDP2 gathers and sums in; elsewhere all is in the dtype of the weights."""
 
 Fill = Callable[[Callable[[nn.Parameter], None] | None], None]
-"""Gives weights without memory their numbers, and calls its argument, if it has one, with each that has got them."""
+"""Gives weights without memory their numbers, whole or in parts, and calls its argument with each that has got them."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def make_engine(
         precision: of the Trainer.
         early: whole copies may sum gradients during the last backward. Sums of two roles on one GPU, in communicators
             of their own, could wait for each other.
-        fill: see `Fill`; whole or in parts.
+        fill: fills the weights of the half.
 
     Raises:
         ValueError: the module does not say how the half is divided among tensor ranks, or says what cannot be.

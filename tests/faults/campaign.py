@@ -18,7 +18,7 @@ from tests.trials import RESULTS, commit
 KEPT = RESULTS / "campaign.jsonl"
 """One line for each trial: when and at which commit it was run, what happened, and what was not as promised."""
 
-_SHOWN = 2000  # characters of a complaint's begin, and of its end
+_SHOWN = 2000  # characters of a complaint's beginning, and of its end
 
 
 def main() -> int:
@@ -67,7 +67,7 @@ def _run(seed: int, forks: Forks) -> dict[str, Any]:
 
 
 def _shortened(text: str) -> str:
-    """Its begin, which says what was to be so, and its end, where a job said its last words."""
+    """Its beginning, which says what was to be so, and its end, where a job said its last words."""
     return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]}\n...\n{text[-_SHOWN:]}"
 
 

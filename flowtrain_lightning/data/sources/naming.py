@@ -19,8 +19,8 @@ _KINDS: dict[str, Callable[[Path], RecordStore]] = {".parquet": ParquetFile, ".t
 """Endings of files that are not JSON."""
 
 _COMPRESSED = (".bz2", ".gz", ".xz", ".zip", ".zst")
-_TABLES = {".arrow": "arrow", ".csv": "csv", ".feather": "arrow", ".tsv": "csv"}
-"""Endings of files that are not read, and by which name ``datasets.load_dataset`` reads them."""
+_TABLES = {".arrow": "'arrow'", ".csv": "'csv'", ".tsv": "'csv', sep='\\t'"}
+"""Endings of files that are not read, and with which arguments ``datasets.load_dataset`` reads them."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _opened(path: Path) -> RecordStore:
         raise DataError(f"{path}: it is compressed, but records are read at their places in a file; unpack it first.")
     if ending in _TABLES and path.is_file():
         raise DataError(
-            f"{path}: files of this kind are not read. Load it with datasets.load_dataset({_TABLES[ending]!r}, "
+            f"{path}: files of this kind are not read. Load it with datasets.load_dataset({_TABLES[ending]}, "
             "data_files=...), make its rows such records as docs/data.md shows, by map, and give what comes of it."
         )
     return _KINDS.get(ending, JsonFile)(path)
