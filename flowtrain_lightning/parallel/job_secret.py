@@ -15,7 +15,7 @@ SECRET = "FLOWTRAIN_JOB_SECRET"
 _TAG_BYTES = 32  # of HMAC-SHA256
 _FEWEST_CHARACTERS = 32
 _LENGTH = struct.Struct("<I")
-_RUN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+_RUN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 class ForeignMessageError(RuntimeError):
@@ -70,7 +70,7 @@ class JobKey:
 
 
 def job_key(ranks: int) -> JobKey:
-    """The key of the run that this process belongs to, one for every start by torchrun.
+    """The key of the run that this process belongs to, in all starts by torchrun.
 
     It comes from ``FLOWTRAIN_JOB_SECRET``, else from a file in the user's home, which the first job makes and which
     nodes with a common home share.

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from flowtrain_lightning.parallel.job_secret import ForeignMessageError, job_key
+from flowtrain_lightning.parallel.job_start import agree_on_start
 from flowtrain_lightning.parallel.keyed_store import KeyedStore
 
 _PRESENT = "flowtrain/present/{}"
@@ -38,6 +39,9 @@ def root_store(rank: int, ranks: int, timeout: timedelta) -> KeyedStore:
         key = job_key(ranks)
         with readable_rendezvous_errors(rank, ranks, timeout):
             store = KeyedStore(_tcp_store(rank, timeout), key)
+            if _torchrun_keeps_it():
+                start = agree_on_start(store, rank, ranks)
+                store = KeyedStore(PrefixStore(f"start {start}", store.inner), key.derive(f"start {start}"))
             store.set(_PRESENT.format(rank), socket.gethostname())
         _root_stores[os.getpid()] = store
     root = _root_stores[os.getpid()]
@@ -48,7 +52,7 @@ def root_store(rank: int, ranks: int, timeout: timedelta) -> KeyedStore:
 def _tcp_store(rank: int, timeout: timedelta) -> Store:
     """The store at ``MASTER_ADDR``, which torchrun keeps, or rank 0. On one node no other one can reach rank 0's."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    of_torchrun = _torchrun_keeps_it()
     listener = None if rank or of_torchrun else _loopback_listener(host, port)
     return TCPStore(
         host,
@@ -59,6 +63,10 @@ def _tcp_store(rank: int, timeout: timedelta) -> Store:
         multi_tenant=True,  # DDP may train in this process afterwards, at the same port
         master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
     )
+
+
+def _torchrun_keeps_it() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _loopback_listener(host: str, port: int) -> socket.socket | None:
@@ -88,14 +96,17 @@ def readable_rendezvous_errors(rank: int, ranks: int, timeout: timedelta, store:
                 f"Port {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']}, at which the ranks are to meet, is "
                 "in use, by another run perhaps. Set MASTER_PORT to a free one, or unset it."
             ) from error
+        missing = _missing(rank, ranks, timeout, store, error)
         raise RuntimeError(
-            f"Rank {rank} could not connect to the other ranks: {_missing(rank, ranks, timeout, store)}. Did a rank "
-            "meet an error while it started? See the output of all of them."
+            f"Rank {rank} could not connect to the other ranks: {missing}. Did a rank meet an error while it started? "
+            "See the output of all of them."
         ) from error
 
 
-def _missing(rank: int, ranks: int, timeout: timedelta, store: Store | None) -> str:
+def _missing(rank: int, ranks: int, timeout: timedelta, store: Store | None, error: Exception) -> str:
     within = f"within {timeout.total_seconds():g} s"
+    if isinstance(error, TimeoutError):  # of `agree_on_start`, which knows
+        return f"{error} {within}"
     if store is None:
         return f"not all {ranks} have come {within}" if rank == 0 else f"rank 0 was not there {within}, or has ended"
     try:

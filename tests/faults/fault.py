@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from tests.hosts import cut
@@ -42,7 +43,7 @@ class Fault:
             ``"sleep"`` (no end), ``"kill worker"`` (a process that loads data for the rank), ``"full disk"`` and
             ``"no memory"`` (the system says so), ``"wrong data"`` (somebody writes the training file anew), ``"clock
             jump"`` (the wall clock is set on by a day), ``"lost network"`` (nothing passes between the two hosts any
-            more).
+            more), ``"lost node"`` (everything that torchrun has started on this node is killed, and torchrun itself).
         rank: the global rank that breaks.
         place: one of ``PLACES``.
         step: ``trainer.global_step`` at that moment, where there is one.
@@ -81,6 +82,12 @@ class Fault:
             time.time = lambda: clock() + 86400.0
         elif self.kind == "lost network":
             cut(json.loads(os.environ["SETTINGS"])["hosts"])
+        elif self.kind == "lost node":
+            torchrun = psutil.Process(os.getppid())
+            others = [process for process in torchrun.children(recursive=True) if process.pid != os.getpid()]
+            for process in (torchrun, *others, psutil.Process()):
+                process.kill()
+            time.sleep(600)
         elif self.kind == "exit":
             sys.exit(0)
         elif self.kind == "vanish":

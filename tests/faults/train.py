@@ -147,8 +147,8 @@ def main() -> None:
     roles = {role: flow.RoleLayout(**wanted) for role, wanted in settings["strategy"].pop("roles", {}).items()}
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=settings["ranks"] if hosts is None else 1,
-        num_nodes=1 if hosts is None else settings["ranks"],
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", settings["ranks"])) if hosts is None else 1,
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)) if hosts is None else settings["ranks"],
         strategy=flow.FlowTrainStrategy(**settings["strategy"], roles=roles),
         default_root_dir=folder,
         max_steps=STEPS,

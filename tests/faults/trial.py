@@ -173,7 +173,8 @@ def _hosts_for(fault: Fault) -> Iterator[int | None]:
 @contextmanager
 def _busy(programs: int) -> Iterator[None]:
     """Inside, so many programs want a processor."""
-    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(programs)]
+    work = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # till this process ends, killed or not
+    running = [subprocess.Popen([sys.executable, "-c", work]) for _ in range(programs)]
     try:
         yield
     finally:

@@ -62,9 +62,9 @@ def test_all_processes_of_a_user_find_the_secret_that_the_first_one_made(home):
     assert [path.name for path in secret_file().parent.iterdir()] == ["job-secret"]
 
 
-def test_each_start_of_a_job_has_a_key_of_its_own(home, monkeypatch):
+def test_each_run_has_a_key_of_its_own(home, monkeypatch):
     first = job_key(2)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
     with pytest.raises(ForeignMessageError):
         same(job_key(2), first)
 
