@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -26,7 +27,6 @@ from flowtrain_lightning.checkpoint.files import (
 )
 from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part, stored_file, write_index
 from flowtrain_lightning.checkpoint.optimizer_state import NamedState
-from flowtrain_lightning.checkpoint.plain_values import is_plain
 from flowtrain_lightning.checkpoint.stored_keys import WEIGHTS, with_keys
 from flowtrain_lightning.checkpoint.tensor_files import can_store, write_tensors
 from flowtrain_lightning.parallel.cross_group import CrossGroup
@@ -39,6 +39,9 @@ from flowtrain_lightning.parallel.regions import local_region
 
 OBJECTS = "objects.pt"
 RANDOM_STATES = "random_states.json"
+
+_MOST_PLAIN_BYTES = 1 << 16
+"""Larger tensors would make the index long; Lightning keeps single numbers, such as the best score."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ def _join(parts: list[Index], cross: CrossGroup) -> Index | None:
 
 def _write_values(values: dict[str, Any], folder: Path, name: str) -> Index:
     """Takes what is plain into the index, and writes the rest, if there is any, into a file of PyTorch's."""
-    plain = {key: value for key, value in values.items() if is_plain(value)}
+    plain = {key: value for key, value in values.items() if _is_plain(value)}
     objects = {key: value for key, value in values.items() if key not in plain}
     if not objects:
         return Index(values=plain)
@@ -232,6 +235,23 @@ def _write_values(values: dict[str, Any], folder: Path, name: str) -> Index:
             "Better store their parts as plain data."
         )
     return Index(values=plain, files={name: stored_file(path)})
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can lie in the index as JSON, and come back from there as it was.
+
+    It is made of what ranks can also tell each other, and of no subclass of it: ``collections.Counter``, for one, would
+    come back as a dictionary.
+    """
+    kind = type(value)
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))
+    if kind is dict:
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    if kind is Tensor:
+        is_array = value.layout == torch.strided and not value.is_quantized and not value.requires_grad
+        return is_array and value.nbytes <= _MOST_PLAIN_BYTES
+    return value is None or kind in (bool, int, float, str, type(Path()))
 
 
 def write_rest(part: RankPart, index: Index) -> None:

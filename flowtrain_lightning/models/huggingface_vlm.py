@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.allocator import BACKBONE
-from flowtrain_lightning.compute.compile_blocks import Compile, compile_blocks
 from flowtrain_lightning.compute.cross_entropy import summed_cross_entropy
 from flowtrain_lightning.data import Features, FlowDataModule, PackedBatch
 from flowtrain_lightning.models.adapters import adapters_as_dictionary, add_adapters
@@ -32,6 +31,7 @@ from flowtrain_lightning.models.published_config import (
 )
 from flowtrain_lightning.models.tensor_plans import decoder_plan, perceptron_plan
 from flowtrain_lightning.parallel import TensorPlan
+from flowtrain_lightning.parallel.blocks import Compile, compile_blocks
 
 
 class HuggingFaceVLM(ProjectingModule):

@@ -1,13 +1,14 @@
-"""Recomputing in the backward: what a block computes again, and that its gradients stay what they are."""
+"""Repeated blocks: what is computed again in a backward, and that compiled ones compute what they computed before."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.flop_counter import FlopCounterMode
 
-from flowtrain_lightning.parallel.blocks import recompute_in_backward
+from flowtrain_lightning.parallel.blocks import compile_blocks, recompute_in_backward
 from tests.parallel.sharding import Layer
 
 
@@ -39,3 +40,40 @@ def test_without_gradients_nothing_is_kept_for_a_backward():
     recompute_in_backward(block, "full")
     with torch.no_grad():
         assert not block(torch.ones(2, 8)).requires_grad
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.inner(self.norm(hidden)).relu()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_layers_of_a_kind_share_one_compilation_for_all_numbers_of_tokens():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, counter = Stack(), CompileCounter()
+    names, sizes = list(model.state_dict()), (5, 17, 3, 64, 129, 31)
+    expected = [model(torch.ones(size, 8)) for size in sizes]
+    compile_blocks(model, backend=counter)
+    found = [model(torch.ones(size, 8)) for size in sizes[:1]]
+    after_warm_up = counter.frame_count
+    found += [model(torch.ones(size, 8)) for size in sizes[1:]]
+    assert after_warm_up == 2, "one for the first layer, whose input needs no gradient, and one for all others"
+    assert counter.frame_count == after_warm_up
+    assert list(model.state_dict()) == names
+    torch.testing.assert_close(found, expected)
+    torch._dynamo.reset()
