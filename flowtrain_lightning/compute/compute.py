@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import lightning as L
@@ -64,6 +64,8 @@ class Compute:
     ) -> None:
         self.device = device
         self._engines = engines
+        self._has_autocast = torch.amp.is_autocast_available(device.type)
+        self._in_lockstep = {role for role, engine in engines.items() if engine.in_lockstep}
         self.metrics: defaultdict[str, MetricAccumulator] = defaultdict(MetricAccumulator)
         self.spec: FeatureSpec | None = None
         self.copies = [CopyStream(device) for _ in range(_COPY_STREAMS)]
@@ -91,8 +93,8 @@ class Compute:
         media = media.with_patches(self._convert_input(media.patches))
         role = encoder_of(media.modality, self._engines)
         enter_stream(role, *step, number)
-        with self._module.logging_refused("encode"), self._explains_absent_weights(role):
-            output = self._engines[role].call(self._module.encode, media)
+        with self._module.logging_refused("encode"):
+            output = self._call(role, self._module.encode, media)
         features = output if isinstance(output, tuple) else (output,)
         rows = sum(media.rows)
         for feature in features:
@@ -134,21 +136,21 @@ class Compute:
         self._inputs.hand_over(batch.tensors)
         enter_stream(BACKBONE, *step, number)
         if stage == "predict":
-            with self._module.logging_refused("predictions"), self._explains_absent_weights(BACKBONE):
-                return self._engines[BACKBONE].call(self._module.backbone_step, batch, features, stage)
+            with self._module.logging_refused("predictions"):
+                return self._call(BACKBONE, self._module.backbone_step, batch, features, stage)
         # Padding counts for nothing, and a microbatch that tensor ranks share counts once.
         metrics = self.metrics[stage] if batch.samples and counts else MetricAccumulator()
-        with self._module.logging_into(metrics), self._explains_absent_weights(BACKBONE):
-            output = self._engines[BACKBONE].call(self._module.backbone_step, batch, features, stage)
-            match output:
-                case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
-                    if loss.is_meta and self.device.type != "meta":
-                        raise RuntimeError("The loss is on device meta and has no value.")
-                case _:
-                    raise TypeError(
-                        f"{self._name}.loss (or backbone_step) returned {_described(output)}; return a pair: the loss "
-                        "summed over the target tokens, a tensor of one element, and the number of these tokens."
-                    )
+        with self._module.logging_into(metrics):
+            output = self._call(BACKBONE, self._module.backbone_step, batch, features, stage)
+        match output:
+            case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
+                if loss.is_meta and self.device.type != "meta":
+                    raise RuntimeError(self._explained(BACKBONE, "The loss is on device meta and has no value."))
+            case _:
+                raise TypeError(
+                    f"{self._name}.loss (or backbone_step) returned {_described(output)}; return a pair: the loss "
+                    "summed over the target tokens, a tensor of one element, and the number of these tokens."
+                )
         metrics.close_microbatch(loss, tokens)
         return loss
 
@@ -170,22 +172,20 @@ class Compute:
             gradients: of each; None where it took no part in the loss.
             last: it is the step's last backward through these halves on this rank.
         """
-        if any(self._engines[role].in_lockstep for role in roles):  # other ranks run this backward, too
-            gradients = tuple(
-                torch.zeros_like(output) if gradient is None else gradient
-                for output, gradient in zip(outputs, gradients, strict=True)
-            )
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients, strict=True)
-            if output.requires_grad and gradient is not None
-        ]
+        reached: list[Tensor] = []
+        given: list[Tensor] = []
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if gradient is None and self._in_lockstep.intersection(roles):  # other ranks run this backward, too
+                gradient = torch.zeros_like(output)
+            if gradient is not None and output.requires_grad:
+                reached.append(output)
+                given.append(gradient)
         with ExitStack() as around:
             for role in roles:
                 around.enter_context(self._engines[role].backward(last=last))
-            if torch.amp.is_autocast_available(self.device.type):
+            if self._has_autocast and torch.is_autocast_enabled(self.device.type):
                 around.enter_context(torch.autocast(self.device.type, enabled=False))
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            torch.autograd.backward(reached, given)
 
     def _refuse_wider_rows(self, features: tuple[Tensor, ...], expected: FeatureSpec) -> None:
         found, rows = FeatureSpec.of(features), [features[0].shape[0]]
@@ -196,20 +196,26 @@ class Compute:
                 "same type, in training and in evaluation."
             )
 
-    @contextmanager
-    def _explains_absent_weights(self, role: str) -> Iterator[None]:
-        """Inside, an error about weights without values becomes one that says that they are on other ranks."""
+    def _call(self, role: str, method: Callable[..., Any], *inputs: Any) -> Any:
+        """Runs a method of the user's on one half."""
         try:
-            yield
+            return self._engines[role].call(method, *inputs)
         except RuntimeError as error:
-            absent = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
-            if not absent or not re.search(r"\bmeta\b", str(error)):
+            sentence = self._explained(role, str(error))
+            if sentence == str(error):
                 raise
-            raise RuntimeError(
-                f"What {self._name} computes on {role} ranks uses weights that other ranks hold, such as "
-                f"{absent[0]!r}: {error} Encode with the encoder half alone and do all else with the backbone half; "
-                "`halves` says which modules these are."
-            ) from error
+            raise RuntimeError(sentence) from error
+
+    def _explained(self, role: str, error: str) -> str:
+        """What an error about weights without values means: that they are on other ranks. Of others what they say."""
+        absent = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
+        if not absent or not re.search(r"\bmeta\b", error):
+            return error
+        return (
+            f"What {self._name} computes on {role} ranks uses weights that other ranks hold, such as "
+            f"{absent[0]!r}: {error} Encode with the encoder half alone and do all else with the backbone half; "
+            "`halves` says which modules these are."
+        )
 
 
 def _described(value: Any) -> str:

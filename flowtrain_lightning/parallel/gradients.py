@@ -15,18 +15,18 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gradient_as_placed(parameter: nn.Parameter) -> Tensor | None:
-    """The gradient of a parameter, divided among ranks as the parameter is.
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """What this rank holds of a parameter's gradient, which is divided among ranks as the parameter is.
 
     Where a product has no rows, as that of a head with no target token, no division costs DTensor less than another,
     and it may leave the gradient whole on every rank.
     """
     gradient = parameter.grad
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+    if not isinstance(gradient, DTensor):
         return gradient
-    if gradient.placements != parameter.placements:
+    if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
-    return gradient
+    return gradient.to_local()
 
 
 def squared_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flowtrain_lightning.parallel.gradients import gradient_as_placed, local_part, squared_norm
+from flowtrain_lightning.parallel.gradients import local_gradient, local_part, squared_norm
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 
 _BUCKET_BYTES = 32 << 20
@@ -68,12 +68,12 @@ class ReplicatedHalf:
         with self._activations:
             return function(*args)
 
-    @contextmanager
-    def backward(self, *, last: bool) -> Iterator[None]:
+    def backward(self, *, last: bool) -> AbstractContextManager[None]:
         """Inside, one backward runs; during the last one, what is final is summed."""
-        if not (last and self._early) or self._alone:
-            yield
-            return
+        return self._summing() if last and self._early and not self._alone else nullcontext()
+
+    @contextmanager
+    def _summing(self) -> Iterator[None]:
         handles = []
         for bucket in self._buckets:
             for parameter in bucket.parameters:
@@ -89,9 +89,9 @@ class ReplicatedHalf:
         """Sums the other gradients, waits for all sums, and scales them."""
         if self._alone:
             for parameter in self.parameters:
-                gradient = gradient_as_placed(parameter)
+                gradient = local_gradient(parameter)
                 if parameter.requires_grad and gradient is not None:
-                    local_part(gradient).mul_(scale)
+                    gradient.mul_(scale)
             return
         for bucket in self._buckets[self._left :]:
             bucket.send(self._group)
@@ -136,9 +136,9 @@ class _Bucket:
         flat = values[0].new_zeros(total + len(values))
         start = 0
         for number, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
-            gradient = gradient_as_placed(parameter)
+            gradient = local_gradient(parameter)
             if gradient is not None:
-                flat[start : start + value.numel()].copy_(local_part(gradient).reshape(-1))
+                flat[start : start + value.numel()].copy_(gradient.reshape(-1))
                 flat[total + number] = 1
             start += value.numel()
         self._flat, self._work = flat, dist.all_reduce(flat, group=group, async_op=True)

@@ -164,7 +164,8 @@ def _damaged(sender: int | None, why: str) -> str:
 
 _WORD = 8
 _COUNTS = 64  # where the peers' counts begin
-_fence_lock = threading.Lock()
+_fence = threading.Lock()
+"""Lets no later load pass an earlier store: to take a lock is an atomic operation, which orders both on x86."""
 
 
 def inbox_bytes(ranks: int) -> int:
@@ -227,7 +228,8 @@ class Inbox:
     def fall_asleep(self) -> None:
         """From now on peers set the wake event. What they put in before is there when this returns."""
         self._words[0] += 1
-        _fence()
+        with _fence:
+            pass
 
     def wake_up(self) -> None:
         """From now on peers need not set the wake event."""
@@ -263,7 +265,8 @@ class InboxWriter:
         start = self._ring + count % RING_RECORDS * RECORD_BYTES
         self._memory[start : start + RECORD_BYTES] = record
         self._count = words[self._count_word] = count + 1
-        _fence()
+        with _fence:
+            pass
         sleep = words[0]
         if sleep & 1 and sleep != self._woken:
             self._woken = sleep
@@ -281,9 +284,3 @@ def _rings(ranks: int) -> int:
 
 def _words(memory: mmap, start: int, ranks: int) -> memoryview:
     return memoryview(memory)[start : start + _rings(ranks)].cast("Q")  # each is stored whole
-
-
-def _fence() -> None:
-    """Let no later load pass an earlier store: to take a lock is an atomic operation, which orders both on x86."""
-    _fence_lock.acquire()
-    _fence_lock.release()

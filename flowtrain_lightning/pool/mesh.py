@@ -185,6 +185,8 @@ class Mesh:
         deadline = now + timeout
         if now < self._next_look:
             self._accept(self._inbox.take(), records)
+            if timeout <= 0 and ORDERED_STORES:
+                return records  # most come through the inbox; sockets are read when there is time, or at the next look
         while not records:
             if now >= self._next_look:
                 self._next_look = now + _LOOK_SECONDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle, islice, repeat
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class BackboneLane:
         """
         # Made before the first features are here, when this lane has nothing else to do.
         streams = cycle(self._context.compute.copies)
-        waiting = deque(MicrobatchFeatures(step, work, next(streams)) for work in step.program.microbatches)
+        waiting = deque(map(MicrobatchFeatures, repeat(step), step.program.microbatches, streams))
         if step.trains and spec is not None and self._answers:
             while not self._context.pool.reserve(step.reserved_gradients(spec), ahead=True):
                 yield "bytes for gradients in the pool"
@@ -64,8 +64,10 @@ class BackboneLane:
             while features.missing:
                 # The next microbatch's features are fetched as well: so the encoder's bytes are free sooner, and the
                 # backbone finds them here when it gets there.
-                fetched = [self._fetch(step, each) for each in islice(waiting, 2)]
-                if features.missing and not any(fetched):
+                fetched = False
+                for each in islice(waiting, 2):
+                    fetched |= each.fetch(step, self._context)
+                if features.missing and not fetched:
                     yield f"features of microbatch {number}"
             waiting.popleft()
             if packed is not None:
@@ -75,34 +77,23 @@ class BackboneLane:
                     modality = step.plan.entries[0].modality  # of all of them, where ranks share weights
                     features.tensors = {modality: spec.no_rows(self._context.compute.device)}
                     packed = replace(packed, media_positions={modality: packed.tokens[:0]})
-                leaves = self._compute(step, number, packed, features, outputs)
+                self._compute(step, number, packed, features, outputs)
                 if step.trains and self._answers:
-                    yield from self._return_gradients(step, features.work, leaves)
+                    yield from self._return_gradients(step, features)
             yield Progress.UNIT
-
-    def _fetch(self, step: Step, features: MicrobatchFeatures) -> bool:
-        arrived = self._context.pool.arrived(features.missing)
-        if arrived:
-            with features.copies.copying():
-                start = self._context.timeline.start()
-                features.fetch(arrived, self._context)
-                self._context.timeline.stop(start, BACKBONE, COMMUNICATION, "features", step.stage, step.index)
-        return bool(arrived)
 
     def _compute(
         self, step: Step, number: int, packed: PackedBatch, features: MicrobatchFeatures, outputs: list[Any]
-    ) -> dict[str, tuple[Tensor, ...]]:
-        """Forward and backward of one microbatch; returns its features, by modality, as leaves of the graph."""
+    ) -> None:
+        """Forward and backward of one microbatch; its features are leaves of the graph, and have gradients then."""
         context, rank = self._context, step.batch.shard.backbone_rank
         assert rank is not None
-        features.copies.hand_over([tensor for given in features.tensors.values() for tensor in given])
-        leaves = {
-            modality: tuple(t.requires_grad_(step.answers(modality) and t.is_floating_point()) for t in given)
-            for modality, given in features.tensors.items()
-        }
         merged: Features = {}
-        for modality, given in leaves.items():
-            merged |= as_features(modality, given)
+        for modality, tensors in features.tensors.items():
+            features.copies.hand_over(tensors)
+            for tensor in tensors:
+                tensor.requires_grad_(modality in step.answered and tensor.is_floating_point())
+            merged |= as_features(modality, tensors)
         context.enter(f"compute microbatch {number}", step)
         start = context.timeline.start()
         result = context.compute.microbatch(
@@ -123,14 +114,13 @@ class BackboneLane:
                 (BACKBONE,), (result,), (torch.full_like(result, 0.0 if is_padding else 1.0),), last=last
             )
         context.timeline.stop(start, BACKBONE, COMPUTE, "microbatch", step.stage, step.index, number)
-        return leaves
 
-    def _return_gradients(self, step: Step, work: MicrobatchWork, features: dict[str, tuple[Tensor, ...]]) -> Schedule:
-        start = self._context.timeline.start()
+    def _return_gradients(self, step: Step, features: MicrobatchFeatures) -> Schedule:
+        start, work = self._context.timeline.start(), features.work
         for entry, slices in work.slices.items():
-            if not step.answers(work.modalities[entry]):
+            if work.modalities[entry] not in step.answered:
                 continue
-            leaves = features[work.modalities[entry]]
+            leaves = features.tensors[work.modalities[entry]]
             # No rows stand for no gradient: what took no part in the loss keeps None, as it would in one process.
             gradients = [leaf.detach()[:0] if leaf.grad is None else _rows(leaf.grad, slices) for leaf in leaves]
             key, readers = Key(step.gradients, step.index, entry), self._encoders[work.owners[entry]]
@@ -158,24 +148,33 @@ class MicrobatchFeatures:
         self.missing = {Key(step.features, step.index, entry): entry for entry in work.slices}
         self.tensors: dict[str, tuple[Tensor, ...]] = {}
 
-    def fetch(self, arrived: list[Key], context: LaneContext) -> None:
-        """Copies entries that have arrived and releases them at once."""
-        for key in arrived:
-            lease = context.pool.get(key)
-            assert lease is not None, "it has arrived"
-            parts, entry = lease.tensors, self.missing.pop(key)
-            slices, modality = self.work.slices[entry], self.work.modalities[entry]
-            if modality not in self.tensors:
-                count = self.work.rows[modality]
-                made = tuple(
-                    torch.empty((count, *part.shape[1:]), dtype=part.dtype, device=context.compute.device)
-                    for part in parts
-                )
-                self.tensors = dict(sorted({**self.tensors, modality: made}.items()))
-            for whole, part in zip(self.tensors[modality], parts, strict=True):
-                for run, rows in zip(slices, torch.split(part, [run.stop - run.start for run in slices]), strict=True):
-                    whole[run].copy_(rows, non_blocking=True)  # host memory of the pool is pinned
-            lease.release()
+    def fetch(self, step: Step, context: LaneContext) -> bool:
+        """Copies entries that have arrived and releases them at once; says whether there were any."""
+        arrived = context.pool.arrived(self.missing)
+        if not arrived:
+            return False
+        with self.copies.copying():
+            start = context.timeline.start()
+            for key in arrived:
+                lease = context.pool.get(key)
+                assert lease is not None, "it has arrived"
+                self._take(self.missing.pop(key), lease.tensors, context.compute.device)
+                lease.release()
+            context.timeline.stop(start, BACKBONE, COMMUNICATION, "features", step.stage, step.index)
+        return True
+
+    def _take(self, entry: int, parts: tuple[Tensor, ...], device: torch.device) -> None:
+        modality = self.work.modalities[entry]
+        if modality not in self.tensors:
+            rows = self.work.rows[modality]
+            made = tuple(torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device=device) for part in parts)
+            self.tensors = dict(sorted({**self.tensors, modality: made}.items()))
+        for whole, part in zip(self.tensors[modality], parts, strict=True):
+            taken = 0
+            for run in self.work.slices[entry]:
+                count = run.stop - run.start
+                whole[run].copy_(part[taken : taken + count], non_blocking=True)  # host memory of the pool is pinned
+                taken += count
 
 
 def _rows(gradient: Tensor, slices: tuple[slice, ...]) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -41,6 +40,7 @@ class EncoderLane:
         self._readers = readers
         self._publishes = publishes
         self._role = role
+        self._modality = modality_of(role)
         self._published: dict[tuple[str, int], int] = {}  # stage and step -> encoder batches that were worked ahead
 
     def run(self, step: Step, spec: FeatureSpec) -> Schedule:
@@ -54,8 +54,7 @@ class EncoderLane:
         done = self._published.pop((step.stage, step.index), 0)
         while self._publishes and not pool.reserve(step.reserved_features(spec, done)):
             yield _ROOM
-        modality = modality_of(self._role)
-        if step.trains if modality is None else step.answers(modality):
+        if step.trains if self._modality is None else self._modality in step.answered:
             yield from self._train(step)
             return
         for number, batch in batches.items():
@@ -98,28 +97,23 @@ class EncoderLane:
         for kind, number in step.program.encoder_order:
             batch = step.program.encoder_batches[number]
             step.executed[self._role].append(f"{kind} {number}")
+            # Whatever it waits for, it collects gradients: the bytes that they leave may be what the other lane needs.
+            collected = self._collect(waiting, step)
             if kind == "forward":
-                yield from self._collect_until(partial(self._has_room, step, batch), waiting, step, _ROOM)
+                while not self._has_room(step, batch):
+                    yield Progress.PART if collected else _ROOM
+                    collected = self._collect(waiting, step)
                 features = self._forward(step, batch, keep=not batch.recomputes)
-                waiting.append(AwaitingBackward(step, batch, features))
+                waiting.append(AwaitingBackward(step, batch, features, self._context))
                 for reason in self._publish(step, batch, features):
                     yield Progress.PART if self._collect(waiting, step) else reason
             else:
-                reason = f"gradients of encoder batch {number}"
-                yield from self._collect_until(waiting[0].is_complete, waiting, step, reason)
+                while waiting[0].missing:
+                    yield Progress.PART if collected else f"gradients of encoder batch {number}"
+                    collected = self._collect(waiting, step)
                 last = (kind, number) == step.program.encoder_order[-1]
                 self._backward(step, waiting.popleft(), last=last)
             yield Progress.UNIT
-
-    def _collect_until(
-        self, ready: Callable[[], bool], waiting: deque[AwaitingBackward], step: Step, reason: str
-    ) -> Schedule:
-        """Waits, and collects gradients meanwhile: the bytes that they leave may be what the other lane waits for."""
-        while True:
-            collected = self._collect(waiting, step)
-            if ready():
-                return
-            yield Progress.PART if collected else reason
 
     def _has_room(self, step: Step, batch: EncoderBatchWork) -> bool:
         keys = [Key(step.features, step.index, entry) for entry in batch.entries]
@@ -155,19 +149,12 @@ class EncoderLane:
 
     def _collect(self, waiting: deque[AwaitingBackward], step: Step) -> bool:
         """Copies all gradients that have arrived, so that a backbone rank never waits for this lane to come to them."""
-        pool = self._context.pool
-        arrived = [(batch, keys) for batch in waiting if (keys := pool.arrived(batch.missing))]
-        for batch, keys in arrived:
-            with self._copies(batch.batch).copying():
-                start = self._context.timeline.start()
-                batch.collect(keys, self._context)
-                self._context.timeline.stop(start, ENCODER, COMMUNICATION, "gradients", step.stage, step.index)
-        return bool(arrived)
-
-    def _copies(self, batch: EncoderBatchWork) -> CopyStream:
-        """The stream on which the gradients of an encoder batch are collected."""
-        streams = self._context.compute.copies
-        return streams[batch.number % len(streams)]
+        collected = False
+        for batch in waiting:
+            if arrived := self._context.pool.arrived(batch.missing):
+                batch.collect(arrived, self._context, step)
+                collected = True
+        return collected
 
     def _backward(self, step: Step, waiting: AwaitingBackward, *, last: bool) -> None:
         context, batch = self._context, waiting.batch
@@ -175,7 +162,7 @@ class EncoderLane:
         if outputs is None:
             outputs = self._forward(step, batch, keep=True)
         context.enter(f"backward of encoder batch {batch.number}", step)
-        self._copies(batch).hand_over(waiting.gradients)
+        waiting.copies.hand_over(waiting.gradients)
         start = context.timeline.start()
         context.compute.backward((self._role,), outputs, tuple(waiting.gradients), last=last)
         context.timeline.stop(start, ENCODER, COMPUTE, "backward", step.stage, step.index, batch.number)
@@ -186,34 +173,36 @@ class AwaitingBackward:
 
     Attributes:
         batch: the encoder batch.
+        copies: the stream on which its gradients are collected.
         outputs: its features with their graph, or None where the forward will be computed again.
         gradients: what has arrived so far, shaped as the features; None for a tensor of them that took no part in the
             loss.
         missing: key of gradients that are not here yet -> their rows.
     """
 
-    def __init__(self, step: Step, batch: EncoderBatchWork, features: tuple[Tensor, ...]) -> None:
+    def __init__(self, step: Step, batch: EncoderBatchWork, features: tuple[Tensor, ...], context: LaneContext) -> None:
+        streams = context.compute.copies
         self.batch = batch
+        self.copies: CopyStream = streams[batch.number % len(streams)]
         self.outputs = None if batch.recomputes else features
         self.gradients: list[Tensor | None] = [None] * len(features)
         self._absent: set[int] = set()  # which tensors some entry had no gradient for, before any had one
-        rows = [slice(end - count, end) for count, end in zip(batch.rows, accumulate(batch.rows), strict=True)]
-        keys = [Key(step.gradients, step.index, entry) for entry in batch.entries]
-        self.missing = dict(zip(keys, rows, strict=True))
+        self.missing: dict[Key, slice] = {}
+        for entry, count, end in zip(batch.entries, batch.rows, accumulate(batch.rows), strict=True):
+            self.missing[Key(step.gradients, step.index, entry)] = slice(end - count, end)
 
-    def is_complete(self) -> bool:
-        """All gradients are here."""
-        return not self.missing
-
-    def collect(self, arrived: list[Key], context: LaneContext) -> None:
+    def collect(self, arrived: list[Key], context: LaneContext, step: Step) -> None:
         """Copies gradients that have arrived and releases their entries."""
-        for key in arrived:
-            lease = context.pool.get(key)
-            assert lease is not None, "it has arrived"
-            rows = self.missing.pop(key)
-            for level, part in enumerate(lease.tensors):
-                self._take(level, rows, part, context.compute.device)
-            lease.release()
+        with self.copies.copying():
+            start = context.timeline.start()
+            for key in arrived:
+                lease = context.pool.get(key)
+                assert lease is not None, "it has arrived"
+                rows = self.missing.pop(key)
+                for level, part in enumerate(lease.tensors):
+                    self._take(level, rows, part, context.compute.device)
+                lease.release()
+            context.timeline.stop(start, ENCODER, COMMUNICATION, "gradients", step.stage, step.index)
 
     def _take(self, level: int, rows: slice, part: Tensor, device: torch.device) -> None:
         whole = self.gradients[level]

@@ -101,7 +101,7 @@ class PoolCapacity:
             PoolError: the pool's bytes were bounded to too few for this step; the text says how many would do.
             ValueError: encoders return other rows of features than each other.
         """
-        for modality in step.plan.sizes.modalities if step.plan.entries else ():
+        for modality in step.program.modalities:
             if modality not in self._encoded:
                 self._agree_on_spec(step, modality)
         spec = self._compute.spec

@@ -69,6 +69,7 @@ class StepProgram:
         microbatches: those of this rank; empty without a backbone lane.
         last_microbatch: number of the last one that is not empty; -1 where all are.
         entry_rows: for each encoder rank the rows of the entries of each of its batches, for what the pool must hold.
+        modalities: of all media items of the step, by name.
         turns: whose turn it is, on a rank of two roles of which one shares weights with other ranks. None where lanes
             take turns as they can go on.
         holds_all: the pool has bytes for all of the step, on every rank: one that waits for others inside of a
@@ -80,6 +81,7 @@ class StepProgram:
     microbatches: tuple[MicrobatchWork, ...]
     last_microbatch: int
     entry_rows: tuple[tuple[tuple[int, ...], ...], ...]
+    modalities: tuple[str, ...]
     turns: Turns | None = None
     holds_all: bool = False
     _sizes: dict[FeatureSpec, PoolDemand] = field(default_factory=dict)
@@ -167,7 +169,8 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     turns = Turns(len(microbatches), tuple(batches), max(kept_batches, 1)) if in_turns else None
     # A lane that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
     holds_all = some_in_turns or shard.shares_encoder_batches
-    return StepProgram(batches, order, microbatches, last_microbatch, rows, turns, holds_all)
+    modalities = tuple(sorted({entry.modality for entry in plan.entries}))
+    return StepProgram(batches, order, microbatches, last_microbatch, rows, modalities, turns, holds_all)
 
 
 def _fewest_kept(plan: StepPlan, most: int) -> int:

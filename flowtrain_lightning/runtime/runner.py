@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, encoder_of, modality_of
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, modality_of
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.device_clock import DeviceClock
 from flowtrain_lightning.compute.step_metrics import StepReport
@@ -70,14 +70,17 @@ class RoleRunner:
         self.report = StepReport(0.0, 0.0, False)
         self._module = module
         self._job = job
+        self._page = job.mesh.page
         ranks, layouts, encoders = job.allocation.ranks, job.allocation.layouts, job.allocation.encoders
         limits = [limit for role in encoders if (limit := layouts[role].most_kept_forwards) is not None]
         self._encoder_activations = min(encoder_activations, *limits) if limits else encoder_activations
         self._roles = tuple(role for role in (BACKBONE, *encoders) if role in job.roles)
         self._encoder = next((role for role in encoders if role in self._roles), None)
         self._listeners = [rank for role in encoders for rank in ranks[role] if rank not in ranks[BACKBONE]]
+        self._frozen_works_ahead = bool(self._listeners) and not any(layouts[r].shares_weights for r in encoders)
         self._engines = {role: engines[role] for role in self._roles}
         self._in_lockstep = [role for role, engine in self._engines.items() if engine.in_lockstep]
+        self._modalities = {role: modality_of(role) for role in encoders}
         # Without memory on a rank that does not encode.
         self._encoder_parameters = {role: half_parameters(module, role) for role in encoders}
         self._compute = Compute(module, trainer, trainer.strategy.root_device, self._engines)
@@ -88,6 +91,7 @@ class RoleRunner:
         self._batch_times = BatchTimes(self.timeline)
         self._frozen = FrozenEncoder(module)
         self._unused_features = UnusedFeatures()
+        self._looks_at_encoder = self._encoder is not None and job.rank == ranks[self._encoder][0]
         self._indices = dict.fromkeys(STAGES, 0)
         self._ahead: dict[str, tuple[int, int] | None] = {}  # stage -> name of the step that may have been begun
 
@@ -95,8 +99,8 @@ class RoleRunner:
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of this rank's part; gradients end up final, the mean loss is returned."""
-        trains = self._encoder_trains()
-        step, context = self._begin(batch, "train", trains)
+        training = self._training_encoders()
+        step, context = self._begin(batch, "train", training)
         self._module.zero_grad(set_to_none=True)
         for engine in self._engines.values():
             engine.begin_step()
@@ -108,15 +112,15 @@ class RoleRunner:
         for engine in self._engines.values():
             engine.finish_gradients(1 / max(report.tokens, 1))
         self.timeline.stop(start, self._roles[0], COMMUNICATION, "reduce gradients", "train", step.index)
-        if trains:
-            self._look_at_encoder(step)
+        if self._looks_at_encoder and self._encoder in training and step.executed[self._encoder]:
+            self._unused_features.look(self._engines[self._encoder].parameters)
         self.report, self.stop_requested = report, report.stop
         context.enter("between steps", step)
         return self._module.log_report("train", report)
 
     def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
         """Forward of this rank's part; the mean loss is returned."""
-        step, context = self._begin(batch, stage, trains=False)
+        step, context = self._begin(batch, stage)
         with own_streams():
             self._run_lanes(step, context, [])
             report = self._end(step, context, batch_idx, None)
@@ -126,7 +130,7 @@ class RoleRunner:
 
     def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
         """What ``backbone_step`` returns for this rank's microbatches; ``[]`` on an encoder rank."""
-        step, context = self._begin(batch, "predict", trains=False)
+        step, context = self._begin(batch, "predict")
         outputs: list[Any] = []
         with own_streams():
             self._run_lanes(step, context, outputs)
@@ -145,7 +149,7 @@ class RoleRunner:
                 gradients = [p.grad for p in engine.parameters if p.grad is not None and id(p) in given]
                 own[number] = engine.squared_norm(gradients)
                 speaks[number] = self._job.rank == self._job.allocation.ranks[role][0]
-        if not self._listeners or not self._encoder_trains():
+        if not self._listeners or not self._training_encoders():
             return own.sum().sqrt()
         return self._job.groups.cross.all_reduce(own * speaks).sum().sqrt()
 
@@ -173,17 +177,18 @@ class RoleRunner:
 
     # ---- the course of a step -----------------------------------------------------------------------------------
 
-    def _begin(self, batch: StepBatch, stage: str, trains: bool) -> tuple[Step, LaneContext]:
-        page = self._job.mesh.page
-        page.begin_step()
-        frozen = self._frozen_modalities() if trains else frozenset()
-        step = Step(batch, batch.program or self.prepare(batch), stage, self._indices[stage], trains, frozen)
+    def _begin(self, batch: StepBatch, stage: str, training: Collection[str] = ()) -> tuple[Step, LaneContext]:
+        self._page.begin_step()
+        self.timeline.settle()
+        program = batch.program or self.prepare(batch)
+        frozen = [modality for role, modality in self._modalities.items() if role not in training]
+        step = Step(batch, program, stage, self._indices[stage], bool(training), frozen)
         self._indices[stage] += 1
-        page.enter("begin the step", step.index)
+        self._page.enter("begin the step", step.index)
         # Features that encoder ranks have published for later steps are void where the rest of an epoch is skipped,
         # and where a frozen encoder begins to train.
         ahead = self._ahead.get(stage)
-        changes_course = ahead is not None and (trains or step.name != ahead)
+        changes_course = ahead is not None and (step.trains or step.name != ahead)
         if ahead is not None and not changes_course:
             self._frozen.refuse_changes(stage)
         if self._capacity.ensure_capacity(step, anew=changes_course):
@@ -220,9 +225,8 @@ class RoleRunner:
             self._step_end.compare_order(step, self._in_lockstep)
 
     def _end(self, step: Step, context: LaneContext, batch_idx: int, note: Note | None) -> StepReport:
-        steps_left = self._steps_left(step.stage, batch_idx)
-        encoder_waits = any(self._job.allocation.layouts[role].shares_weights for role in self._encoder_parameters)
-        may_work_ahead = bool(self._listeners) and not (step.trains or encoder_waits) and steps_left > 0
+        steps_left = self._steps_left(step.stage, batch_idx) if self._frozen_works_ahead and not step.trains else 0
+        may_work_ahead = steps_left > 0
         self._ahead[step.stage] = (step.name[0], step.name[1] + 1) if may_work_ahead else None
         if may_work_ahead:
             self._frozen.note(step.stage)
@@ -252,24 +256,9 @@ class RoleRunner:
             note["metrics"] = self._rank_metrics.take(self.pool_counters)
         return note if self.collects_timings or wants_metrics else None
 
-    def _encoder_trains(self) -> bool:
-        return any(weight.requires_grad for weights in self._encoder_parameters.values() for weight in weights)
-
-    def _frozen_modalities(self) -> frozenset[str]:
-        """The modalities whose encoders do not train, where there are several encoders."""
-        frozen = (
-            role for role, weights in self._encoder_parameters.items() if not any(w.requires_grad for w in weights)
-        )
-        return frozenset(modality for role in frozen if (modality := modality_of(role)) is not None)
-
-    def _look_at_encoder(self, step: Step) -> None:
-        """On the first rank of an encoder that trains and had media in the step: sees whether it got gradients."""
-        role, roles = self._encoder, self._encoder_parameters
-        if role is None or self._job.rank != self._job.allocation.ranks[role][0]:
-            return
-        encoded = {entry.modality for entry in step.plan.entries if encoder_of(entry.modality, roles) == role}
-        if any(map(step.answers, encoded)):
-            self._unused_features.look(self._engines[role].parameters)
+    def _training_encoders(self) -> list[str]:
+        """The roles of encoders that train now: a callback may freeze them between steps."""
+        return [role for role, weights in self._encoder_parameters.items() if any(w.requires_grad for w in weights)]
 
     def _steps_left(self, stage: str, batch_idx: int) -> int:
         trainer = self.trainer

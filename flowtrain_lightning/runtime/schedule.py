@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -34,6 +34,9 @@ _WAKE_SECONDS = 0.5
 class Step:
     """A step of one stage, as its lanes see it.
 
+    Args:
+        frozen: modalities whose encoders get no gradients, since they do not train while another does.
+
     Attributes:
         batch: this rank's part.
         plan: of the whole step.
@@ -41,7 +44,7 @@ class Step:
         stage: one of ``STAGES``.
         index: counts the steps of this stage since the start of the run, alike on all ranks.
         trains: gradients go back to an encoder.
-        frozen: modalities whose encoders get none nevertheless, since they do not train while another does.
+        answered: modalities of the step to whose encoders they go: those of all but ``frozen``.
         name: epoch and step within it, which name random streams.
         features: channel of the pool for features, whose keys go on with ``index`` and the number of the entry.
         gradients: channel for the gradients of features, with keys of the same form.
@@ -58,7 +61,7 @@ class Step:
         stage: str,
         index: int,
         trains: bool,
-        frozen: frozenset[str] = frozenset(),
+        frozen: Collection[str | None] = (),
     ) -> None:
         self.batch = batch
         self.plan: StepPlan = batch.plan
@@ -66,16 +69,12 @@ class Step:
         self.stage = stage
         self.index = index
         self.trains = trains
-        self.frozen = frozen
+        self.answered = frozenset(program.modalities).difference(frozen) if trains else frozenset()
         self.name = batch.epoch, batch.step
         self.executed: defaultdict[str, list[str]] = defaultdict(list)
         first = STAGES.index(stage) * _KINDS
         self.features, self.gradients = first + _FEATURES, first + _GRADIENTS
         self.report, self.notes = first + _REPORT, first + _NOTES
-
-    def answers(self, modality: str) -> bool:
-        """Whether gradients of such features go back."""
-        return self.trains and modality not in self.frozen
 
     def reserved_features(self, spec: FeatureSpec, published: int = 0) -> dict[Key, Reservation]:
         """What this encoder rank reserves in the pool, in the order in which it puts entries.
@@ -84,24 +83,21 @@ class Step:
             spec: what a row of features is.
             published: encoder batches below this number were published ahead of the step.
         """
-        left = [batch for number, batch in self.program.encoder_batches.items() if number >= published]
-        before = sum(len(batch.entries) for batch in self.program.encoder_batches.values()) - sum(
-            len(batch.entries) for batch in left
-        )
-        demand = self.program.pool_demand(spec).features
+        demand, batches = self.program.pool_demand(spec).features, self.program.encoder_batches.items()
+        left = [entry for number, batch in batches if number >= published for entry in batch.entries]
+        before = len(demand) - len(left)
         return {
             Key(self.features, self.index, entry): Reservation(
                 demand[entry].nbytes, demand[entry].released_after - before
             )
-            for batch in left
-            for entry in batch.entries
+            for entry in left
         }
 
     def reserved_gradients(self, spec: FeatureSpec) -> dict[Key, Reservation]:
         """What this backbone rank reserves in the pool, in the order in which it puts entries."""
         demand = self.program.pool_demand(spec).gradients
-        if self.frozen:
-            answered = [entry for entry in demand if self.answers(self.plan.entries[entry].modality)]
+        if len(self.answered) < len(self.program.modalities):
+            answered = [entry for entry in demand if self.plan.entries[entry].modality in self.answered]
             demand = {entry: Reservation(demand[entry].nbytes, number) for number, entry in enumerate(answered)}
         return {Key(self.gradients, self.index, entry): reserved for entry, reserved in demand.items()}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -43,6 +43,9 @@ class StepEnd:
 
     def __init__(self, job: Job, listeners: Sequence[int], metrics: Mapping[str, MetricAccumulator]) -> None:
         self._job = job
+        self._mesh = job.mesh
+        self._sum = partial(job.groups.sum_over_role, BACKBONE)
+        self._gather = partial(job.groups.gather_over_role, BACKBONE)
         self._listeners = listeners
         encoders = [rank for role in job.allocation.encoders for rank in job.allocation.ranks[role]]
         self._senders = {rank: encoders.index(rank) for rank in listeners}
@@ -89,23 +92,20 @@ class StepEnd:
             step: the one that ends.
             note: what this rank tells of it; None on all ranks where nobody asked for notes.
         """
-        groups, board = self._job.groups, self._job.mesh.board
         context.enter("wait for the other backbone ranks", step)
         start = context.timeline.start()
-        asked_to_stop = any(page.sigterm for page in board.pages)
-        report = self._metrics[step.stage].agree(
-            asked_to_stop, partial(groups.sum_over_role, BACKBONE), partial(groups.gather_over_role, BACKBONE)
-        )
+        asked_to_stop = any(page.sigterm for page in self._mesh.board.pages)
+        report = self._metrics[step.stage].agree(asked_to_stop, self._sum, self._gather)
         if note is not None:
             arrived = self._arrived(context, step) if self._job.rank == self._speaker else []
             self._rounds += 1
-            gathered = groups.gather_over_role(BACKBONE, [note, *arrived])
+            gathered = self._gather([note, *arrived])
             report = replace(report, notes=tuple(found for notes in gathered for found in notes))
         context.timeline.stop(start, BACKBONE, STALL, "other backbone ranks", step.stage, step.index)
         if self._listeners and self._job.rank == self._speaker:
             # Through the pool and not in a collective: so the backbone goes on at once, also when an encoder rank is
             # in the middle of a later step's batch.
-            text = [_as_tensor(asdict(report))]
+            text = [_as_tensor(vars(report))]
             while context.pool.put(Key(step.report, step.index, 0), text, self._listeners) is None:
                 context.pool.poll(_WAKE_SECONDS)
             context.pool.settle()
@@ -124,7 +124,7 @@ class StepEnd:
         """
         pool = context.pool
         if note is not None:
-            if note and not self._job.mesh.has_left(self._speaker):
+            if note and not self._mesh.has_left(self._speaker):
                 # In the region of later steps: a note that nobody has read yet never stands where features must go.
                 number = self._senders[self._job.rank]
                 pool.put(Key(step.notes, self._rounds, number), [_as_tensor(note)], [self._speaker], ahead=True)

@@ -44,11 +44,16 @@ class Span(NamedTuple):
     end: float
 
 
+_Work = tuple[str, str, str, str, int, int]
+"""A span without its times: lane, kind, name, stage, step and number."""
+
+
 class Timeline:
     """The spans of one rank: the latest ones whole, all of them as totals.
 
     Times are those of the device that computes. A GPU comes to its work long after the host, which does not wait for
-    it; so a span counts from when the GPU has come to its end, and in the order in which spans were given.
+    it; so a span counts from when the GPU has come to its end, and in the order in which spans were given. Who runs
+    the steps settles the timeline once a step, and so bounds what it keeps.
 
     Args:
         clock: of that device; by default a CPU's.
@@ -58,7 +63,7 @@ class Timeline:
         self._clock = clock or DeviceClock()
         self._spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
         self._totals: dict[tuple[str, str], float] = defaultdict(float)
-        self._coming: deque[tuple[Span, Mark, Mark]] = deque()
+        self._coming: deque[tuple[_Work, Mark, Mark]] = deque()
 
     @property
     def spans(self) -> Sequence[Span]:
@@ -78,9 +83,7 @@ class Timeline:
 
     def stop(self, start: Mark, lane: str, kind: str, name: str, stage: str, step: int, number: int = -1) -> None:
         """Records what a lane did since ``start``; see `Span`."""
-        end = self._clock.mark()
-        self._coming.append((Span(lane, kind, name, stage, step, number, start.given, end.given), start, end))
-        self.settle()
+        self._coming.append(((lane, kind, name, stage, step, number), start, self._clock.mark()))
 
     def add(self, span: Span) -> None:
         """Records a span that was timed elsewhere."""
@@ -90,17 +93,17 @@ class Timeline:
     def settle(self, *, wait: bool = False) -> None:
         """Takes in the spans that the device has come to; with ``wait``, all of them."""
         while self._coming:
-            span, *marks = self._coming[0]
-            times = self._clock.read(*marks, wait=wait)
+            work, start, end = self._coming[0]
+            times = self._clock.read(start, end, wait=wait)
             if times is None:
                 return
             self._coming.popleft()
-            self.add(span._replace(start=times[0], end=times[1]))
+            self.add(Span(*work, *times))
 
     def is_settled(self, stage: str, step: int) -> bool:
         """Whether the device has come to the end of all that was recorded of a step."""
         self.settle()
-        return all((span.stage, span.step) != (stage, step) for span, *_ in self._coming)
+        return all((of_stage, of_step) != (stage, step) for (_, _, _, of_stage, of_step, _), _, _ in self._coming)
 
     def share(self, lane: str, kind: str) -> float:
         """The share of ``kind`` in all the recorded time of ``lane``, from 0 to 1."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from flowtrain_lightning.parallel import local_part
-from flowtrain_lightning.parallel.gradients import gradient_as_placed
+from flowtrain_lightning.parallel.gradients import local_gradient
 from flowtrain_lightning.parallel.tensor_plan import TensorPlan, divide_layers
 from tests.forks import write_down
 
@@ -75,8 +75,8 @@ def divide(folder: Path) -> None:
     found["stays frozen"] = not half.layers[1].narrow.weight.requires_grad
     found["error"] = float((half(tokens) - whole(tokens)).abs().max())
     half.scores(torch.zeros(0, 4, dtype=torch.float64)).sum().backward()
-    gradient = gradient_as_placed(half.scores.weight)
-    found["gradient of no rows"] = 0 if gradient is None else local_part(gradient).numel()
+    gradient = local_gradient(half.scores.weight)
+    found["gradient of no rows"] = 0 if gradient is None else gradient.numel()
     found["of tokens"] = _of_tokens(mesh, whole)
     for name, plan in REFUSED.items():
         try:
