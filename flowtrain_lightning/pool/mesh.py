@@ -174,6 +174,8 @@ class Mesh:
     def receive(self, timeout: float = 0.0) -> list[ControlRecord]:
         """What has arrived for the present link; waits up to ``timeout`` seconds for something.
 
+        Without a timeout it looks into the inbox, and into sockets only now and then, since that is a system call.
+
         Raises:
             PeerFailed: when a peer died or failed, or `abort` was called. From then on at every call.
             PoolError: when a peer sent what is no valid record.
@@ -186,7 +188,7 @@ class Mesh:
         if now < self._next_look:
             self._accept(self._inbox.take(), records)
             if timeout <= 0 and ORDERED_STORES:
-                return records  # most come through the inbox; sockets are read when there is time, or at the next look
+                return records
         while not records:
             if now >= self._next_look:
                 self._next_look = now + _LOOK_SECONDS

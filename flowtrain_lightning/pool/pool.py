@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -79,7 +79,6 @@ class Pool:
         self._wait_seconds = 0.0
         self._wait_histogram = [0] * (len(WAIT_LIMITS) + 1)
         self._copies: HostCopies | None = None
-        self._unpin: list[Callable[[], None]] = []
         self._closed = False
 
     @classmethod
@@ -290,8 +289,6 @@ class Pool:
             self._device.close()
         if self._copies is not None:
             self._copies.close()
-        while self._unpin:
-            self._unpin.pop()()
         self._transport.close()
         self._segment.close()
 
@@ -318,7 +315,7 @@ class Pool:
         self._copies = HostCopies(runtime)
         for rank, memory in self._transport.memories.items():
             if rank == self._rank or self._device is None or not self._device.serves_both_ways(rank):
-                self._unpin.append(runtime.pin(memory))
+                self._copies.pin(memory)
 
     def _copy(
         self,
@@ -378,6 +375,7 @@ class Pool:
         self._published[key] = record
 
     def _end_lease(self, key: Key, owner: int, address: int) -> None:
+        """A lease of this rank was released."""
         if self._closed:
             return
         self._leased.remove(key)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.parallel import local_part
-from flowtrain_lightning.parallel.halves import HalvedModule, role_of
+from flowtrain_lightning.parallel.halves import HalvedModule
 
 _STEPS = 10
 """Some models begin with gates that are closed, and pass no gradient in their first steps."""
@@ -54,11 +54,12 @@ class FrozenEncoder:
             )
 
     def _look(self) -> _Seen:
-        halves = self._module.halves
         return {
-            name: (parameter, parameter.data_ptr(), parameter._version)
-            for name, parameter in self._module.named_parameters()
-            if role_of(name, halves) not in (BACKBONE, None)
+            f"{path}.{name}": (parameter, parameter.data_ptr(), parameter._version)
+            for role, paths in self._module.halves.items()
+            if role != BACKBONE
+            for path in paths
+            for name, parameter in self._module.get_submodule(path).named_parameters()
         }
 
 

@@ -10,6 +10,7 @@ Entries that peers cannot read in device memory pass through host memory. Two ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from mmap import mmap
 
 from torch import Tensor
 
@@ -28,6 +29,11 @@ class HostCopies:
         self._produced = runtime.make_event()
         self._events: list[DeviceEvent] = []  # that nobody asks any more, to be recorded anew
         self._underway: list[tuple[DeviceEvent, Callable[[], None]]] = []
+        self._unpin: list[Callable[[], None]] = []
+
+    def pin(self, memory: mmap) -> None:
+        """Lets the device reach host memory by itself until `close`; see `DeviceRuntime.pin`."""
+        self._unpin.append(self._runtime.pin(memory))
 
     @property
     def are_underway(self) -> bool:
@@ -71,9 +77,11 @@ class HostCopies:
         return bool(due)
 
     def close(self) -> None:
-        """Waits for all copies, and forgets what was to be done after them."""
+        """Waits for all copies, forgets what was to be done after them, and unpins all memory."""
         self._runtime.synchronize()
         self._underway.clear()
+        while self._unpin:
+            self._unpin.pop()()
 
     def _mark(self, stream: object, then: Callable[[], None]) -> None:
         event = self._events.pop() if self._events else self._runtime.make_event()
