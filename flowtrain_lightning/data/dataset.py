@@ -187,6 +187,8 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         """
         plan, shard = self.plan(epoch, step, packing), self.shard
         record_of = cache(self.samples.source.record)  # each is read once, for its tokens and for its images
+        for sample in self._needed(plan):  # in their order, since some stores are read forward
+            record_of(sample)
         microbatches: tuple[PackedBatch | None, ...] = ()
         encoder_batches: tuple[PackedMedia | None, ...] = ()
         padding_media: PackedMedia | None = None
@@ -202,6 +204,15 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
                 smallest = int(plan.sizes.media_patches.argmin())
                 padding_media = self._encoder_batch(plan, np.array([smallest]), epoch, record_of)
         return StepBatch(plan, shard, microbatches, encoder_batches, epoch, step, padding_media)
+
+    def _needed(self, plan: StepPlan) -> list[int]:
+        """The samples of which this rank holds tokens or media, in the order of their source."""
+        nothing, shard = np.empty(0, np.int64), self.shard
+        tokens = () if shard.backbone_rank is None else plan.microbatches[shard.backbone_rank]
+        media = () if shard.encoder_rank is None else plan.encoder_batches[shard.encoder_rank]
+        owners = plan.sizes.media_sample[np.concatenate([nothing, *media])]
+        needed: list[int] = np.unique(plan.samples[np.concatenate([nothing, *tokens, owners])]).tolist()
+        return needed
 
     def _stream_state(self) -> dict[str, Any] | None:
         if isinstance(self.sampling, StreamSteps):

@@ -56,6 +56,21 @@ def media_items(batch):
             yield number, packed.patches[start:end].numpy(), packed.grid[index], packed.rows[index]
 
 
+def test_records_of_a_step_are_read_once_and_in_their_order(shards, monkeypatch):
+    read, record = [], IndexedSource.record
+
+    def noted(source, sample):
+        read.append(sample)
+        return record(source, sample)
+
+    monkeypatch.setattr(IndexedSource, "record", noted)
+    for steps in shards("2 + 3"):
+        read.clear()
+        steps.load(0, 0)
+        assert read
+        assert read == sorted(set(read))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_same_samples_in_every_step(shards, layout):
     (reference,) = shards("plain 1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,18 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.formats import Record, parse
 from flowtrain_lightning.data.sources.data_file import DataFile
 from flowtrain_lightning.data.sources.record_store import Location
+from flowtrain_lightning.data.sources.row_pieces import RowPieces
 from flowtrain_lightning.packing import IntArray
 
-_KEPT_GROUPS = 4
 _LARGE_GROUP = 128 * 2**20
-"""Bytes of a row group from which on reading records in shuffled order is slow, and keeping groups takes memory."""
+"""Bytes of a row group from which on reading records in shuffled order is slow."""
 
 
 class ParquetFile(DataFile):
     """A Parquet file. A location is a row group and the row in it.
 
-    A group is read whole and the last few are kept, so a file that is read in shuffled order should have small ones.
-    Paths of images are relative to the file's folder.
+    A group is read from its beginning up to the record (`RowPieces`), so a file that is read in shuffled order should
+    have small ones. Paths of images are relative to the file's folder.
 
     Raises:
         DataError: there is no such file, it is no Parquet file, or pyarrow is not installed.
@@ -36,7 +35,7 @@ class ParquetFile(DataFile):
         with self.open() as file, _explained(path):
             self._metadata: Any = _parquet().ParquetFile(file).metadata
         self._warn_of_large_groups()
-        self._group = lru_cache(maxsize=_KEPT_GROUPS)(self._read_group)
+        self._rows = RowPieces(self.open, self._metadata)
 
     @property
     def name(self) -> str:
@@ -55,8 +54,10 @@ class ParquetFile(DataFile):
                 yield group, row
 
     def lengths(self, locations: IntArray) -> IntArray:
-        """``[records]`` how many bytes are read for each: a group is read whole, so it counts for its first row."""
-        return np.where(locations[:, 1] == 0, np.asarray(self._group_bytes(), np.int64)[locations[:, 0]], 0)
+        """``[records]`` how many bytes are read for each, of all rows of a group alike."""
+        groups = (self._metadata.row_group(group) for group in range(self._metadata.num_row_groups))
+        of_a_row = [group.total_byte_size // max(group.num_rows, 1) for group in groups]
+        return np.asarray(of_a_row, np.int64)[locations[:, 0]]
 
     def records(self, first: int, locations: IntArray) -> list[Record]:
         """Records that follow each other.
@@ -67,26 +68,20 @@ class ParquetFile(DataFile):
         self.open().close()  # which refuses a file that has changed, whatever is kept of it
         found = []
         for number, (group, row) in enumerate(locations.tolist(), first):
-            fields = self._group(group).slice(row, 1).to_pylist()[0]
+            with _explained(self.path):
+                fields = self._rows.row(group, row)
             found.append(parse(without_nulls(fields), self.path, number, self.path.parent.joinpath))
         return found
 
-    def _group_bytes(self) -> list[int]:
-        return [self._metadata.row_group(group).total_byte_size for group in range(self._metadata.num_row_groups)]
-
     def _warn_of_large_groups(self) -> None:
-        largest = max(self._group_bytes(), default=0)
+        groups = range(self._metadata.num_row_groups)
+        largest = max((self._metadata.row_group(group).total_byte_size for group in groups), default=0)
         if largest > _LARGE_GROUP:
             rank_zero_warn(
-                f"{self.path} has row groups of up to {largest / 2**20:,.0f} MiB. Each record is read with its whole "
-                f"group, and {_KEPT_GROUPS} groups are kept by every process that loads, so shuffled training will be "
-                "slow. Write the file anew in small groups (row_group_size=100), or give what datasets.load_dataset "
-                "makes of it, which can read single rows."
+                f"{self.path} has row groups of up to {largest / 2**20:,.0f} MiB. A record is found by reading its "
+                "group from the beginning, so shuffled training will be slow. Write the file anew in small groups "
+                "(row_group_size=100), or give what datasets.load_dataset makes of it, which can read single rows."
             )
-
-    def _read_group(self, group: int) -> Any:
-        with self.open() as file, _explained(self.path):
-            return _parquet().ParquetFile(file, metadata=self._metadata).read_row_group(group)
 
 
 def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
