@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowtrain_lightning.data.completion import COMPLETED, Completion
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import data_path
 from flowtrain_lightning.data.given_tokens import GivenTokens
@@ -35,7 +36,8 @@ class Record:
             load itself.
         fields: the record as it stands in the data.
         others: what the record holds beside its turns for the template to write: ``tools``, say.
-        written: what is not a conversation: text alone, which is learned as it stands, or token ids.
+        written: what is not a conversation: text alone, which is learned as it stands, a prompt and its completion,
+            or token ids.
     """
 
     where: str
@@ -44,7 +46,7 @@ class Record:
     media: tuple[MediaFile | VideoFile | OwnMedia, ...]
     fields: dict[str, Any]
     others: Mapping[str, Any] = field(default_factory=dict)
-    written: str | GivenTokens | None = None
+    written: str | Completion | GivenTokens | None = None
 
     @property
     def files(self) -> tuple[MediaFile | VideoFile, ...]:
@@ -60,6 +62,12 @@ class Record:
     def videos(self) -> tuple[VideoFile, ...]:
         """Where each video is, in order."""
         return tuple(item for item in self.media if isinstance(item, VideoFile))
+
+    @property
+    def bytes_inside(self) -> int:
+        """Bytes of images and videos that lie in the record itself."""
+        files = (item.file if isinstance(item, VideoFile) else item for item in self.files)
+        return sum(len(file.content) for file in files if isinstance(file, EncodedMedia))
 
 
 def parse(fields: Any, store: object, number: int, file_of: Callable[[str], MediaFile]) -> Record:
@@ -131,7 +139,7 @@ def _without_turns(
     beside: Mapping[str, list[Any]],
     file_of: Callable[[str], MediaFile],
 ) -> Record:
-    """A record of token ids or of text alone."""
+    """A record of token ids, of text alone, or of a prompt and its completion."""
     if beside["video"]:
         raise DataError(f"{where}: only conversations may have videos; write it as 'messages'.")
     images = tuple(_media(image, "image", where, file_of) for image in beside["image"])
@@ -149,6 +157,8 @@ def _without_turns(
                 "images as 'messages', or take the name out."
             )
         return Record(where, name, (), (), fields, written=_text_alone(fields, where))
+    if all(isinstance(fields.get(part), str) for part in COMPLETED):
+        return Record(where, name, (), (), fields, written=_completion(fields, where))
     raise DataError(
         f"{where}: expected 'messages' or 'texts' (with 'images'), 'conversations' (with 'image'), 'prompt' and "
         "'completion', 'input_ids' or 'text', found none of them; docs/data.md shows them."
@@ -220,3 +230,16 @@ def _text_alone(fields: dict[str, Any], where: str) -> str:
         raise DataError(f"{where}: 'text' must be a string with something in it.")
     refuse_halves(text, where)
     return text
+
+
+def _completion(fields: dict[str, Any], where: str) -> Completion:
+    beside_it = next((name for name in ("image", "images", "system", "tools") if fields.get(name)), None)
+    if beside_it is not None:
+        raise DataError(
+            f"{where}: a 'prompt' and a 'completion' of plain text have no {beside_it!r}; write both as lists of turns."
+        )
+    prompt, text = (fields[part] for part in COMPLETED)
+    if not prompt and not text:
+        raise DataError(f"{where}: its 'prompt' and its 'completion' are both empty.")
+    refuse_halves(prompt + text, where)
+    return Completion(prompt, text)

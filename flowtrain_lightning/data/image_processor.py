@@ -96,17 +96,19 @@ class ImageProcessor:
             alone: its record has no other image, which some models look at more closely.
 
         Raises:
-            ImageError: the image has no pixels or is too long and thin.
+            ImageError: the image has no pixels or, where its aspect ratio is kept, is too long and thin.
         """
-        if min(height, width) < 1 or max(height, width) > LARGEST_ASPECT * min(height, width):
-            raise ImageError(
-                f"it is {height} pixels high and {width} wide, "
-                f"but one side may be at most {LARGEST_ASPECT} times the other"
-            )
+        if min(height, width) < 1:
+            raise ImageError(f"it is {height} pixels high and {width} wide, so there is nothing to see")
         block, merge = self._block, self.merge_size
         if self.fixed_size is not None:
             high, wide = self.fixed_size
             return high // block * merge, wide // block * merge
+        if max(height, width) > LARGEST_ASPECT * min(height, width):
+            raise ImageError(
+                f"it is {height} pixels high and {width} wide, "
+                f"but one side may be at most {LARGEST_ASPECT} times the other"
+            )
         high, wide = round(height / block), round(width / block)
         if high * wide * block**2 > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)

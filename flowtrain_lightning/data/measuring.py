@@ -29,7 +29,7 @@ from flowtrain_lightning.packing import IMAGE, IntArray, NameArray, SampleSizes
 
 Unreadable = Literal["error", "drop"]
 
-_FORMAT = 3
+_FORMAT = 4
 _WINDOW = 512
 """Records that are read at once, at most."""
 

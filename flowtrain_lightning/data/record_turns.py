@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flowtrain_lightning.data.completion import COMPLETED
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.understood import NotUnderstoodError, check_part, system_of, written_in_turn
 
@@ -62,8 +63,8 @@ def conversation_of(fields: dict[str, Any], images: int, where: str) -> tuple[tu
     """The turns of a record, and the images and videos that are named within them; None where it is no conversation.
 
     ``prompt`` and ``completion`` are TRL's, of which only the completion is learned; ``texts`` are pairs of a question
-    and an answer as in The Cauldron and FineVision. Both mark no places of images: these stand before the first user's
-    text then.
+    and an answer as in The Cauldron and FineVision. Where these or ``messages`` mark no place of an image, images stand
+    before the first user's text, as TRL puts them. LLaVA's ``conversations`` mark all.
 
     Args:
         fields: the record as it stands in the data.
@@ -77,9 +78,10 @@ def conversation_of(fields: dict[str, Any], images: int, where: str) -> tuple[tu
     listed = next((name for name in _WRITTEN_AS if name in fields), None)
     if listed is not None:
         turns, named = _turns(fields[listed], where, listed)
-    elif "text" in fields or "input_ids" in fields:
+        turns = _images_first(turns, images, named) if listed == "messages" else turns
+    elif "text" in fields or "input_ids" in fields or all(isinstance(fields.get(name), str) for name in COMPLETED):
         return None
-    elif "prompt" in fields and "completion" in fields:
+    elif all(name in fields for name in COMPLETED):
         turns, named = _completed(fields["prompt"], fields["completion"], where)
         turns = _images_first(turns, images, named)
     elif "texts" in fields:
@@ -98,9 +100,7 @@ def conversation_of(fields: dict[str, Any], images: int, where: str) -> tuple[tu
 def _completed(prompt: Any, completion: Any, where: str) -> tuple[tuple[Turn, ...], Named]:
     """The turns of a prompt, of which none is learned, and those of its completion."""
     if not isinstance(prompt, list) or not isinstance(completion, list):
-        raise NotUnderstoodError(
-            "its 'prompt' and 'completion' must both be lists of turns; write what is text alone as 'messages'"
-        )
+        raise NotUnderstoodError("its 'prompt' and 'completion' must both be lists of turns, or both plain text")
     (before, named), (after, named_after) = _turns(prompt, where, "prompt"), _turns(completion, where, "completion")
     unlearned = (replace(turn, learned=False) for turn in before)
     return (*unlearned, *after), {kind: named[kind] + named_after[kind] for kind in MARKERS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from flowtrain_lightning.data.completion import Completion
 from flowtrain_lightning.data.conversation import Template, TokenSequence, shifted_labels
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.formats import Record
@@ -31,7 +32,8 @@ def token_sequence(
         tokenizer: makes ids of text.
         rows: ``[media items]`` rows of features of the record's media items, in order. Where it names fewer of them
             than the record has, the sequence ends before the first that is missing.
-        prompt: end with the header of the last assistant turn; what is not a conversation is a prompt as it stands.
+        prompt: end with the header of the last assistant turn, or before the completion; what is neither is a prompt as
+            it stands.
         videos: which frames of a video are taken.
 
     Raises:
@@ -40,6 +42,8 @@ def token_sequence(
     written = record.written
     if written is None:
         return template.sequence(record, tokenizer, rows, prompt=prompt, videos=videos)
+    if isinstance(written, Completion):
+        return _sequence(*written.tokens(tokenizer, prompt=prompt), rows[:0], rows[:0])
     if isinstance(written, str):
         ids = np.asarray(tokenizer.encode(written), dtype=np.int64)
         return _sequence(ids, np.ones(len(ids), dtype=bool), rows[:0], rows[:0])

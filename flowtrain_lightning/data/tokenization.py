@@ -11,7 +11,11 @@ from flowtrain_lightning.data.fingerprint import fingerprint
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Text to token ids and back.
+
+    For prompts with completions of plain text one may also have ``encode_whole(text)``, with the tokens that it puts
+    around a text by itself, such as ``<s>``, and ``end``, the token that ends an answer, such as ``"<|im_end|>"``.
+    """
 
     @property
     def fingerprint(self) -> str:
@@ -83,6 +87,10 @@ class _Fast:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_whole(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
@@ -98,10 +106,14 @@ class _HuggingFace:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         definition = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
-        self.fingerprint = fingerprint([type(tokenizer).__name__, definition])
+        self.end: str | None = getattr(tokenizer, "eos_token", None)
+        self.fingerprint = fingerprint([type(tokenizer).__name__, definition, self.end])
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_whole(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flowtrain_lightning.data import ImageProcessor
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.image_files import read_header
+from flowtrain_lightning.data.image_files import ImageError, read_header
 from flowtrain_lightning.data.media_files import MediaFile
 
 if TYPE_CHECKING:
@@ -59,10 +59,21 @@ class HuggingFaceImages(ImageProcessor):
         """Height and width in patches of all tiles of an image of ``height x width`` pixels.
 
         Raises:
-            ImageError: the image has no pixels or is too long and thin.
+            ImageError: the image has no pixels, or is so long and thin that the processor would swell it beyond bounds.
         """
         high, wide = super().size(height, width)
+        _refuse_swollen(height, width, self._swollen(height, width, alone=alone))
         return high * self._count(height, width), wide
+
+    def _swollen(self, height: int, width: int, *, alone: bool) -> int:
+        """Pixels that the processor makes of an image before it crops, where they are more for a thinner one."""
+        del alone
+        shortest = self.settings.get("size", {}).get("shortest_edge")
+        if shortest is None:
+            return 0
+        if self.settings.get("do_pad"):  # to a square
+            return max(height, width) ** 2
+        return int(shortest) ** 2 * max(height, width) // min(height, width)
 
     def values(self, image: Image, grid: tuple[int, int], size: tuple[int, int]) -> NDArray[np.float32]:
         """What the encoder sees of an image, tile below tile: ``[height, width, channels]`` normalised values."""
@@ -82,3 +93,14 @@ class HuggingFaceImages(ImageProcessor):
             return int(self.processor.get_number_of_image_patches(height, width, dict(self.options)))
         high, wide = self.tiles(height, width)
         return high * wide + 1
+
+
+def _refuse_swollen(height: int, width: int, pixels: int) -> None:
+    from PIL import Image
+
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and pixels > limit:
+        raise ImageError(
+            f"it is {height} pixels high and {width} wide, of which the model's image processor would make {pixels} "
+            f"pixels before it crops them, more than {limit}; cut it into pieces, or raise PIL.Image.MAX_IMAGE_PIXELS"
+        )

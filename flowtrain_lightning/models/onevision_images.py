@@ -44,10 +44,14 @@ class OnevisionImages(HuggingFaceImages):
         """Height and width in patches of all tiles of an image, the first of which is the whole image.
 
         Raises:
-            ImageError: the image has no pixels or is too long and thin.
+            ImageError: the image has no pixels, or is so long and thin that the processor would swell it beyond bounds.
         """
-        high, wide = super().size(height, width)
+        high, wide = super().size(height, width, alone=alone)
         return (high, wide) if alone else (wide, wide)
+
+    def _swollen(self, height: int, width: int, *, alone: bool) -> int:
+        """Pixels of the square that the processor pads one of several images to."""
+        return 0 if alone else max(height, width) ** 2
 
     def rows_of_features(self, grid: tuple[int, int], size: tuple[int, int]) -> int:
         """A row per patch of the whole image, those of the other tiles less their padding, and one at each line's end.

@@ -121,6 +121,8 @@ def test_questions_and_answers_may_be_pairs(tmp_path):
     [
         {"texts": [{"user": "What?", "assistant": "This."}]},
         {"prompt": [{"role": "system", "content": "Be short."}, USER], "completion": [ANSWER]},
+        {"messages": [{"role": "system", "content": "Be short."}, USER, ANSWER]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "What?"}]}, ANSWER]},
     ],
 )
 def test_where_no_place_of_images_is_marked_in_these_they_stand_before_the_first_question(tmp_path, record):
@@ -186,7 +188,22 @@ BROKEN = {
     "nested too deep": ("[" * 50_000, "record 2: its JSON is nested too deep"),
     "a record nested too deep": ('{"messages": ' + "[" * 700 + "]" * 700 + "}", "record 2"),
     "a number of too many digits": ('{"id": ' + "7" * 5000 + "}", "record 2: it holds a number of too many digits"),
-    "prompt of text alone": ('{"prompt": "a", "completion": "b"}', "'completion' must both be lists of turns"),
+    "prompt of another kind": ('{"prompt": "a", "completion": []}', "must both be lists of turns, or both plain text"),
+    "nothing to complete": ('{"prompt": "", "completion": ""}', "'prompt' and its 'completion' are both empty"),
+    "completion with an image": ('{"prompt": "a", "completion": "b", "image": "c.png"}', "text have no 'image'"),
+    "completion with a system": ('{"prompt": "a", "completion": "b", "system": "c"}', "text have no 'system'"),
+    "half of a character to complete": (
+        '{"prompt": "a \\ud83d", "completion": "b"}',
+        r"holds half of a character, '\\ud83d'",
+    ),
+    "no question for images": (
+        '{"images": ["a"], "messages": [{"role": "assistant", "content": "b"}]}',
+        "its text has 0 <image> markers, but it names 1 images",
+    ),
+    "images that are not all marked": (
+        '{"images": ["a", "b"], "messages": [{"role": "user", "content": "<image>"}]}',
+        "its text has 1 <image> markers, but it names 2 images",
+    ),
     "prompt without turns": ('{"prompt": [], "completion": []}', "'prompt' must be a list with at least one turn"),
     "no pairs": ('{"texts": []}', "'texts' must be a list with at least one pair"),
     "half of a pair": ('{"texts": [{"user": "a"}]}', "every pair in 'texts' needs 'user' and 'assistant'"),

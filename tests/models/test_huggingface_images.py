@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from flowtrain_lightning.data.collate import pack_media
+from flowtrain_lightning.data.image_files import ImageError
 
 transformers = pytest.importorskip("transformers")
 
@@ -58,7 +59,16 @@ def tiles_of(images: HuggingFaceImages, path: Path, *, alone: bool = True) -> to
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("height", "width", "mode"),
-    [(56, 56, "RGB"), (90, 130, "RGB"), (300, 60, "RGB"), (20, 25, "L"), (80, 70, "RGBA"), (33, 400, "P")],
+    [
+        (56, 56, "RGB"),
+        (90, 130, "RGB"),
+        (300, 60, "RGB"),
+        (20, 25, "L"),
+        (80, 70, "RGBA"),
+        (33, 400, "P"),
+        (1, 300, "RGB"),
+        (900, 2, "L"),
+    ],
 )
 def test_pixels_are_equal_to_the_bit(opened, tmp_path, family, height, width, mode):
     theirs, ours = opened(family)
@@ -73,8 +83,6 @@ def test_pixels_are_equal_to_the_bit(opened, tmp_path, family, height, width, mo
 @given(height=st.integers(1, 500), width=st.integers(1, 500))
 def test_how_many_tiles_there_are_is_known_from_the_size_alone(opened, family, height, width):
     theirs, ours = opened(family)
-    if max(height, width) > 200 * min(height, width):
-        return
     image = Image.fromarray(np.zeros((height, width, 3), np.uint8))
     found = theirs(image, return_tensors="np", **OPTIONS.get(family, {}))["pixel_values"]
     tiles = found.reshape(-1, *found.shape[-3:]).shape[0]
@@ -89,6 +97,15 @@ def test_of_several_images_onevision_sees_one_square_tile_each(opened, tmp_path,
     image = Image.open(path)
     expected = theirs([[image, image, image]], return_tensors="pt")["pixel_values"][0]
     assert tiles_of(ours, path, alone=False).equal(expected)
+
+
+def test_images_that_a_processor_would_swell_beyond_bounds_are_refused(opened, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000_000)
+    for family, alone in (("llava", True), ("llava_onevision", False)):
+        with pytest.raises(ImageError, match=r"of which the model's image processor would make \d{7} pixels"):
+            opened(family)[1].size(1, 1100, alone=alone)
+        assert opened(family)[1].size(1, 300, alone=alone)
+    assert opened("llava_onevision")[1].size(1, 1100)
 
 
 def test_an_augmented_image_keeps_its_tiles(opened, tmp_path):

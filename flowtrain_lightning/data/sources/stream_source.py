@@ -20,6 +20,10 @@ from flowtrain_lightning.data.sources.parquet_file import without_nulls
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 _READ_AT_ONCE = 64
+"""Rows that are read before they are measured together, at most."""
+
+_BYTES_AT_ONCE = 1 << 26
+"""Of images and videos that lie in the rows; the row that makes them more is the last that is read."""
 
 
 class StreamPosition(NamedTuple):
@@ -123,16 +127,26 @@ class StreamSource:
     def _read_until(self, end: int) -> None:
         with ThreadPoolExecutor(1) as threads:
             while not self._ended and self._first + len(self._window) < end:
-                rows = list(islice(self._rows, _READ_AT_ONCE))
-                self._ended = len(rows) < _READ_AT_ONCE
-                records = [self._parsed(row, self._read + number) for number, row in enumerate(rows)]
+                records = self._next_records()
                 found = measure_records(records, self._measure, threads)
                 for number, record in enumerate(records):
                     sizes = found.sizes.select(np.asarray([number]))
                     fitting = self._fitting(record, sizes) if found.usable[number] else None
                     if fitting is not None:
                         self._window.append(_Held(self._read + number, record, fitting))
-                self._read += len(rows)
+                self._read += len(records)
+
+    def _next_records(self) -> list[Record]:
+        """Those that are measured together; fewer where the stream ends."""
+        records: list[Record] = []
+        size = 0
+        for row in islice(self._rows, _READ_AT_ONCE):
+            records.append(self._parsed(row, self._read + len(records)))
+            size += records[-1].bytes_inside
+            if size >= _BYTES_AT_ONCE:
+                return records
+        self._ended = len(records) < _READ_AT_ONCE
+        return records
 
     def _parsed(self, row: Any, number: int) -> Record:
         fields = row.to_pylist()[0] if hasattr(row, "to_pylist") else row

@@ -3,11 +3,23 @@
 import pytest
 
 from flowtrain_lightning.data import DataError, IndexConfig
+from flowtrain_lightning.data.sources import stream_source
 from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
 from tests.data.sources.test_resuming import Lines
-from tests.data.support import MEASURE, SaveAlways, data_module, message_record, trained
+from tests.data.support import MEASURE, SaveAlways, data_module, message_record, trained, write_image
 
 ROWS = [message_record(number, "ask", "a" * (1 + number % 9), []) for number in range(150)]
+
+
+class Counted(Lines):
+    """Counts the rows that were read."""
+
+    read = 0
+
+    def __iter__(self):
+        for row in super().__iter__():
+            self.read += 1
+            yield row
 
 
 def source_of(rows, budget=64, too_long="error"):
@@ -23,6 +35,21 @@ def test_samples_of_a_stream_are_its_rows_by_their_place():
     assert source.sizes(source.lengths(0, 2) * 0).tokens.tolist() == [9, 9]
     assert len(source.lengths(148, 200)) == 2
     assert len(source.lengths(150, 200)) == 0
+
+
+def test_rows_that_hold_many_bytes_are_read_a_few_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_source, "_BYTES_AT_ONCE", 150)
+    content = (tmp_path / write_image(tmp_path / "images/0.png", 4, 8)).read_bytes()
+    assert 75 < len(content) < 300
+    rows = Counted(
+        [{**row, "images": [{"bytes": content}]} for row in (message_record(n, "", "", [""]) for n in range(9))]
+    )
+    source = StreamSource(rows, MEASURE, 64, IndexConfig())
+    source.begin(0, StreamPosition())
+    assert source.record(0).id == "r0"
+    assert rows.read <= 2
+    assert [source.record(sample).id for sample in range(9)] == [f"r{number}" for number in range(9)]
+    assert len(source.lengths(0, 20)) == 9
 
 
 def test_samples_that_are_forgotten_are_not_read_again():
