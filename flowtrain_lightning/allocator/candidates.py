@@ -287,6 +287,8 @@ def _in_groups(family: Family, cluster: Cluster, nodes: Sequence[int]) -> Iterat
         return
     for count in nodes:
         group = count * cluster.per_node // family.tensor
+        if group < 2:
+            continue  # Tensor ranks fill the nodes: a rank alone would share its weights with nobody.
         fits = (family.holders % group == 0) & (family.holders > group) & (group % family.context == 0)
         if fits.any():
             yield replace(family, data=family.data[fits], group=group)

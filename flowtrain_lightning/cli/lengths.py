@@ -81,6 +81,8 @@ def media_lengths(column: pyarrow.ChunkedArray, path: Path, name: str) -> IntArr
     import pyarrow.compute
 
     whole = column.combine_chunks()
+    if _is_list(whole.type) and pyarrow.types.is_null(whole.type.value_type) and not len(whole.flatten()):
+        return np.empty(0, dtype=np.int64)  # as tables are written in which no sample has media
     if not _is_list(whole.type) or not pyarrow.types.is_integer(whole.type.value_type):
         raise UsageError(f"The column {name!r} of {path} must hold lists of whole numbers, but holds {whole.type}.")
     values = whole.flatten()

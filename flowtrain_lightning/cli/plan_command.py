@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flowtrain_lightning.allocator import (
     DEVICES,
     PRECISIONS,
     WHOLE_COPIES,
+    Allocation,
     Cluster,
     Device,
     ModelledCosts,
@@ -39,7 +41,7 @@ from flowtrain_lightning.cli.plan_input import (
     read_module,
     read_workload,
 )
-from flowtrain_lightning.cli.plan_report import PlanReport
+from flowtrain_lightning.cli.plan_report import PlanReport, given_in_words
 from flowtrain_lightning.placement.profile import ProfileError, read_profile
 from flowtrain_lightning.placement.text_table import text_table
 
@@ -66,11 +68,14 @@ def run() -> None:
     searched = options.token_budget == SEARCH
     settings = {
         "global_batch_size": options.batch,
-        "token_budget": Workload.token_budget if searched else options.token_budget,
+        "token_budget": None if searched else options.token_budget,
         "encoder_budget": options.encoder_budget,
         "loss_chunk": options.loss_chunk,
     }
     workload = read_workload(options.data, module, settings)
+    for name, value in (("time-to-train", options.time_to_train), ("price", options.price)):
+        if value is not None and not 0 < value < inf:
+            raise PlanningError(f"--{name} is {value:g}; it must be a number above 0.")
     if options.price is not None and options.time_to_train is None:
         raise PlanningError("--price needs --time-to-train, which says for how many tokens.")
     if options.sweep:
@@ -79,11 +84,11 @@ def run() -> None:
         _sweep(options, module, device, per_node, workload)
         return
     cluster = Cluster(device, options.devices, per_node)
+    layout = None if options.layout is None else read_plan(options.layout)
     workloads = _with_larger_budgets(workload) if searched else [workload]
-    planned = [_planned(_costs(options, module, cluster, one)) for one in workloads]
-    costs, choices = _fastest([one for one in planned if not isinstance(one, NoPlanError)], planned)
+    costs, choices = _fastest([_costs(options, module, cluster, one) for one in workloads], layout)
     data = "typical lengths, assumed" if options.data is None else str(options.data)
-    given = None if options.layout is None else given_plan(costs.problems, read_plan(options.layout))
+    given = None if layout is None else given_plan(costs.problems, layout)
     shown = choices.recommended.chosen if given is None else given
     tokens = options.time_to_train
     bill = None if tokens is None else bill_of(shown, costs.problems, tokens, options.price)
@@ -153,32 +158,40 @@ def _costs(
     return ModelledCosts(problems, WHOLE_COPIES if options.whole_copies else SearchSpace())
 
 
-def _planned(costs: ModelledCosts) -> tuple[ModelledCosts, Choices] | NoPlanError:
-    try:
-        return costs, choose_plans(costs)
-    except NoPlanError as refusal:
-        return refusal
-
-
 def _with_larger_budgets(workload: Workload) -> list[Workload]:
     """The workload with token budgets from its longest sample, or the default, to eight times as many."""
     least = max(int(workload.tokens.max()), workload.token_budget // 2)
     return [replace(workload, token_budget=least * 2**power) for power in range(4)]
 
 
-def _fastest(found: list[tuple[ModelledCosts, Choices]], planned: Sequence[object]) -> tuple[ModelledCosts, Choices]:
-    """The plans of the token budget with the fastest step; of those that cannot be told apart the smallest budget."""
+def _fastest(budgets: Sequence[ModelledCosts], layout: Allocation | None) -> tuple[ModelledCosts, Choices]:
+    """The plans of the token budget with the fastest step; of those that cannot be told apart the smallest budget.
+
+    Raises:
+        NoPlanError: nothing fits; says also what a layout that is given would take.
+    """
+    found: list[tuple[ModelledCosts, Choices]] = []
+    refusals: list[str] = []
+    for costs in budgets:
+        try:
+            found.append((costs, choose_plans(costs)))
+        except NoPlanError as refusal:
+            refusals.append(str(refusal))
     if not found:
-        refusal = planned[0]
-        assert isinstance(refusal, NoPlanError)
-        raise refusal
+        own = [] if layout is None else [given_in_words(given_plan(budgets[0].problems, layout), budgets[0].problems)]
+        raise NoPlanError(" ".join([refusals[0], *own]))
     fastest = min(choices.recommended.chosen.seconds for _, choices in found)
     enough = fastest * (1 + ModelledCosts.margin)
     return next(one for one in found if one[1].recommended.chosen.seconds <= enough)
 
 
 def _budget(text: str) -> int | str:
-    return text if text == SEARCH else int(text)
+    if text == SEARCH:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor {SEARCH!r}") from None
 
 
 def _write(report: PlanReport, per_node: int, path: Path) -> None:

@@ -77,11 +77,15 @@ def read_workload(path: Path | None, module: ModuleDescription, settings: Mappin
     """Lengths from a Parquet file, or typical ones where there is none.
 
     The file has an entry per sample: ``tokens``, and for every modality a list of its media items' encoder tokens
-    (patches, frames): ``image_tokens``, ``audio_tokens`` …; ``media_tokens`` where the module has one encoder.
+    (patches, frames): ``image_tokens``, ``audio_tokens`` …; ``media_tokens`` where the module has one encoder. Without
+    a ``token_budget`` a microbatch takes as many tokens as usual, or as the longest sample has.
     """
+    any_length, usual = settings["token_budget"] is None, Workload.token_budget
     if path is None:
-        return typical_workload(module, **settings)
+        return typical_workload(module, **{**settings, "token_budget": usual} if any_length else settings)
     tokens, table = read_lengths(path)
+    if any_length:
+        settings = {**settings, "token_budget": max(usual, int(tokens.max(initial=0)))}
     media = {}
     for modality in module.encoders:
         names = (f"{modality}_tokens", *(("media_tokens",) if len(module.encoders) == 1 else ()))

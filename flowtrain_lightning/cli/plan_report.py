@@ -13,7 +13,7 @@ from flowtrain_lightning.allocator.placements import ModelledPlan, Problems, joi
 from flowtrain_lightning.allocator.planner import PLAN_KINDS
 from flowtrain_lightning.cli.plan_bill import Bill
 from flowtrain_lightning.cli.plan_choice import Choices, why_plan_cannot_run
-from flowtrain_lightning.placement.text_table import text_table
+from flowtrain_lightning.placement.text_table import counted, text_table
 
 WIDTH = 60
 
@@ -137,8 +137,8 @@ class PlanReport:
         if (samples := self.smallest_full_batch()) is not None:
             load, devices = self.problems[BACKBONE].load, self.problems[BACKBONE].cluster.devices
             lines.append(
-                f"The batch of {load.items:,.0f} samples is small for {devices:,} devices: {samples:,} samples would "
-                f"give each of them a microbatch of {load.budget:,} tokens."
+                f"The batch of {counted(round(load.items), 'sample')} is small for {devices:,} devices: "
+                f"{samples:,} samples would give each of them a microbatch of {load.budget:,} tokens."
             )
         if self.given is not None:
             lines += self._verdict_on_given(self.given)
@@ -156,10 +156,7 @@ class PlanReport:
         gain = given.seconds / best.seconds - 1
         margin = self.choices.recommended.margin
         apart = f"{100 * gain:.0f} % more than" if gain > margin else "as far as can be told no more than"
-        lines = [
-            f"Yours ({given.name}): {given.seconds:.4g} s a step ({given.seconds_low:.3g} to "
-            f"{given.seconds_high:.3g}), {apart} the recommended plan."
-        ]
+        lines = [f"{_time_of_given(given)}, {apart} the recommended plan."]
         if (over := given.peak_bytes / usable_bytes(cluster)) > 1:
             lines.append(
                 f"It needs {100 * (over - 1):.0f} % more memory than can be planned for on {cluster.device.name}."
@@ -200,13 +197,13 @@ class PlanReport:
         tokens = ", ".join(f"{one.load.tokens:,.0f} of the {role}" for role, one in self.problems.items())
         return (
             f"{self.module.name} ({sizes}) on {cluster.devices} {cluster.device.name}, {cluster.per_node} a node\n"
-            f"a step: {load.items:,.0f} samples with tokens {tokens}; data: {self.data}"
+            f"a step: {counted(round(load.items), 'sample')} with tokens {tokens}; data: {self.data}"
         )
 
     def _layouts(self) -> str:
         plan = self.shown
         lines = [
-            f"  {role:<{_longest(plan)}}  {candidate.layout.describe()}; {candidate.devices} devices; "
+            f"  {role:<{_longest(plan)}}  {candidate.layout.describe()}; {counted(candidate.devices, 'device')}; "
             f"recompute {candidate.recompute}"
             + ("" if candidate.offload == "none" else f"; offload {candidate.offload}")
             for role, candidate in plan.chosen.items()
@@ -279,6 +276,16 @@ def bar(parts: Mapping[str, float], whole: float) -> str:
         end += amount
         letters += PURPOSES[purpose] * max(0, round(WIDTH * end / whole) - len(letters))
     return letters.ljust(WIDTH)
+
+
+def given_in_words(plan: ModelledPlan, problems: Problems) -> str:
+    """What a given layout takes, as sentences, where there is no plan to show it beside."""
+    limit = usable_bytes(problems[BACKBONE].cluster) / 1e9
+    return f"{_time_of_given(plan)}, and {plan.peak_bytes / 1e9:.1f} GB of the {limit:.1f} that can be planned for."
+
+
+def _time_of_given(plan: ModelledPlan) -> str:
+    return f"Yours ({plan.name}): {plan.seconds:.4g} s a step ({plan.seconds_low:.3g} to {plan.seconds_high:.3g})"
 
 
 def _in_words(plan: ModelledPlan) -> str:

@@ -23,3 +23,8 @@ def text_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     with paper.capture() as printed:
         paper.print(table)
     return "\n".join(line.rstrip() for line in printed.get().splitlines())
+
+
+def counted(count: int, what: str) -> str:
+    """So many of something: ``1 device``, ``1,024 devices``."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")

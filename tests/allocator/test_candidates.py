@@ -45,6 +45,13 @@ def test_encoders_have_no_pipeline_unless_they_share_the_backbones():
     assert {family.context for family in shared} == {1}
 
 
+def test_groups_that_share_weights_have_ranks_to_share_them_with():
+    backbone = problems("qwen2.5-vl-72b", devices=64)["backbone"]
+    grouped = [family for family in families_of(backbone, SearchSpace()) if family.group is not None]
+    assert {family.tensor for family in grouped} >= {1, 8}
+    assert min(family.group for family in grouped) == 2
+
+
 def test_only_what_was_allowed_is_offered():
     backbone = problems("smolvlm-2.2b", devices=8, token_budget=2048)["backbone"]
     only = SearchSpace(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",), recompute=("none",))

@@ -253,6 +253,7 @@ def test_lengths_come_from_a_file(plan, tmp_path):
         ({"tokens": [3]}, "has no column 'image_tokens' or 'media_tokens' (its columns: tokens)"),
         ({"tokens": [3], "image_tokens": [5]}, "'image_tokens' of lengths.parquet must hold lists of whole numbers"),
         ({"tokens": [3], "media_tokens": [[0.5]]}, "must hold lists of whole numbers, but holds list<"),
+        ({"tokens": [3], "media_tokens": [[]]}, "The data must have image media of at least one token"),
         ({"tokens": [3], "image_tokens": [[4, None]]}, "at least 0, none missing, but sample 0 has None"),
         ({"tokens": [9000], "media_tokens": [[64]]}, "longest sample has 9,000 tokens, but a microbatch takes 8,192"),
     ],
@@ -265,6 +266,37 @@ def test_lengths_that_cannot_be_used_end_with_a_sentence(plan, tmp_path, columns
     with pytest.raises(SystemExit) as end:
         plan(*MODEL, "--devices", "4", "--data", "lengths.parquet")
     assert words in str(end.value.code)
+
+
+def test_a_searched_token_budget_takes_samples_of_any_length(plan, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = {"tokens": [20000, 500], "image_tokens": [[4096, 1024], []]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "lengths.parquet")
+    printed = plan(*MODEL, "--devices", "8", "--data", "lengths.parquet", "--token-budget", "search", "--batch", "16")
+    assert "Recommended:" in printed
+
+
+def test_a_layout_of_ones_own_is_told_also_where_nothing_fits(plan, tmp_path):
+    (tmp_path / "mine.yaml").write_text(MINE.replace("{data: 8}", "{data: 8, shard: fsdp}, offload: weights"))
+    with pytest.raises(SystemExit) as end:
+        plan("--model", "qwen2.5-vl-72b", "--devices", "8", "--layout", "mine.yaml")
+    words = re.search(r"Yours \(colocated\): .* s a step \(.*\), and (.*) GB of the 80.4", str(end.value.code))
+    assert words is not None
+    assert float(words[1]) < 80.4
+
+
+def test_one_device_and_one_sample_are_told_as_one(plan):
+    printed = plan(*MODEL, "--devices", "1", "--batch", "1")
+    assert "a step: 1 sample with" in printed
+    assert "; 1 device;" in printed
+
+
+def test_a_token_budget_that_is_no_number_is_told_what_it_may_be(plan, capsys):
+    with pytest.raises(SystemExit):
+        plan(*MODEL, "--devices", "8", "--token-budget", "many")
+    assert "'many' is neither a number of tokens nor 'search'" in capsys.readouterr().err
 
 
 def test_what_is_frozen_is_not_trained(plan):
@@ -300,6 +332,8 @@ def test_whole_copies_keep_to_what_replicates(plan):
         ((*MODEL, "--devices", "8", "--freeze", "encoder", "--freeze", "backbone"), "nothing trains; freeze less"),
         ((*MODEL, "--devices", "8", "--token-budget", "0"), "token_budget is 0"),
         ((*MODEL, "--devices", "8", "--price", "2"), "--price needs --time-to-train, which says for how many tokens"),
+        ((*MODEL, "--devices", "8", "--time-to-train", "-1"), "--time-to-train is -1; it must be a number above 0"),
+        ((*MODEL, "--devices", "8", "--time-to-train", "1", "--price", "0"), "--price is 0; it must be a number above"),
         ((*MODEL, "--devices", "8", "--data", "nowhere.parquet"), "there is no file nowhere.parquet"),
         ((*MODEL, "--devices", "8", "--out", "no/where.yaml"), "no/where.yaml cannot be written"),
         (("--model", "qwen2.5-vl-72b", "--devices", "8"), "the smallest number that would do is 24"),
