@@ -65,12 +65,14 @@ def ended(running: list[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 
 def assert_all_went_on(job: Job, ranks: int) -> None:
-    """All ranks of the last start came to the end, from the checkpoint after the second step on."""
+    """All ranks came to the end in the second start, from the checkpoint after the second step on."""
     said = "\n".join(path.read_text(errors="replace") for path in sorted(job.folder.glob("said-by-node-*")))
     finished = {path.name: path.read_text() for path in job.folder.glob("rank*.finished")}
     assert finished == {f"rank{rank}.finished": f"{STEPS}\n" for rank in range(ranks)}, said
     began = [int(line) for line in (job.folder / "rank0.steps").read_text().split()]
     assert began == [0, 1, 2, 3, 2, 3, 4, 5], said
+    starts = (job.folder / "rank0.pid").read_text().split()
+    assert len(starts) == 2, said
 
 
 def settings() -> dict[str, Any]:
