@@ -18,9 +18,13 @@ class CopyStream:
 
     Args:
         device: on which this rank computes.
+
+    Attributes:
+        is_late: copies are done after they were asked for.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.is_late = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def copying(self) -> AbstractContextManager[Any]:

@@ -90,7 +90,7 @@ class BackboneLane:
         assert rank is not None
         merged: Features = {}
         for modality, tensors in features.tensors.items():
-            features.copies.hand_over(tensors)
+            context.hand_over(features.copies, tensors, BACKBONE, step)
             for tensor in tensors:
                 tensor.requires_grad_(modality in step.answered and tensor.is_floating_point())
             merged |= as_features(modality, tensors)
@@ -154,9 +154,9 @@ class MicrobatchFeatures:
         if not arrived:
             return False
         with self.copies.copying():
+            leases = list(map(context.pool.get, arrived))  # on a GPU this stream waits for them here
             start = context.timeline.start()
-            for key in arrived:
-                lease = context.pool.get(key)
+            for key, lease in zip(arrived, leases, strict=True):
                 assert lease is not None, "it has arrived"
                 self._take(self.missing.pop(key), lease.tensors, context.compute.device)
                 lease.release()

@@ -162,7 +162,7 @@ class EncoderLane:
         if outputs is None:
             outputs = self._forward(step, batch, keep=True)
         context.enter(f"backward of encoder batch {batch.number}", step)
-        waiting.copies.hand_over(waiting.gradients)
+        context.hand_over(waiting.copies, waiting.gradients, ENCODER, step)
         start = context.timeline.start()
         context.compute.backward((self._role,), outputs, tuple(waiting.gradients), last=last)
         context.timeline.stop(start, ENCODER, COMPUTE, "backward", step.stage, step.index, batch.number)
@@ -194,9 +194,9 @@ class AwaitingBackward:
     def collect(self, arrived: list[Key], context: LaneContext, step: Step) -> None:
         """Copies gradients that have arrived and releases their entries."""
         with self.copies.copying():
+            leases = list(map(context.pool.get, arrived))  # on a GPU this stream waits for them here
             start = context.timeline.start()
-            for key in arrived:
-                lease = context.pool.get(key)
+            for key, lease in zip(arrived, leases, strict=True):
                 assert lease is not None, "it has arrived"
                 rows = self.missing.pop(key)
                 for level, part in enumerate(lease.tensors):

@@ -7,7 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from torch import Tensor
+
 from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import StepBatch, StepPlan
 from flowtrain_lightning.pool import Key, Pool, Reservation, StatusPage
@@ -126,6 +129,23 @@ class LaneContext:
             step: the step that it belongs to.
         """
         self.page.enter(phase if step.stage == "train" else f"{phase} ({step.stage})", step.index)
+
+    def hand_over(self, copies: CopyStream, tensors: Iterable[Tensor | None], lane: str, step: Step) -> None:
+        """Lets the computing stream wait for tensors that come through the pool.
+
+        The host, which was told of them when they were given to a device, goes on: so on a GPU this is where a lane
+        waits for another rank.
+
+        Args:
+            copies: the stream that fetches the tensors.
+            tensors: that are to be used.
+            lane: which uses them.
+            step: the step that runs.
+        """
+        if copies.is_late:
+            start = self.timeline.start()
+            copies.hand_over(tensors)
+            self.timeline.stop(start, lane, STALL, "what comes through the pool", step.stage, step.index)
 
 
 def run_schedule(context: LaneContext, lanes: Sequence[tuple[str, Schedule]], step: Step) -> None:

@@ -16,6 +16,7 @@ class LateCopies(CopyStream):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
+        self.is_late = True
         self.is_copying = False
         self.handed_over: list[Tensor] = []  # kept, so that no other tensor is ever taken for one of them
 

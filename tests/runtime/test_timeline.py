@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
 from flowtrain_lightning.compute.device_clock import DeviceClock
 from flowtrain_lightning.pool import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.runtime import timeline as timeline_module
+from flowtrain_lightning.runtime.schedule import LaneContext
 from flowtrain_lightning.runtime.timeline import COMPUTE, STALL, Span, Timeline
 from tests.compute.late_device import LateDevice
 
@@ -57,6 +59,20 @@ def test_spans_of_a_device_count_when_it_has_come_to_their_end_and_the_host_neve
     device.host += 0.5
     assert timeline.is_settled("train", 0)
     assert [round(span.end - span.start, 9) for span in timeline.spans] == [0.5, 0.5, 0.5]
+    assert device.waits == 0
+
+
+def test_what_a_device_waits_for_through_the_pool_is_a_stall_though_the_host_goes_on():
+    device = LateDevice()
+    timeline = Timeline(DeviceClock(device.record, now=device.host_clock))
+    copies = SimpleNamespace(is_late=True, hand_over=lambda tensors: device.give(2.0))  # an encoder is not done yet
+    step = SimpleNamespace(stage="train", index=0)
+    LaneContext(None, None, None, timeline).hand_over(copies, [], "backbone", step)
+    start = timeline.start()
+    device.give(1.0)
+    timeline.stop(start, "backbone", COMPUTE, "microbatch", "train", 0, 0)
+    device.host += 3.0
+    assert timeline.share("backbone", STALL) == pytest.approx(2 / 3)
     assert device.waits == 0
 
 
