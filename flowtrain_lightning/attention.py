@@ -6,15 +6,18 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of whole sequences: queries, keys and values -> what is attended to."""
+
+_kernels: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]] = {}
+_chosen: dict[torch.device, str] = {}  # of `_kernels`, for every device that was asked for
 
 _around: Callable[[Kernel, Tensor, Tensor, Tensor], Tensor] | None = None
 # Of the process and not of a thread: autograd computes forwards again in threads of its own.
@@ -71,22 +74,32 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_s
     """By the fastest kernel that is there."""
     # Bounds that lie on a device are never read by the host, which would wait for all that the device still has to do.
     if cu_seqlens.device.type in ("cuda", "meta") and query.dtype in (torch.float16, torch.bfloat16):
-        flash_attention = flash_kernel(is_hopper(query.device))
-        if flash_attention is not None:
-            found = flash_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=causal)
-            packed: Tensor = found[0] if isinstance(found, tuple) else found  # early builds of version 3 tell more
-            return packed
-        return _torch_varlen(query, key, value, cu_seqlens, max_seqlen, causal)
+        return _kernels[kernel_for(query.device)](query, key, value, cu_seqlens, max_seqlen, causal)
     return _per_sequence(query, key, value, cu_seqlens, causal)
 
 
-@cache
+def kernel_for(device: torch.device) -> str:
+    """Finds the kernel for packed sequences in half precision on a device; returns what it is called in `_kernels`.
+
+    A name and not the kernel, since this is what `torch.compile` can be told to take as constant. Were the search
+    compiled too, it would cut every layer in pieces, and look for packages anew in each of them.
+    """
+    if device not in _chosen:
+        flash_attention = flash_kernel(is_hopper(device))
+        if flash_attention is None:
+            name, _kernels["torch"] = "torch", partial(_by_torch, *torch_varlen_kernel())
+        else:
+            name = flash_attention.__module__
+            _kernels[name] = partial(_by_flash_attention, flash_attention)
+        _chosen[device] = name
+    return _chosen[device]
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether a device is a GPU of NVIDIA's Hopper generation, such as an H100."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-@cache
 def flash_kernel(hopper: bool) -> Callable[..., Any] | None:
     """flash-attn's kernel for packed sequences, or None where it is not installed.
 
@@ -100,12 +113,38 @@ def flash_kernel(hopper: bool) -> Callable[..., Any] | None:
     return None
 
 
-def _torch_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool
+def _by_flash_attention(
+    kernel: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    causal: bool,
 ) -> Tensor:
-    """PyTorch's own kernel for packed sequences (CUDA, half precision), which shares key heads without copies."""
-    kernel, options = torch_varlen_kernel()
-    packed = kernel(
+    """By flash-attn, whose backward adds up in any order unless it is told not to, as PyTorch's kernels are."""
+    same_each_time = torch.are_deterministic_algorithms_enabled()
+    bounds = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    found = kernel(query, key, value, *bounds, causal=causal, deterministic=same_each_time)
+    packed: Tensor = found[0] if isinstance(found, tuple) else found  # early builds of version 3 tell more
+    return packed
+
+
+def _by_torch(
+    kernel: Callable[..., Any],
+    options: dict[str, bool],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    causal: bool,
+) -> Tensor:
+    """By PyTorch's own kernel, which shares key heads without copies and takes heads of multiples of 8 only."""
+    width = query.shape[-1]
+    if width % 8:
+        query, key, value = (pad(x, (0, -width % 8)) for x in (query, key, value))
+    packed: Tensor = kernel(
         query,
         key,
         value,
@@ -113,14 +152,13 @@ def _torch_varlen(
         cu_seqlens,
         max_seqlen,
         max_seqlen,
+        scale=width**-0.5,
         window_size=(-1, 0) if causal else (-1, -1),
         **options,
     )
-    assert isinstance(packed, Tensor)  # a pair only where auxiliary outputs are asked for
-    return packed
+    return packed[..., :width] if width % 8 else packed
 
 
-@cache
 def torch_varlen_kernel() -> tuple[Callable[..., Any], dict[str, bool]]:
     """PyTorch's kernel for packed sequences, and what it must be told to take fewer key heads than query heads.
 

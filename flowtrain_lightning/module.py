@@ -336,10 +336,13 @@ class FlowModule(L.LightningModule):
             self._logging.refused_in = None
 
     def log_report(self, stage: str, report: StepReport) -> Tensor:
-        """Logs what all ranks agreed on, alike on every rank, and returns the mean loss."""
+        """Logs what all ranks agreed on, alike on every rank, and returns the mean loss, on the host.
+
+        There it has been read to already: whoever took these numbers to a device would wait for it, once for each.
+        """
         # At least float32: under precision="bf16-true" the default dtype keeps three digits.
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        loss = torch.tensor(report.loss, dtype=dtype, device=self.device)
+        loss = torch.tensor(report.loss, dtype=dtype, device="cpu")
         weight = max(int(report.tokens), 1)
         values = {f"{stage}_loss": report.loss, **report.values}
         for name, value in values.items():

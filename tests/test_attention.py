@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from flowtrain_lightning import attention
 from flowtrain_lightning.attention import flash_kernel, torch_varlen_kernel, varlen_attention
 
 LENGTHS = [5, 1, 9, 3]
@@ -118,30 +119,43 @@ def test_version_3_of_flash_attn_comes_before_version_2_on_hopper_gpus_alone(
     for name in ("flash_attn_interface", "flash_attn"):
         found = SimpleNamespace(flash_attn_varlen_func=name) if name in installed else None
         monkeypatch.setitem(sys.modules, name, found)
-    flash_kernel.cache_clear()
-    try:
-        assert flash_kernel(hopper) == chosen
-    finally:
-        flash_kernel.cache_clear()
+    assert flash_kernel(hopper) == chosen
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("more", [(), (None,)])
 def test_flash_attn_is_given_bounds_and_cause_and_may_tell_more_than_was_asked(
-    monkeypatch: pytest.MonkeyPatch, more: tuple[None, ...]
+    monkeypatch: pytest.MonkeyPatch, more: tuple[None, ...], deterministic: bool
 ) -> None:
-    def kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal):
+    asked = []
+
+    def kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, **options):
         assert (max_seqlen_q, max_seqlen_k, causal) == (max(LENGTHS), max(LENGTHS), True)
         assert cu_seqlens_q is cu_seqlens_k
+        asked.append(options)
         return (q + 1, *more) if more else q + 1
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
-    flash_kernel.cache_clear()
-    try:
-        inputs = [x.detach().to("meta", torch.bfloat16) for x in packed(key_heads=2)]
-        output = varlen_attention(*inputs, CU_SEQLENS.to("meta"), max(LENGTHS), causal=True)
-        assert output.shape == inputs[0].shape
-    finally:
-        flash_kernel.cache_clear()
+    monkeypatch.setattr(attention, "_chosen", {})
+    monkeypatch.setattr(attention, "_kernels", {})
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    inputs = [x.detach().to("meta", torch.bfloat16) for x in packed(key_heads=2)]
+    output = varlen_attention(*inputs, CU_SEQLENS.to("meta"), max(LENGTHS), causal=True)
+    assert output.shape == inputs[0].shape
+    assert asked == [{"deterministic": deterministic}]
+
+
+def test_heads_of_other_sizes_than_pytorchs_kernel_takes_are_filled_up_with_zeros() -> None:
+    def kernel(q, k, v, *bounds, scale, **options):
+        assert all(x.shape[-1] % 8 == 0 for x in (q, k, v)), "as PyTorch's kernel demands"
+        causal = options["window_size"] == (-1, 0)
+        sequences = zip(*(torch.split(x.transpose(0, 1), LENGTHS, dim=1) for x in (q, k, v)), strict=True)
+        found = [scaled_dot_product_attention(*each, is_causal=causal, scale=scale) for each in sequences]
+        return torch.cat(found, dim=1).transpose(0, 1)
+
+    inputs = [x[..., :5] for x in packed()]
+    found = attention._by_torch(kernel, {}, *inputs, CU_SEQLENS, max(LENGTHS), True)
+    torch.testing.assert_close(found, varlen_attention(*inputs, CU_SEQLENS, max(LENGTHS), True))
 
 
 def test_half_precision_on_a_device_runs_one_kernel_that_reads_no_bounds_and_copies_no_key_heads() -> None:

@@ -39,6 +39,26 @@ class NeverWaiting(TorchFunctionMode):
         return result
 
 
+class ReadingOnce(NeverWaiting):
+    """As `NeverWaiting`, but a tensor may be read by ``tolist``, all of whose numbers are 1 then.
+
+    Attributes:
+        reads: how often one was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.tolist and args[0].is_meta:
+            self.reads += 1
+            return [1.0] * args[0].numel()
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 def _crosses(args: tuple[Any, ...], result: Any) -> bool:
     source = args[1] if len(args) > 1 and isinstance(args[1], Tensor) and result is args[0] else args[0]
     return isinstance(result, Tensor) and result.is_meta and not source.is_meta and source.numel() > 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from numbers import Real
 from typing import Any
 
@@ -125,28 +127,22 @@ class MetricAccumulator:
             collected.clear()
 
     def _vector(self, stop: bool) -> Tensor:
-        device = self._losses[0].device if self._losses else torch.device("cpu")
-        losses, tokens = _on_device(self._losses, device), _on_device(self._tokens, device)
-        sums = [self._weighed(name, tokens) for name in self._agreed]
-        # All that was collected comes from the device at once.
-        loss, *numbers = torch.cat([losses.sum().reshape(1), tokens, *sums]).tolist()
-        counts, sums_of_names = numbers[: len(tokens)], numbers[len(tokens) :]
-        for count in counts:
-            if not 0 <= count < torch.inf:
+        collected = [self._values.get(name, ()) for name in self._agreed]
+        read = iter(_on_host([*self._losses, *self._tokens, *(value for pairs in collected for _, value in pairs)]))
+        loss, tokens = sum(islice(read, len(self._losses))), list(islice(read, len(self._tokens)))
+        for count in tokens:
+            if not 0 <= count < math.inf:
                 raise ValueError(
                     f"`loss` (or `backbone_step`) returned {count:g} as its number of target tokens, by which the "
                     "step's summed loss is divided. Return how many labels count in the microbatch: 0 or more."
                 )
+        sums: list[float] = []
+        for pairs in collected:
+            weights = [tokens[microbatch] for microbatch, _ in pairs]
+            weighed = [weight * value for weight, value in zip(weights, read, strict=False) if weight > 0]
+            sums += (sum(weighed), sum(weights))
         new = len(self._values.keys() - set(self._agreed))
-        return torch.tensor([loss, sum(counts), float(stop), float(new), *sums_of_names], dtype=torch.float64)
-
-    def _weighed(self, name: str, tokens: Tensor) -> Tensor:
-        """A name's values times target tokens, and these tokens, summed over the microbatches that had the name."""
-        microbatches = [microbatch for microbatch, _ in self._values.get(name, ())]
-        values = [value for _, value in self._values.get(name, ())]
-        weights = tokens[microbatches]
-        weighed = torch.where(weights > 0, weights * _on_device(values, tokens.device), 0.0)  # a mean over none is NaN
-        return torch.stack([weighed.sum(), weights.sum()])
+        return torch.tensor([loss, sum(tokens), float(stop), float(new), *sums], dtype=torch.float64)
 
     def _agree_on_names(self, found: Iterable[Iterable[tuple[str, dict[str, Any]]]]) -> None:
         options_of: dict[str, dict[str, Any]] = {}
@@ -157,8 +153,8 @@ class MetricAccumulator:
             self._options[name] = options_of[name]
 
 
-def _on_device(numbers: Sequence[Number], device: torch.device) -> Tensor:
-    """``[numbers]`` float64; in one piece where they are plain numbers."""
-    if any(isinstance(number, Tensor) for number in numbers):
-        return torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device).reshape(()) for n in numbers])
-    return torch.tensor(numbers, dtype=torch.float64, device=device)
+def _on_host(numbers: Sequence[Number]) -> list[float]:
+    """Reads numbers. Those on a device come from it all at once, in the one wait for it."""
+    there = [each for each in numbers if isinstance(each, Tensor) and each.device.type != "cpu"]
+    came = iter(torch.stack([each.double().reshape(()) for each in there]).tolist() if there else ())
+    return [next(came) if isinstance(n, Tensor) and n.device.type != "cpu" else float(n) for n in numbers]

@@ -167,7 +167,7 @@ def _attention(
             f"{type(module).__name__} uses dropout, which packed attention does not have. Set attention_dropout=0 in "
             "the model's config."
         )
-    if scaling is not None and not math.isclose(scaling, query.shape[-1] ** -0.5):
+    if scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1) > 1e-9:  # what `torch.compile` can follow
         query = query * (scaling * query.shape[-1] ** 0.5)
     device = query.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # rotary positions have made queries and keys float32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any
 
 import torch
@@ -109,7 +108,7 @@ def _packed_attention(
             "config, or take a model without."
         )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    if scaling is not None and not math.isclose(scaling, query.shape[-1] ** -0.5):
+    if scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1) > 1e-9:  # what `torch.compile` can follow
         query = query * (scaling * query.shape[-1] ** 0.5)
     device = query.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # rotary positions have made queries and keys float32
@@ -133,6 +132,25 @@ def _keep_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not _is_packed(module.config):  # the model's user has chosen another since
         return args, kwargs
     bounds = kwargs["cu_seqlens"]
-    tokens = (args[0] if args else kwargs["hidden_states"]).shape[0]
-    whole = torch.tensor([0, tokens], dtype=bounds.dtype)  # on the host, where it will be read
+    whole = _OneImage((args[0] if args else kwargs["hidden_states"]).shape[0])
     return args, {**kwargs, "cu_seqlens": whole, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+
+
+class _OneImage:
+    """The bounds of one image, of which such a layer takes the lengths: ``(bounds[1:] - bounds[:-1]).tolist()``.
+
+    A tensor in its place would be read by the host in every layer, which `torch.compile` cannot follow.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def __getitem__(self, part: slice) -> _OneImage:
+        return self
+
+    def __sub__(self, begins: _OneImage) -> _OneImage:
+        return self
+
+    def tolist(self) -> list[int]:
+        """The length."""
+        return [self._tokens]

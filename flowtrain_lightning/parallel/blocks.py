@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flowtrain_lightning.allocator.role_layout import Recompute
+from flowtrain_lightning.attention import kernel_for
 from flowtrain_lightning.parallel.sequence_parallel import for_recomputing
 
 Compile = Literal["none", "blocks"]
@@ -90,5 +91,6 @@ def compile_blocks(module: nn.Module, backend: str | Callable[..., Any] = "induc
         module: whose layers; see `repeated_blocks`.
         backend: of ``torch.compile``.
     """
+    torch.compiler.assume_constant_result(kernel_for)  # type: ignore[no-untyped-call]
     for block in repeated_blocks(module):
         block.compile(dynamic=True, backend=backend)  # type: ignore[no-untyped-call]

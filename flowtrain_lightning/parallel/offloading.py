@@ -32,7 +32,8 @@ class ActivationsOnHost(saved_tensors_hooks):
                 return tensor
             self.bytes_left += tensor.nbytes
             on_host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
-            return tensor.device, on_host.copy_(tensor)
+            # Nobody waits: backwards run on the stream of their forward, after this, and nobody else reads the copy.
+            return tensor.device, on_host.copy_(tensor, non_blocking=pinned)
 
         def come_back(kept: Any) -> Tensor:
             if isinstance(kept, Tensor):

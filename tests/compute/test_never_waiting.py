@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.features import as_features
+from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import ImageProcessor
+from flowtrain_lightning.models import huggingface_vlm
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import ReplicatedHalf
+from flowtrain_lightning.parallel.blocks import compile_blocks
 from flowtrain_lightning.parallel.halves import half_parameters
 from flowtrain_lightning.parallel.random_streams import own_streams
 from recipes.quickstart.module import QuickstartVLM
@@ -45,8 +53,14 @@ def family(name: str) -> tuple[FlowModule, ImageProcessor]:
     return chosen.kind(chosen.config, recompute=name == "qwen3_vl"), chosen.images
 
 
-def run_step(module: FlowModule, images: ImageProcessor, records: Path) -> list[str]:
-    """A step's encoder batches and microbatches, forward and backward, on a device from which nothing can be read."""
+def run_step(
+    module: FlowModule,
+    images: ImageProcessor,
+    records: Path,
+    device: torch.device = META,
+    never_waiting: Callable[[], AbstractContextManager[Any]] = NeverWaiting,
+) -> list[str]:
+    """A step's encoder batches and microbatches, forward and backward, by default where nothing can be read."""
     data = tiny_data(records, images=images, global_batch_size=8)
     data.prepare_data()
     data.setup("fit")
@@ -55,20 +69,20 @@ def run_step(module: FlowModule, images: ImageProcessor, records: Path) -> list[
     # The loader would do it; here no Trainer has told it of the module.
     prepare_media = module.prepare_media
     batch = next(iter(data.train_dataloader()))
-    on_device = {id(p): nn.Parameter(torch.empty_like(p, device=META), p.requires_grad) for p in module.parameters()}
+    on_device = {id(p): nn.Parameter(p.detach().to(device), p.requires_grad) for p in module.parameters()}
     for part in module.modules():
         for name, weight in list(part.named_parameters(recurse=False)):
             setattr(part, name, on_device[id(weight)])
         for name, buffer in list(part.named_buffers(recurse=False)):
-            setattr(part, name, buffer.to(META))
+            setattr(part, name, buffer.to(device))
     trainer = L.Trainer(accelerator="cpu", precision="bf16-true", logger=False, enable_checkpointing=False)
     engines = {role: ReplicatedHalf(half_parameters(module, role)) for role in ROLES}
-    compute, done = Compute(module, trainer, META, engines), []
+    compute, done = Compute(module, trainer, device, engines), []
     for number, (packed, media) in enumerate(zip(batch.microbatches, batch.encoder_batches, strict=True)):
         features = {}
         if media is not None:
             media = replace(media, inputs=prepare_media(media))
-        with NeverWaiting(), own_streams():
+        with never_waiting(), own_streams():
             if media is not None:
                 outputs = compute.encode(media, step=(0, 0), number=number)
                 leaves = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in outputs)
@@ -90,8 +104,30 @@ def test_a_step_of_a_hugging_face_model_never_waits(records, name):
     assert BACKBONE in done
 
 
+def test_compiled_layers_are_in_one_piece_each_and_never_compiled_anew(records, monkeypatch):
+    compiled = CompileCounter()
+    monkeypatch.setattr(huggingface_vlm, "compile_blocks", lambda model: compile_blocks(model, backend=compiled))
+    chosen = FAMILIES["qwen2_5_vl"]
+    torch._dynamo.reset()
+    counters.clear()
+    done = run_step(chosen.kind(chosen.config, compile="blocks"), chosen.images, records)
+    assert done.count(BACKBONE) > 1, "microbatches of several numbers of tokens"
+    assert not counters["graph_break"]
+    assert compiled.frame_count == 4, "of both halves the first layer, whose input needs no gradient, and all others"
+    torch._dynamo.reset()
+
+
 def test_a_step_of_the_quickstart_never_waits(records):
     assert {ENCODER, BACKBONE} <= set(run_step(*quickstart(), records))
+
+
+def test_what_ranks_have_agreed_on_is_logged_on_the_host(monkeypatch):
+    logged = {}
+    monkeypatch.setattr(L.LightningModule, "log", lambda _, name, value, **options: logged.update({name: value}))
+    monkeypatch.setattr(QuickstartVLM, "device", META)
+    with NeverWaiting():
+        loss = quickstart()[0].log_report("train", StepReport(2.0, 4.0, False, {"accuracy": 0.5}))
+    assert (loss, logged["train_loss"], logged["accuracy"]) == (2.0, 2.0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
+from tests.waits import ReadingOnce
 
 Microbatches = list[tuple[float, int, dict[str, float]]]
 """Summed loss, target tokens and logged values of each microbatch."""
@@ -170,3 +171,18 @@ def test_only_single_numbers_can_be_logged():
 def test_only_the_mean_is_reduced_to():
     with pytest.raises(ValueError, match=r"log\('most', reduce_fx=...\).*token-weighted mean"):
         MetricAccumulator().record("most", 1.0, {"reduce_fx": "max"})
+
+
+def test_all_that_a_step_has_left_on_a_device_is_read_in_one_wait():
+    there = torch.ones((), device="meta")
+    logbook = MetricAccumulator()
+    for step in range(2):
+        with ReadingOnce() as device:
+            for tokens in (3, there):
+                logbook.record("on the device", there, {})
+                logbook.record("on the host", 0.5, {})
+                logbook.close_microbatch(there, tokens)
+            report = logbook.agree(False, lambda vector: vector, lambda value: [value])
+        assert device.reads == (2 if step == 0 else 1), "once more where names are new"
+        assert report.values == {"on the device": 1.0, "on the host": 0.5}
+        assert (report.loss, report.tokens) == (2 / 4, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
@@ -37,3 +37,23 @@ def test_frozen_weights_stay_too():
     half = ReplicatedHalf(list(model.parameters()), activations=activations)
     half.call(model, torch.ones(3, 8)).sum().backward()
     assert activations.bytes_left == activations.bytes_returned == 4 * 3 * (8 + 32)
+
+
+def test_nobody_waits_for_copies_to_or_from_pinned_memory(monkeypatch):
+    goes_on = []
+
+    def noting(function):
+        def noted(*args, non_blocking=False, **options):
+            goes_on.append(non_blocking)
+            return function(*args, **options)
+
+        return noted
+
+    empty = torch.empty  # of memory that a CPU cannot pin
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
+    monkeypatch.setattr(Tensor, "copy_", noting(Tensor.copy_))
+    monkeypatch.setattr(Tensor, "to", noting(Tensor.to))
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    half = ReplicatedHalf(list(model.parameters()), activations=ActivationsOnHost(pinned=True))
+    half.call(model, torch.ones(3, 8)).sum().backward()
+    assert goes_on == [True] * 6
