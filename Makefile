@@ -32,9 +32,7 @@ test-all: check ## check, then every test; the dated output goes to tests/result
 	   OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 --durations=20; } 2>&1 | sed -u 's#$(CURDIR)/##g' | tee $(RESULTS)
 
 test-gpu: $(VENV)/.installed-test ## the tests that need a GPU, and only those, each file in a process of its own
-	$(VENV)/bin/flowtrain doctor
-	$(VENV)/bin/pytest -q tests/pool/device/test_cuda_ipc.py
-	$(VENV)/bin/pytest -q tests/test_attention.py -k cuda
+	$(VENV)/bin/python -m tests.on_a_gpu
 
 campaign: $(VENV)/.installed-test ## 1,000 random faults, for hours; goes on where it was stopped
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.faults.campaign

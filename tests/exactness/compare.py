@@ -37,7 +37,7 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Joins the ranks' records; ranks that hold the same half must hold the same bits, and see the same loss."""
-    ranks = [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank*.pt"))]
+    ranks = [torch.load(path, map_location="cpu", weights_only=True) for path in sorted(folder.glob("rank*.pt"))]
     assert ranks, f"no rank of {folder.name} wrote anything"
     steps = range(len(ranks[0]["losses"]))
     for rank in ranks:

@@ -21,7 +21,7 @@ def ranks_of(layout: str) -> int:
 
 
 def trainer_for(layout: str, *, strategy: dict[str, Any] | None = None, **settings: Any) -> L.Trainer:
-    """A quiet Trainer on the CPU.
+    """A quiet Trainer, on the CPU where nothing else is said.
 
     Args:
         layout: one of ``ALL``, or alike.
@@ -44,6 +44,7 @@ def trainer_for(layout: str, *, strategy: dict[str, Any] | None = None, **settin
         only_encode = int(layout.removeprefix("mixed ").split("+")[0])
         chosen = flow.FlowTrainStrategy(encoder_ranks=only_encode, placement=placement, **strategy)
     quiet: dict[str, Any] = {
+        "accelerator": "cpu",
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_checkpointing": False,
@@ -52,4 +53,4 @@ def trainer_for(layout: str, *, strategy: dict[str, Any] | None = None, **settin
     }
     devices = ranks_of(layout) // strategy.get("ranks_per_device", 1)
     L.seed_everything(SEED, verbose=False)
-    return L.Trainer(accelerator="cpu", devices=devices, strategy=chosen, **{**quiet, **settings})
+    return L.Trainer(devices=devices, strategy=chosen, **{**quiet, **settings})

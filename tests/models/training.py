@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import CostModel
@@ -35,6 +36,8 @@ def train(
     layout: str,
     family: str,
     precision: str = "64-true",
+    accelerator: str = "cpu",
+    strategy: dict[str, Any] | None = None,
     roles: dict[str, dict[str, Any]] | None = None,
     adapters: Any = None,
     frozen: Sequence[str] = (),
@@ -49,6 +52,7 @@ def train(
 
     ``moves`` says whether a projector behind a frozen tower goes to the backbone half.
     """
+    torch.backends.cudnn.allow_tf32 = False  # else convolutions on GPUs keep three digits
     chosen, recorder = FAMILIES[family], Recorder()
     kind = chosen.kind if moves else type("Kept", (chosen.kind,), {"projector": ()})
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "frozen": frozen, "frozen_in_bf16": frozen_in_bf16}
@@ -57,7 +61,8 @@ def train(
         images["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
     trainer = trainer_for(
         layout,
-        strategy={"roles": roles} if roles else None,
+        strategy={**(strategy or {}), **({"roles": roles} if roles else {})},
+        accelerator=accelerator,
         precision=precision,
         max_steps=STEPS,
         limit_val_batches=0,

@@ -3,8 +3,6 @@
 The simulated device shows that the order of streams is right; this shows that CUDA does what it is taken to do.
 """
 
-import os
-
 import pytest
 import torch
 
@@ -157,7 +155,7 @@ def test_neither_put_nor_get_nor_release_waits_on_the_host():
 
 def share_cards(rank, ranks):
     """Memory of PyTorch's allocator cannot be shared under this setting; the pool's block can."""
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # the environment has been read by now
     exchange(rank, ranks, cards=False)
 
 

@@ -1,0 +1,93 @@
+"""Training on a GPU: in every layout what plain Lightning computes there, and without a wait. Skipped without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.exactness.compare import Run, error, read_run
+from tests.exactness.data import write_steps
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, run_jobs
+
+pytest.importorskip("transformers")
+from tests.compute.test_never_waiting import MODELS, family, quickstart, run_step
+from tests.tiny import write_records
+
+pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")  # asks no context of CUDA
+
+TARGET = "tests.models.training:train"
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+
+
+def on_one_card(layout: str, pool: str) -> dict[str, Any]:
+    """A layout whose ranks share a card, and pass features and gradients through one kind of memory."""
+    return {"layout": layout, "strategy": {"ranks_per_device": ranks_of(layout), "pool": {"tier": pool}}}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "colocated": {"layout": "colocated 1"},
+    "separate, GPU memory": on_one_card("1+1", "device"),
+    "separate, host memory": on_one_card("1+1", "host"),
+}
+
+
+def train(folder: Path, name: str, data: Path, **settings: Any) -> Run:
+    """Trains on the GPU, and reads what all ranks wrote down."""
+    arguments = {"data": str(data), "accelerator": "cuda", **settings}
+    job = Job(name, TARGET, ranks_of(settings["layout"]), arguments)
+    return read_run(run_jobs(folder, [job])[name].check().folder)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_steps(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def plain(request, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Run]]:
+    """A family, and its run under plain Lightning in each precision."""
+    folder = tmp_path_factory.mktemp("plain")
+    settings = {"family": request.param, "layout": "auto"}
+    runs = {kind: train(folder, kind, data, precision=kind, **settings) for kind in ("32-true", "bf16-mixed")}
+    return request.param, runs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_gives_the_gradients_of_plain_lightning_in_float32(plain, data, tmp_path, layout):
+    name, runs = plain
+    found = train(tmp_path, "run", data, family=name, precision="32-true", **LAYOUTS[layout])
+    assert error(found.gradients[0], runs["32-true"].gradients[0]) <= 1e-5
+    assert found.losses == pytest.approx(runs["32-true"].losses, rel=1e-3)  # AdamW makes much of little gradients
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_in_bfloat16_is_not_further_from_float32_than_plain_lightning(plain, data, tmp_path, layout):
+    name, runs = plain
+    exact = runs["32-true"].gradients[0]
+    found = train(tmp_path, "run", data, family=name, precision="bf16-mixed", **LAYOUTS[layout])
+    assert error(found.gradients[0], exact) <= 1.5 * error(runs["bf16-mixed"].gradients[0], exact)
+
+
+@contextmanager
+def never_waiting() -> Iterator[None]:
+    """Inside, PyTorch raises where the host would wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", [*MODELS, "quickstart"])
+def test_microbatches_and_encoder_batches_never_wait_for_the_gpu(tmp_path, name):
+    write_records(tmp_path, 8)
+    module, images = quickstart() if name == "quickstart" else family(name)
+    assert run_step(module, images, tmp_path, torch.device("cuda", 0), never_waiting)
