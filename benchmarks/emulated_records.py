@@ -26,6 +26,7 @@ def write_records(
     sides: IntArray | None = None,
     pictures: Mapping[int, float] | None = None,
     words: tuple[int, int] = (5, 200),
+    row_pixels: int = IMAGES.patch_size * IMAGES.merge_size,
 ) -> None:
     """``train.jsonl``, its pictures, and ``pictures.json``: for each record number and rows of its pictures.
 
@@ -37,12 +38,13 @@ def write_records(
             default 256 pictures of 16 to 400 rows.
         pictures: how many a record has -> probability; by default a fifth has none, a fifth has two.
         words: of a text, at least and less than; a word is a token.
+        row_pixels: along each side of what becomes one row of features.
     """
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(seed)
     sides = draw.integers(4, 21, (256, 2)) if sides is None else sides
     pictures = pictures or {0: 0.2, 1: 0.6, 2: 0.2}
-    rows, pixels = sides.prod(1), sides * IMAGES.patch_size * IMAGES.merge_size
+    rows, pixels = sides.prod(1), sides * row_pixels
     for number, (height, width) in enumerate(pixels.tolist()):
         colour = (0, number >> 8, number & 255)
         Image.new("RGB", (width, height), colour).save(folder / f"{number}.png")

@@ -1,12 +1,15 @@
 """Tokens per second, MFU and memory of one vision-language model, trained in the five ways that a user has.
 
 python -m benchmarks.gpu --model qwen2-vl-2b      on a GPU, separate roles on two where there are: some minutes a round
+python -m benchmarks.gpu --minutes 9 --rounds 1   what there is time for; the results are written after every run
 python -m benchmarks.gpu --devices 8              each way on so many GPUs
 python -m benchmarks.gpu --tiny                   on a CPU, to see that it runs
 
 The weights are random, at the model's published size, and every way trains on the same samples in the same steps, in
 bfloat16 with fused AdamW. The ways take turns, each run in processes of its own; what is told are medians over the
 rounds. Tokens are those of the samples, padding not counted, and FLOPs what training must compute, nothing of it twice.
+Stalls are the shares of a lane's time in which its GPU had nothing to do. Besides, attention kernels, the loss and the
+pool are measured by themselves, and it is counted how often, and told where, the host waits for the GPU in a step.
 """
 
 from __future__ import annotations
@@ -15,16 +18,24 @@ import argparse
 import json
 import os
 import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import gpu_variants
+import numpy as np
+
+from benchmarks import gpu_parts, gpu_variants
+from benchmarks.emulated_records import write_records
 from benchmarks.gpu_model import MODELS, TINY, images_for
 from benchmarks.gpu_variants import VARIANTS, Run
 from benchmarks.launch import launch, machine
 from benchmarks.modules import ROOT, Work, training_records
+from benchmarks.pool_report import device_table
 from benchmarks.report import machine_line, table, write_results
+from flowtrain_lightning.allocator import ROLES
 
 DEADLINE = 900.0
 """Seconds for one run."""
@@ -32,18 +43,63 @@ DEADLINE = 900.0
 Rounds = dict[str, list[dict[str, float]]]
 """Variant -> figures of each round; none of a variant that did not run."""
 
+PARTS: dict[str, Callable[[Run], None]] = {
+    "kernels": gpu_parts.kernels,
+    "pool": gpu_parts.pool,
+    "waits": gpu_variants.train,
+}
+"""What is measured once -> by what."""
+
+
+@dataclass
+class Findings:
+    """What was found so far; written after every run, so that nothing is lost where a later one hangs.
+
+    Attributes:
+        machine: where.
+        told: what the measured steps hold, and what device this is.
+        rounds: figures of the variants.
+        parts: figures of what is measured once.
+        failures: what did not run -> why.
+    """
+
+    machine: dict[str, str]
+    told: dict[str, Any] = field(default_factory=dict)
+    rounds: Rounds = field(default_factory=dict)
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def text(self, options: argparse.Namespace) -> str:
+        """All of it, for people."""
+        texts = [machine_line(self.machine), describe(options, self.told)]
+        if self.rounds:
+            texts.append(variants_table(self.told, self.rounds))
+        texts += [PART_TEXTS[name](found) for name, found in self.parts.items()]
+        texts += [f"Did not run: {what}: {reason}" for what, reason in self.failures.items()]
+        return "\n\n".join(texts) + "\n"
+
+    def write(self, options: argparse.Namespace) -> str:
+        """Writes the results; returns the text."""
+        results = {
+            "machine": self.machine,
+            "options": {name: str(value) for name, value in vars(options).items()},
+            "workload": self.told,
+            "runs": self.rounds,
+            "parts": self.parts,
+            "failures": self.failures,
+        }
+        text = self.text(options)
+        write_results(options.out, f"gpu-{options.model}", results, text)
+        return text
+
 
 def main() -> None:
     """Measure, print, and write the results."""
     options = _parse()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
-        where, told, rounds, failures = measure(options, Path(temporary))
-    text = f"{machine_line(where)}\n\n{describe(options, told)}\n\n{variants_table(told, rounds)}"
-    text += "".join(f"\n{VARIANTS[variant]} did not run: {reason}\n" for variant, reason in failures.items())
-    results = {"machine": where, "options": {k: str(v) for k, v in vars(options).items()}, "workload": told}
-    write_results(options.out, f"gpu-{options.model}", {**results, "runs": rounds, "failures": failures}, text)
-    print(f"\n{text}\nWritten to {options.out}.")
-    if failures:
+        findings = measure(options, Path(temporary))
+    print(f"\n{findings.write(options)}\nWritten to {options.out}.")
+    if findings.failures:
         raise SystemExit(1)
 
 
@@ -55,8 +111,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="how often the variants take turns")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each run")
     parser.add_argument("--batch", type=int, default=64, help="samples of a step")
-    parser.add_argument("--devices", type=int, default=1, help="on which each variant trains; separate roles need two")
+    parser.add_argument("--devices", type=int, default=1, help="on which each variant trains; separate roles share one")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a microbatch, or of a padded batch")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which no run begins any more")
+    parser.add_argument("--no-parts", action="store_true", help="variants alone, no kernels, pool and waits")
     parser.add_argument("--no-recompute", action="store_true", help="keep all activations for the backward")
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
@@ -66,13 +124,12 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def measure(
-    options: argparse.Namespace, temporary: Path
-) -> tuple[dict[str, str], dict[str, Any], Rounds, dict[str, str]]:
-    """All runs: the machine, what the measured steps hold, figures of each round, and why a variant did not run."""
-    where, on_gpu = machine(), not options.cpu and Path("/dev/nvidiactl").exists()
+def measure(options: argparse.Namespace, temporary: Path) -> Findings:
+    """All runs, as far as there is time for them: first one round, then what is measured once, then other rounds."""
+    findings, on_gpu = Findings(machine()), not options.cpu and Path("/dev/nvidiactl").exists()
+    until = time.monotonic() + 60 * options.minutes
     work = Work(
-        training_records(),
+        records_for(options, temporary),
         temporary / "index",
         options.batch,
         options.budget,
@@ -80,29 +137,17 @@ def measure(
         num_workers=0 if options.tiny else max(1, min(6, (os.cpu_count() or 2) // 2)),
     )
     work.data().setup("fit")  # writes the index, once for all runs
-    warmup = 1 if options.tiny else 3
 
-    def run(variant: str, name: str, padded_samples: int = 1) -> list[dict[str, Any]]:
+    def run(target: Callable[[Run], None], name: str, one: Run) -> list[dict[str, Any]]:
         folder = temporary / name
         folder.mkdir()
-        recompute = not options.no_recompute
-        one = Run(
-            variant,
-            options.model,
-            recompute,
-            work,
-            padded_samples,
-            warmup,
-            options.steps,
-            on_gpu,
-            folder,
-            options.devices,
-        )
-        target, ranks = (gpu_variants.train, one.devices) if variant in VARIANTS else (gpu_variants.describe, 1)
-        launch(target, one, ranks, folder, DEADLINE)
+        ranks = one.ranks if target is gpu_variants.train else 1
+        launch(target, replace(one, folder=folder), ranks, folder, min(DEADLINE, max(until - time.monotonic(), 60.0)))
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
-    (told,) = run("describe", "describe")
+    warmup, recompute = 1 if options.tiny else 3, not options.no_recompute
+    one = Run("", options.model, recompute, work, 1, warmup, options.steps, on_gpu, temporary, options.devices)
+    (told,) = run(gpu_variants.describe, "describe", one)
     if warmup + options.steps > told["steps"]:
         raise SystemExit(f"The data have {told['steps']} steps of {options.batch} samples; give fewer --steps.")
     if options.batch % options.devices:
@@ -110,24 +155,49 @@ def measure(
             f"--batch {options.batch} cannot be dealt evenly to {options.devices} devices; give a multiple."
         )
     told["padded_samples"] = padded_samples(options.batch // options.devices, options.budget, told["longest"])
-    chosen = [each for each in VARIANTS if each in options.variants]
-    if on_gpu and told["devices"] < 2:
-        chosen = [each for each in chosen if each != "separate"]
-    rounds: Rounds = {variant: [] for variant in chosen}
-    failures: dict[str, str] = {}
+    one = replace(one, padded_samples=told["padded_samples"], shared=on_gpu and told["devices"] < 2)
+    findings.told = told
+
+    def attempt(what: str, part: str | None, number: int = 0) -> None:
+        """One run, or none where it failed before or no time is left."""
+        if what in findings.failures:
+            return
+        if time.monotonic() > until:
+            print(f"no time is left for {what}", flush=True)
+            return
+        target = gpu_variants.train if part is None else PARTS[part]
+        try:
+            ranks = run(target, f"{what}-{number}", replace(one, variant=what))
+        except (RuntimeError, OSError) as error:
+            findings.failures[what] = str(error)
+            print(f"{what}: {error}", flush=True)
+        else:
+            if part is None:
+                found = figures(told, ranks, replace(one, variant=what).devices)
+                findings.rounds.setdefault(what, []).append(found)
+                print(f"round {number + 1}, {what}: {found['tokens_per_second']:.0f} tokens/s", flush=True)
+            else:
+                findings.parts[part] = ranks[0]
+                print(PART_TEXTS[part](ranks[0]), flush=True)
+        findings.write(options)
+
     for number in range(options.rounds):
-        for variant in chosen:
-            if variant in failures:
-                continue
-            try:
-                ranks = run(variant, f"{variant}-{number}", told["padded_samples"])
-            except RuntimeError as error:
-                failures[variant] = str(error)
-                print(f"round {number + 1}, {variant}: {error}", flush=True)
-                continue
-            rounds[variant].append(figures(told, ranks))
-            print(f"round {number + 1}, {variant}: {rounds[variant][-1]['tokens_per_second']:.0f} tokens/s", flush=True)
-    return where, told, {variant: found for variant, found in rounds.items() if found}, failures
+        for variant in (each for each in VARIANTS if each in options.variants):
+            attempt(variant, None, number)
+        for part in PARTS if number == 0 and not options.no_parts else ():
+            attempt(part, part)
+    return findings
+
+
+def records_for(options: argparse.Namespace, temporary: Path) -> Path:
+    """Photographs where they are, else pictures of one colour in sizes of photographs; drawings for the tiny model."""
+    given = training_records()
+    if options.tiny or "mini_vl" in given.parts:
+        return given
+    sides = np.random.default_rng(0).integers(8, 25, (256, 2))  # 224 to 672 pixels
+    count = options.batch * (options.steps + 8)
+    write_records(temporary / "records", count, sides=sides, words=(5, 400), row_pixels=28)
+    return temporary / "records/train.jsonl"
 
 
 def padded_samples(batch: int, budget: int, longest: int) -> int:
@@ -135,16 +205,22 @@ def padded_samples(batch: int, budget: int, longest: int) -> int:
     return max(count for count in range(1, batch + 1) if batch % count == 0 and count * longest <= max(budget, longest))
 
 
-def figures(told: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """One run: tokens a second in all and of a device, MFU where the peak is known, and the most bytes of a device."""
+def figures(told: dict[str, Any], ranks: list[dict[str, Any]], devices: int) -> dict[str, float]:
+    """One run: tokens a second in all and of a device, MFU where the peak is known, most bytes of a device, stalls."""
     seconds = max(rank["seconds"] for rank in ranks)
+    together = len(ranks) // devices
     found = {
         "tokens_per_second": told["tokens"] / seconds,
-        "device_tokens_per_second": told["tokens"] / seconds / len(ranks),
-        "memory": max(rank["memory"] for rank in ranks),
+        "device_tokens_per_second": told["tokens"] / seconds / devices,
+        "memory": max(sum(rank["memory"] for rank in ranks[n : n + together]) for n in range(0, len(ranks), together)),
     }
     if told["peak"] is not None:
-        found["mfu"] = told["flops"] / (seconds * told["peak"] * len(ranks))
+        found["mfu"] = told["flops"] / (seconds * told["peak"] * devices)
+    for lane in ROLES:
+        spent = [rank for rank in ranks if f"{lane} compute" in rank["lanes"]]
+        if spent:
+            shares = [rank["lanes"].get(f"{lane} stall", 0.0) / rank["seconds"] for rank in spent]
+            found[f"{lane}_stall"] = sum(shares) / len(shares)
     return found
 
 
@@ -165,17 +241,46 @@ def variants_table(told: dict[str, Any], rounds: Rounds) -> str:
     rows = []
     for variant, found in rounds.items():
         typical = {name: median(one[name] for one in found) for name in found[0]}
+        shares = ("mfu", *(f"{lane}_stall" for lane in ROLES))
         rows.append(
             [
                 VARIANTS[variant],
                 str(round(typical["tokens_per_second"] / typical["device_tokens_per_second"])),
                 f"{typical['tokens_per_second']:.0f}",
-                f"{typical['mfu']:.1%}" if "mfu" in typical else "-",
+                *(f"{typical[name]:.1%}" if name in typical else "-" for name in shares),
                 f"{typical['memory'] / 2**30:.1f}",
                 *(_ratio(rounds, variant, other) for other in ("padded", "loop")),
             ]
         )
-    return table(["", "devices", "tokens/s", "MFU", "peak GiB", "x padded", "x plain loop"], rows)
+    stalls = [f"{lane} stalls" for lane in ROLES]
+    return table(["", "devices", "tokens/s", "MFU", *stalls, "peak GiB", "x padded", "x plain loop"], rows)
+
+
+def _kernels_text(found: dict[str, Any]) -> str:
+    head = ["attention of a microbatch, forward and backward", "ms", "TFLOP/s"]
+    rows = [[name, f"{one['milliseconds']:.2f}", f"{one['teraflops']:.1f}"] for name, one in found["attention"].items()]
+    loss = found["loss"]
+    return table(head, rows) + (
+        f"\nThe loss of {loss['targets']} targets, forward and backward: {loss['milliseconds']:.1f} ms, "
+        f"{loss['GiB']:.2f} GiB at most."
+    )
+
+
+def _pool_text(found: dict[str, Any]) -> str:
+    return device_table(found["sizes"]) if found["sizes"] else "No GPU whose memory the pool could use."
+
+
+def _waits_text(found: dict[str, Any]) -> str:
+    places = "; ".join(f"{place} ({count})" for place, count in found["places"].items())
+    return f"The host waits for the GPU {found['waits']:.1f} times in a step{': ' if places else ''}{places}."
+
+
+PART_TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "kernels": _kernels_text,
+    "pool": _pool_text,
+    "waits": _waits_text,
+}
+"""Part -> its figures for people."""
 
 
 def _ratio(rounds: Rounds, variant: str, other: str) -> str:

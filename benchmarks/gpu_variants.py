@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +59,7 @@ class Run:
         on_gpu: trains on GPUs in bfloat16, else on the CPU in float32.
         folder: where ``rank<r>.json`` are written.
         asked_devices: on how many it should train.
+        shared: there is one GPU, so that separate roles share it.
     """
 
     variant: str
@@ -68,19 +72,37 @@ class Run:
     on_gpu: bool
     folder: Path
     asked_devices: int = 1
+    shared: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many processes train: separate roles need two."""
+        return max(2, self.asked_devices) if self.variant == "separate" else self.asked_devices
 
     @property
     def devices(self) -> int:
-        """How many it trains on: separate roles need two."""
-        return max(2, self.asked_devices) if self.variant == "separate" else self.asked_devices
+        """How many devices they have."""
+        return 1 if self.variant == "separate" and self.shared else self.ranks
+
+
+Spent = Mapping[tuple[str, str], float]
+"""Lane and kind -> seconds; see `flowtrain_lightning.runtime.timeline.Timeline`."""
 
 
 class StepClock:
-    """Times the steps after the warm-up, all together: nobody waits for the device between them."""
+    """Times the steps after the warm-up, all together: nobody waits for the device between them.
 
-    def __init__(self, run: Run, rank: int = 0) -> None:
+    Args:
+        run: whose steps.
+        rank: that counts them.
+        spent: how the time of the rank's lanes was spent so far, where it has lanes.
+    """
+
+    def __init__(self, run: Run, rank: int = 0, spent: Callable[[], Spent] = dict) -> None:
         self._run = run
         self._rank = rank
+        self._spent = spent
+        self._before: Spent = {}
         self._ended = 0
         self._began = 0.0
 
@@ -89,8 +111,14 @@ class StepClock:
         self._ended += 1
         if self._ended == self._run.warmup:
             self._began = self._now()
+            self._before = dict(self._spent())
         elif self._ended == self._run.warmup + self._run.steps:
-            found = {"seconds": self._now() - self._began, "memory": peak_memory()}
+            seconds = self._now() - self._began
+            lanes = {
+                f"{lane} {kind}": spent - self._before.get((lane, kind), 0.0)
+                for (lane, kind), spent in self._spent().items()
+            }
+            found = {"seconds": seconds, "memory": peak_memory(), "lanes": lanes}
             (self._run.folder / f"rank{self._rank}.json").write_text(json.dumps(found))
 
     def _now(self) -> float:
@@ -107,13 +135,43 @@ class _Clocked(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Starts the clock of this rank."""
-        self._clock = StepClock(self._run, trainer.global_rank)
+        timeline = trainer.strategy.runner.timeline if isinstance(trainer.strategy, FlowTrainStrategy) else None
+        self._clock = StepClock(self._run, trainer.global_rank, dict if timeline is None else lambda: timeline.totals)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
         """Tells it."""
         self._clock.step_ended()
+
+
+class _CountedWaits(L.Callback):
+    """Writes how often, and where, the host waits for the GPU in a step; PyTorch tells, as warnings."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._places: Counter[str] = Counter()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begins to count after the warm-up."""
+        if batch_idx == self._run.warmup:
+            warnings.simplefilter("always")
+            warnings.showwarning = self._note  # type: ignore[assignment]
+            if self._run.on_gpu:
+                torch.cuda.set_sync_debug_mode("warn")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Writes what was found."""
+        if self._run.on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+        found = {"waits": sum(self._places.values()) / self._run.steps, "places": dict(self._places.most_common(8))}
+        (self._run.folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(found))
+
+    def _note(self, message: Any, category: Any, file: str, line: int, *others: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            self._places[f"{'/'.join(Path(file).parts[-2:])}:{line}"] += 1
 
 
 def train(run: Run) -> None:
@@ -209,8 +267,11 @@ def _train_by_lightning(run: Run) -> None:
     strategies: dict[str, Any] = {
         "auto": lambda: "auto" if run.devices == 1 else "ddp_find_unused_parameters_true",
         "colocated": lambda: FlowTrainStrategy(placement="colocated"),
-        "separate": lambda: FlowTrainStrategy(encoder_ranks=1 if run.devices == 2 else None, placement="separate"),
+        "separate": lambda: FlowTrainStrategy(
+            encoder_ranks=1 if run.ranks == 2 else None, placement="separate", ranks_per_device=run.ranks // run.devices
+        ),
     }
+    strategies["waits"] = strategies["colocated"]
     trainer = L.Trainer(
         accelerator="cuda" if run.on_gpu else "cpu",
         devices=run.devices,
@@ -218,7 +279,7 @@ def _train_by_lightning(run: Run) -> None:
         precision="bf16-true" if run.on_gpu else "32-true",
         max_steps=run.warmup + run.steps,
         use_distributed_sampler=False,
-        callbacks=[_Clocked(run)],
+        callbacks=[_CountedWaits(run) if run.variant == "waits" else _Clocked(run)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -16,7 +16,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of whole sequences: queries, keys and values -> what is attended to."""
 
-_kernels: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]] = {}
+PackedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
+"""As `varlen_attention`."""
+
+_kernels: dict[str, PackedKernel] = {}
 _chosen: dict[torch.device, str] = {}  # of `_kernels`, for every device that was asked for
 
 _around: Callable[[Kernel, Tensor, Tensor, Tensor], Tensor] | None = None
@@ -87,7 +90,7 @@ def kernel_for(device: torch.device) -> str:
     if device not in _chosen:
         flash_attention = flash_kernel(is_hopper(device))
         if flash_attention is None:
-            name, _kernels["torch"] = "torch", partial(_by_torch, *torch_varlen_kernel())
+            name, _kernels["torch"] = "torch", torch_attention()
         else:
             name = flash_attention.__module__
             _kernels[name] = partial(_by_flash_attention, flash_attention)
@@ -111,6 +114,11 @@ def flash_kernel(hopper: bool) -> Callable[..., Any] | None:
             kernel: Callable[..., Any] = importlib.import_module(module).flash_attn_varlen_func
             return kernel
     return None
+
+
+def torch_attention() -> PackedKernel:
+    """PyTorch's own kernel for packed sequences in half precision."""
+    return partial(_by_torch, *torch_varlen_kernel())
 
 
 def _by_flash_attention(

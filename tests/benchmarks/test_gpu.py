@@ -14,6 +14,7 @@ from benchmarks.gpu_model import TINY, config_of, images_for, packed_model
 from benchmarks.gpu_variants import VARIANTS, step_dataset
 from benchmarks.modules import ROOT, Work
 from benchmarks.padded import PaddedDataset
+from flowtrain_lightning.allocator import ROLES
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -35,6 +36,8 @@ def test_all_ways_train_and_are_told_beside_the_padded_one_and_the_loop(printed)
     assert list(results["runs"]) == list(VARIANTS)
     assert all(len(rounds) == 1 for rounds in results["runs"].values())
     assert results["failures"] == {}
+    assert results["parts"].keys() == {"kernels", "pool", "waits"}
+    assert results["parts"]["waits"]["waits"] == 0, "on a CPU"
     assert all(name in text for name in VARIANTS.values())
     assert "x plain loop" in text
 
@@ -80,13 +83,23 @@ def test_a_padded_batch_has_as_many_of_the_longest_samples_as_the_budget_holds(b
 
 def test_rates_are_of_the_slowest_rank_and_ratios_of_devices():
     told = {"tokens": 1000, "flops": 400.0, "peak": 100.0}
-    one, two = ([{"seconds": 4.0, "memory": 7}], [{"seconds": 4.0, "memory": 5}, {"seconds": 2.0, "memory": 9}])
-    rounds = {"loop": [figures(told, one)], "separate": [figures(told, two)]}
+    one = [{"seconds": 4.0, "memory": 7, "lanes": {}}]
+    two = [
+        {"seconds": 4.0, "memory": 5, "lanes": {"encoder stall": 1.0, "encoder compute": 3.0}},
+        {"seconds": 2.0, "memory": 9, "lanes": {"backbone stall": 1.0, "backbone compute": 1.0}},
+    ]
+    rounds = {"loop": [figures(told, one, 1)], "separate": [figures(told, two, 2)]}
     assert rounds["separate"][0] == {
         "tokens_per_second": 250.0,
         "device_tokens_per_second": 125.0,
         "memory": 9,
         "mfu": 0.5,
+        "encoder_stall": 0.25,
+        "backbone_stall": 0.5,
     }
     separate = variants_table(told, rounds).splitlines()[-1].split("|")
-    assert [cell.strip() for cell in separate[2:-1]] == ["2", "250", "50.0%", "0.0", "-", "0.50"]
+    stalls = {"encoder": "25.0%", "backbone": "50.0%"}
+    cells = ["2", "250", "50.0%", *(stalls[role] for role in ROLES), "0.0", "-", "0.50"]
+    assert [cell.strip() for cell in separate[2:-1]] == cells
+    shared = figures(told, two, 1)
+    assert (shared["memory"], shared["device_tokens_per_second"]) == (14, 250.0), "both ranks on one device"
