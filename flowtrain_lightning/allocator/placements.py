@@ -170,18 +170,13 @@ def waiting_seconds(problems: Problems, chosen: Mapping[str, Candidate]) -> dict
 
     With encoders that train, the backbone begins when the first encoder batch is there, and after its last microbatch
     an encoder still has one backward to do; an encoder waits for the gradients of the backbone's last microbatch.
-    Frozen encoders work ahead into later steps, so that nobody waits; but where their ranks need each other to compute,
-    which they do in one order and so within a step: then they begin when the backbone has ended the step before.
+    Frozen encoders work ahead into later steps, so that nobody waits.
 
     This is a closed form of the simulation in `flowtrain_lightning.packing` for a step of equal batches, of which an
     encoder keeps two or more: as long where the backbone has the most to do, and an upper bound elsewhere, since an
     encoder that waits may have backwards left to do.
     """
-    in_step = {
-        role: one
-        for role, one in chosen.items()
-        if role != BACKBONE and (problems[role].half.trains or one.layout.shares_weights)
-    }
+    in_step = {role: one for role, one in chosen.items() if role != BACKBONE and problems[role].half.trains}
     last = _batch_seconds(problems[BACKBONE], chosen[BACKBONE])
     first = max((_batch_seconds(problems[role], one) for role, one in in_step.items()), default=0.0)
     return {role: first if role == BACKBONE else last * (role in in_step) for role in chosen}

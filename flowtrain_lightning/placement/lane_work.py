@@ -30,12 +30,13 @@ def lane_work(
         kept_batches: encoder batches whose activations each encoder rank keeps.
     """
     backbone, encoder = allocation.layouts[BACKBONE], allocation.layouts[ENCODER]
+    waits = costs.encoder_trains or (encoder.shares_weights and allocation.placement == "mixed")
     lanes = Lanes(
         allocation.ranks[BACKBONE],
         allocation.ranks[ENCODER],
         sync_every="step",
         kept_batches=kept_batches,
-        steps_ahead=0 if costs.encoder_trains or encoder.shares_weights else STEPS_AHEAD,
+        steps_ahead=0 if waits else STEPS_AHEAD,
         backbone_group=_ranks_in_step(backbone),
         encoder_group=encoder.ranks_of_member,
         in_turns=allocation.in_lockstep,

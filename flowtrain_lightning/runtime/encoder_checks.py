@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.parallel import local_part
+from flowtrain_lightning.parallel.deepspeed_partition import held_run, is_partitioned
 from flowtrain_lightning.parallel.halves import HalvedModule
 
 _STEPS = 10
@@ -54,13 +55,15 @@ class FrozenEncoder:
             )
 
     def _look(self) -> _Seen:
-        return {
-            f"{path}.{name}": (parameter, parameter.data_ptr(), parameter._version)
+        weights = {
+            f"{path}.{name}": weight
             for role, paths in self._module.halves.items()
             if role != BACKBONE
             for path in paths
-            for name, parameter in self._module.get_submodule(path).named_parameters()
+            for name, weight in self._module.get_submodule(path).named_parameters()
         }
+        held = {name: _held(weight) for name, weight in weights.items()}
+        return {name: (weight, held[name].data_ptr(), held[name]._version) for name, weight in weights.items()}
 
 
 class UnusedFeatures:
@@ -90,6 +93,11 @@ class UnusedFeatures:
                 "ahead of the backbone.",
                 stacklevel=2,
             )
+
+
+def _held(weight: nn.Parameter) -> Tensor:
+    """What this rank keeps of a weight."""
+    return held_run(weight).part if is_partitioned(weight) else local_part(weight)
 
 
 def _is_same(one: tuple[Tensor, int, int] | None, other: tuple[Tensor, int, int] | None) -> bool:

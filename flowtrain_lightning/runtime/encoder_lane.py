@@ -31,17 +31,25 @@ class EncoderLane:
         readers: for each data-parallel rank of the backbone, its global ranks.
         publishes: this rank puts features into the pool; of tensor ranks, which all have the same, the first does.
         role: the rank's, which is named after a modality where there are several encoders.
+        pads_forwards: other ranks need this one in every forward; else padding batches are for backwards alone.
     """
 
     def __init__(
-        self, context: LaneContext, readers: Sequence[tuple[int, ...]], *, publishes: bool = True, role: str = ENCODER
+        self,
+        context: LaneContext,
+        readers: Sequence[tuple[int, ...]],
+        *,
+        publishes: bool = True,
+        role: str = ENCODER,
+        pads_forwards: bool = True,
     ) -> None:
         self._context = context
         self._readers = readers
         self._publishes = publishes
         self._role = role
         self._modality = modality_of(role)
-        self._published: dict[tuple[str, int], int] = {}  # stage and step -> encoder batches that were worked ahead
+        self._pads_forwards = pads_forwards
+        self._ahead: dict[tuple[str, int], list[int]] = {}  # stage and step -> encoder batches that were encoded ahead
 
     def run(self, step: Step, spec: FeatureSpec) -> Schedule:
         """Works through the step's encoder batches in the program's order.
@@ -51,7 +59,8 @@ class EncoderLane:
             spec: what a row of features is.
         """
         pool, batches = self._context.pool, step.program.encoder_batches
-        done = self._published.pop((step.stage, step.index), 0)
+        done = self._done_ahead(step)
+        step.executed[self._role] += [f"forward {number}" for number in self._ahead.pop((step.stage, step.index), [])]
         while self._publishes and not pool.reserve(step.reserved_features(spec, done)):
             yield _ROOM
         if step.trains if self._modality is None else self._modality in step.answered:
@@ -62,35 +71,51 @@ class EncoderLane:
                 while not self._has_room(step, batch):
                     yield _ROOM
                 step.executed[self._role].append(f"forward {number}")
-                yield from self._publish(step, batch, self._forward(step, batch, keep=False))
+                yield from self._encode(step, batch)
                 yield Progress.UNIT
 
-    def work_ahead(self, later: Callable[[int], Step | None], spec: FeatureSpec, steps_left: int) -> bool:
-        """Encodes one batch of a later step, if there is one and room for it; for encoders that do not train.
+    def find_ahead(self, later: Callable[[int], Step | None], steps_left: int) -> tuple[Step, int] | None:
+        """The next encoder batch of later steps, and its step; None where there is none within `STEPS_AHEAD`.
 
         Args:
             later: gives the n-th step after the one that runs, from 1; None past the end.
-            spec: what a row of features is.
             steps_left: steps of this stage that will follow.
-
-        Returns:
-            whether a batch was encoded.
         """
         for distance in range(1, min(steps_left, STEPS_AHEAD) + 1):
             if (step := later(distance)) is None:
-                return False
-            done = self._published.get((step.stage, step.index), 0)
-            found = next((each for each in step.program.encoder_batches.items() if each[0] >= done), None)
-            if found is None:
-                continue
-            number, batch = found
-            if not self._context.pool.fits(spec.entry_nbytes(batch.rows), ahead=True):
-                return False
-            for reason in self._publish(step, batch, self._forward(step, batch, keep=False), ahead=True):
-                raise AssertionError(f"it was to wait for {reason}, but there was room for the whole batch")
-            self._published[step.stage, step.index] = number + 1  # that of a padding batch is none of the order
-            return True
-        return False
+                return None
+            done = self._done_ahead(step)
+            number = next((number for number in step.program.encoder_batches if number >= done), None)
+            if number is not None:
+                return step, number
+        return None
+
+    def fits_ahead(self, step: Step, number: int, spec: FeatureSpec) -> bool:
+        """Whether there is room now for the features of an encoder batch of a later step.
+
+        Args:
+            step: the later one.
+            number: of the batch, as its program calls it.
+            spec: what a row of features is.
+        """
+        nbytes = spec.entry_nbytes(step.program.encoder_batches[number].rows)
+        return not self._publishes or self._context.pool.fits(nbytes, ahead=True)
+
+    def encode_ahead(self, step: Step, number: int) -> None:
+        """Encodes and publishes what `find_ahead` found and `fits_ahead` has room for, of an encoder that is frozen."""
+        batch = step.program.encoder_batches[number]
+        for reason in self._encode(step, batch, ahead=True):
+            raise AssertionError(f"it was to wait for {reason}, but there was room for the whole batch")
+        self._ahead.setdefault((step.stage, step.index), []).append(number)
+
+    def _encode(self, step: Step, batch: EncoderBatchWork, ahead: bool = False) -> Schedule:
+        """What there is to do of a batch that has no backward."""
+        if batch.number != PADDING or self._pads_forwards:
+            yield from self._publish(step, batch, self._forward(step, batch, keep=False), ahead)
+
+    def _done_ahead(self, step: Step) -> int:
+        """Encoder batches of a step below this number were encoded ahead of it."""
+        return self._ahead.get((step.stage, step.index), [-1])[-1] + 1
 
     def _train(self, step: Step) -> Schedule:
         waiting: deque[AwaitingBackward] = deque()

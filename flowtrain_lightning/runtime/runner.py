@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, modality_of
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.device_clock import DeviceClock
+from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.module import FlowModule
@@ -29,7 +31,8 @@ from flowtrain_lightning.runtime.program import StepProgram, make_program
 from flowtrain_lightning.runtime.rank_metrics import BatchTimes, RankMetrics
 from flowtrain_lightning.runtime.schedule import STAGES, LaneContext, Schedule, Step, run_schedule, run_turns
 from flowtrain_lightning.runtime.step_end import Note, StepEnd
-from flowtrain_lightning.runtime.timeline import COMMUNICATION, Timeline
+from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, Timeline
+from flowtrain_lightning.runtime.working_ahead import AheadAlone, AheadTogether, WorkAhead, nothing_ahead
 
 
 class RoleRunner:
@@ -77,7 +80,9 @@ class RoleRunner:
         self._roles = tuple(role for role in (BACKBONE, *encoders) if role in job.roles)
         self._encoder = next((role for role in encoders if role in self._roles), None)
         self._listeners = [rank for role in encoders for rank in ranks[role] if rank not in ranks[BACKBONE]]
-        self._frozen_works_ahead = bool(self._listeners) and not any(layouts[r].shares_weights for r in encoders)
+        # Of ranks that need each other to encode and are of two kinds, one kind has no time in which to work ahead.
+        needs_others = job.allocation.placement == "mixed" and any(layouts[role].shares_weights for role in encoders)
+        self._frozen_works_ahead = bool(self._listeners) and not needs_others
         self._engines = {role: engines[role] for role in self._roles}
         self._in_lockstep = [role for role, engine in self._engines.items() if engine.in_lockstep]
         self._modalities = {role: modality_of(role) for role in encoders}
@@ -206,6 +211,7 @@ class RoleRunner:
                     job.allocation.members(BACKBONE),
                     publishes=job.is_first(self._encoder),
                     role=self._encoder,
+                    pads_forwards=job.allocation.layouts[self._encoder].gathers_weights,
                 )
         assert self._capacity.context is not None
         return step, self._capacity.context
@@ -233,6 +239,11 @@ class RoleRunner:
         if BACKBONE in self._roles:
             return self._step_end.agree(context, step, note)
         spec = self._compute.spec if may_work_ahead else None
+        work_ahead = nothing_ahead if spec is None else self._work_ahead(step, context, spec, steps_left)
+        return self._step_end.receive(context, step, note, work_ahead)
+
+    def _work_ahead(self, step: Step, context: LaneContext, spec: FeatureSpec, steps_left: int) -> WorkAhead:
+        """What this encoder rank does until the step has ended."""
 
         def later(distance: int) -> Step | None:
             following = step.batch.following(distance)
@@ -241,10 +252,20 @@ class RoleRunner:
             program = following.program or self.prepare(following)
             return Step(following, program, step.stage, step.index + distance, trains=False)
 
-        def work_ahead() -> bool:
-            return spec is not None and self._encoder_lane.work_ahead(later, spec, steps_left)
+        lane = self._encoder_lane
+        find, fits = partial(lane.find_ahead, later, steps_left), partial(lane.fits_ahead, spec=spec)
+        if self._encoder not in self._in_lockstep:
+            return AheadAlone(find, fits, lane.encode_ahead)
+        return AheadTogether(find, fits, lane.encode_ahead, partial(self._vote, context, step))
 
-        return self._step_end.receive(context, step, note, work_ahead)
+    def _vote(self, context: LaneContext, step: Step, votes: Tensor) -> Tensor:
+        """The sum of what the encoder ranks say."""
+        assert self._encoder is not None
+        context.enter("wait for the other encoder ranks", step)
+        start = self.timeline.start()
+        self._job.groups.sum_over_role(self._encoder, votes)
+        self.timeline.stop(start, ENCODER, STALL, "other encoder ranks", step.stage, step.index)
+        return votes
 
     def _note(self, step: Step) -> Note | None:
         """What this rank tells of a training step; None where nobody wants to know."""

@@ -8,7 +8,7 @@ room is not sent, and one that has not arrived yet comes with a later step's rep
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -23,6 +23,7 @@ from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.schedule import LaneContext, Step
 from flowtrain_lightning.runtime.timeline import STALL
+from flowtrain_lightning.runtime.working_ahead import WorkAhead
 
 _WAKE_SECONDS = 0.5
 _LATEST_NOTES = 2 * STEPS_AHEAD
@@ -111,16 +112,14 @@ class StepEnd:
             context.pool.settle()
         return report
 
-    def receive(
-        self, context: LaneContext, step: Step, note: Note | None, work_ahead: Callable[[], bool]
-    ) -> StepReport:
+    def receive(self, context: LaneContext, step: Step, note: Note | None, work_ahead: WorkAhead) -> StepReport:
         """On an encoder rank without a backbone lane: the report, when the backbone ranks have agreed on it.
 
         Args:
             context: what the lanes work with.
             step: the one that ends.
             note: what this rank tells of it; None on all ranks where nobody asked for notes.
-            work_ahead: does a piece of work of a later step meanwhile; False where there is none to do now.
+            work_ahead: does pieces of work of later steps meanwhile.
         """
         pool = context.pool
         if note is not None:
@@ -129,17 +128,23 @@ class StepEnd:
                 number = self._senders[self._job.rank]
                 pool.put(Key(step.notes, self._rounds, number), [_as_tensor(note)], [self._speaker], ahead=True)
             self._rounds += 1
+        key = Key(step.report, step.index, 0)
         start, waits = context.timeline.start(), False
-        while (lease := pool.get(Key(step.report, step.index, 0))) is None:
-            if work_ahead():
+        while True:
+            is_here = bool(pool.arrived([key]))
+            if work_ahead(is_here):
                 pool.poll()
                 start, waits = context.timeline.start(), False
                 continue
+            if is_here:
+                break
             if not waits:  # once, since entering a phase counts as progress
                 context.enter("wait for the backbone to end the step", step)
                 waits = True
             pool.poll(_WAKE_SECONDS)
         context.timeline.stop(start, ENCODER, STALL, "end of the step", step.stage, step.index)
+        lease = pool.get(key)
+        assert lease is not None, "it has arrived"
         report = StepReport(**json.loads(bytes(lease.tensors[0].numpy())))
         lease.release()
         return replace(report, notes=tuple(report.notes))

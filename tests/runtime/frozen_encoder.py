@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,10 +26,19 @@ class SlowBackbone(TinyVLM):
     Attributes:
         skips_from: epoch and batch from which on the rest of the epoch is skipped.
         changes_at: epoch and batch before which the encoder's weights are changed.
+        killed_at: a rank, and its encoder batch in training at which it is killed.
     """
 
     skips_from = (-1, -1)
     changes_at = (-1, -1)
+    killed_at = (-1, -1)
+    _encoded = 0
+
+    def encode(self, media: Any) -> Any:
+        self._encoded += self.trainer.training
+        if (self.trainer.global_rank, self._encoded) == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(media)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         if (self.current_epoch, batch_idx) == self.changes_at:
@@ -76,22 +87,26 @@ def train(
     data: str,
     layout: str,
     pool_bytes: int | None = None,
+    roles: dict[str, Any] | None = None,
     skips_from: Sequence[int] = (-1, -1),
     changes_at: Sequence[int] = (-1, -1),
+    killed_at: Sequence[int] = (-1, -1),
+    precision: str = "64-true",
     **trainer: Any,
 ) -> None:
     """Trains with a frozen encoder; writes what `Notes` found."""
     notes = Notes()
     chosen = trainer_for(
         layout,
-        strategy={"pool": PoolSettings(bytes=pool_bytes)},
+        strategy={"pool": PoolSettings(bytes=pool_bytes), **({"roles": roles} if roles else {})},
         callbacks=[notes],
-        precision="64-true",
+        precision=precision,
         default_root_dir=folder,
         **trainer,
     )
     module = SlowBackbone(freeze_encoder=True)
     module.skips_from, module.changes_at = tuple(skips_from), tuple(changes_at)
+    module.killed_at = tuple(killed_at)
     chosen.fit(module, datamodule=tiny_data(Path(data), shuffle=False))
     found = {"train": notes.train, "val": notes.val, "spans": notes.spans, "broadcasts": notes.broadcasts}
     write_down(folder, found)

@@ -257,6 +257,7 @@ class Rehearsal:
         seed: of the order in which ranks run and messages arrive.
         sharing: roles whose ranks share weights: each forward and backward is a collective of them, or where some ranks
             have both lanes and others have not, of those of one kind.
+        pads_forwards: of the encoder lanes.
     """
 
     def __init__(
@@ -269,6 +270,7 @@ class Rehearsal:
         trains: bool,
         seed: int,
         sharing: Collection[str] = (),
+        pads_forwards: bool = True,
     ) -> None:
         encoders, backbones = len(plan.encoder_batches), len(plan.microbatches)
         ranks = max(encoders, backbones) if colocated else encoders + backbones
@@ -287,7 +289,7 @@ class Rehearsal:
         for rank in range(ranks):
 
             def gather(role: str, what: str, rank: int = rank) -> None:
-                if role in sharing:
+                if role in sharing and (what != "forward" or pads_forwards):
                     peers = [other for other in of_role[role] if (other in backbone_ranks) == (rank in backbone_ranks)]
                     stage.gather(rank, peers, f"{role} {what}")
 
@@ -311,7 +313,9 @@ class Rehearsal:
                     ("backbone", BackboneLane(context, [(each,) for each in encoder_ranks]).run(step, spec, []))
                 )
             if part.encoder_rank is not None and spec is not None:
-                lanes.append(("encoder", EncoderLane(context, [(each,) for each in backbone_ranks]).run(step, spec)))
+                readers = [(each,) for each in backbone_ranks]
+                lane = EncoderLane(context, readers, pads_forwards=pads_forwards)
+                lanes.append(("encoder", lane.run(step, spec)))
             if (turns := step.program.turns) is not None:
                 order = turns.order(trains)
                 parts.append(partial(run_turns, context, dict(lanes), order, step))

@@ -125,6 +125,19 @@ def test_a_forward_runs_twice_only_where_its_activations_were_not_kept(kept):
     assert forwards == (2 * batches if kept == 0 else batches)
 
 
+@pytest.mark.parametrize(("trains", "pads"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("colocated", [True, False])
+def test_a_padding_batch_is_computed_only_where_other_ranks_need_it(colocated, trains, pads):
+    plan = plan_of(make_sizes((20, [10]), (60, []), (60, [])), 2, 2)
+    batches = sum(len(media) > 0 for of_rank in plan.encoder_batches for media in of_rank)
+    positions = {entry.microbatch for entry in plan.entries}
+    settings = {"part_bytes": ROOM_ENOUGH, "kept_batches": 4, "sharing": ["encoder"]}
+    step = Rehearsal(plan, colocated=colocated, trains=trains, seed=0, pads_forwards=pads, **settings)
+    check_exact(step, plan, trains=trains)
+    assert batches < 2 * len(positions)
+    assert sum(compute.forwards for compute in step.compute) == (2 * len(positions) if trains or pads else batches)
+
+
 def test_gradients_are_the_same_bits_in_every_order_of_events():
     plan = plan_of(make_sizes(*[(10, [7, 3]), (30, []), (5, [20])] * 6), 2, 3)
     found = [rehearse(plan, colocated=False, kept=1, events=events).gradient("encoder") for events in range(10)]

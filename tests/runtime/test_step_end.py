@@ -48,7 +48,7 @@ class Rank:
         self.metrics.close_microbatch(torch.tensor(6.0), 3)
         return self._end.agree(self._context, step(index, RankShard(0, 1, None, 1)), note)
 
-    def receive(self, index: int, note: dict[str, Any] | None, meanwhile: Callable[[], bool]) -> StepReport:
+    def receive(self, index: int, note: dict[str, Any] | None, meanwhile: Callable[[bool], bool]) -> StepReport:
         return self._end.receive(self._context, step(index, RankShard(None, 1, 0, 1)), note, meanwhile)
 
 
@@ -64,7 +64,7 @@ def test_a_report_and_the_notes_of_all_ranks_reach_all(transport: str):
         first, second = Rank(backbone, pools[BACKBONE]), Rank(encoder, pools[ENCODER])
         reports: list[StepReport] = []
 
-        def agree_once() -> bool:
+        def agree_once(is_over: bool) -> bool:
             if not reports:
                 wait_for(first.pool, lambda: first.pool.arrived([Key(NOTES, 0, 0)]))
                 reports.append(first.agree(0, {"from": "backbone"}))
@@ -75,7 +75,7 @@ def test_a_report_and_the_notes_of_all_ranks_reach_all(transport: str):
         assert reports[0].notes == ({"from": "backbone"}, {"from": "encoder"})
 
 
-def give_up() -> bool:
+def give_up(is_over: bool) -> bool:
     raise InterruptedError("the test has seen enough")
 
 
