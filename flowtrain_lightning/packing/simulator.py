@@ -190,7 +190,7 @@ def _turns(work: StepWork, lanes: Lanes) -> dict[int, list[Lane]]:
     for rank, batches in zip(lanes.encoder, work.encoder_batches, strict=True):
         if rank in lanes.backbone:
             positions = len(work.microbatches[lanes.backbone.index(rank)])
-            encoded = tuple(min(position for _, position in batch.readers) for batch in batches)
+            encoded = tuple(batch.position for batch in batches)
             kept = len(batches) if lanes.kept_batches is None else lanes.kept_batches
             trains = any(batch.backward > 0 for batch in batches)
             found[rank] = list(Turns(positions, encoded, max(1, kept)).order(trains))

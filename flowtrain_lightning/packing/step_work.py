@@ -27,6 +27,11 @@ class EncoderWork:
     readers: tuple[tuple[int, int], ...]
     recomputed: bool = False
 
+    @property
+    def position(self) -> int:
+        """Of the first microbatches that read it."""
+        return min(position for _, position in self.readers)
+
 
 @dataclass(frozen=True)
 class StepWork:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, Layout
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.packing.simulator import recomputed_batches
-from flowtrain_lightning.packing.step_work import Lanes, StepWork, step_work
+from flowtrain_lightning.packing.step_work import EncoderWork, Lanes, StepWork, step_work
 from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 STEPS_AHEAD = 8
@@ -42,13 +42,37 @@ def lane_work(
         in_turns=allocation.in_lockstep,
     )
     lockstep = encoder.sums_in_step or (bool(allocation.colocated_lanes) and lanes.in_turns)
-    works = [_step_work(plan, costs, kept_batches, lockstep) for plan in plans]
+    works = [_meeting(_step_work(plan, costs, kept_batches, lockstep), encoder) for plan in plans]
     return [work.on_ranks(backbone.ranks_of_member, encoder.ranks_of_member) for work in works], lanes
 
 
 def _ranks_in_step(layout: Layout) -> int:
     """Neighbouring ranks that begin every microbatch together."""
     return layout.ranks if layout.sums_in_step and not layout.gathers_weights else layout.ranks_of_shard_group
+
+
+def _meeting(work: StepWork, encoder: Layout) -> StepWork:
+    """The same, where encoder ranks that need each other in a forward or a backward are as long at it as the slowest.
+
+    A rank that has no batch where others have one encodes something small, whose time is left out.
+    """
+    together = encoder.data // encoder.replicas
+    if together == 1 or not encoder.sums_in_step:
+        return work
+    met: list[list[EncoderWork]] = []
+    for first in range(0, encoder.data, together):
+        group = work.encoder_batches[first : first + together]
+        at: dict[int, list[EncoderWork]] = {}
+        for batch in (batch for batches in group for batch in batches):
+            at.setdefault(batch.position, []).append(batch)
+        forward = {position: max(each.forward for each in found) for position, found in at.items()}
+        backward = {position: max(each.backward for each in found) for position, found in at.items()}
+        for batches in group:
+            slowest = [replace(each, backward=backward[each.position]) for each in batches]
+            if encoder.gathers_weights:
+                slowest = [replace(each, forward=forward[each.position]) for each in slowest]
+            met.append(slowest)
+    return StepWork(work.microbatches, met)
 
 
 def _step_work(plan: StepPlan, costs: LayoutCosts, kept_batches: int, lockstep: bool) -> StepWork:

@@ -82,3 +82,20 @@ def test_no_rank_is_ever_stuck(placement, encoder, backbone, trains, kept, sampl
     batches = sum(len(of_rank) for work in works for of_rank in work.encoder_batches)
     assert sum(span.kind == "forward" for span in spans) == batches
     assert sum(span.kind == "backward" for span in spans) == (batches if trains else 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups"), [("fsdp", [ALL]), ("hsdp", [FIRST, LAST]), ("whole copies", [(rank,) for rank in ALL])]
+)
+def test_ranks_that_gather_an_encoders_weights_are_as_long_at_a_batch_as_the_slowest_of_them(layout, groups):
+    sizes, cost = draw_sizes(np.random.default_rng(0), 16), CostModel(1.0, 0.0, 0.0)
+    alone, met = (allocation_of("colocated", name, "whole copies") for name in ("whole copies", layout))
+    plan = plan_on(alone, sizes, np.arange(16), 100, cost, cost)
+    apart, together = (lane_work([plan], one, EvenCosts(True), 4)[0][0].encoder_batches for one in (alone, met))
+    assert len({batch.forward for of_rank in apart for batch in of_rank}) > 1
+    for group in groups:
+        found = [batch for rank in group for batch in apart[rank]]
+        for batch in (batch for rank in group for batch in together[rank]):
+            others = [other for other in found if other.position == batch.position]
+            assert batch.forward == max(other.forward for other in others)
+            assert batch.backward == max(other.backward for other in others)
