@@ -20,6 +20,9 @@ from flowtrain_lightning.data.understood import NotUnderstoodError, check_media,
 
 _A_FILE = {"image": "an image file", "video": "a video file"}
 
+_LONGEST_PATH = 4096
+"""Characters that systems take."""
+
 _ON_THE_WEB = re.compile(r"(.*::)?https?://")
 """Also behind another address, as fsspec chains them: ``simplecache::https://...``."""
 
@@ -92,17 +95,18 @@ def parse(fields: Any, store: object, number: int, file_of: Callable[[str], Medi
 def _parsed(fields: Any, where: str, number: int, file_of: Callable[[str], MediaFile]) -> Record:
     if not isinstance(fields, dict):
         raise DataError(f"{where}: expected a JSON object, got {type(fields).__name__}.")
-    name = str(fields.get("id", number + 1))
-    where = f"{where} (id {name!r:.80})" if "id" in fields else where
+    there = {key: value for key, value in fields.items() if value is not None}
+    name = str(there.get("id", number + 1))
+    where = f"{where} (id {name!r:.80})" if "id" in there else where
     try:
-        others = written_beside_turns(fields)
-        beside = {kind: _beside(fields, kind, where) for kind in MARKERS}
-        conversation = conversation_of(fields, len(beside["image"]), where)
+        others = written_beside_turns(there)
+        beside = {kind: _beside(there, kind, where) for kind in MARKERS}
+        conversation = conversation_of(there, len(beside["image"]), where)
         for kind in MARKERS:
             if not beside[kind] and (conversation is None or not conversation[1][kind]):
-                check_other_names(fields, kind)
+                check_other_names(there, kind)
         if conversation is None:
-            return _without_turns(fields, where, name, beside, file_of)
+            return _without_turns(there, where, name, beside, file_of)
     except NotUnderstoodError as error:
         raise DataError(f"{where}: {error}.") from None
     turns, named = conversation
@@ -161,7 +165,8 @@ def _without_turns(
         return Record(where, name, (), (), fields, written=_completion(fields, where))
     raise DataError(
         f"{where}: expected 'messages' or 'texts' (with 'images'), 'conversations' (with 'image'), 'prompt' and "
-        "'completion', 'input_ids' or 'text', found none of them; docs/data.md shows them."
+        f"'completion', 'input_ids' or 'text', found none of them but "
+        f"{', '.join(map(repr, fields)) or 'nothing':.200}; docs/data.md shows how to make them of other columns."
     )
 
 
@@ -177,7 +182,7 @@ def _beside(fields: dict[str, Any], kind: str, where: str) -> list[Any]:
 
 
 def _several(value: Any) -> list[Any]:
-    if value is None:
+    if value is None or value == "":
         return []
     return value if isinstance(value, list) else [value]
 
@@ -195,9 +200,17 @@ def _file(item: Any, kind: str, where: str, file_of: Callable[[str], MediaFile])
     if isinstance(item, bytes):
         return EncodedMedia("of the record", item)
     if not isinstance(item, str):
-        raise DataError(f"{where}: every {kind} needs a path, a string, or the bytes of {_A_FILE[kind]}.")
+        raise DataError(
+            f"{where}: every {kind} needs a path, a string, or the bytes of {_A_FILE[kind]}, but one is a "
+            f"{type(item).__name__}."
+        )
     if item.startswith("data:"):
         return EncodedMedia("of the record", _embedded(item, kind, where))
+    if len(item) > _LONGEST_PATH:
+        raise DataError(
+            f"{where}: the {kind} {item[:40]!r}... has {len(item)} characters, more than a path can have. Write bytes "
+            f"in base64 as 'data:{kind}/...;base64,' and what you have there."
+        )
     if _ON_THE_WEB.match(item):
         raise DataError(
             f"{where}: the {kind} {item[:60]!r} is no file. {kind.capitalize()}s are read from files; save it as one, "

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flowtrain_lightning.data.conversation import Template, TokenSequence
+from flowtrain_lightning.data.conversation import ASSISTANT, Template, TokenSequence
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record
@@ -182,6 +182,7 @@ def measure_records(records: Sequence[Record], measure: Measure, threads: Execut
         media = next(with_media) if record.media else MeasuredMedia(nothing, nothing, True, 0)
         tokens = targets = items = 0
         if media.usable:
+            _refuse_nothing_said(record, measure)
             sequence = measure.sequence(record, media.rows)
             tokens, targets, items = len(sequence), sequence.targets, len(sequence.media_rows)
             animated += media.animated
@@ -198,6 +199,17 @@ def measure_records(records: Sequence[Record], measure: Measure, threads: Execut
         media_patches=np.concatenate(patches),
     )
     return MeasuredRecords(np.asarray(usable, dtype=bool), sizes, animated)
+
+
+def _refuse_nothing_said(record: Record, measure: Measure) -> None:
+    """Refuses a conversation without an answer, of which nothing would be learned."""
+    if measure.prompt or not record.turns or any(turn.role == ASSISTANT for turn in record.turns):
+        return
+    roles = ", ".join(dict.fromkeys(repr(turn.role) for turn in record.turns))
+    raise DataError(
+        f"{record.where}: it has no turn of the assistant, so nothing of it would be learned; its turns are of "
+        f"{roles:.200}. Call the role that answers 'assistant', or take the record out."
+    )
 
 
 def measure_store(

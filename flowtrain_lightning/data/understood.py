@@ -95,7 +95,8 @@ def check_media(item: Any, kind: str) -> None:
     Raises:
         NotUnderstoodError: it holds that.
     """
-    named = [name for name in (*_SIZES, *_FRAMES) if isinstance(item, Mapping) and item.get(name) is not None]
+    said = {name: item.get(name) for name in (*_SIZES, *_FRAMES)} if isinstance(item, Mapping) else {}
+    named = [name for name, value in said.items() if value is not None and (name, value) != ("detail", "auto")]
     if named:
         raise NotUnderstoodError(
             f"{'an' if kind == 'image' else 'a'} {kind} has {named[0]!r} of its own; all {kind}s follow one rule, so "
@@ -112,6 +113,8 @@ def check_part(part: Mapping[str, Any]) -> None:
     kind = "video" if str(part.get("type")).startswith("video") else "image"
     check_media(part, kind)
     check_media(part.get(f"{kind}_url"), kind)
-    unknown = sorted(part.keys() - _PART)
+    unknown = sorted(
+        name for name in part.keys() - _PART if part[name] is not None
+    )  # tables name all keys of all parts
     if unknown:
         raise NotUnderstoodError(f"a part of a content has {unknown[0]!r}, which is not understood; take it out")

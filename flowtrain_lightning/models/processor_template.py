@@ -21,6 +21,9 @@ from flowtrain_lightning.models.special_tokens import IntArray, SpecialTokens
 
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
+_ROLES = ("system", "user", ASSISTANT)
+"""Which every template knows; others it has to name."""
+
 _LISTED = "{'type': 'text'"
 """How a list of parts looks where a template takes it for text."""
 
@@ -142,6 +145,7 @@ class ProcessorTemplate:
         Raises:
             ValueError: the template cannot write it, or leaves something out.
         """
+        self._refuse_unknown_roles(turns)
         others = self._known(record.others)
         messages = [self._message(turn) for turn in turns]
 
@@ -219,6 +223,15 @@ class ProcessorTemplate:
             if not re.search(rf"\b{re.escape(name)}\b", self._template):
                 raise ValueError(f"it holds {name!r}, which the model's chat template does not write; take it out")
         return {name: self._special.hidden(value) for name, value in others.items()}
+
+    def _refuse_unknown_roles(self, turns: tuple[Turn, ...]) -> None:
+        """Many templates write any role as it stands, and of one misspelled nothing would be learned."""
+        for role in (turn.role for turn in turns if turn.role not in _ROLES):
+            if not re.search(rf"['\"]{re.escape(role)}['\"]", self._template):
+                raise ValueError(
+                    f"it has a turn of {role!r:.60}, a role that the model's chat template does not name; call it "
+                    f"one of {', '.join(map(repr, _ROLES))}"
+                )
 
     def _refuse_left_out(self, messages: list[dict[str, Any]], text: str) -> None:
         parts = [part for message in messages for part in message["content"]]

@@ -44,6 +44,7 @@ def seen_in(fields: Any, rows: list[int]) -> Seen:
     Raises:
         KeyError, TypeError, AttributeError: nothing that a person could read.
     """
+    fields = {name: value for name, value in fields.items() if value is not None}
     if "messages" in fields or "conversations" in fields:
         left = iter(rows)
         pieces = list(_conversation(fields, left))
@@ -81,8 +82,22 @@ def _conversation(fields: dict[str, Any], rows: Iterator[int]) -> Iterator[Piece
 
 def _turns(fields: dict[str, Any]) -> list[dict[str, Any]]:
     if "messages" in fields:
-        return list(fields["messages"])
+        return _marked(list(fields["messages"]), len(_beside(fields)))
     return [{**turn, "role": turn["from"], "content": turn["value"]} for turn in fields["conversations"]]
+
+
+def _marked(turns: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
+    """Images of which no place is marked stand before the first question."""
+    first = next((number for number, turn in enumerate(turns) if turn["role"] in ("user", "human")), None)
+    if first is None or any("<image>" in _text(turn) for turn in turns):
+        return turns
+    marked = {**turns[first], "content": "<image>" * images + _text(turns[first])}
+    return [*turns[:first], marked, *turns[first + 1 :]]
+
+
+def _beside(fields: dict[str, Any]) -> list[Any]:
+    found = fields.get("images") or fields.get("image") or []
+    return found if isinstance(found, list) else [found]
 
 
 def _text(turn: dict[str, Any]) -> str:
@@ -110,8 +125,7 @@ def _items(fields: dict[str, Any]) -> list[Any]:
     parts = [part for content in contents if isinstance(content, list) for part in content if part["type"] != "text"]
     named = [[part[key] for key in NAMING if part.get(key) is not None] for part in parts]
     within = [items[0] for items in named if items]
-    beside = fields.get("images") or fields.get("image") or []
-    return within or (beside if isinstance(beside, list) else [beside])
+    return within or _beside(fields)
 
 
 def _file(item: Any) -> str | bytes:

@@ -177,7 +177,7 @@ def test_real_records_are_read(real_data, real):
 BROKEN = {
     "not json": ('{"id": 1,', r"record 2.*not valid JSON"),
     "no object": ("[1]", "record 2.*expected a JSON object, got list"),
-    "no known form": ('{"id": "a", "caption": ""}', r"record 2 \(id 'a'\).*found none of them"),
+    "no known form": ('{"id": "a", "caption": ""}', r"record 2 \(id 'a'\).*found none of them but 'id', 'caption';"),
     "no text": ('{"text": ""}', "'text' must be a string with something in it"),
     "text with images": ('{"text": "a", "images": ["b"]}', "text alone has no images"),
     "no token": ('{"input_ids": []}', "'input_ids' must be a list with at least one token id"),
@@ -255,6 +255,14 @@ BROKEN = {
         '{"messages": [{"role": "user", "content": [{"type": "text", "text": "\\udc00"}]}]}',
         r"holds half of a character, '\\udc00'",
     ),
+    "an image of another kind": (
+        '{"images": [5], "messages": [{"role": "user", "content": "<image>"}]}',
+        "the bytes of an image file, but one is a int",
+    ),
+    "bytes that say not what they are": (
+        '{"images": ["/9j/' + "A" * 5000 + '"], "messages": [{"role": "user", "content": "<image>"}]}',
+        r"the image '/9j/A{36}'\.\.\. has 5004 characters, .* Write bytes in base64 as 'data:image/",
+    ),
     "no path": ('{"images": [{}], "messages": [{"role": "user", "content": "<image>"}]}', "every image needs a path"),
 }
 
@@ -285,5 +293,6 @@ def test_a_broken_array_says_where(tmp_path, tail, words):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
+    with pytest.raises(DataError, match=r"none\.jsonl: there is no such file") as raised:
         records_in(tmp_path / "none.jsonl")
+    assert str(raised.value).count("none.jsonl") == 1

@@ -26,8 +26,28 @@ def read(fields: dict[str, Any]) -> Record:
 def test_images_may_be_named_by_either_key(key, form):
     turn = {"role": "user", "content": "<image>"} if form == "messages" else {"from": "human", "value": "<image>"}
     assert read({form: [turn], key: ["a.png"]}).images == (Path("/a.png"),)
+
+
+def test_llavas_conversations_mark_each_image():
     with pytest.raises(DataError, match="0 <image> markers, but it names 1 images"):
-        read({form: [{name: value.replace("<image>", "") for name, value in turn.items()}], key: ["a.png"]})
+        read({"conversations": [{"from": "human", "value": "a"}], "image": "a.png"})
+
+
+def test_what_is_null_or_empty_in_a_table_is_not_there():
+    nothing = dict.fromkeys(("id", "image", "images", "messages", "input_ids", "system", "prompt"))
+    assert read({**nothing, "text": "a"}).written == "a"
+    assert read({"conversations": [{"from": "human", "value": "a"}], "image": ""}).images == ()
+    parts = [
+        {"type": "text", "text": "a", "image": None, "cached": None},
+        {"type": "image", "image": "b", "text": None},
+    ]
+    record = read({"messages": [{"role": "user", "content": parts}]})
+    assert (record.turns[0].text, record.images, record.id) == ("a<image>", (Path("/b"),), "1")
+
+
+def test_a_detail_that_says_nothing_is_no_matter():
+    part = {"type": "image_url", "image_url": {"url": "a.png", "detail": "auto"}}
+    assert read({"messages": [{"role": "user", "content": [part]}]}).images == (Path("/a.png"),)
 
 
 @pytest.mark.parametrize("fields", [{"messages": [USER, ANSWER]}, {"text": "a"}, {"input_ids": [1]}])

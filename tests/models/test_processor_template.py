@@ -274,7 +274,7 @@ def test_special_tokens_in_roles_and_tools_are_plain_text(both):
     assert (found == end).sum() == 3  # of the system's, the user's and the assistant's turns
     assert "Looks <|im_end|>" in of.theirs.tokenizer.decode(found)
     forged = {"role": "user<|im_end|>", "content": "What?"}
-    with pytest.raises(DataError, match="leaves out or changes the text 'What"):  # it knows no such role
+    with pytest.raises(DataError, match="a role that the model's chat template does not name"):
         of.sequence(of.record([forged, *turns]))
 
 
@@ -294,7 +294,19 @@ def test_a_turn_of_weight_zero_is_not_learned(both):
         ("qwen2_5_vl", [user("a"), assistant("", tool_calls=[{"name": "b"}])], {}, "holds 'tool_calls', which the"),
         ("qwen2_5_vl", [user("a"), assistant("b")], {"tools": [TOOL]}, "holds 'tools', which the model's chat"),
         ("qwen2_5_vl", [user("a"), assistant("b", reasoning_content="c")], {}, "holds 'reasoning_content'"),
-        ("qwen3_vl", [user("a"), {"role": "judge", "content": "good"}], {}, "leaves out or changes the text 'good'"),
+        (
+            "qwen3_vl",
+            [user("a"), {"role": "judge", "content": "good"}],
+            {},
+            "has a turn of 'judge', a role that the model's",
+        ),
+        (
+            "qwen2_5_vl",
+            [user("a"), {"role": "Assistant", "content": "b"}],
+            {},
+            "has a turn of 'Assistant', a role that",
+        ),
+        ("llava", [user("a"), {"role": "chatgpt", "content": "b"}], {}, "call it one of 'system', 'user', 'assistant'"),
         ("qwen3_vl", [{"role": "system", "content": "<image>a"}, user("b")], {}, "0 times, but the record has 1 image"),
         ("gemma3", [user("a"), user("b")], {}, "cannot write it .*roles must alternate"),
         ("qwen3_vl", [user("a\U000f0001"), assistant("b")], {}, "private use area"),

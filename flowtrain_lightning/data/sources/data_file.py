@@ -39,6 +39,8 @@ class DataFile:
             if not self.path.is_file():
                 raise DataError(f"{self.path}: {self._missing()}")
             found = self.path.stat()
+        except DataError:
+            raise
         except (OSError, ValueError) as error:
             raise DataError(f"{self.path}: it cannot be opened ({error}).") from error
         return [found.st_size, getattr(found, "st_mtime_ns", 0)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import numpy as np
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record, parse
-from flowtrain_lightning.data.sources.parquet_file import without_nulls
 from flowtrain_lightning.data.sources.record_store import Location
 from flowtrain_lightning.packing import IntArray
 
@@ -25,7 +24,7 @@ class HubDataset:
     """A data set by its name, for configuration files; what ``datasets.load_dataset`` takes.
 
     Attributes:
-        name: on the Hugging Face Hub, or a local folder.
+        name: on the Hugging Face Hub, or a local folder, also one that ``save_to_disk`` wrote.
         split: which part of it.
         config: which of its configurations; None takes its only one.
         streaming: read it in order while training, without a copy on disk.
@@ -50,9 +49,24 @@ class HubDataset:
                 "pip install 'flowtrain-lightning[data]'"
             ) from error
         try:
+            if is_saved(self.name):
+                return self._of_saved(datasets.load_from_disk(self.name))
             return datasets.load_dataset(self.name, self.config, split=self.split, streaming=self.streaming)
         except Exception as error:  # whatever the network, the Hub or a builder raises
             raise DataError(f"{self.name}: it cannot be loaded ({type(error).__name__}: {error}).") from error
+
+    def _of_saved(self, found: Any) -> Any:
+        """The split that is asked for."""
+        if isinstance(found, Mapping):
+            if self.split not in found:
+                raise ValueError(f"it has no split {self.split!r}, but {', '.join(found)}")
+            found = found[self.split]
+        return found.to_iterable_dataset() if self.streaming else found
+
+
+def is_saved(name: str | Path) -> bool:
+    """Whether it is a folder that a data set of Hugging Face or several splits were saved to."""
+    return any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
 
 
 class HuggingFaceRows:
@@ -62,9 +76,17 @@ class HuggingFaceRows:
 
     Args:
         dataset: the data set.
+
+    Raises:
+        DataError: its rows are changed when they are read, which would be passed over.
     """
 
     def __init__(self, dataset: Any) -> None:
+        if dataset.format["type"] == "custom":
+            raise DataError(
+                "The data set has a transform of its own (with_transform), which is not called here: rows are read as "
+                "they lie. Change them by dataset.map(...), and images by FlowDataModule(augment=...)."
+            )
         self._rows = dataset.with_format("arrow")
         self._first: str | None = None
 
@@ -103,7 +125,7 @@ class HuggingFaceRows:
             return []
         rows = locations[:, 0]
         found = self._rows[int(rows[0]) : int(rows[-1]) + 1].to_pylist()
-        return [parse(without_nulls(row), self.name, number, Path) for number, row in enumerate(found, first)]
+        return [parse(row, self.name, number, Path) for number, row in enumerate(found, first)]
 
     def status(self) -> list[int]:
         """Numbers that change when the rows do."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import data_path
-from flowtrain_lightning.data.sources.hugging_face import HubDataset, HuggingFaceRows
+from flowtrain_lightning.data.sources.hugging_face import HubDataset, HuggingFaceRows, is_saved
 from flowtrain_lightning.data.sources.json_file import JsonFile
 from flowtrain_lightning.data.sources.parquet_file import ParquetFile
 from flowtrain_lightning.data.sources.record_store import RecordStore
@@ -84,6 +84,9 @@ def mixture_of(stage: str, given: Any) -> Mixture:
     Raises:
         DataError: there is none, or sources have weights in a stage that does not train.
     """
+    if isinstance(given, Mapping) and any(hasattr(split, "with_format") for split in given.values()):
+        splits = ", ".join(map(str, given))
+        raise DataError(f"{stage} is a {type(given).__name__} of several splits; give one of them: {splits}.")
     if isinstance(given, Mixture):
         mixture = given
     elif isinstance(given, Mapping):
@@ -112,10 +115,17 @@ def open_stores(source: Any) -> list[RecordStore]:
     """
     if isinstance(source, HubDataset):
         source = source.load()
+    if isinstance(source, str | Path) and is_saved(source):
+        source = HubDataset(str(source)).load()
     if isinstance(source, str | Path):
         return [_opened(path) for path in _files(data_path(source))]
     if hasattr(source, "with_format") and hasattr(source, "__len__"):
         return [HuggingFaceRows(source)]
+    if isinstance(source, Mapping):
+        raise DataError(
+            "A record is no data by itself. Write records into a file, one a line, or make a data set of them: "
+            "datasets.Dataset.from_list(records)."
+        )
     raise DataError(
         f"{type(source).__name__} is no data that can be read; give a file, an address, a HubDataset or a "
         "datasets.Dataset."

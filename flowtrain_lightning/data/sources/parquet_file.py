@@ -70,7 +70,7 @@ class ParquetFile(DataFile):
         for number, (group, row) in enumerate(locations.tolist(), first):
             with _explained(self.path):
                 fields = self._rows.row(group, row)
-            found.append(parse(without_nulls(fields), self.path, number, self.path.parent.joinpath))
+            found.append(parse(fields, self.path, number, self.path.parent.joinpath))
         return found
 
     def _warn_of_large_groups(self) -> None:
@@ -82,11 +82,6 @@ class ParquetFile(DataFile):
                 "group from the beginning, so shuffled training will be slow. Write the file anew in small groups "
                 "(row_group_size=100), or give what datasets.load_dataset makes of it, which can read single rows."
             )
-
-
-def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """A row of a table without the columns that it leaves empty."""
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _parquet() -> Any:

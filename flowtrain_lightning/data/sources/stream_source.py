@@ -16,7 +16,6 @@ from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record, parse
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measuring import Measure, concatenated, measure_records
-from flowtrain_lightning.data.sources.parquet_file import without_nulls
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 _READ_AT_ONCE = 64
@@ -150,8 +149,6 @@ class StreamSource:
 
     def _parsed(self, row: Any, number: int) -> Record:
         fields = row.to_pylist()[0] if hasattr(row, "to_pylist") else row
-        if isinstance(fields, dict):
-            fields = without_nulls(fields)
         return parse(fields, self.name, number, Path)
 
     def _fitting(self, record: Record, sizes: SampleSizes) -> SampleSizes | None:

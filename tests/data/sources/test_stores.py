@@ -199,6 +199,29 @@ def test_parquet_of_large_row_groups_is_said_to_be_slow(file, monkeypatch):
         ParquetFile(path)
 
 
+def test_a_data_set_that_was_saved_is_given_by_its_folder(file, tmp_path):
+    rows = as_dataset(file)
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=rows, other=rows.select([0])).save_to_disk(tmp_path / "several")
+    for given in (tmp_path / "one", str(tmp_path / "several"), HubDataset(str(tmp_path / "several"))):
+        (store,) = open_stores(given)
+        assert [record.id for record in store.records(0, locations_of(store))] == [f"r{number}" for number in range(18)]
+    (store,) = open_stores(HubDataset(str(tmp_path / "several"), split="other"))
+    assert len(locations_of(store)) == 1
+    with pytest.raises(DataError, match=r"several: it cannot be loaded .*no split 'val', but train, other"):
+        open_stores(HubDataset(str(tmp_path / "several"), split="val"))
+
+
+def test_what_would_be_passed_over_of_a_data_set_is_refused(file):
+    rows = as_dataset(file)
+    with pytest.raises(DataError, match=r"has a transform of its own .with_transform., which is not called here"):
+        open_stores(rows.with_transform(lambda batch: batch))
+    with pytest.raises(DataError, match="train is a DatasetDict of several splits; give one of them: a, b"):
+        mixture_of("train", datasets.DatasetDict(a=rows, b=rows))
+    with pytest.raises(DataError, match=r"A record is no data by itself\..* datasets\.Dataset\.from_list\(records\)"):
+        open_stores({"text": "a"})
+
+
 def refused(tmp_path):
     """What is given, and what is said of it."""
     (tmp_path / "a.parquet").write_text("no table")
