@@ -64,13 +64,13 @@ def test_a_pretrained_model_from_hugging_face_trains(tmp_path, monkeypatch):
     write_records(tmp_path, 128)
     monkeypatch.chdir(tmp_path)
     block = PRETRAINED.replace('"Qwen/Qwen2-VL-2B-Instruct"', '"model"')
-    block, ours = re.subn(r"L\.Trainer\(.*?\)", "trainer", block)
+    block, ours = re.subn(r"L\.Trainer\(.*?\)", "new_trainer", block)
     assert ours == 1
     ran = trainer(tmp_path)
-    names: dict[str, Any] = {"trainer": ran}
+    names: dict[str, Any] = {"new_trainer": ran}
     exec(block, names)
     assert 0 < float(ran.callback_metrics["train_loss"]) < 10
-    assert all(weight.grad is not None for weight in names["model"].parameters())
+    assert all(weight.grad is not None for weight in names["model"].module.parameters())
 
 
 def test_another_family_trains(tmp_path):

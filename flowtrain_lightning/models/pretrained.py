@@ -56,14 +56,23 @@ def from_pretrained(model: str | Path, **settings: Any) -> Pretrained:
         settings: arguments of the `HuggingFaceVLM` that trains it, such as ``lr`` or ``frozen``.
 
     Raises:
-        ValueError: no module here trains its family, or its files lack something.
+        ValueError: there is no such folder, no module here trains its family, or its files lack something.
     """
     from transformers import AutoConfig
 
+    _refuse_missing_folder(model)
     module = module_class(AutoConfig.from_pretrained(model).model_type)(model, **settings)
     processor = module.processor
     assert processor is not None, "a model that has a name has a processor"
     return Pretrained(module, processor.tokenizer, processor.template, processor.images, processor.videos)
+
+
+def _refuse_missing_folder(model: str | Path) -> None:
+    """Refuses what can only be a folder and is not there, of which transformers says that it is no name on the Hub."""
+    if (isinstance(model, Path) or model.startswith(("/", ".", "~"))) and not Path(model).is_dir():
+        raise ValueError(
+            f"There is no folder {model}; give the folder of a model, or its name on the Hugging Face Hub."
+        )
 
 
 def module_class(family: str) -> type[HuggingFaceVLM]:

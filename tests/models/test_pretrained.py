@@ -195,6 +195,12 @@ def test_a_family_that_nothing_trains_is_named(tmp_path):
     assert flow.models.processor_of(tmp_path).template.fingerprint  # what it reads is known all the same
 
 
+@pytest.mark.parametrize("name", ["/no/model", "./model", "~/model", Path("no/model")])
+def test_a_folder_that_is_not_there_is_named(name):
+    with pytest.raises(ValueError, match=f"There is no folder {name}; give the folder of a model, or its name on"):
+        flow.models.from_pretrained(name)
+
+
 def test_a_folder_without_tokenizer_or_template_is_told(tmp_path):
     PUBLISHED["qwen2_vl"].config().save_pretrained(tmp_path)
     PUBLISHED["qwen2_vl"].image_processor().save_pretrained(tmp_path)

@@ -87,7 +87,10 @@ class TarShard(DataFile):
         elif "txt" in endings:
             fields = self._caption(members[endings["txt"]], where, names)
         else:
-            raise DataError(f"{where} ({key}): it has neither .json nor .txt, only {', '.join(sorted(endings))}.")
+            raise DataError(
+                f"{where} ({key}): it has neither .json nor .txt, only {', '.join(sorted(endings))}. The files of a "
+                "record follow each other, and their names are the same up to the first dot."
+            )
         if isinstance(fields, dict):
             fields = {"id": key, **fields}
             for kind, of_kind in names.items():
@@ -133,11 +136,11 @@ def _names_one(parts: list[Any], kind: str) -> bool:
 
 
 def _members(file: BinaryIO, path: Path) -> Iterator[tarfile.TarInfo]:
-    """The files of a tar file in order."""
+    """The files of a tar file in order, but for hidden ones, as WebDataset has it: macOS puts such beside others."""
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
-                if member.isfile():
+                if member.isfile() and not member.name.rpartition("/")[2].startswith("."):
                     yield member
     except (tarfile.TarError, OSError, ValueError) as error:
         if isinstance(error, DataError):

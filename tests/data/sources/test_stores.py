@@ -19,6 +19,7 @@ from flowtrain_lightning.data import DataError, HubDataset, JsonFile, Mixture, P
 from flowtrain_lightning.data.media_files import EncodedMedia
 from flowtrain_lightning.data.sources.naming import mixture_of, open_stores
 from flowtrain_lightning.data.sources.record_store import locations_of
+from tests.data.shards import write_tar
 from tests.data.support import data_module, records_in, trained, write_set
 
 datasets = pytest.importorskip("datasets")
@@ -178,6 +179,25 @@ def test_an_image_beside_a_text_in_a_shard_is_what_the_text_is_about(tmp_path):
     assert [(turn.role, turn.text) for turn in captioned.turns] == [("user", "<image>"), ("assistant", "A square.")]
     assert (captioned.id, captioned.images[0].content) == ("a", picture.getvalue())
     assert (alone.written, alone.turns) == ("alone", ())
+
+
+def test_hidden_files_of_a_shard_are_no_part_of_it(tmp_path):
+    members = {
+        "._a.txt": b"junk",
+        "a.txt": b"first",
+        "x/._b.txt": b"junk",
+        "x/.DS_Store": b"junk",
+        "x/b.txt": b"second",
+    }
+    store = TarShard(write_tar(tmp_path / "d.tar", members))
+    assert [record.written for record in store.records(0, locations_of(store))] == ["first", "second"]
+
+
+@pytest.mark.parametrize("names", [("0.jpg", "1.jpg", "0.txt", "1.txt"), ("a.v1.jpg", "a.v1.txt")])
+def test_how_a_shard_tells_its_records_apart_is_said_where_none_is_whole(tmp_path, names):
+    store = TarShard(write_tar(tmp_path / "d.tar", dict.fromkeys(names, b"")))
+    with pytest.raises(DataError, match=r"neither \.json nor \.txt, only .*\. The files of a record follow each other"):
+        store.records(0, locations_of(store))
 
 
 def test_an_image_may_stand_in_the_record_itself(tmp_path):
