@@ -173,7 +173,7 @@ def _hosts_for(fault: Fault) -> Iterator[int | None]:
 @contextmanager
 def _busy(programs: int) -> Iterator[None]:
     """Inside, so many programs want a processor."""
-    work = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # till this process ends, killed or not
+    work = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends with this process
     running = [subprocess.Popen([sys.executable, "-c", work]) for _ in range(programs)]
     try:
         yield
