@@ -29,7 +29,7 @@ ROOMS = {
     "pool": {"ports"},
     "data": {"packing"},
     "parallel": {"allocator", "attention", "ports"},
-    "compute": {*RANKS, "attention"},
+    "compute": RANKS,
     "checkpoint": RANKS - {"pool", "compute"},
     "module": RUNS - {"packing", "pool", "runtime"},
     "runtime": RUNS - {"checkpoint"},

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.attention import kernel_for
@@ -31,6 +31,9 @@ _KEPT = [
 ]
 """Products of matrices, attention as one operation, and sums over ranks: what is dear to compute, or to send, for the
 bytes that it takes to keep."""
+
+_KEPT_PACKAGES = {"torch_attn", "flash_attn", "flash_attn_3"}
+"""Where the kernels of packed attention are registered, which may not be there."""
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
@@ -57,6 +60,11 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_dear = operation in _KEPT or operation.namespace in _KEPT_PACKAGES
+    return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def recompute_in_backward(block: nn.Module, recompute: Recompute) -> None:
     """Let a block keep less and compute part of its forward again in the backward. No parameter is renamed.
 
@@ -70,7 +78,7 @@ def recompute_in_backward(block: nn.Module, recompute: Recompute) -> None:
     forward = block.forward
     keeping: dict[str, Any] = {}
     if recompute == "selective":
-        keeping["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
+        keeping["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from flowtrain_lightning.attention import varlen_attention
 from flowtrain_lightning.parallel.blocks import compile_blocks, recompute_in_backward
 from tests.parallel.sharding import Layer
 
@@ -33,6 +35,34 @@ def test_products_of_matrices_are_computed_again_only_where_all_is(recompute, ag
     expected, *_ = run("none")
     assert all(one.equal(other) for one, other in zip(gradients, expected, strict=True))
     assert (backward > 2 * forward) == again
+
+
+class Calls(TorchDispatchMode):
+    """Counts how often operations of a name run, and are not taken from what was kept."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.count = name, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name() == self.name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_packed_attention_of_a_gpu_is_computed_again_only_where_all_is(recompute, times):
+    class Attending(nn.Module):
+        def forward(self, heads: Tensor) -> Tensor:
+            return varlen_attention(heads * 2, heads, heads, bounds, 5, causal=True).exp()
+
+    # On the meta device PyTorch's kernel gives shapes.
+    heads = torch.empty(8, 4, 16, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    bounds = torch.empty(3, device="meta", dtype=torch.int32)
+    block = Attending()
+    recompute_in_backward(block, recompute)
+    with Calls("torch_attn::_varlen_attn") as calls:
+        block(heads).sum().backward()
+    assert calls.count == times
 
 
 def test_without_gradients_nothing_is_kept_for_a_backward():
