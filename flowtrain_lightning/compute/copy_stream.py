@@ -25,7 +25,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self.is_late = device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream: Any = torch.cuda.Stream(device) if self.is_late else None  # type: ignore[no-untyped-call]
 
     def copying(self) -> AbstractContextManager[Any]:
         """Inside, copies and the memory for them are this stream's."""
@@ -38,7 +38,5 @@ class CopyStream:
         computing = torch.cuda.current_stream(self._stream.device)
         computing.wait_stream(self._stream)
         for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(
-                    computing
-                )  # else their memory would be the copies' again as soon as they are dropped
+            if tensor is not None:  # its memory would be the copies' again as soon as it is dropped
+                tensor.record_stream(computing)
