@@ -11,8 +11,7 @@ import torch
 from torchmetrics import Metric
 
 from flowtrain_lightning.callbacks.answer_table import Answered, show
-from flowtrain_lightning.data import FlowDataModule, Record, StepBatch, StepLoader
-from flowtrain_lightning.data.conversation import ASSISTANT
+from flowtrain_lightning.data import FlowDataModule, StepBatch, StepLoader
 from flowtrain_lightning.metrics import AnswerExactMatch, AnswerSimilarity
 from flowtrain_lightning.module import FlowModule
 
@@ -85,7 +84,7 @@ class EvaluateAnswers(L.Callback):
         samples, generated = self._generate(trainer, module, data)
         for sample, tokens in zip(samples, generated, strict=True):
             record = data.record(_STAGE, sample)
-            yield Answered(record, data.tokenizer.decode(tokens), _truth(record))
+            yield Answered(record, data.tokenizer.decode(tokens), record.answer)
 
     def _generate(
         self, trainer: L.Trainer, module: FlowModule, data: FlowDataModule
@@ -120,11 +119,6 @@ class EvaluateAnswers(L.Callback):
 def _data(trainer: L.Trainer) -> FlowDataModule | None:
     data = trainer.datamodule  # type: ignore[attr-defined]
     return data if isinstance(data, FlowDataModule) else None
-
-
-def _truth(record: Record) -> str | None:
-    last = record.turns[-1] if record.turns else None
-    return last.text if last is not None and last.role == ASSISTANT else None
 
 
 def _values(name: str, computed: Any) -> Iterator[tuple[str, Any]]:

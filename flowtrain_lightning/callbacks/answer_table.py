@@ -12,7 +12,6 @@ import numpy as np
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from flowtrain_lightning.data import Record
-from flowtrain_lightning.data.conversation import ASSISTANT
 from flowtrain_lightning.data.image_files import decode, flatten
 
 _COLUMNS = ("id", "prompt", "answer", "truth")
@@ -32,10 +31,7 @@ class Answered:
     @property
     def texts(self) -> list[str]:
         """One for each of the table's columns."""
-        turns = self.record.turns
-        asked = turns[:-1] if turns and turns[-1].role == ASSISTANT else turns
-        prompt = "\n".join(f"{turn.role}: {turn.text}" for turn in asked)
-        return [self.record.id, prompt, self.answer, self.truth or ""]
+        return [self.record.id, self.record.question, self.answer, self.truth or ""]
 
 
 def show(answered: Sequence[Answered], loggers: Sequence[Logger], folder: str, step: int) -> None:

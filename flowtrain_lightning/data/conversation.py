@@ -13,13 +13,10 @@ from flowtrain_lightning.data.batch import IGNORED_LABEL
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record
-from flowtrain_lightning.data.record_turns import Turn
+from flowtrain_lightning.data.record_turns import ASSISTANT, Turn
 from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing import IntArray
-
-ASSISTANT = "assistant"
-"""The role whose turns carry loss."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from flowtrain_lightning.data.data_path import data_path
 from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.loaded_media import OwnMedia
 from flowtrain_lightning.data.media_files import EncodedMedia, MediaFile, VideoFile
-from flowtrain_lightning.data.record_turns import MARKERS, Turn, conversation_of, is_reference, refuse_halves
+from flowtrain_lightning.data.record_turns import ASSISTANT, MARKERS, Turn, conversation_of, is_reference, refuse_halves
 from flowtrain_lightning.data.understood import NotUnderstoodError, check_media, check_other_names, written_beside_turns
 
 _A_FILE = {"image": "an image file", "video": "a video file"}
@@ -65,6 +65,23 @@ class Record:
     def videos(self) -> tuple[VideoFile, ...]:
         """Where each video is, in order."""
         return tuple(item for item in self.media if isinstance(item, VideoFile))
+
+    @property
+    def answer(self) -> str | None:
+        """What the backbone should say: the last turn, where it is the assistant's, or the completion; else None."""
+        if isinstance(self.written, Completion):
+            return self.written.text
+        return self.turns[-1].text if self.turns and self.turns[-1].role == ASSISTANT else None
+
+    @property
+    def question(self) -> str:
+        """What stands before the answer, as a person would read it; empty of token ids."""
+        if isinstance(self.written, Completion):
+            return self.written.prompt
+        asked = self.turns if self.answer is None else self.turns[:-1]
+        return (
+            self.written if isinstance(self.written, str) else "\n".join(f"{turn.role}: {turn.text}" for turn in asked)
+        )
 
     @property
     def bytes_inside(self) -> int:

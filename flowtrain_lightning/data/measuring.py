@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flowtrain_lightning.data.conversation import ASSISTANT, Template, TokenSequence
+from flowtrain_lightning.data.conversation import Template, TokenSequence
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record
@@ -20,6 +20,7 @@ from flowtrain_lightning.data.image_files import decode, read_header
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.loaded_media import OwnMedia
 from flowtrain_lightning.data.media_files import MediaError, MediaFile, VideoFile
+from flowtrain_lightning.data.record_turns import ASSISTANT
 from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.data.tokenization import Tokenizer

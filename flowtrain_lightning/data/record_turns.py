@@ -24,9 +24,12 @@ _PART_KEYS = {kind: (kind, "path", "url", f"{kind}_url") for kind in MARKERS}
 _WRITTEN_AS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """How the turns of a list are written as a rule; each may be written as the other is."""
 
-_PAIR = ("user", "assistant")
+ASSISTANT = "assistant"
+"""The role whose turns carry loss."""
 
-_LLAVA_ROLES = {"human": "user", "gpt": "assistant"}
+_PAIR = ("user", ASSISTANT)
+
+_LLAVA_ROLES = {"human": "user", "gpt": ASSISTANT}
 
 Named = dict[str, list[Any]]
 """``"image"`` or ``"video"`` -> what turns name of it, in order."""

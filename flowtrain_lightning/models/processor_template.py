@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowtrain_lightning.data import DataError, Record, Tokenizer, TokenSequence, Turn, VideoProcessor, open_tokenizer
-from flowtrain_lightning.data.conversation import ASSISTANT, shifted_labels, turns_to_write
+from flowtrain_lightning.data.conversation import shifted_labels, turns_to_write
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.media_files import MediaFile, VideoFile
+from flowtrain_lightning.data.record_turns import ASSISTANT
 from flowtrain_lightning.data.video_files import read_video_header
 from flowtrain_lightning.models.image_words import ImageWords
 from flowtrain_lightning.models.special_tokens import IntArray, SpecialTokens

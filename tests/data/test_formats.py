@@ -109,6 +109,21 @@ def test_of_a_prompt_and_its_completion_the_completion_is_learned(tmp_path):
     assert found.turns[0] == Turn("system", "Be short.")
 
 
+@pytest.mark.parametrize(
+    ("record", "question", "answer"),
+    [
+        ({"messages": [USER, ANSWER]}, "user: What?", "This."),
+        ({"messages": [USER]}, "user: What?", None),
+        ({"prompt": "What?", "completion": " This."}, "What?", " This."),
+        ({"text": "alone"}, "alone", None),
+        ({"input_ids": [1]}, "", None),
+    ],
+)
+def test_what_is_asked_and_what_should_be_answered_is_told(tmp_path, record, question, answer):
+    (found,) = records_in(write_records(tmp_path / "d.jsonl", [record]))
+    assert (found.question, found.answer) == (question, answer)
+
+
 def test_questions_and_answers_may_be_pairs(tmp_path):
     pairs = [{"user": "What?", "assistant": "This.", "source": "book"}, {"user": "And?", "assistant": "That."}]
     (found,) = records_in(write_records(tmp_path / "d.jsonl", [{"texts": pairs}]))

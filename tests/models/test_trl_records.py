@@ -44,6 +44,8 @@ def test_completions_of_plain_text_are_those_of_the_sft_trainer(tmp_path, family
         found = token_sequence(record, None, tokenizer, np.empty(0, np.int64))  # type: ignore[arg-type]
         assert found.tokens.tolist() == row["input_ids"], fields
         assert found.labels[:-1].tolist() == row["labels"][1:], fields
+        asked = token_sequence(record, None, tokenizer, np.empty(0, np.int64), prompt=True)  # type: ignore[arg-type]
+        assert asked.tokens.tolist() == given(fields["prompt"])["input_ids"], fields
 
 
 def by_sft_trainer(folder: Path, tokenizer: Any, records: list[dict[str, str]]) -> Any:
