@@ -20,8 +20,10 @@ import datasets
 from flowtrain_lightning.data import FlowDataModule, IndexConfig
 from flowtrain_lightning.data.sources.naming import open_stores
 from flowtrain_lightning.data.sources.record_store import locations_of
+from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
 from flowtrain_lightning.models import template_of
 from tests.data.shards import write_tar
+from tests.data.support import MEASURE
 from tests.models.clips import tokenizer_of, videos_for
 from tests.models.processors import PUBLISHED
 from tests.tiny import IMAGES
@@ -43,6 +45,18 @@ def test_a_table_of_questions_becomes_records_as_the_page_says(tmp_path, monkeyp
     (record,) = store.records(0, locations_of(store))
     assert [turn.text for turn in record.turns] == ["<image>Which colour?", "Red."]
     assert str(record.images[0]) == "a.png"
+
+
+def test_rows_that_are_found_by_their_number_become_a_stream_as_the_page_says():
+    (example,) = re.findall(r"```python\n(class Rows:.*?)```", PAGE, flags=re.DOTALL)
+    turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "This."}]
+    dataset = [{"id": f"r{number}", "messages": turns} for number in range(3)]  # as torch's and litdata's are asked
+    given: list[Any] = []
+    exec(example, {"dataset": dataset, "flow": SimpleNamespace(FlowDataModule=lambda rows, **_: given.append(rows))})
+    source = StreamSource(given[0], MEASURE, 64, IndexConfig())
+    source.begin(0, StreamPosition())
+    assert [source.record(sample).id for sample in range(3)] == ["r0", "r1", "r2"]
+    assert len(source.lengths(0, 9)) == 3
 
 
 def test_videos_train_from_files_shards_tables_and_streams_as_the_page_says(tmp_path, monkeypatch):

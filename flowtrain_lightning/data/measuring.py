@@ -20,7 +20,6 @@ from flowtrain_lightning.data.image_files import decode, read_header
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.loaded_media import OwnMedia
 from flowtrain_lightning.data.media_files import MediaError, MediaFile, VideoFile
-from flowtrain_lightning.data.record_turns import ASSISTANT
 from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.data.tokenization import Tokenizer
@@ -183,7 +182,6 @@ def measure_records(records: Sequence[Record], measure: Measure, threads: Execut
         media = next(with_media) if record.media else MeasuredMedia(nothing, nothing, True, 0)
         tokens = targets = items = 0
         if media.usable:
-            _refuse_nothing_said(record, measure)
             sequence = measure.sequence(record, media.rows)
             tokens, targets, items = len(sequence), sequence.targets, len(sequence.media_rows)
             animated += media.animated
@@ -200,17 +198,6 @@ def measure_records(records: Sequence[Record], measure: Measure, threads: Execut
         media_patches=np.concatenate(patches),
     )
     return MeasuredRecords(np.asarray(usable, dtype=bool), sizes, animated)
-
-
-def _refuse_nothing_said(record: Record, measure: Measure) -> None:
-    """Refuses a conversation without an answer, of which nothing would be learned."""
-    if measure.prompt or not record.turns or any(turn.role == ASSISTANT for turn in record.turns):
-        return
-    roles = ", ".join(dict.fromkeys(repr(turn.role) for turn in record.turns))
-    raise DataError(
-        f"{record.where}: it has no turn of the assistant, so nothing of it would be learned; its turns are of "
-        f"{roles:.200}. Call the role that answers 'assistant', or take the record out."
-    )
 
 
 def measure_store(

@@ -46,14 +46,6 @@ def test_sizes_are_those_of_the_sequences_and_images(tmp_path):
     assert table.readable.all()
 
 
-def test_a_conversation_without_an_answer_is_refused_where_it_is_learned(tmp_path):
-    turns = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
-    file = write_records(tmp_path / "d.jsonl", [message_record(0, "a", "b", []), {"messages": turns}])
-    with pytest.raises(DataError, match=r"record 2: it has no turn of the assistant, .* are of 'user', 'system'"):
-        index_table(file, MEASURE)
-    assert index_table(file, replace(MEASURE, prompt=True)).readable.all()
-
-
 def test_a_file_is_measured_once(file, scans):
     first, second = index_table(file, MEASURE, None), index_table(file, MEASURE, None)
     assert len(scans) == 1

@@ -57,6 +57,11 @@ class IndexedSource:
         self.summary = self._summary(table, too_long, token_budget, long, emptied, measure.prompt)
         if len(self) == 0:
             raise DataError(f"{store.place}: no record is left to use. {self.summary}")
+        if not measure.prompt and not self._sizes.targets.any():
+            raise DataError(
+                f"{store.place}: nothing would be learned from it, since in no record the assistant says anything. "
+                "Call the role that answers 'assistant'."
+            )
 
     def __len__(self) -> int:
         return len(self._records)

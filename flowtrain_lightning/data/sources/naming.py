@@ -127,8 +127,8 @@ def open_stores(source: Any) -> list[RecordStore]:
             "datasets.Dataset.from_list(records)."
         )
     raise DataError(
-        f"{type(source).__name__} is no data that can be read; give a file, an address, a HubDataset or a "
-        "datasets.Dataset."
+        f"{type(source).__name__} is no data that can be read; give a file, an address, a HubDataset, a "
+        "datasets.Dataset, or a stream (docs/data.md shows how rows that are found by their number become one)."
     )
 
 

@@ -111,6 +111,12 @@ def test_records_without_loss_are_counted(tmp_path):
     told = "2 of 2 records used, 1 of these without loss, as nothing in them is said by the assistant."
     assert source_of(file).summary == f"d.jsonl: {told}"
     assert source_of(file, prompt=True).summary == "d.jsonl: 2 of 2 records used."
+    write_records(file, records[1:])
+    assert len(source_of(file, prompt=True)) == 1
+    with pytest.raises(
+        DataError, match=r"d\.jsonl: nothing would be learned from it, since in no record the assistant"
+    ):
+        source_of(file)
 
 
 def test_a_folder_is_not_taken_for_a_missing_file(tmp_path):
