@@ -171,11 +171,7 @@ def run_schedule(context: LaneContext, lanes: Sequence[tuple[str, Schedule]], st
                 break
             reasons.append(reason)
         else:
-            context.enter(f"wait for {' and '.join(reasons)}", step)
-            start = context.timeline.start()
-            while not pool.poll(_WAKE_SECONDS):
-                pass
-            context.timeline.stop(start, next(iter(running)), STALL, reasons[0], step.stage, step.index)
+            _sleep(context, next(iter(running)), reasons, step)
     pool.settle()
 
 
@@ -196,14 +192,26 @@ def run_turns(context: LaneContext, lanes: Mapping[str, Schedule], order: Iterab
             if found is Progress.UNIT:
                 break
             if isinstance(found, str):
-                context.enter(f"wait for {found}", step)
-                start = context.timeline.start()
-                while not pool.poll(_WAKE_SECONDS):
-                    pass
-                context.timeline.stop(start, role, STALL, found, step.stage, step.index)
+                _sleep(context, role, [found], step)
     for role, schedule in lanes.items():
         assert next(schedule, _END) is _END, f"the {role} lane has more to do than it had turns"
     pool.settle()
+
+
+def _sleep(context: LaneContext, role: str, reasons: Sequence[str], step: Step) -> None:
+    """Waits until something arrives from another rank.
+
+    Args:
+        context: what the lanes work with.
+        role: whose lane counts the time as a stall.
+        reasons: what the lanes of this rank wait for, its own first.
+        step: the step that runs.
+    """
+    context.enter(f"wait for {' and '.join(reasons)}", step)
+    start = context.timeline.start()
+    while not context.pool.poll(_WAKE_SECONDS):
+        pass
+    context.timeline.stop(start, role, STALL, reasons[0], step.stage, step.index)
 
 
 _END = object()
