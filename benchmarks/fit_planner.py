@@ -80,6 +80,8 @@ def main() -> None:
             print(f"\n{report(f'held out: {name}', found.steps, found.errors)}")
             print(f"bands of 80 % hold {100 * found.coverage:.0f} %; residuals' {BAND} quantiles ", end="")
             print(", ".join(f"{value:+.3f}" for value in np.quantile(found.errors, BAND)))
+            points = 100 * np.abs(scaling_errors(found.steps, found.errors))
+            print(f"throughput per device on 512 against 128 is missed by {points.max():.1f} points at most")
 
 
 def efficiency(step: PublishedStep, values: Coefficients) -> Efficiency:
@@ -113,6 +115,17 @@ def held_out(steps: Sequence[PublishedStep], keys: tuple[str, ...]) -> HeldOut:
         tested += test
         errors += [float(np.log(step.predicted(efficiency(step, values)) / step.seconds)) for step in test]
     return HeldOut(tested, np.array(errors))
+
+
+def scaling_errors(steps: Sequence[PublishedStep], errors: FloatArray) -> FloatArray:
+    """``[models]`` by how much throughput per device on 512 H100 against 128 is predicted too high."""
+    found = {(step.model, step.devices): (step.seconds, error) for step, error in zip(steps, errors, strict=True)}
+    differences = []
+    for model, devices in found:
+        if devices == 512:
+            (few, few_error), (many, many_error) = found[model, 128], found[model, 512]
+            differences.append(few / many * np.expm1(few_error - many_error))
+    return np.array(differences)
 
 
 def _values(steps: Sequence[PublishedStep], keys: tuple[str, ...]) -> Iterator[dict[str, str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from flowtrain_lightning.allocator import BACKBONE, PRECISIONS, Cluster, Efficiency, Layout, RoleProblem, named_device
-from flowtrain_lightning.allocator.coefficients import assumed_efficiency
+from flowtrain_lightning.allocator.coefficients import COEFFICIENTS, assumed_efficiency
 from flowtrain_lightning.allocator.dimensions import backbone
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.role_layout import Recompute, Sharding
@@ -77,7 +77,7 @@ def _step(row: dict[str, str]) -> PublishedStep:
     load = RoleLoad(np.array([sequence]), int(row["batch"]), samples * sequence, 1)
     device = named_device(row["device"])
     cluster = Cluster(device, int(row["gpus"]), device.per_node)
-    problem = RoleProblem(BACKBONE, half, load, False, cluster, _BF16_REDUCED, assumed_efficiency(device))
+    problem = RoleProblem(BACKBONE, half, load, False, cluster, _BF16_REDUCED, assumed_efficiency(device, COEFFICIENTS))
     sharding: Sharding = "zero2" if shard == "zero2" else "fsdp"
     again: Recompute = "full" if recompute == "recompute full" else "none"
     return PublishedStep(

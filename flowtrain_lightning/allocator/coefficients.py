@@ -7,7 +7,7 @@ what `FITTED` names on published step times, and prints the errors on models and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from flowtrain_lightning.allocator.devices import Device
 
@@ -71,6 +71,12 @@ COEFFICIENTS = Coefficients()
 """The fitted ones: on 114 step times of MPT-760M to MPT-70B on 8 to 512 A100 and H100 (llm-foundry's table,
 mosaicml/llm-foundry, ``scripts/train/benchmarking``)."""
 
+PLANNED = replace(COEFFICIENTS, attention_reached=COEFFICIENTS.dense_reached)
+"""Those of plans: the fitted ones, but for attention. The rows' attention is FlashAttention written in Triton
+(``--attn_impl`` in ``submit_benchmarks.py`` there), than which FlashAttention-2 is 1.3 to 2.5 times faster (arXiv
+2307.08691, section 4.1); that the fit finds 1 / 0.55 agrees. Training here takes FlashAttention-2 or a newer kernel,
+which is assumed to fall short of its authors' measurements as matrix products do of theirs."""
+
 
 ROW_BAND = (-0.10, 0.09)
 """Logarithm of predicted over published that 80 % of the same rows have where neither their model nor their device was
@@ -93,7 +99,7 @@ FITTED_DEVICES = ("a100", "h100")
 """Devices of the rows."""
 
 
-def assumed_efficiency(device: Device, coefficients: Coefficients = COEFFICIENTS) -> Efficiency:
+def assumed_efficiency(device: Device, coefficients: Coefficients = PLANNED) -> Efficiency:
     """The device's own shares of its peaks, as far as training sustains them."""
     return Efficiency(
         dense=device.dense * coefficients.dense_reached,

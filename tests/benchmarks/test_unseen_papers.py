@@ -1,0 +1,35 @@
+"""Papers that nothing was fitted to are predicted by what a plan assumes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.unseen_papers import papers, report, share_in_bands
+from flowtrain_lightning.allocator.coefficients import COEFFICIENTS, PLANNED
+
+
+@pytest.fixture(scope="module")
+def found():
+    return papers()
+
+
+def test_times_of_unseen_papers_are_within_15_percent_and_their_bias_within_10(found):
+    for times in found.values():
+        errors = np.array([one.error for one in times])
+        assert np.median(np.abs(errors)) < 0.15
+        assert abs(np.median(errors)) < 0.10
+
+
+def test_bands_of_80_percent_hold_75_to_85_percent_of_a_paper():
+    assert 0.75 <= share_in_bands() <= 0.85
+
+
+def test_the_rows_attention_is_slower_than_that_of_training_by_what_its_authors_measured():
+    assert 1.3 <= PLANNED.attention_reached / COEFFICIENTS.attention_reached <= 2.5
+
+
+def test_the_report_has_a_line_for_each_paper(found):
+    text = report(found)
+    for name in ("Optimus", "DIP", "HetPar", "all"):
+        assert f"| {name}" in text
