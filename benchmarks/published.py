@@ -11,12 +11,13 @@ ones train was decided by peaks of memory, when it had been seen that winners ar
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
 
 from benchmarks import published_figures as figures
+from benchmarks.printed import TIE, Prediction, Sign
 from benchmarks.report import table
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, Layout, RoleProblem, Workload, role_problems
 from flowtrain_lightning.allocator.coefficients import COEFFICIENTS, Coefficients, assumed_efficiency
@@ -34,45 +35,6 @@ whose attention is newer than that of the rows that the planner's coefficients a
 EXPOSED = replace(FUSED, contention=1.0)
 """HetPar's: nothing hides the sums of its gradients and the gathers of its weights. Megatron-LM let multimodal models
 overlap them two months after the paper (NVIDIA/Megatron-LM#5979, July 2026)."""
-
-TIE = 0.03
-"""Gains below are on par."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A figure in seconds, printed and predicted."""
-
-    source: str
-    what: str
-    printed: float
-    predicted: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over printed, minus 1."""
-        return self.predicted / self.printed - 1
-
-
-@dataclass(frozen=True)
-class Sign:
-    """A gain of one placement over another, printed and predicted."""
-
-    what: str
-    printed: float
-    predicted: float
-
-    @property
-    def right(self) -> bool:
-        """Whether the side that is predicted to be faster is; or, where print has both on par, whether they are."""
-        if abs(self.printed) < TIE:
-            return abs(self.predicted) < TIE
-        return (self.printed > 0) == (self.predicted > 0)
-
-    @property
-    def noticed(self) -> bool:
-        """Whether the winner is right, and by a gap that is not on par where print's is not."""
-        return self.right and (abs(self.printed) < TIE) == (abs(self.predicted) < TIE)
 
 
 def problems(

@@ -13,7 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks import published_figures as figures
-from benchmarks.published import Prediction, compare_hetpar, dip, hetpar, hetpar_problems, optimus, timed
+from benchmarks.printed import Prediction
+from benchmarks.published import compare_hetpar, dip, hetpar, hetpar_problems, optimus, timed
 from benchmarks.report import table
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, Layout
 from flowtrain_lightning.allocator.bands import Band, step_band
