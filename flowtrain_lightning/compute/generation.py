@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from flowtrain_lightning.data import IGNORED_LABEL, Features, PackedBatch
+from flowtrain_lightning.parallel.deepspeed_partition import is_partitioned
 from flowtrain_lightning.parallel.halves import HalvedModule
 
 
@@ -30,7 +32,7 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
     """Continues every sequence by its likeliest tokens.
 
     The whole microbatch is computed anew for every token, without a cache: simple, exact, meant for looking at what
-    a model has learned.
+    a model has learned. Ranks that gather weights in a forward all run as many, whenever their sequences end.
 
     Returns:
         data set index and new token ids of every sequence, in the microbatch's order.
@@ -39,8 +41,13 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
     sequences = len(batch.samples)
     generated: list[list[int]] = [[] for _ in range(sequences)]
     open_sequences = set(range(sequences))
+    others_wait = _gathers_weights(backbone)
     for _ in range(module.max_new_tokens):
+        if not open_sequences and not others_wait:
+            break
         logits = module.logits(backbone(**module.merge(batch, features)))
+        if not open_sequences:
+            continue
         last = batch.cu_seqlens[1 : sequences + 1].long() - 1
         likeliest = logits[last].argmax(dim=-1).tolist()
         for sequence in sorted(open_sequences):
@@ -48,10 +55,15 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
                 open_sequences.discard(sequence)
             else:
                 generated[sequence].append(likeliest[sequence])
-        if not open_sequences:
-            break
-        batch = _append(batch, torch.tensor(likeliest, device=batch.tokens.device))
+        if open_sequences:
+            batch = _append(batch, torch.tensor(likeliest, device=batch.tokens.device))
     return list(zip(batch.samples, generated, strict=True))
+
+
+def _gathers_weights(half: nn.Module) -> bool:
+    """Whether other ranks take part in every forward of the half."""
+    in_shards = any(isinstance(module, FSDPModule) for module in half.modules())
+    return in_shards or any(map(is_partitioned, half.parameters()))
 
 
 def _append(batch: PackedBatch, tokens: Tensor) -> PackedBatch:
