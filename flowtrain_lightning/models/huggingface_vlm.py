@@ -52,9 +52,9 @@ class HuggingFaceVLM(ProjectingModule):
         adapters: train small matrices beside the weights, which stay as they are: a config of ``peft`` such as
             ``LoraConfig(target_modules="all-linear")``, or its dictionary. What is saved is then a folder of adapters,
             which ``peft.PeftModel.from_pretrained`` opens.
-        frozen_in_bf16: linear layers that do not train, as beside adapters, keep their weights in bfloat16: 2 bytes a
-            parameter for 4. For ``precision="bf16-mixed"``, which computes the same with them, to the bit where they
-            were published in bfloat16.
+        frozen_in_bf16: linear layers and experts that do not train, as beside adapters, keep their weights in bfloat16:
+            2 bytes a parameter for 4. For ``precision="bf16-mixed"``, which computes the same with them, to the bit
+            where they were published in bfloat16.
         recompute: keep only what each layer is given and compute the rest a second time for the backward (gradient
             checkpointing): far less memory, up to a third more time.
         compile: ``"blocks"`` lets PyTorch compile the repeated layers of both halves, once for all numbers of tokens;
@@ -128,9 +128,9 @@ class HuggingFaceVLM(ProjectingModule):
         if config.model_type not in self.families:
             raise ValueError(
                 f"{type(self).__name__} does not train models of type {config.model_type!r}. QwenVLM trains qwen2_vl, "
-                "qwen2_5_vl and qwen3_vl, LlavaVLM trains llava, OnevisionVLM trains llava_onevision, InternVLM trains "
-                "internvl, SmolVLM trains smolvlm, GemmaVLM trains gemma3, PaliGemmaVLM trains paligemma; for others "
-                "write a HuggingFaceVLM of your own (docs/models.md)."
+                "qwen2_5_vl, qwen3_vl and qwen3_vl_moe, LlavaVLM trains llava, OnevisionVLM trains llava_onevision, "
+                "InternVLM trains internvl, SmolVLM trains smolvlm, GemmaVLM trains gemma3, PaliGemmaVLM trains "
+                "paligemma; for others write a HuggingFaceVLM of your own (docs/models.md)."
             )
 
     # ---- what it reads ------------------------------------------------------------------------------------------

@@ -12,22 +12,42 @@ from torch import Tensor, nn
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.packed_attention import pack_attention
+from flowtrain_lightning.models.packed_experts import pack_experts
 from flowtrain_lightning.parallel.sequence_parallel import add_at_tokens
+
+_MIXTURE = "qwen3_vl_moe"
+_QWEN3 = ("qwen3_vl", _MIXTURE)
 
 
 class QwenVLM(HuggingFaceVLM):
-    """Qwen2-VL, Qwen2.5-VL or Qwen3-VL on images and videos. See `HuggingFaceVLM` for the arguments.
+    """Qwen2-VL, Qwen2.5-VL or Qwen3-VL (a mixture of experts, too) on images and videos.
+
+    See `HuggingFaceVLM` for the arguments.
 
     Features are a tuple: the rows that stand for tokens, for Qwen3-VL those that its first layers add (deepstack), and
     the offsets from which the backbone computes the positions of M-RoPE.
     """
 
-    families = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    families = ("qwen2_vl", "qwen2_5_vl", *_QWEN3)
     halves: Mapping[str, tuple[str, ...]] = {
         "encoder": ("model.model.visual",),
         "backbone": ("model.model.language_model", "model.lm_head"),
     }
     projector: ClassVar[tuple[str, ...]] = ("model.model.visual.merger", "model.model.visual.deepstack_merger_list")
+
+    def check_config(self, config: Any) -> None:
+        """Refuses configs of other families, and mixtures whose experts are to be balanced by a loss of their own.
+
+        Raises:
+            ValueError: says what to set.
+        """
+        super().check_config(config)
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            raise ValueError(
+                "The model's config has output_router_logits on, which adds a loss that balances the experts over all "
+                "tokens of a batch. It would depend on how samples are packed, and is not computed here: set "
+                "text_config.output_router_logits to false."
+            )
 
     def configure_whole(self) -> None:
         """Builds the model; its tower attends within all images of an encoder batch at once."""
@@ -36,6 +56,12 @@ class QwenVLM(HuggingFaceVLM):
         depths = getattr(self.model.config.vision_config, "deepstack_visual_indexes", ())
         for layer, number in zip(self._text.layers, range(len(depths)), strict=False):
             layer.register_forward_hook(partial(_add_deepstack, number), with_kwargs=True)
+
+    def pack_backbone(self) -> None:
+        """Lets the text model attend within packed sequences, and its experts compute together."""
+        super().pack_backbone()
+        if self.model.config.model_type == _MIXTURE:
+            pack_experts(self._text)
 
     def prepare_media(self, media: PackedMedia) -> dict[str, Tensor]:
         """Positions and windows of patches, by ``transformers``' own functions, and the offsets of `media_offsets`."""
@@ -54,7 +80,7 @@ class QwenVLM(HuggingFaceVLM):
             found["window_index"], found["cu_window_seqlens"] = vision_utils.get_vision_window_index(
                 grid, merge, *sides
             )
-        if self.model.config.model_type == "qwen3_vl":
+        if self.model.config.model_type in _QWEN3:
             found["interp_indices"], found["interp_weights"] = (
                 vision_utils.get_vision_interpolation_indices_and_weights(
                     grid,
@@ -122,7 +148,7 @@ class QwenVLM(HuggingFaceVLM):
         """See `media_offsets`: Qwen3-VL writes the moments of a video apart, Qwen2.5-VL counts time in seconds."""
         family = self.model.config.model_type
         a_second = self.model.config.vision_config.tokens_per_second if family == "qwen2_5_vl" else None
-        return media_offsets(media, merge, apart=family == "qwen3_vl", tokens_per_second=a_second)
+        return media_offsets(media, merge, apart=family in _QWEN3, tokens_per_second=a_second)
 
     def _check_patches(self, media: PackedMedia, tower: Any) -> None:
         wanted, given = tower.in_channels * tower.patch_size**2, media.patches.shape[1]

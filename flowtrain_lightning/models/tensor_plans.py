@@ -52,9 +52,14 @@ def decoder_plan(decoder: Any, head: nn.Module, names: Mapping[nn.Module, str], 
         ranks: tensor-parallel ranks.
 
     Raises:
-        ValueError: they cannot share the attention heads evenly.
+        ValueError: they cannot share the attention heads evenly, or the decoder is a mixture of experts.
     """
     config, path = decoder.config, names[decoder]
+    if any(name.endswith(".experts") for name, _ in decoder.named_modules()):
+        raise ValueError(
+            f"{type(decoder).__name__} has a mixture of experts, which {ranks} tensor ranks cannot share today; divide "
+            "the backbone by shard='fsdp' instead, among ranks that each have microbatches of their own, or by context."
+        )
     for name in ("num_attention_heads", "num_key_value_heads"):
         if getattr(config, name) % ranks:
             raise ValueError(

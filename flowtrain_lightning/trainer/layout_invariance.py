@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from torch import nn
 
 _RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_OF_EXPERTS = "auxiliary losses of experts"
 _EXPERTS = re.compile("moe|router|expert", re.IGNORECASE)
 
 
@@ -16,12 +18,16 @@ def not_layout_invariant(module: nn.Module) -> list[str]:
 
     Random masks follow the microbatch and not the sample; batch statistics, and auxiliary losses over all tokens of a
     microbatch, couple samples. Everything else gives the same gradients on every layout. What a module does in
-    functions cannot be seen; experts are told by the names of their classes.
+    functions cannot be seen; experts are told by the names of their classes, and Hugging Face's have no auxiliary loss
+    where the model's config has ``output_router_logits`` off.
     """
     found: dict[str, list[str]] = {}
+    without_auxiliary_loss: set[nn.Module] = set()
     for name, layer in module.named_modules():
+        if _has_auxiliary_loss_off(layer):
+            without_auxiliary_loss |= {*layer.modules()}
         reason = _reason(layer)
-        if reason is not None:
+        if reason is not None and not (reason == _OF_EXPERTS and layer in without_auxiliary_loss):
             found.setdefault(reason, []).append(f"{name} ({type(layer).__name__})")
     return [
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason} depend on how samples are "
@@ -37,5 +43,12 @@ def _reason(layer: nn.Module) -> str | None:
     if isinstance(layer, _BATCH):
         return "batch statistics"
     if _EXPERTS.search(type(layer).__name__):
-        return "auxiliary losses of experts"
+        return _OF_EXPERTS
     return None
+
+
+def _has_auxiliary_loss_off(layer: nn.Module) -> bool:
+    """Whether it is a model of Hugging Face that gives nothing to balance its experts by."""
+    config: Any = getattr(layer, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "output_router_logits", None) is False

@@ -34,7 +34,7 @@ pytest.importorskip("transformers")
 from tests.models.tiny import FAMILIES
 
 META = torch.device("meta")
-MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava with clip", "llava with siglip")
+MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava with clip", "llava with siglip")
 
 
 @pytest.fixture(scope="module")

@@ -19,27 +19,37 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 QWEN = FAMILIES["qwen2_5_vl"].config
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 HALVES = {"both": "all-linear", "backbone": r".*language_model.*(q_proj|down_proj)", "encoder": r".*visual.*(qkv|proj)"}
 
 
-def with_adapters(target: str, **settings: Any) -> Any:
+def with_adapters(target: str, model: Any = QWEN, **settings: Any) -> Any:
     torch.manual_seed(1)
     config = peft.LoraConfig(r=2, target_modules=target, init_lora_weights=False, **settings)
-    module = flow.models.QwenVLM(QWEN, adapters=config)
+    module = flow.models.QwenVLM(model, adapters=config)
     module.configure_model()
     return module
 
 
-@pytest.mark.parametrize(("half", "dora"), [("both", False), ("backbone", True), ("encoder", False)])
-def test_logits_and_gradients_are_those_of_pefts_model(tmp_path: Path, half: str, dora: bool):
-    samples = Samples(tmp_path, FAMILIES["qwen2_5_vl"])
+@pytest.mark.parametrize(
+    ("family", "half", "settings"),
+    [
+        ("qwen2_5_vl", "both", {}),
+        ("qwen2_5_vl", "backbone", {"use_dora": True}),
+        ("qwen2_5_vl", "encoder", {}),
+        ("qwen3_vl_moe", "backbone", {"target_parameters": EXPERTS}),
+    ],
+)
+def test_logits_and_gradients_are_those_of_pefts_model(tmp_path: Path, family: str, half: str, settings: Any):
+    samples, config = Samples(tmp_path, FAMILIES[family]), FAMILIES[family].config
     torch.set_default_dtype(torch.float64)
     try:
-        module = with_adapters(HALVES[half], use_dora=dora)
+        module = with_adapters(HALVES[half], config, **settings)
         found = ours(module, samples)
         module.model.save_pretrained(tmp_path / "adapters")
         weights = {name.replace(".base_layer", ""): weight for name, weight in module.model.state_dict().items()}
-        base = type(module.model)(transformers.Qwen2_5_VLConfig(**copy.deepcopy(QWEN)))
+        base = type(module.model)(type(module.model.config)(**copy.deepcopy(config)))
+        base.set_experts_implementation("eager")  # by default some know no float64
         base.load_state_dict({name: weights[name] for name in base.state_dict()})
         reference = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True)
         expected = theirs(reference, samples)

@@ -30,6 +30,9 @@ IMAGES_OF = (2, 0, 1, 3)
 PADDING = 5
 """Tokens at the end of the microbatch."""
 
+AS_HUGGING_FACE = {"dtype": torch.float64, "experts_implementation": "eager"}
+"""How a model is opened for comparison; the experts that ``transformers`` takes by default know no float64."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def float64_throughout() -> Iterator[None]:
@@ -123,7 +126,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         module = family.kind(family.config)
         module.configure_model()
         module.save_pretrained(folder / "model")
-        reference = type(module.model).from_pretrained(folder / "model", dtype=torch.float64)
+        reference = type(module.model).from_pretrained(folder / "model", **AS_HUGGING_FACE)
         packed, single = ours(module, samples), theirs(reference, samples)
         module.model.zero_grad()
         module.model.set_attn_implementation(family.attention)
@@ -219,7 +222,7 @@ def test_a_projector_of_the_backbone_half_has_the_gradients_of_hugging_faces_mod
         module.configure_model()
         assert {f"model.{path}" for path in projector_of(name)} <= {*module.halves["backbone"]}
         module.model.save_pretrained(tmp_path / "model")
-        reference = type(module.model).from_pretrained(tmp_path / "model", dtype=torch.float64)
+        reference = type(module.model).from_pretrained(tmp_path / "model", **AS_HUGGING_FACE)
         for path in tower_of(name):
             reference.get_submodule(path).requires_grad_(False)
         found, expected = ours(module, samples), theirs(reference, samples)

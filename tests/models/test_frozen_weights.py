@@ -33,7 +33,9 @@ def published_in_bf16(family: str) -> Any:
     return module
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl, tied", "qwen2_5_vl", "qwen3_vl", "llava with clip", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl, tied", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava with clip", "gemma3"]
+)
 def test_under_mixed_precision_nothing_changes_to_the_bit(tmp_path: Path, family: str):
     samples, module = Samples(tmp_path, FAMILIES[family]), published_in_bf16(family)
     half = FAMILIES[family].kind(FAMILIES[family].config, adapters=LORA, frozen_in_bf16=True)
@@ -47,6 +49,8 @@ def test_under_mixed_precision_nothing_changes_to_the_bit(tmp_path: Path, family
     assert dtypes == {torch.float32}, "adapters"
     assert sum(layer.weight.dtype == torch.bfloat16 for layer in linear) > 10
     assert half.model.get_input_embeddings().weight.dtype == torch.float32
+    experts = [weight for name, weight in half.named_parameters() if ".experts." in name]
+    assert {weight.dtype for weight in experts} <= {torch.bfloat16}
 
 
 def test_another_precision_is_refused(tmp_path):

@@ -80,7 +80,7 @@ def test_tied_weights_stay_tied_where_their_half_is_absent():
     assert "model.lm_head.weight" not in dict(module.named_parameters())
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "llava with siglip"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "llava with siglip"])
 def test_two_tables_of_tokens_in_a_folder_stay_two_though_its_config_says_one(tmp_path, family):
     kind, config = FAMILIES[family].kind, {**FAMILIES[family].config, "tie_word_embeddings": False}
     saved = kind(config)

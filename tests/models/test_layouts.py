@@ -20,7 +20,12 @@ from tests.models.tiny import FAMILIES
 pytest.importorskip("transformers")
 
 LORA = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear", "init_lora_weights": False}
-FAMILIES_IN_PARTS = ("qwen2_vl, tied", "qwen3_vl", "llava with clip", "llava_onevision")
+LORA_OF_EXPERTS = {
+    **LORA,
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+FAMILIES_IN_PARTS = ("qwen2_vl, tied", "qwen3_vl", "qwen3_vl_moe", "llava with clip", "llava_onevision")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @cache
     def trained(family: str, layout: str, adapted: bool = False) -> Path:
         name = f"{family} {layout}{' adapted' * adapted}"
-        adapters = LORA if adapted else None
+        adapters = (LORA_OF_EXPERTS if "moe" in family else LORA) if adapted else None
         roles = {role: {"shard": "fsdp"} for role in ("encoder", "backbone")} if "sharded" in layout else None
         arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "adapters": adapters}
         arguments |= {"roles": roles}
@@ -43,24 +48,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize(
-    ("family", "adapted"),
+    ("family", "layout", "adapted"),
     [
-        *((family, False) for family in FAMILIES_IN_PARTS),
-        ("qwen2_5_vl", True),
-        pytest.param("gemma3", False, marks=pytest.mark.full),
-        pytest.param("paligemma 2", False, marks=pytest.mark.full),
+        *((family, "1+1", False) for family in FAMILIES_IN_PARTS),
+        ("qwen2_5_vl", "1+1", True),
+        pytest.param("gemma3", "1+1", False, marks=pytest.mark.full),
+        pytest.param("paligemma 2", "1+1", False, marks=pytest.mark.full),
+        pytest.param("qwen3_vl_moe", "2+2 sharded", True, marks=pytest.mark.full),
     ],
 )
-def test_an_encoder_rank_and_a_backbone_rank_compute_what_one_process_does(trained, family, adapted):
+def test_an_encoder_rank_and_a_backbone_rank_compute_what_one_process_does(trained, family, layout, adapted):
     if adapted:
         pytest.importorskip("peft")
-    assert_equal(*(read_run(trained(family, layout, adapted)) for layout in ("1+1", "auto")))
+    assert_equal(*(read_run(trained(family, each, adapted)) for each in (layout, "auto")))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["colocated 2", "mixed 1+2", "2+2 sharded"])
-def test_tiles_are_joined_in_every_placement_as_in_one_process(trained, layout):
-    runs = [read_run(trained("llava_onevision", each)) for each in (layout, "auto")]
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen3_vl_moe"])
+def test_tiles_are_joined_and_experts_chosen_in_every_placement_as_in_one_process(trained, family, layout):
+    runs = [read_run(trained(family, each)) for each in (layout, "auto")]
     assert_equal(*(replace(run, weights=[_without_key_biases(run.weights[-1])]) for run in runs))
 
 

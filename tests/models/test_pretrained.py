@@ -189,10 +189,9 @@ def test_a_placement_is_planned_by_steps_of_what_the_model_reads(tmp_path, recor
 def test_a_family_that_nothing_trains_is_named(tmp_path):
     PUBLISHED["qwen3_vl"].save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_vl_moe"}))
-    with pytest.raises(ValueError, match="of type 'qwen3_vl_moe'; the families that train are qwen2_vl"):
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "glm4v"}))
+    with pytest.raises(ValueError, match="of type 'glm4v'; the families that train are qwen2_vl"):
         flow.models.from_pretrained(tmp_path)
-    assert flow.models.processor_of(tmp_path).template.fingerprint  # what it reads is known all the same
 
 
 @pytest.mark.parametrize("name", ["/no/model", "./model", "~/model", Path("no/model")])

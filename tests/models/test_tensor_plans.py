@@ -27,6 +27,8 @@ LONG = [
     for layout, roles in (("2+2", BOTH), ("colocated 2", CONTEXT), ("1+4", {"backbone": {**TENSOR, "shard": "fsdp"}}))
 ]
 LONG += [("gemma3", "1+2", {"backbone": TENSOR}), ("qwen3_vl", "1+4", {"backbone": {**TENSOR, "context": 2}})]
+LONG += [("qwen3_vl_moe", "1+2", CONTEXT), ("qwen3_vl_moe", "1+4", {"backbone": {"context": 2, "shard": "fsdp"}})]
+LONG += [("qwen3_vl_moe", "2+2", {"encoder": TENSOR})]
 LIMIT = {"gemma3": 1e-5}
 """In other families it is that of float64; transformers computes the weights of Gemma's norms in float32."""
 CASES = [pytest.param(*case, id=" ".join(map(str, case))) for case in QUICK] + [
@@ -76,6 +78,15 @@ def test_the_layers_of_a_decoder_are_divided_where_the_plan_of_transformers_has_
     plan = module.tensor_plan("backbone", 2)
     assert plan["model.model.language_model.layers.*.self_attn.q_proj"] == "colwise"
     assert plan["model.model.language_model.embed_tokens"] == "embedding_rowwise"
+
+
+def test_experts_that_tensor_ranks_would_share_are_refused():
+    family = FAMILIES["qwen3_vl_moe"]
+    module = family.kind(family.config)
+    module.configure_model()
+    assert module.tensor_plan("encoder", 2)
+    with pytest.raises(ValueError, match=r"has a mixture of experts, which 2 tensor ranks cannot share today"):
+        module.tensor_plan("backbone", 2)
 
 
 def test_heads_that_tensor_ranks_cannot_share_evenly_are_refused():

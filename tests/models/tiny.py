@@ -133,6 +133,19 @@ FAMILIES = {
         SQUARE,
     ),
 }
+FAMILIES["qwen3_vl_moe"] = Family(
+    flow.models.QwenVLM,
+    {
+        **FAMILIES["qwen3_vl"].config,
+        "model_type": "qwen3_vl_moe",
+        "text_config": {
+            **FAMILIES["qwen3_vl"].config["text_config"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    },
+)
 FAMILIES["internvl"] = Family(
     flow.models.InternVLM,
     {
@@ -200,12 +213,14 @@ _TOWERS = {
     "qwen2_vl": ["model.visual.blocks", "model.visual.patch_embed"],
     "qwen2_5_vl": ["model.visual.blocks", "model.visual.patch_embed"],
     "qwen3_vl": ["model.visual.blocks", "model.visual.patch_embed", "model.visual.pos_embed"],
+    "qwen3_vl_moe": ["model.visual.blocks", "model.visual.patch_embed", "model.visual.pos_embed"],
 }
 _PROJECTORS = {
     "smolvlm": ["model.connector.modality_projection"],
     "qwen2_vl": ["model.visual.merger"],
     "qwen2_5_vl": ["model.visual.merger"],
     "qwen3_vl": ["model.visual.merger", "model.visual.deepstack_merger_list"],
+    "qwen3_vl_moe": ["model.visual.merger", "model.visual.deepstack_merger_list"],
 }
 
 

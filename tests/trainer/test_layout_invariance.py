@@ -1,5 +1,7 @@
 """Modules whose gradients depend on packing are named in the log."""
 
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
@@ -33,3 +35,11 @@ def test_many_layers_make_one_sentence() -> None:
 
 def test_layers_that_treat_every_sample_alike_are_passed_over() -> None:
     assert not_layout_invariant(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Dropout(0.0))) == []
+
+
+@pytest.mark.parametrize(("asked_for", "sentences"), [(False, 0), (True, 1)])
+def test_experts_of_a_model_without_auxiliary_loss_are_passed_over(asked_for: bool, sentences: int) -> None:
+    model = nn.Sequential(SparseMoeBlock())
+    model.config = SimpleNamespace(output_router_logits=asked_for)
+
+    assert len(not_layout_invariant(nn.ModuleDict({"model": model}))) == sentences
