@@ -1,4 +1,4 @@
-"""The command ``flowtrain index``: measures data ahead of a run, by several processes."""
+"""The command ``flowtrain index``: measures data ahead of a run, by several processes or on a cluster."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from flowtrain_lightning.cli.command_table import COMMANDS, UsageError
 from flowtrain_lightning.cli.train_command import MISTAKES, BriefParser, configured
+from flowtrain_lightning.data import measurers
 
 __all__ = ["MISTAKES", "run"]
 
@@ -19,7 +20,7 @@ _NAME = "flowtrain index"
 
 
 class IndexCLI(LightningCLI):
-    """Takes the configuration that ``flowtrain fit`` takes, and the number of processes."""
+    """Takes the configuration that ``flowtrain fit`` takes, and who measures."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The options of this command."""
@@ -51,6 +52,11 @@ def _add_own_options(parser: argparse.ArgumentParser | LightningArgumentParser) 
     parser.add_argument(
         "--processes", type=int, default=count, help=f"that measure (default: one for each processor, here {count})"
     )
+    parser.add_argument(
+        "--ray",
+        action="store_true",
+        help="measure on the Ray cluster of RAY_ADDRESS instead, or on one that is started here (extra: ray)",
+    )
 
 
 def run() -> None:
@@ -66,6 +72,7 @@ def run() -> None:
         raise UsageError(f"--processes is {cli.config.processes}; give 1 or more.")
     cli.datamodule.read_as(cli.model)  # which may name tokenizer, template and images
     begin = time.monotonic()
-    for summary in cli.datamodule.index_ahead(cli.config.processes):
+    measurer = measurers.ray_cluster if cli.config.ray else measurers.processes(cli.config.processes)
+    for summary in cli.datamodule.index_ahead(measurer):
         print(summary)
     print(f"Indexed in {time.monotonic() - begin:.1f} s.")

@@ -26,6 +26,7 @@ from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
+from flowtrain_lightning.data.measurers import Measurer, this_process
 from flowtrain_lightning.data.measuring import Measure
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.hugging_face import HubDataset
@@ -184,19 +185,19 @@ class FlowDataModule(L.LightningDataModule):
             for summary in self._summaries(stage):
                 rank_zero_info(summary)
 
-    def index_ahead(self, processes: int) -> list[str]:
+    def index_ahead(self, measurer: Measurer) -> list[str]:
         """Index the data of all stages ahead of a run.
 
         Args:
-            processes: that measure.
+            measurer: does the work.
 
         Returns:
             A sentence for each store of records: how many are used, and why the others are not.
         """
-        return [summary for stage in self.files for summary in self._summaries(stage, processes)]
+        return [summary for stage in self.files for summary in self._summaries(stage, measurer)]
 
-    def _summaries(self, stage: str, processes: int = 1) -> list[str]:
-        opened = self._open(stage, processes)
+    def _summaries(self, stage: str, measurer: Measurer = this_process) -> list[str]:
+        opened = self._open(stage, measurer)
         sources = opened.sources if isinstance(opened, JoinedSources) else ()
         return [source.summary for source in sources if isinstance(source, IndexedSource)]
 
@@ -290,7 +291,7 @@ class FlowDataModule(L.LightningDataModule):
             settings |= {"weights": self.files["train"].weights, "temperature": self.files["train"].temperature}
         return {name: repr(value) for name, value in settings.items()}
 
-    def _open(self, stage: str, processes: int = 1) -> JoinedSources | StreamSource:
+    def _open(self, stage: str, measurer: Measurer = this_process) -> JoinedSources | StreamSource:
         """The samples of all stores of a stage; measures those that no cache knows."""
         prompts = stage == "predict"
         measure = Measure(self.tokenizer, self.template, self.images, self.index.unreadable, prompts, self.videos)
@@ -301,7 +302,7 @@ class FlowDataModule(L.LightningDataModule):
             [source]
             if isinstance(source, SampleSource)
             else [
-                IndexedSource(store, measure, self.token_budget, self.index, processes) for store in open_stores(source)
+                IndexedSource(store, measure, self.token_budget, self.index, measurer) for store in open_stores(source)
             ]
             for source in sources
         ]

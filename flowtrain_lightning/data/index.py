@@ -19,7 +19,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from flowtrain_lightning.data.data_path import is_local
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.measuring import Measure, Unreadable, measure_store, measured_media
+from flowtrain_lightning.data.measurers import Measurer, measure_store, this_process
+from flowtrain_lightning.data.measuring import Measure, Unreadable, measured_media
 from flowtrain_lightning.data.sources.record_store import RecordStore, locations_of
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
@@ -77,7 +78,9 @@ class IndexTable:
         return len(self.locations)
 
 
-def index_table(store: RecordStore, measure: Measure, cache_dir: str | Path | None, processes: int = 1) -> IndexTable:
+def index_table(
+    store: RecordStore, measure: Measure, cache_dir: str | Path | None, measurer: Measurer = this_process
+) -> IndexTable:
     """The table of one store: from the cache where it still holds, else measured and put there.
 
     The cache holds if it was made by the same measure from the same content. A store with the status (of a
@@ -88,7 +91,7 @@ def index_table(store: RecordStore, measure: Measure, cache_dir: str | Path | No
         store: the records.
         measure: what decides the sizes.
         cache_dir: the folder of the cache, see :class:`IndexConfig`.
-        processes: that measure, where it has to be measured.
+        measurer: does the work, where it has to be measured.
 
     Raises:
         DataError: the store, a record or (unless dropped) an image cannot be used.
@@ -99,18 +102,18 @@ def index_table(store: RecordStore, measure: Measure, cache_dir: str | Path | No
             return table
     # Taken before reading: what changes meanwhile is measured again next time.
     status = store.status()
-    table = _build(store, measure, processes)
+    table = _build(store, measure, measurer)
     _save(table, status, store, cache_files)
     return table
 
 
-def _build(store: RecordStore, measure: Measure, processes: int) -> IndexTable:
+def _build(store: RecordStore, measure: Measure, measurer: Measurer) -> IndexTable:
     content = store.content()
     locations = locations_of(store)
     # Only where it takes a while: in a log file every move of the bar stays.
     name, count = f"Indexing {store.name}", len(locations)
     with tqdm(total=count, desc=name, unit=" records", leave=False, delay=2, mininterval=1) as progress:
-        found = measure_store(store, locations, measure, processes, progress.update)
+        found = measure_store(store, locations, measure, measurer, progress.update)
     return IndexTable(content, locations, found.usable, found.sizes, found.animated)
 
 

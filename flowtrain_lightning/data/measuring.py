@@ -1,11 +1,10 @@
-"""Measuring records: tokens, targets, and the patches and rows of their media, by one process or by several."""
+"""Measuring records: tokens, targets, and the patches and rows of their media."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -21,7 +20,6 @@ from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.loaded_media import OwnMedia
 from flowtrain_lightning.data.media_files import MediaError, MediaFile, VideoFile
 from flowtrain_lightning.data.sample_tokens import token_sequence
-from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.video_files import decode_frames, read_video_header
 from flowtrain_lightning.data.video_processor import VideoProcessor
@@ -30,14 +28,6 @@ from flowtrain_lightning.packing import IMAGE, IntArray, NameArray, SampleSizes
 Unreadable = Literal["error", "drop"]
 
 _FORMAT = 4
-_WINDOW = 512
-"""Records that are read at once, at most."""
-
-_WINDOW_BYTES = 1 << 26
-"""That these may have together; a larger record is read alone."""
-
-_WINDOWS_AHEAD = 4
-"""Windows that wait for each process, at most."""
 
 
 @dataclass(frozen=True)
@@ -200,51 +190,6 @@ def measure_records(records: Sequence[Record], measure: Measure, threads: Execut
     return MeasuredRecords(np.asarray(usable, dtype=bool), sizes, animated)
 
 
-def measure_store(
-    store: RecordStore, locations: IntArray, measure: Measure, processes: int, advance: Callable[[int], object]
-) -> MeasuredRecords:
-    """The sizes of all records of a store.
-
-    Args:
-        store: the records.
-        locations: ``[records, 2]`` where they lie.
-        measure: what decides the sizes.
-        processes: that measure; 1 measures in this process.
-        advance: called with the number of records that were measured since it was called last.
-
-    Raises:
-        DataError: a record or (unless left out) a media item cannot be used: the first such in the store's order.
-    """
-    found = []
-    windows = _windows(store, locations)
-    if processes == 1:
-        with ThreadPoolExecutor() as threads:
-            for first, window in windows:
-                found.append(measure_records(store.records(first, window), measure, threads))
-                advance(len(window))
-    else:
-        for measured in _by_processes(store, windows, measure, processes):
-            found.append(measured)
-            advance(len(measured.usable))
-    return MeasuredRecords(
-        np.concatenate([np.empty(0, bool), *(part.usable for part in found)]),
-        concatenated([part.sizes for part in found]),
-        sum(part.animated for part in found),
-    )
-
-
-def _windows(store: RecordStore, locations: IntArray) -> Iterator[tuple[int, IntArray]]:
-    """Records that are read at once: the number of the first, and where they lie."""
-    ends = np.cumsum(store.lengths(locations))
-    first = 0
-    while first < len(locations):
-        before = int(ends[first - 1]) if first else 0
-        fitting = int(np.searchsorted(ends, before + _WINDOW_BYTES, side="right"))
-        end = min(max(fitting, first + 1), first + _WINDOW, len(locations))
-        yield first, locations[first:end]
-        first = end
-
-
 def concatenated(parts: Sequence[SampleSizes]) -> SampleSizes:
     """The sizes of several runs of samples as one."""
     nothing = np.empty(0, np.int64)
@@ -266,39 +211,3 @@ def _joined_modalities(parts: Sequence[SampleSizes]) -> NameArray | None:
     return np.concatenate(
         [some if part.media_modality is None else part.media_modality for part, some in zip(parts, images, strict=True)]
     )
-
-
-def _by_processes(
-    store: RecordStore, windows: Iterator[tuple[int, IntArray]], measure: Measure, processes: int
-) -> Iterator[MeasuredRecords]:
-    with ProcessPoolExecutor(processes, initializer=_begin_worker, initargs=(store, measure)) as pool:
-        waiting: deque[Future[MeasuredRecords]] = deque()
-        try:
-            for window in windows:
-                waiting.append(pool.submit(_measure_window, *window))
-                if len(waiting) > processes * _WINDOWS_AHEAD:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-class _Worker(NamedTuple):
-    """What a process that measures was given."""
-
-    store: RecordStore
-    measure: Measure
-    threads: ThreadPoolExecutor
-
-
-_workers: list[_Worker] = []
-
-
-def _begin_worker(store: RecordStore, measure: Measure) -> None:
-    _workers.append(_Worker(store, measure, ThreadPoolExecutor(2)))
-
-
-def _measure_window(first: int, locations: IntArray) -> MeasuredRecords:
-    (worker,) = _workers
-    return measure_records(worker.store.records(first, locations), worker.measure, worker.threads)

@@ -41,6 +41,38 @@ def test_a_record_that_cannot_be_used_is_named(index, tmp_path):
         index("--processes", "2")
 
 
+@pytest.mark.parametrize(
+    "others",
+    [("--processes", "2"), pytest.param(("--ray",), marks=pytest.mark.full)],
+    ids=["two processes", "a Ray cluster"],
+)
+def test_whoever_measures_the_index_is_the_same_to_the_byte(index, tmp_path, others):
+    if "--ray" in others:
+        pytest.importorskip("ray.data")
+    indexes = []
+    for measurer in (("--processes", "1"), others):
+        index(*measurer)
+        (kept,) = (tmp_path / ".flowtrain").iterdir()
+        indexes.append(kept.read_bytes())
+        kept.unlink()
+    assert indexes[0] == indexes[1]
+
+
+@pytest.mark.full
+def test_a_record_that_a_ray_cluster_cannot_use_is_named(index, tmp_path):
+    pytest.importorskip("ray.data")
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write("{")
+    with pytest.raises(SystemExit, match=r"flowtrain index: .*record 13: not valid JSON"):
+        index("--ray")
+
+
+def test_a_ray_cluster_without_ray_is_told(index, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SystemExit, match=r"needs Ray Data, which is not installed: pip install"):
+        index("--ray")
+
+
 def test_no_process_is_refused(index):
     with pytest.raises(SystemExit, match="--processes is 0; give 1 or more"):
         index("--processes", "0")

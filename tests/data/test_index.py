@@ -11,12 +11,13 @@ from PIL import ImageFile
 from flowtrain_lightning.data import DataError, JsonFile
 from flowtrain_lightning.data.index import IndexTable
 from flowtrain_lightning.data.index import index_table as table_of_store
+from flowtrain_lightning.data.measurers import Measurer, processes, this_process
 from flowtrain_lightning.data.measuring import Measure
 from tests.data.support import IMAGES, MEASURE, TEMPLATE, Letters, message_record, write_image, write_records, write_set
 
 
-def index_table(file: Path, measure: Measure, cache_dir: Path | None = None, **settings) -> IndexTable:
-    return table_of_store(JsonFile(file), measure, cache_dir, **settings)
+def index_table(file: Path, measure: Measure, cache_dir: Path | None, measurer: Measurer = this_process) -> IndexTable:
+    return table_of_store(JsonFile(file), measure, cache_dir, measurer)
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_a_file_is_measured_anew_once_an_image_can_be_used_that_could_not(file, 
 
 def test_several_processes_find_what_one_finds(tmp_path):
     file = write_set(tmp_path / "d.jsonl", 1100)
-    first, second = (index_table(file, MEASURE, tmp_path / f"{count}", processes=count) for count in (1, 2))
+    first, second = (index_table(file, MEASURE, tmp_path / f"{count}", processes(count)) for count in (1, 2))
     for name in ("tokens", "targets", "media_start", "media_rows", "media_patches"):
         np.testing.assert_array_equal(getattr(first.sizes, name), getattr(second.sizes, name))
     np.testing.assert_array_equal(first.locations, second.locations)
@@ -196,7 +197,7 @@ def test_of_several_processes_the_first_bad_record_in_the_file_is_named(tmp_path
     lines[700], lines[1400] = "{", "["
     file.write_text("\n".join(lines))
     with pytest.raises(DataError, match=r"d\.jsonl, record 701: not valid JSON"):
-        index_table(file, MEASURE, None, processes=2)
+        index_table(file, MEASURE, None, processes(2))
 
 
 def test_a_missing_file_is_named(tmp_path):

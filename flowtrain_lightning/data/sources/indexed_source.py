@@ -8,6 +8,7 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.index import IndexConfig, IndexTable, TooLong, index_table
+from flowtrain_lightning.data.measurers import Measurer, this_process
 from flowtrain_lightning.data.measuring import Measure
 from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.packing import IntArray, SampleSizes
@@ -22,7 +23,7 @@ class IndexedSource:
         token_budget: the most tokens that a sample may have.
         config: what happens to a longer one (one that is cut is left out if no target is left), and where the index
             is kept.
-        processes: that measure the store, where no index of it is kept.
+        measurer: measures the store, where no index of it is kept.
 
     Attributes:
         store: the records.
@@ -34,11 +35,16 @@ class IndexedSource:
     """
 
     def __init__(
-        self, store: RecordStore, measure: Measure, token_budget: int, config: IndexConfig, processes: int = 1
+        self,
+        store: RecordStore,
+        measure: Measure,
+        token_budget: int,
+        config: IndexConfig,
+        measurer: Measurer = this_process,
     ) -> None:
         self.store = store
         too_long = config.too_long
-        table = index_table(store, measure, config.cache_dir, processes)
+        table = index_table(store, measure, config.cache_dir, measurer)
         store.hold(table.content)
         if len(table) == 0:
             raise DataError(f"{store.place}: there is no record in it.")

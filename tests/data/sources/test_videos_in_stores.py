@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowtrain_lightning.data import DataError, Record, TarShard
-from flowtrain_lightning.data.measuring import measure_store
+from flowtrain_lightning.data.measurers import measure_store, this_process
 from flowtrain_lightning.data.media_files import EncodedMedia
 from flowtrain_lightning.data.sources.naming import open_stores
 from flowtrain_lightning.data.sources.record_store import locations_of
@@ -115,7 +115,7 @@ def test_few_large_records_are_measured_at_once(tmp_path, mebibytes, at_once):
     for name in "abc":
         members |= {f"{name}.txt": b"text", f"{name}.other": bytes(mebibytes << 20)}
     store = Counted(write_tar(tmp_path / "d.tar", members))
-    measured = measure_store(store, locations_of(store), MEASURE, 1, lambda count: None)
+    measured = measure_store(store, locations_of(store), MEASURE, this_process, lambda count: None)
     assert store.at_once == at_once
     assert len(measured.usable) == 3
 
