@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-NAME = "flowtrain"
+_NAME = "flowtrain"
 """What ``transformers`` knows the function by, as it knows ``"grouped_mm"``."""
+
+_MARK = "has_packed_experts"
+"""Attribute of modules that compute so: no public name of ``transformers`` says it."""
 
 
 def pack_experts(model: Any) -> None:
@@ -27,15 +30,16 @@ def pack_experts(model: Any) -> None:
     """
     from transformers.integrations.moe import ExpertsInterface
 
-    ExpertsInterface.register(NAME, _packed_experts)
-    model.set_experts_implementation(NAME)
+    ExpertsInterface.register(_NAME, _packed_experts)
+    model.set_experts_implementation(_NAME)
+    for module in model.modules():
+        if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            setattr(module, _MARK, True)
 
 
 def has_packed_experts(module: nn.Module) -> bool:
-    """Whether a module is the experts of a layer, and computes by `pack_experts`. No public name says so."""
-    config = getattr(module, "config", None)
-    is_experts = isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
-    return is_experts and getattr(config, "_experts_implementation", None) == NAME
+    """Whether a module is the experts of a layer, and computes by `pack_experts`."""
+    return getattr(module, _MARK, False)
 
 
 def _packed_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
