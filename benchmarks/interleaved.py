@@ -2,7 +2,7 @@
 
 Megatron-LM's order (Narayanan et al., arXiv 2104.04473, section 2.2, as in ``get_schedule_table`` of its
 ``megatron/core/pipeline_parallel/schedules.py``). It shows what of the error of Optimus's "Megatron-LM balanced" is due
-to chunks of unequal work and to sending between them.
+to chunks of unequal work and to sending between them, and what ranks wait for, beside the shares that its paper prints.
 """
 
 from __future__ import annotations
@@ -132,7 +132,31 @@ def report() -> str:
         (name, *(f"{(seconds[1536] - seconds[3072]) / 16:.3f}" for seconds in (steps[name], _predicted(name))))
         for name in steps
     ]
-    return "\n".join([table(head, lines), table(("seconds that a microbatch adds", "printed", "predicted"), added)])
+    idle = [
+        (what, f"{100 * figures.OPTIMUS_IDLE[what]:.1f} %", f"{100 * share:.1f} %")
+        for what, share in optimus_idle().items()
+    ]
+    return "\n".join(
+        [
+            table(head, lines),
+            table(("seconds that a microbatch adds", "printed", "predicted"), added),
+            table(("share of a step that GPUs wait", "printed", "predicted"), idle),
+        ]
+    )
+
+
+def optimus_idle(gpus: int = 3072, chunks: int = 12) -> dict[str, float]:
+    """What ranks wait for -> share of a step of "Megatron-LM balanced", in the closed form."""
+    module, layout = optimus_module(gpus), Layout(gpus // 64, 8, STAGES, shard="zero1")
+    language, picture = (timed(module[role], layout, "full") for role in (BACKBONE, ENCODER))
+    seconds = {
+        "among data ranks": language.reduction + picture.reduction,
+        "among tensor ranks": language.exchange + picture.exchange,
+        "filling and draining": (language.bubble + picture.bubble) / chunks,
+        "inside the pipeline": timed(module[BACKBONE], layout, "full", chunks).exchange - language.exchange,
+    }
+    step = optimus_systems(gpus)["Megatron-LM balanced"]
+    return {what: float(each[0]) / step for what, each in seconds.items()}
 
 
 def _predicted(system: str) -> dict[int, float]:

@@ -32,13 +32,13 @@ class SharingTime:
 def sharing_time(problem: RoleProblem, family: Family, once: PassTime) -> SharingTime:
     """Seconds for casting, gathering and scattering, and for the sum of the gradients.
 
-    Layers are exchanged one by one beside the computing of their neighbours; what is outside of layers is exchanged
-    before the first and after the last one, where nothing hides it.
+    Layers are exchanged one by one beside the computing of their neighbours on the same stage; what is outside of
+    layers is exchanged before the first and after the last one, where nothing hides it.
 
     Args:
         problem: the role.
         family: how it is laid out.
-        once: a microbatch's computing.
+        once: a microbatch's computing, of all stages.
     """
     half, precision = problem.half, problem.precision
     experts = experts_share(half) * (1 - 1 / family.expert)
@@ -51,7 +51,7 @@ def sharing_time(problem: RoleProblem, family: Family, once: PassTime) -> Sharin
 
     def layered(computing: FloatArray, *sizes: float) -> FloatArray:
         """Exchange of so many bytes each, by layers beside ``computing``, the part outside of layers alone."""
-        beside, alone = computing / depth, np.zeros_like(computing)
+        beside, alone = computing / half.depth, np.zeros_like(computing)
         exchange = alone
         for size in sizes:
             exchange = exchange + holders.gather(size * (1 - outside) / depth)
@@ -85,7 +85,7 @@ def _reduction(problem: RoleProblem, family: Family, once: PassTime, size: float
     replicas = ring(problem.cluster, family.copies, stride, problem.efficiency.exchange)
     depth = max(1, round(problem.half.depth / family.pipeline))
     each = replicas.reduce(size / family.shards / depth)
-    return _beside(each, once.backward / depth, depth, problem.efficiency.contention)
+    return _beside(each, once.backward / problem.half.depth, depth, problem.efficiency.contention)
 
 
 def _beside(exchange: FloatArray, computing: FloatArray, depth: int, contention: float) -> FloatArray:

@@ -10,6 +10,7 @@ import pytest
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.allocator.role_time import role_time
+from flowtrain_lightning.allocator.sharing_time import sharing_time
 from tests.allocator.problems import problems
 
 PROBLEMS = problems(devices=64)
@@ -18,6 +19,13 @@ PROBLEMS = problems(devices=64)
 def timed(role="backbone", problem=None, **degrees):
     family = Family(np.array([float(degrees.pop("data", 8))]), **degrees)
     return role_time(problem or PROBLEMS[role], family)
+
+
+def linked(share):
+    """The backbone where links within a node have a share of their speed."""
+    problem = PROBLEMS["backbone"]
+    device = replace(problem.cluster.device, link=problem.cluster.device.link * share)
+    return replace(problem, cluster=replace(problem.cluster, device=device))
 
 
 def test_the_parts_add_up():
@@ -78,10 +86,20 @@ def test_a_pipeline_waits_for_its_first_and_last_microbatch():
     assert timed(data=2).bubble[0] == 0
 
 
+@pytest.mark.parametrize("shard", ["replicate", "zero1", "zero2", "fsdp"])
+def test_a_stage_hides_no_exchange_behind_the_computing_of_other_stages(shard):
+    """A fourth of the layers exchange a fourth, behind a fourth of the computing."""
+    problem, tokens = linked(0.02), np.array([8192.0])
+    problem = replace(problem, half=replace(problem.half, parts=problem.half.layers))
+    whole, staged = (Family(np.array([8.0]), 1, stages, shard=shard) for stages in (1, 4))
+    times = [sharing_time(problem, family, pass_time(problem, family, tokens)) for family in (whole, staged)]
+    for part in ("forward", "backward", "end"):
+        once, stage = (float(np.ravel(getattr(time, part))[0]) for time in times)
+        assert once / 4 * (1 - 1e-9) <= stage <= once / 2
+
+
 def test_slow_links_slow_what_passes_over_them():
-    problem = PROBLEMS["backbone"]
-    device = replace(problem.cluster.device, link=problem.cluster.device.link / 4)
-    slow = replace(problem, cluster=replace(problem.cluster, device=device))
+    slow = linked(0.25)
     assert timed(tensor=4, problem=slow).exchange[0] > 2 * timed(tensor=4).exchange[0]
     assert timed(tensor=1, problem=slow).exchange[0] == timed(tensor=1).exchange[0] == 0
 

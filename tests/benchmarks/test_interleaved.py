@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.interleaved import even_cuts, optimus_played, order, played
+from benchmarks.interleaved import even_cuts, optimus_idle, optimus_played, order, played
 from benchmarks.published import optimus_systems
+from benchmarks.published_figures import OPTIMUS_IDLE
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 12])
@@ -37,3 +38,8 @@ def test_layers_are_cut_where_parts_differ_least():
 def test_with_whole_layers_and_sending_the_closed_form_holds_within_4_percent():
     for gpus in (1536, 3072):
         assert optimus_played(gpus, 12, 4e-4) == pytest.approx(optimus_systems(gpus)["Megatron-LM balanced"], rel=0.04)
+
+
+def test_data_ranks_wait_for_each_other_as_long_as_is_printed():
+    assert optimus_idle()["among data ranks"] == pytest.approx(OPTIMUS_IDLE["among data ranks"], abs=0.03)
+    assert optimus_idle()["among tensor ranks"] > OPTIMUS_IDLE["among tensor ranks"]
