@@ -24,6 +24,9 @@ PLAN_KINDS: tuple[PlanKind, ...] = get_args(PlanKind)
 _SHOWN = 4
 """Predictions in a table, the best ones."""
 
+_AS_FAST = 5e-4
+"""Share of a step below which two plans are said to be equally fast."""
+
 
 class NoPlanError(PlanningError):
     """No allocation is possible; the message says why, and what would do."""
@@ -104,10 +107,7 @@ class PlacementChoice(Generic[P]):
             idle = "" if self.chosen.separates else _idle(rival)
             reasons.append(f"{name} is predicted to be {_faster(self.chosen, rival)} than {rival.name}{idle}")
         if fastest is not self.chosen:
-            reasons.append(
-                f"{fastest.name} is predicted to be just {_faster(fastest, self.chosen)} than {name}, and below "
-                f"{100 * self.margin:.0f} % the simpler placement is taken"
-            )
+            reasons.append(f"{fastest.name} is predicted to be {self._no_more_than(fastest)}")
         return "; ".join(reasons)
 
     @property
@@ -130,6 +130,13 @@ class PlacementChoice(Generic[P]):
             for each in shown
         ]
         return ("", "s/step", "samples/s", *self.chosen.cells()), lines
+
+    def _no_more_than(self, fastest: P) -> str:
+        """Why not the fastest, as the end of a sentence about it."""
+        if fastest.seconds * (1 + _AS_FAST) > self.chosen.seconds:
+            return f"as fast as {self.chosen.name}, which is simpler"
+        limit = f"and below {100 * self.margin:.0f} % the simpler placement is taken"
+        return f"just {_faster(fastest, self.chosen)} than {self.chosen.name}, {limit}"
 
     def _fastest(self, separates: bool) -> P | None:
         found = (each for each in self.predictions if each.separates == separates)

@@ -66,8 +66,9 @@ def sharing_time(problem: RoleProblem, family: Family, once: PassTime) -> Sharin
         scattered = [back] if half.trains else []
         backward = layered(once.backward, weights, *scattered) if flows else np.zeros_like(forward)
         return SharingTime(forward, backward, gradients)
-    # Autocast makes its copies of the weights anew for every microbatch.
-    copied = here * (precision.weights + precision.copies) * (precision.copies > 0)
+    # Autocast makes its copies of the weights anew for every microbatch, but of those that are kept in its type.
+    cast = here if precision.frozen is None else trained
+    copied = cast * (precision.weights + precision.copies) * (precision.copies > 0)
     copies = moving_seconds(np.full_like(family.data, copied), problem.cluster.device, problem.efficiency)
     updated, nothing = holders.gather(trained * precision.computing), np.zeros_like(copies)
     if family.shard in ("zero2", "deepspeed-2"):

@@ -32,7 +32,7 @@ class Bill:
         """The bill in a sentence."""
         price = "" if self.cost is None else f", which cost {self.cost:,.0f}"
         return (
-            f"Training on {self.tokens:,.4g} tokens: {self.hours:,.3g} hours ({self.hours_low:,.3g} to "
+            f"Training on {self.tokens:,.0f} tokens: {self.hours:,.3g} hours ({self.hours_low:,.3g} to "
             f"{self.hours_high:,.3g}), {self.device_hours:,.4g} device hours{price}"
         )
 

@@ -159,7 +159,7 @@ class PlanReport:
         lines = [f"{_time_of_given(given)}, {apart} the recommended plan."]
         if (over := given.peak_bytes / usable_bytes(cluster)) > 1:
             lines.append(
-                f"It needs {100 * (over - 1):.0f} % more memory than can be planned for on {cluster.device.name}."
+                f"It needs {100 * (over - 1):.1f} % more memory than can be planned for on {cluster.device.name}."
             )
         if (reason := why_plan_cannot_run(given, self.problems)) is not None:
             lines.append(f"Training does not run it yet: it {reason}")

@@ -100,6 +100,15 @@ def test_adapters_leave_frozen_weights_without_gradients_and_states():
     assert memory["gradients"] + memory["states"] < 0.02 * memory["weights"] * 6
 
 
+def test_frozen_weights_that_are_kept_in_bf16_are_not_cast():
+    problem = replace(backbone(), half=named_model("qwen2.5-vl-7b").with_adapters(16).backbone)
+    kept_wide, kept_in_bf16 = (
+        evaluated(replace(problem, precision=replace(problem.precision, frozen=width)))[0]["sharding"]
+        for width in (None, 2)
+    )
+    assert 0 < kept_in_bf16 < 0.02 * kept_wide
+
+
 def test_adapters_need_a_rank():
     with pytest.raises(PlanningError, match="rank 0"):
         named_model("llava-1.5-7b").with_adapters(0)

@@ -156,6 +156,12 @@ def test_a_layout_of_ones_own_is_shown_beside_the_best_plan(plan, tmp_path):
     assert low < given["step_seconds"] < high
 
 
+def test_of_a_layout_that_does_not_fit_the_missing_memory_is_told_to_a_tenth_of_a_percent(plan, tmp_path):
+    (tmp_path / "mine.yaml").write_text(MINE.replace("full", "none"))
+    printed = plan("--model", "qwen2.5-vl-3b", "--devices", "8", "--layout", "mine.yaml")
+    assert re.search(r"It needs \d+\.\d % more memory than can be planned for on h100", printed)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -185,7 +191,9 @@ def test_the_hours_and_the_cost_of_training_are_told_with_their_band(plan):
     assert bill["device_hours"] == pytest.approx(8 * bill["hours"])
     assert bill["cost"] == pytest.approx(2.5 * bill["device_hours"])
     assert bill["hours_high"] / bill["hours"] == pytest.approx(best["step_seconds_band"][1] / best["step_seconds"])
-    assert "device hours, which cost" in plan(*arguments)
+    printed = plan(*arguments)
+    assert "Training on 1,000,000,000 tokens: " in printed
+    assert "device hours, which cost" in printed
 
 
 def test_a_batch_too_small_for_the_devices_is_said_with_one_that_would_do(plan):
