@@ -40,7 +40,7 @@ class NeverWaiting(TorchFunctionMode):
 
 
 class ReadingOnce(NeverWaiting):
-    """As `NeverWaiting`, but a tensor may be read by ``tolist``, all of whose numbers are 1 then.
+    """As `NeverWaiting`, but a tensor may be read by ``tolist`` or ``item``, all of whose numbers are 1 then.
 
     Attributes:
         reads: how often one was.
@@ -53,9 +53,9 @@ class ReadingOnce(NeverWaiting):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.tolist and args[0].is_meta:
+        if func in (Tensor.tolist, Tensor.item) and args[0].is_meta:
             self.reads += 1
-            return [1.0] * args[0].numel()
+            return [1.0] * args[0].numel() if args[0].dim() else 1.0
         return super().__torch_function__(func, types, args, kwargs)
 
 

@@ -73,11 +73,17 @@ def count_hooks(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def clip_to_norm(gradients: Iterable[Tensor], limit: float, norm: Tensor) -> None:
-    """Scales gradients in place so that their norm is ``limit`` at most, as `torch.nn.utils.clip_grads_with_norm_`."""
+    """Scales gradients in place so that their norm is ``limit`` at most, as `torch.nn.utils.clip_grads_with_norm_`.
+
+    A norm on the gradients' device is not read, and one on the host not copied to the device: there a single number of
+    the host goes along with the kernel.
+    """
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        part = local_part(gradient)
-        part.mul_(factor.to(part.device))
+    parts = [local_part(gradient) for gradient in gradients]
+    if any(part.is_cpu for part in parts):
+        factor = factor.cpu()
+    for part in parts:
+        part.mul_(factor)
 
 
 def clip_to_value(gradients: Iterable[Tensor], limit: float) -> None:

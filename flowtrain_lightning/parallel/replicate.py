@@ -86,7 +86,7 @@ class ReplicatedHalf:
                 handle.remove()
 
     def finish_gradients(self, scale: float) -> None:
-        """Sums the other gradients, waits for all sums, and scales them."""
+        """Sums the other gradients, lets the device wait for all sums, and scales them."""
         if self._alone:
             for parameter in self.parameters:
                 gradient = local_gradient(parameter)
@@ -95,8 +95,11 @@ class ReplicatedHalf:
             return
         for bucket in self._buckets[self._left :]:
             bucket.send(self._group)
-        flags = [bucket.receive(scale) for bucket in self._buckets]
-        used = iter(torch.cat(flags).tolist() if flags else [])  # the one wait of the host for the device in a step
+        for bucket in self._buckets:
+            bucket.receive(scale)
+        # Read, which waits for the device, only where this rank has not used all: what it has used, somebody has.
+        asked = [bucket.flags for bucket in self._buckets if bucket.lacks_some]
+        used = iter(torch.cat(asked).tolist() if asked else [])
         for bucket in self._buckets:
             bucket.write_back(used)
         self._buckets, self._left = [], 0
@@ -121,11 +124,13 @@ class _Bucket:
     Attributes:
         parameters: of one dtype on one device.
         missing: gradients that the step's last backward has not made final yet.
+        lacks_some: this rank had no gradient of some parameter when it sent them; others may have one.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.missing = len(parameters)
+        self.lacks_some = False
         self._flat: Tensor | None = None
         self._work: Any = None
 
@@ -137,27 +142,37 @@ class _Bucket:
         start = 0
         for number, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
             gradient = local_gradient(parameter)
-            if gradient is not None:
+            if gradient is None:
+                self.lacks_some = True
+            else:
                 flat[start : start + value.numel()].copy_(gradient.reshape(-1))
                 flat[total + number] = 1
             start += value.numel()
         self._flat, self._work = flat, dist.all_reduce(flat, group=group, async_op=True)
 
-    def receive(self, scale: float) -> Tensor:
-        """Waits for the sums, which it scales, and returns the flags, a float32 for each parameter."""
+    def receive(self, scale: float) -> None:
+        """Waits for the sums, and scales the gradients."""
         assert self._flat is not None, "it was sent"
         self._work.wait()
-        flags = self._flat[-len(self.parameters) :].float()
-        self._flat.mul_(scale)
-        return flags
+        self._flat[: -len(self.parameters)].mul_(scale)
+
+    @property
+    def flags(self) -> Tensor:
+        """For each parameter how many ranks have a gradient, float32; 0 is none."""
+        assert self._flat is not None, "it was received"
+        return self._flat[-len(self.parameters) :].float()
 
     def write_back(self, used: Iterator[float]) -> None:
-        """Puts the sums into the gradients of the parameters whose flags, which come next, are not 0."""
+        """Puts the sums into the gradients of the parameters that some rank has used.
+
+        Args:
+            used: the flags come next, where ``lacks_some``.
+        """
         assert self._flat is not None, "it was received"
         start = 0
         for parameter in self.parameters:
-            value, flag = local_part(parameter.data), next(used)
-            if flag > 0:
+            value = local_part(parameter.data)
+            if not self.lacks_some or next(used) > 0:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 local_part(parameter.grad).copy_(self._flat[start : start + value.numel()].view_as(value))

@@ -143,20 +143,20 @@ class RoleRunner:
         return outputs
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """The 2-norm of the gradients of both halves."""
+        """The 2-norm of the gradients of both halves; on their device, where this rank has all halves that train."""
         given = {id(parameter) for parameter in parameters}
-        roles = self._job.allocation.roles
-        own = torch.zeros(len(roles), dtype=torch.float64)  # of this rank's roles, and equal on all ranks of each
-        speaks = torch.zeros(len(roles), dtype=torch.float64)
-        for number, role in enumerate(roles):
-            if role in self._engines:
-                engine = self._engines[role]
-                gradients = [p.grad for p in engine.parameters if p.grad is not None and id(p) in given]
-                own[number] = engine.squared_norm(gradients)
-                speaks[number] = self._job.rank == self._job.allocation.ranks[role][0]
+        squares: dict[str, Tensor] = {}  # of this rank's roles, and equal on all ranks of each
+        for role, engine in self._engines.items():
+            gradients = [p.grad for p in engine.parameters if p.grad is not None and id(p) in given]
+            squares[role] = engine.squared_norm(gradients)
         if not self._listeners or not self._training_encoders():
-            return own.sum().sqrt()
-        return self._job.groups.cross.all_reduce(own * speaks).sum().sqrt()
+            return sum(squares.values(), torch.zeros((), dtype=torch.float64)).sqrt()
+        roles, ranks = self._job.allocation.roles, self._job.allocation.ranks
+        spoken = torch.zeros(len(roles), dtype=torch.float64)
+        for role, square in squares.items():
+            if self._job.rank == ranks[role][0]:
+                spoken[roles.index(role)] = square.item()  # to other ranks it goes through the host
+        return self._job.groups.cross.all_reduce(spoken).sum().sqrt()
 
     def agree_on_logged(self, name: str, value: Any) -> float:
         """The value that rank 0 logged outside of a step, on every rank, which all call it."""

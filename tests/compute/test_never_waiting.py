@@ -6,29 +6,32 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, default_allocation
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.features import as_features
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import ImageProcessor
 from flowtrain_lightning.models import huggingface_vlm
 from flowtrain_lightning.module import FlowModule
-from flowtrain_lightning.parallel import ReplicatedHalf
+from flowtrain_lightning.parallel import ReplicatedHalf, clip_to_norm
 from flowtrain_lightning.parallel.blocks import compile_blocks
 from flowtrain_lightning.parallel.halves import half_parameters
 from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.runtime.runner import RoleRunner
 from recipes.quickstart.module import QuickstartVLM
 from tests.tiny import IMAGES, tiny_data, write_records
-from tests.waits import NeverWaiting, Waits
+from tests.waits import NeverWaiting, ReadingOnce, Waits
 
 pytest.importorskip("transformers")
 from tests.models.tiny import FAMILIES
@@ -119,6 +122,39 @@ def test_compiled_layers_are_in_one_piece_each_and_never_compiled_anew(records, 
 
 def test_a_step_of_the_quickstart_never_waits(records):
     assert {ENCODER, BACKBONE} <= set(run_step(*quickstart(), records))
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_sums_over_ranks_are_read_only_where_this_one_has_not_used_all(monkeypatch, lacks):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: SimpleNamespace(wait=lambda: None))
+    parameters = [nn.Parameter(torch.ones(3, device=META)) for _ in range(3)]
+    for parameter in parameters[lacks:]:
+        parameter.grad = torch.ones(3, device=META)
+    half = ReplicatedHalf(parameters)
+    with ReadingOnce() as device:
+        half.begin_step()
+        half.finish_gradients(0.5)
+    assert device.reads == lacks
+    assert all(parameter.grad is not None for parameter in parameters), "the other rank has used all"
+
+
+@pytest.mark.parametrize(("listeners", "of_others"), [((), 0), ((1,), 1)], ids=["all halves here", "others elsewhere"])
+def test_the_norm_is_read_only_where_other_ranks_have_the_other_half(listeners, of_others):
+    half = ReplicatedHalf([nn.Parameter(torch.ones(3, device=META)) for _ in range(2)])
+    for parameter in half.parameters:
+        parameter.grad = torch.ones(3, device=META)
+    allocation = default_allocation(2, "separate", 1)
+    cross: Any = SimpleNamespace(all_reduce=lambda squares: squares)
+    job = SimpleNamespace(rank=0, allocation=allocation, groups=SimpleNamespace(cross=cross))
+    rank: Any = SimpleNamespace(
+        _engines={BACKBONE: half}, _listeners=listeners, _training_encoders=lambda: [ENCODER], _job=job
+    )
+    with ReadingOnce() as device:
+        norm = RoleRunner.gradient_norm(rank, half.parameters)
+        clip_to_norm([p.grad for p in half.parameters if p.grad is not None], 1.0, norm)
+    assert device.reads == of_others
 
 
 def test_what_ranks_have_agreed_on_is_logged_on_the_host(monkeypatch):
