@@ -187,6 +187,10 @@ class Compute:
                 around.enter_context(torch.autocast(self.device.type, enabled=False))
             torch.autograd.backward(reached, given)
 
+    def send_gradients(self, role: str) -> None:
+        """Begins to sum the gradients of a half that has no backward left in the step."""
+        self._engines[role].send_gradients()
+
     def _refuse_wider_rows(self, features: tuple[Tensor, ...], expected: FeatureSpec) -> None:
         found, rows = FeatureSpec.of(features), [features[0].shape[0]]
         if found != expected and found.entry_nbytes(rows) > expected.entry_nbytes(rows):

@@ -56,6 +56,10 @@ class ContextParallelHalf:
         with self._across.backward(last=last), attending_by(self._exchange):  # what is computed again attends again
             yield
 
+    def send_gradients(self) -> None:
+        """After the step's last backward on this rank."""
+        self._across.send_gradients()
+
     def finish_gradients(self, scale: float) -> None:
         """After the step's last backward."""
         self._across.finish_gradients(scale)

@@ -169,6 +169,9 @@ class DeepSpeedHalf:
             self._fill_in(self._trained)
         self._add_up()
 
+    def send_gradients(self) -> None:
+        """DeepSpeed sums in each backward, or in `finish_gradients`."""
+
     def finish_gradients(self, scale: float) -> None:
         """ZeRO-1 sums the gradients. Then those of this rank's share are scaled and given to the optimizer."""
         if not self._trained:

@@ -42,6 +42,9 @@ class HalfEngine(Protocol):
             last: the step's last one on this rank; what can be reduced meanwhile is.
         """
 
+    def send_gradients(self) -> None:
+        """After the step's last backward on this rank, before `finish_gradients`: begins to sum where that can be."""
+
     def finish_gradients(self, scale: float) -> None:
         """After the step's last backward, on all ranks of the role: sums what is not summed yet, and scales.
 

@@ -138,6 +138,9 @@ class FullyShardedHalf:
             self._root.set_requires_all_reduce(last)
         yield
 
+    def send_gradients(self) -> None:
+        """Nothing is left to send: each backward has."""
+
     def finish_gradients(self, scale: float) -> None:
         """Scales the gradients, which are summed already over the ranks of the mesh."""
         if self._copies is not None:

@@ -109,8 +109,9 @@ def make_engine(
         offload: what lies in host memory.
         device_type: on which it computes, for example ``"cuda"``.
         precision: of the Trainer.
-        early: whole copies may sum gradients during the last backward. Sums of two roles on one GPU, in communicators
-            of their own, could wait for each other.
+        early: whole copies may sum gradients during the last backward. A GPU of both roles must not wait in a sum while
+            others need features or gradients of it: what waits for the whole GPU would keep these back. It sums when
+            `HalfEngine.send_gradients` is called.
         fill: fills the weights of the half.
 
     Raises:

@@ -85,6 +85,12 @@ class ReplicatedHalf:
             for handle in handles:
                 handle.remove()
 
+    def send_gradients(self) -> None:
+        """Begins to sum all that is not on its way."""
+        for bucket in self._buckets[self._left :]:
+            bucket.send(self._group)
+        self._left = len(self._buckets)
+
     def finish_gradients(self, scale: float) -> None:
         """Sums the other gradients, lets the device wait for all sums, and scales them."""
         if self._alone:
@@ -93,8 +99,7 @@ class ReplicatedHalf:
                 if parameter.requires_grad and gradient is not None:
                     gradient.mul_(scale)
             return
-        for bucket in self._buckets[self._left :]:
-            bucket.send(self._group)
+        self.send_gradients()
         for bucket in self._buckets:
             bucket.receive(scale)
         # Read, which waits for the device, only where this rank has not used all: what it has used, somebody has.

@@ -53,6 +53,10 @@ class TensorParallelHalf:
         """Inside, one backward runs, together with the other tensor ranks."""
         return self._across.backward(last=last)
 
+    def send_gradients(self) -> None:
+        """After the step's last backward on this rank."""
+        self._across.send_gradients()
+
     def finish_gradients(self, scale: float) -> None:
         """Sums over data-parallel ranks, and over tensor ranks what each has a summand of."""
         self._across.finish_gradients(scale)

@@ -244,12 +244,17 @@ class Pool:
         copied = self._copies is not None and self._copies.finish()
         return copied or bool(records)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that was put is published, and all that was released is given back."""
+        return self._copies is None or not self._copies.are_underway
+
     def settle(self) -> None:
         """Waits until all that was put is published, and all that was released is given back.
 
         To be called by who has put or released something and does not poll for a while.
         """
-        while self._copies is not None and self._copies.are_underway:
+        while not self.is_settled:
             self.poll(_COPY_SECONDS)
 
     def arrived(self, keys: Iterable[Key]) -> list[Key]:

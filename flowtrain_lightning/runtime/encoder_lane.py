@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.allocator import ENCODER, modality_of
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, modality_of
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.pool import Key
@@ -186,6 +186,10 @@ class EncoderLane:
         outputs = waiting.outputs
         if outputs is None:
             outputs = self._forward(step, batch, keep=True)
+        if last and BACKBONE in step.ended and context.pool.is_settled:
+            # From here on no other rank needs anything of this one but sums, in which a GPU may wait for the others.
+            # The backbone's go first on every rank: the encoder's follow when both lanes have ended.
+            context.compute.send_gradients(BACKBONE)
         context.enter(f"backward of encoder batch {batch.number}", step)
         context.hand_over(waiting.copies, waiting.gradients, ENCODER, step)
         start = context.timeline.start()

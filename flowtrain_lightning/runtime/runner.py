@@ -111,6 +111,9 @@ class RoleRunner:
             engine.begin_step()
         with own_streams():
             self._run_lanes(step, context, [])
+            # Before the report: a rank that waits in a sum for this one may not come to the report until it has it.
+            for engine in self._engines.values():  # the backbone's first, on every rank
+                engine.send_gradients()
             report = self._end(step, context, batch_idx, self._note(step))
         context.enter("wait for the sum of the gradients", step)
         start = self.timeline.start()

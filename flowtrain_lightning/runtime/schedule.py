@@ -54,6 +54,7 @@ class Step:
         report: channel on which encoder ranks find the step's report, under ``index``.
         notes: channel for what encoder ranks tell at the step's end, under a round and their number among all
             that encode.
+        ended: roles whose lanes on this rank have come to their end, where none has fixed turns.
         executed: role -> its forwards, backwards and microbatches, in the order in which this rank ran them.
     """
 
@@ -74,6 +75,7 @@ class Step:
         self.trains = trains
         self.answered = frozenset(program.modalities).difference(frozen) if trains else frozenset()
         self.name = batch.epoch, batch.step
+        self.ended: set[str] = set()
         self.executed: defaultdict[str, list[str]] = defaultdict(list)
         first = STAGES.index(stage) * _KINDS
         self.features, self.gradients = first + _FEATURES, first + _GRADIENTS
@@ -167,6 +169,7 @@ def run_schedule(context: LaneContext, lanes: Sequence[tuple[str, Schedule]], st
             reason = next(schedule, _END)
             if reason is _END:
                 del running[role]
+                step.ended.add(role)
             if not isinstance(reason, str):
                 break
             reasons.append(reason)

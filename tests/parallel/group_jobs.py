@@ -21,6 +21,7 @@ from flowtrain_lightning.parallel.connecting import connect_groups, disconnect_g
 from flowtrain_lightning.parallel.cross_group import CrossGroup
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.runtime import runner as runner_module
+from flowtrain_lightning.trainer import half_engines
 from tests.exactness.data import steps_data
 from tests.exactness.layouts import trainer_for
 from tests.forks import write_down
@@ -28,10 +29,11 @@ from tests.ports import free_port
 from tests.tiny import TinyVLM
 
 
-def list_collectives(folder: Path, *, data: str, layout: str, clip: float | None = None) -> None:
+def list_collectives(folder: Path, *, data: str, layout: str, clip: float | None = None, early: bool = True) -> None:
     """Writes the collectives from each training step's beginning to that of the next one, as ``"group: name"``.
 
-    Where the lanes begin and end is noted among them. Sums that nobody waits for are those of gradients.
+    Where the lanes begin and end is noted among them. Sums that nobody waits for are those of gradients; where they are
+    not early, halves are put into their layouts as on GPUs of both roles.
     """
     events: list[str] = []
     steps: list[list[str]] = []
@@ -67,6 +69,9 @@ def list_collectives(folder: Path, *, data: str, layout: str, clip: float | None
         events.append("lanes end")
 
     runner_module.run_schedule = noted_lanes
+    if not early:
+        make_engine = half_engines.make_engine
+        half_engines.make_engine = lambda *args, **settings: make_engine(*args, **{**settings, "early": False})
     trainer = trainer_for(
         layout, max_steps=5, limit_val_batches=0, gradient_clip_val=clip, callbacks=[Steps()], default_root_dir=folder
     )

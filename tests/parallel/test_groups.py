@@ -63,6 +63,18 @@ def test_gradients_of_a_role_are_summed_while_its_last_backward_runs(tmp_path, d
     assert all(step.index("gradients") < step.index("lanes end") for step in first)
 
 
+def test_ranks_of_both_roles_sum_the_backbones_gradients_while_the_encoders_last_backward_runs(tmp_path, data):
+    arguments = {"data": data, "layout": "colocated 2", "early": False}
+    job = Job("both", "tests.parallel.group_jobs:list_collectives", 2, arguments)
+    ranks = read_down(run_jobs(tmp_path, [job])["both"].check().folder)
+    meanwhile = [[step.index("gradients") < step.index("lanes end") for step in rank] for rank in ranks]
+    assert any(map(any, meanwhile))
+    assert not any(rank[2] for rank in meanwhile), "a step without pictures leaves the encoder no backward"
+    for step in (step for rank in ranks for step in rank):
+        _, encoder = (place for place, event in enumerate(step) if event == "gradients")
+        assert step.index("lanes end") < encoder < step.index("role: all_reduce"), step
+
+
 def test_all_ranks_meet_in_one_group_and_each_role_in_its_own(tmp_path):
     job = Job("groups", "tests.parallel.group_jobs:cross_group", 3)
     ranks = read_down(run_jobs(tmp_path, [job])["groups"].check().folder)

@@ -139,7 +139,7 @@ def test_a_rank_alone_scales_its_gradients_without_any_group():
     assert made["nobody"].grad is None
 
 
-def use_layers_unlike(folder: Path) -> None:
+def use_layers_unlike(folder: Path, early: bool) -> None:
     """Each rank uses other layers in its last backward than before, and than the other rank; buckets are small."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     replicate_module._BUCKET_BYTES = 16
@@ -149,7 +149,7 @@ def use_layers_unlike(folder: Path) -> None:
         nn.init.constant_(layer.weight, 0.1)
         nn.init.constant_(layer.bias, 0.2)
     used = [[(0, 1, 2), (2, 3)], [(1, 2), (0, 1)]]  # by rank and backward; nobody uses the last layer
-    half = ReplicatedHalf(list(layers.parameters()), early=True)
+    half = ReplicatedHalf(list(layers.parameters()), early=early)
     half.begin_step()
     for number, names in enumerate(used[rank]):
         x = torch.full((2, 3), 1.0 + number + rank, dtype=torch.float64)
@@ -157,6 +157,7 @@ def use_layers_unlike(folder: Path) -> None:
             x = layers[name](x)
         with half.backward(last=number == 1):
             x.sum().backward()
+    half.send_gradients()
     half.finish_gradients(0.5)
     gradients = [parameter.grad for parameter in layers.parameters()]
     torch.save({"gradients": gradients}, folder / f"rank{rank}.pt")
@@ -164,8 +165,9 @@ def use_layers_unlike(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_gradients_are_summed_during_the_last_backward_whatever_each_rank_used(tmp_path):
-    job = Job("overlap", "tests.parallel.test_replicate:use_layers_unlike", 2)
+@pytest.mark.parametrize("early", [True, False])
+def test_gradients_are_summed_in_or_after_the_last_backward_whatever_each_rank_used(tmp_path, early):
+    job = Job("overlap", "tests.parallel.test_replicate:use_layers_unlike", 2, {"early": early})
     done = run_jobs(tmp_path, [job])["overlap"].check()
     first, second = (torch.load(done.folder / f"rank{rank}.pt") for rank in range(2))
     alone = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(5))

@@ -21,7 +21,7 @@ from flowtrain_lightning.pool import Key, MemoryRegion, Reservation, entry_nbyte
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
 from flowtrain_lightning.runtime.program import make_program
-from flowtrain_lightning.runtime.schedule import LaneContext, Step, run_schedule, run_turns
+from flowtrain_lightning.runtime.schedule import LaneContext, Schedule, Step, run_schedule, run_turns
 from flowtrain_lightning.runtime.timeline import Timeline
 from tests.runtime.late_copies import LateCopies, read_after_copies
 
@@ -121,6 +121,8 @@ class StagePool:
     def poll(self, timeout: float = 0.0) -> bool:
         return self._stage.poll(self._rank, sleeps=timeout > 0)
 
+    is_settled = True
+
     def settle(self) -> None:
         """Nothing is underway."""
 
@@ -198,6 +200,8 @@ class NumbersCompute:
     forwards: int = 0
     gather: Callable[[str, str], None] = lambda role, what: None
     read: Callable[[Iterable[Tensor | None]], None] = lambda copies: None
+    sum_backbone: Callable[[], None] = lambda: None
+    sums: int = 0
 
     def encode(self, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
         self.forwards += 1
@@ -230,6 +234,12 @@ class NumbersCompute:
         if not pairs:  # padding
             return
         torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
+
+    def send_gradients(self, role: str) -> None:
+        """At its worst: the rank does nothing more until all others have come to the sum."""
+        assert role == "backbone"
+        self.sums += 1
+        self.sum_backbone()
 
 
 def direct_gradients(plan: StepPlan) -> tuple[Tensor, Tensor]:
@@ -293,7 +303,11 @@ class Rehearsal:
                     peers = [other for other in of_role[role] if (other in backbone_ranks) == (rank in backbone_ranks)]
                     stage.gather(rank, peers, f"{role} {what}")
 
-            self.compute[rank].gather = gather
+            def sum_backbone(rank: int = rank) -> None:
+                if rank in backbone_ranks and not sharing:
+                    stage.gather(rank, backbone_ranks, "sum of the backbone")
+
+            self.compute[rank].gather, self.compute[rank].sum_backbone = gather, sum_backbone
             part = RankShard(
                 backbone_ranks.index(rank) if rank in backbone_ranks else None,
                 backbones,
@@ -320,12 +334,19 @@ class Rehearsal:
                 order = turns.order(trains)
                 parts.append(partial(run_turns, context, dict(lanes), order, step))
             else:
-                parts.append(partial(run_schedule, context, lanes, step))
+                parts.append(partial(_run_and_sum, context, lanes, step))
         stage.play(parts)
 
     def gradient(self, half: str) -> Tensor:
         """The gradient of a half, over all ranks."""
         return _gradient([getattr(compute, half) for compute in self.compute])
+
+
+def _run_and_sum(context: LaneContext, lanes: Sequence[tuple[str, Schedule]], step: Step) -> None:
+    """Runs the lanes; the backbone's gradients are summed at their end, if they are not yet."""
+    run_schedule(context, lanes, step)
+    if not context.compute.sums:
+        context.compute.sum_backbone()
 
 
 def _gradient(halves: Sequence[Numbers]) -> Tensor:
