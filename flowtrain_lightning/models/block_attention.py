@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from flowtrain_lightning.attention import varlen_attention
 from flowtrain_lightning.data import PackedBatch
+from flowtrain_lightning.models.block_tables import block_mask, bounds_of_sight
 
 NAME = "flowtrain_blocks"
 """What ``transformers`` knows the function by, as it knows ``"sdpa"``."""
@@ -39,12 +40,14 @@ class SightMask:
     Args:
         batch: the microbatch.
         blocks: ``[tokens]`` the number of the block that a token lies in, or -1; None where nothing is in a block.
+            Tokens next to each other that have the same number, and lie in the same sequence, are one block.
     """
 
     def __init__(self, batch: PackedBatch, blocks: Tensor | None) -> None:
         self._blocks = blocks
         self._cu_seqlens = batch.cu_seqlens
         self._max_seqlen = batch.max_seqlen
+        self._bounds: dict[int | None, tuple[Tensor, Tensor]] = {}
         self._dense: dict[int | None, list[Tensor]] = {}
         self._sparse: dict[int | None, BlockMask] = {}
 
@@ -68,14 +71,11 @@ class SightMask:
             return self.attend_sparsely(query, key, value, window, softcap, compiled=True)
         return self.attend_densely(query, key, value, window, softcap)
 
-    def _sees(self, window: int | None, query: Tensor, key: Tensor) -> Tensor:
-        """Whether tokens see tokens of the same sequence, both by their number in the microbatch."""
-        seen = key <= query
-        if window is not None:
-            seen = seen & (key > query - window)
-        if self._blocks is None:
-            return seen
-        return seen | ((self._blocks[query] == self._blocks[key]) & (self._blocks[query] >= 0))
+    def _sight(self, window: int | None, tokens: int) -> tuple[Tensor, Tensor]:
+        """``[tokens]`` the first and the last that each token sees."""
+        if window not in self._bounds:
+            self._bounds[window] = bounds_of_sight(self._cu_seqlens, self._blocks, window, tokens)
+        return self._bounds[window]
 
     def attend_densely(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None
@@ -83,7 +83,8 @@ class SightMask:
         """As `attend`, sequence by sequence with a mask of its own."""
         if window not in self._dense:
             tokens = torch.split(torch.arange(len(query), device=query.device), self._cu_seqlens.diff().tolist())
-            self._dense[window] = [self._sees(window, own[:, None], own[None]) for own in tokens]
+            first, last = self._sight(window, len(query))
+            self._dense[window] = [(first[own, None] <= own) & (own <= last[own, None]) for own in tokens]
         masks = self._dense[window]
         lengths = [len(mask) for mask in masks]
         outputs = []
@@ -102,15 +103,8 @@ class SightMask:
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None, *, compiled: bool
     ) -> Tensor:
         """As `attend`, by ``flex_attention``, which on a GPU is to be compiled."""
-        tokens, device = len(query), query.device
         if window not in self._sparse:
-            lengths = self._cu_seqlens.diff()
-            sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=tokens)
-
-            def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return (sequence[query] == sequence[key]) & self._sees(window, query, key)
-
-            self._sparse[window] = create_block_mask(sees, None, None, tokens, tokens, device=device)
+            self._sparse[window] = block_mask(*self._sight(window, len(query)))
 
         def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return score if softcap is None else softcap * torch.tanh(score / softcap)

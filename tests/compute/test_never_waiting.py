@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +14,19 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import scaled_dot_product_attention
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, default_allocation
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.features import as_features
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import ImageProcessor
-from flowtrain_lightning.models import huggingface_vlm
+from flowtrain_lightning.models import block_attention, huggingface_vlm
+from flowtrain_lightning.models.block_attention import SightMask
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import ReplicatedHalf, clip_to_norm
 from flowtrain_lightning.parallel.blocks import compile_blocks
@@ -105,6 +109,20 @@ def test_a_step_of_a_hugging_face_model_never_waits(records, name):
     done = run_step(*family(name), records)
     assert ENCODER in done
     assert BACKBONE in done
+
+
+@pytest.mark.parametrize("name", ["gemma3", "paligemma 2"])
+def test_nor_does_one_whose_tokens_see_each_other(records, monkeypatch, name):
+    """With a stand-in for the kernel itself, which PyTorch has for GPUs alone."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, **options: Any) -> Tensor:
+        assert block_mask.kv_indices.is_meta
+        return scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    monkeypatch.setattr(block_attention, "_compiled_flex_attention", lambda: attend)
+    sparsely = partialmethod(SightMask.attend_sparsely, compiled=True)
+    monkeypatch.setattr(SightMask, "attend_densely", sparsely)
+    assert {ENCODER, BACKBONE} <= set(run_step(*family(name), records))
 
 
 def test_compiled_layers_are_in_one_piece_each_and_never_compiled_anew(records, monkeypatch):
