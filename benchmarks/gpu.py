@@ -9,7 +9,8 @@ The weights are random, at the model's published size, and every way trains on t
 bfloat16 with fused AdamW. The ways take turns, each run in processes of its own; what is told are medians over the
 rounds. Tokens are those of the samples, padding not counted, and FLOPs what training must compute, nothing of it twice.
 Stalls are the shares of a lane's time in which its GPU had nothing to do. Besides, attention kernels, the loss and the
-pool are measured by themselves, and it is counted how often, and told where, the host waits for the GPU in a step.
+pool, in one process and between two, are measured by themselves, and it is counted how often, and told where, the host
+waits for the GPU in a step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.gpu_model import MODELS, TINY, images_for
 from benchmarks.gpu_variants import VARIANTS, Run
 from benchmarks.launch import launch, machine
 from benchmarks.modules import ROOT, Work, training_records
-from benchmarks.pool_report import device_table
+from benchmarks.pool_report import device_table, passing_table
 from benchmarks.report import machine_line, table, write_results
 from flowtrain_lightning.allocator import ROLES
 
@@ -46,6 +47,7 @@ Rounds = dict[str, list[dict[str, float]]]
 PARTS: dict[str, Callable[[Run], None]] = {
     "kernels": gpu_parts.kernels,
     "pool": gpu_parts.pool,
+    "passing": gpu_parts.passing,
     "waits": gpu_variants.train,
 }
 """What is measured once -> by what."""
@@ -141,7 +143,7 @@ def measure(options: argparse.Namespace, temporary: Path) -> Findings:
     def run(target: Callable[[Run], None], name: str, one: Run) -> list[dict[str, Any]]:
         folder = temporary / name
         folder.mkdir()
-        ranks = one.ranks if target is gpu_variants.train else 1
+        ranks = one.ranks if target is gpu_variants.train else 2 if target is gpu_parts.passing else 1
         launch(target, replace(one, folder=folder), ranks, folder, min(DEADLINE, max(until - time.monotonic(), 60.0)))
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -270,6 +272,10 @@ def _pool_text(found: dict[str, Any]) -> str:
     return device_table(found["sizes"]) if found["sizes"] else "No GPU whose memory the pool could use."
 
 
+def _passing_text(found: dict[str, Any]) -> str:
+    return passing_table(found["sizes"])
+
+
 def _waits_text(found: dict[str, Any]) -> str:
     places = "; ".join(f"{place} ({count})" for place, count in found["places"].items())
     return f"The host waits for the GPU {found['waits']:.1f} times in a step{': ' if places else ''}{places}."
@@ -278,6 +284,7 @@ def _waits_text(found: dict[str, Any]) -> str:
 PART_TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "kernels": _kernels_text,
     "pool": _pool_text,
+    "passing": _passing_text,
     "waits": _waits_text,
 }
 """Part -> its figures for people."""

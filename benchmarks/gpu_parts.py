@@ -1,8 +1,9 @@
-"""What `benchmarks/gpu.py` measures by itself: attention kernels, the loss, and the pool's memory on the GPU."""
+"""What `benchmarks/gpu.py` measures by itself: attention kernels, the loss, and the pool in and between processes."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.gpu_variants import Run
 from benchmarks.pool_device import measure_device
+from benchmarks.pool_passing import SIZES, TINY_SIZES, measure_passing
 from flowtrain_lightning import attention
 from flowtrain_lightning.compute.cross_entropy import summed_cross_entropy
 
@@ -35,6 +37,14 @@ def kernels(run: Run) -> None:
 def pool(run: Run) -> None:
     """Writes how fast entries are put into GPU memory, beside copies there; nothing on a CPU."""
     _write(run, {"sizes": measure_device(_SAMPLES) if run.on_gpu else []})
+
+
+def passing(run: Run) -> None:
+    """Writes how fast entries pass between two processes on one GPU, beside copies there; on a CPU of host memory."""
+    rank, device = int(os.environ["LOCAL_RANK"]), torch.device("cuda", 0) if run.on_gpu else torch.device("cpu")
+    if run.on_gpu:
+        torch.cuda.set_device(device)
+    _write(run, {"sizes": measure_passing(rank, run.folder, device, SIZES if run.on_gpu else TINY_SIZES)}, rank)
 
 
 def _attention(tokens: int, device: torch.device) -> dict[str, dict[str, float]]:
@@ -102,5 +112,5 @@ def _timed(forward: Callable[[], Tensor], device: torch.device) -> float:
     return float(median(begin.elapsed_time(end) for begin, end in marks)) / 1e3
 
 
-def _write(run: Run, found: dict[str, Any]) -> None:
-    (run.folder / "rank0.json").write_text(json.dumps(found))
+def _write(run: Run, found: dict[str, Any], rank: int = 0) -> None:
+    (run.folder / f"rank{rank}.json").write_text(json.dumps(found))

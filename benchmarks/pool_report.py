@@ -95,6 +95,22 @@ def device_table(runs: Runs) -> str:
     )
 
 
+def passing_table(sizes: Runs) -> str:
+    """Entries from one process to another on one device; each is copied twice."""
+    head = ["between two processes", "plain copy", "put + get", "share of half a copy", "host time of put"]
+    rows = [
+        [
+            size_name(int(run["bytes"])),
+            *(f"{run[name]:,.1f} GB/s" for name in ("copy_gigabytes", "passed_gigabytes")),
+            f"{run['share']:.2f}",
+            f"{run['host_us']:,.0f} us",
+            str(run["through_host"]),
+        ]
+        for run in sizes
+    ]
+    return table([*head, "through host memory"], rows)
+
+
 def wakeups_table(runs: Runs) -> str:
     """Mechanisms by themselves."""
     rows = []

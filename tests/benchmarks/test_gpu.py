@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from benchmarks.gpu_model import TINY, config_of, images_for, packed_model
 from benchmarks.gpu_variants import VARIANTS, step_dataset
 from benchmarks.modules import ROOT, Work
 from benchmarks.padded import PaddedDataset
+from benchmarks.pool_passing import measure_passing
+from benchmarks.pool_report import passing_table
 from flowtrain_lightning.allocator import ROLES
+from tests.processes import assert_all_good, run_ranks
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -36,7 +40,7 @@ def test_all_ways_train_and_are_told_beside_the_padded_one_and_the_loop(printed)
     assert list(results["runs"]) == list(VARIANTS)
     assert all(len(rounds) == 1 for rounds in results["runs"].values())
     assert results["failures"] == {}
-    assert results["parts"].keys() == {"kernels", "pool", "waits"}
+    assert results["parts"].keys() == {"kernels", "pool", "passing", "waits"}
     assert results["parts"]["waits"]["waits"] == 0, "on a CPU"
     assert all(name in text for name in VARIANTS.values())
     assert "x plain loop" in text
@@ -48,6 +52,29 @@ def test_machine_workload_and_versions_are_told(printed):
     assert {"cpu", "torch", "lightning", "commit"} <= results["machine"].keys()
     assert results["workload"]["flops"] > 0
     assert "tiny on CPU; 2 steps of 8 samples" in text
+
+
+def test_entries_pass_between_two_processes_beside_a_plain_copy(tmp_path):
+    sizes = {64 << 10: 5, 256 << 10: 3}
+    outcomes = run_ranks(pass_entries, 2, arguments=[tmp_path, sizes], deadline=120)
+    assert_all_good(outcomes)
+    found = json.loads((tmp_path / "passing.json").read_text())
+    assert [one["bytes"] for one in found] == list(sizes)
+    assert [one["through_host"] for one in found] == [10, 6], "all, without a GPU"
+    for one in found:
+        assert one["host_us"] > 0
+        assert one["share"] == pytest.approx(2 * one["passed_gigabytes"] / one["copy_gigabytes"]), "of the one round"
+    rows = passing_table(found).splitlines()
+    assert "share of half a copy" in rows[0]
+    assert [row.split("|")[1].strip() for row in rows[2:]] == ["64 KiB", "256 KiB"]
+
+
+def pass_entries(rank: int, ranks: int, folder: Path, sizes: dict[int, int]) -> None:
+    figures = measure_passing(rank, folder, torch.device("cpu"), sizes, rounds=1)
+    if rank == 0:
+        (folder / "passing.json").write_text(json.dumps(figures))
+    else:
+        assert figures == []
 
 
 def test_padded_batches_have_the_loss_of_packed_ones(tmp_path):
