@@ -112,6 +112,11 @@ def test_a_model_without_memory_is_built_from_the_config_of_its_folder(folder):
     assert {table.device.type for table in module.buffers()} == {"cpu"}
 
 
+def test_adamw_is_fused_where_no_weight_lies_on_the_host(folder):
+    for module, fused in ((copy_on_meta(flow.models.QwenVLM(folder)), True), (built(), None)):
+        assert {group["fused"] for group in module.configure_optimizers().param_groups} == {fused}
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava with siglip"])
 def test_a_profile_counts_the_work_of_both_halves(tmp_path, family):
     kind, config, images = FAMILIES[family].kind, FAMILIES[family].config, FAMILIES[family].images

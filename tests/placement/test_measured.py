@@ -83,7 +83,7 @@ def test_ranks_on_devices_of_their_own_do_not_share():
     assert seconds(COLOCATED, TOGETHER, make_profile(1.0, 1.0), processors=apart) == 14
 
 
-def costs(profile, ranks=2, nodes=1, impossible=(), rank_bytes=None):
+def costs(profile, ranks=2, nodes=1, impossible=(), rank_bytes=None, ranks_per_device=1):
     """Costs of a run whose steps are all alike; some numbers of encoder ranks cannot be dealt steps."""
 
     def plan_steps(allocation, count):
@@ -95,13 +95,18 @@ def costs(profile, ranks=2, nodes=1, impossible=(), rank_bytes=None):
         return [plan] * count
 
     everyone = Processors(tuple((rank,) for rank in range(ranks)), 1.0)
-    return MeasuredCosts(profile, plan_steps, ranks, everyone, 4, nodes, rank_bytes=rank_bytes)
+    return MeasuredCosts(profile, plan_steps, ranks, everyone, 4, nodes, ranks_per_device, rank_bytes)
 
 
 def test_all_splits_of_a_few_ranks_are_predicted():
     names = [each.name for each in costs(make_profile(1.0, 1.0), ranks=4).predictions()]
     splits = ("1 + 3", "2 + 2", "3 + 1")
     assert names == ["colocated x4", *(f"{kind} {split}" for kind in ("separate", "mixed") for split in splits)]
+
+
+def test_ranks_that_share_a_device_have_one_role_each():
+    names = [each.name for each in costs(make_profile(1.0, 1.0), ranks=4, ranks_per_device=2).predictions()]
+    assert names == ["separate 1 + 3", "separate 2 + 2", "separate 3 + 1"]
 
 
 def test_on_several_nodes_the_last_ranks_of_each_encode():

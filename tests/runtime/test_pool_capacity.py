@@ -1,0 +1,71 @@
+"""The pool grows with the steps, and device memory with it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from flowtrain_lightning.pool import Key, Mesh, PoolError, Tier, open_device_tier
+from flowtrain_lightning.runtime import pool_capacity
+from flowtrain_lightning.runtime.pool_capacity import PoolCapacity, PoolSettings
+from flowtrain_lightning.runtime.timeline import Timeline
+from tests.pool.device.simulated import SimulatedRuntime, simulated
+
+MIB = 1 << 20
+
+
+def step(number: int, nbytes: int) -> Any:
+    """A step that needs so many bytes for its largest encoder batch, and no more for the others."""
+    program = SimpleNamespace(modalities=(), pool_demand=lambda spec: SimpleNamespace(least=nbytes, ample=nbytes))
+    return SimpleNamespace(index=number, program=program, plan=SimpleNamespace(entries=["one"]))
+
+
+@pytest.fixture
+def device():
+    device = simulated(0)
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def capacity(device: SimulatedRuntime, monkeypatch: pytest.MonkeyPatch):
+    """One rank's, on a device."""
+    mesh = Mesh.connect(HashStore(), 0, 1, ["rank"])
+    monkeypatch.setattr(
+        pool_capacity, "choose_device_tier", lambda choice, mesh, _, nbytes: open_device_tier(mesh, device, nbytes)
+    )
+    job, compute = SimpleNamespace(mesh=mesh), SimpleNamespace(spec="known", device=torch.device("cpu"))
+    capacity = PoolCapacity(torch.nn.Module(), job, compute, Timeline(), PoolSettings())  # type: ignore[arg-type]
+    yield capacity
+    capacity.close()
+    mesh.close()
+
+
+def tier_of(capacity: PoolCapacity, number: int, nbytes: int) -> Tier:
+    """Where an entry of so many bytes comes to lie."""
+    assert capacity.context is not None
+    pool, key = capacity.context.pool, Key(0, number, 0)
+    address = pool.put(key, [torch.zeros(nbytes, dtype=torch.uint8)], [0])
+    lease = pool.get(key)
+    assert address is not None
+    assert lease is not None
+    lease.release()
+    pool.poll()
+    return address.tier
+
+
+def test_entries_of_later_and_larger_steps_lie_in_device_memory_too(capacity, device):
+    assert capacity.ensure_capacity(step(0, 1000), anew=False)
+    assert tier_of(capacity, 0, 1000) is Tier.DEVICE
+    with pytest.raises(PoolError, match="needs"):
+        tier_of(capacity, 1, 20 * MIB)
+    assert capacity.ensure_capacity(step(1, 20 * MIB), anew=False)
+    assert [what for what, _ in device.closed] == ["freed"], "the block that was too small"
+    assert tier_of(capacity, 2, 20 * MIB) is Tier.DEVICE
+    assert not capacity.ensure_capacity(step(2, 1000), anew=False)
+    assert capacity.counters is not None
+    assert capacity.counters.fallbacks == 0
