@@ -16,7 +16,15 @@ from tests.trials import ROOT
 PARTS = {
     "doctor": ("-c", "from flowtrain_lightning.cli import main; main()", "doctor"),
     "attention": ("-m", "pytest", "-q", "tests/test_attention.py", "-k", "cuda"),
-    "masks": ("-m", "pytest", "-q", "tests/models/test_block_attention.py", "-k", "cuda"),
+    "masks": (
+        "-m",
+        "pytest",
+        "-q",
+        "tests/models/test_block_attention.py",
+        "tests/models/test_block_tables.py",
+        "-k",
+        "cuda",
+    ),
     "pool": ("-m", "pytest", "-q", "tests/pool/device/test_cuda_ipc.py"),
     "training": ("-m", "pytest", "-q", "tests/models/test_on_a_gpu.py"),
 }

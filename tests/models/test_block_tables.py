@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, TokenSequence
 from flowtrain_lightning.data.collate import pack_sequences
+from flowtrain_lightning.models.block_attention import SightMask
 from flowtrain_lightning.models.block_tables import TILE, block_mask, bounds_of_sight
 from flowtrain_lightning.models.gemma import image_blocks
 from flowtrain_lightning.models.paligemma import prefix_blocks
+from tests.models.test_block_attention import MACHINES
 from tests.waits import NeverWaiting
 
 Blocks = Callable[[PackedBatch], Tensor | None]
@@ -86,6 +88,28 @@ def test_tables_are_those_of_the_mask_of_all_pairs(kind, window):
     in_part, as_a_whole, not_at_all = counts.tolist()
     assert min(in_part, not_at_all) > 0
     assert as_a_whole > 0 or (kind == "neither" and window in (1, 100, TILE))
+
+
+@pytest.mark.parametrize("device", MACHINES)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_over_many_tiles_is_that_of_masks_of_all_pairs(kind, window, device):
+    on_gpu = device == "cuda"  # on CPU PyTorch has no backward for it, and compiling takes long
+    for seed in (1, 2):
+        batch = microbatch(seed).to(torch.device(device))
+        assert len(batch.tokens) > 3 * TILE
+        torch.manual_seed(seed)
+        tensors = [
+            torch.randn(len(batch.tokens), heads, 16, device=device, requires_grad=on_gpu) for heads in (4, 2, 2)
+        ]
+        sight = SightMask(batch, KINDS[kind](batch))
+        found = sight.attend_sparsely(*tensors, window, None, compiled=on_gpu)
+        expected = sight.attend_densely(*tensors, window, None)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        if on_gpu:
+            upstream = torch.randn_like(found)
+            ours, theirs = (torch.autograd.grad(x, tensors, upstream) for x in (found, expected))
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 class Largest(TorchDispatchMode):
