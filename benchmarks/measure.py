@@ -16,6 +16,7 @@ import lightning as L
 import numpy as np
 
 from flowtrain_lightning.data import IGNORED_LABEL, StepBatch
+from flowtrain_lightning.packing.step_plan import FloatArray
 
 
 class Meter(L.Callback):
@@ -24,7 +25,8 @@ class Meter(L.Callback):
     Args:
         folder: where to write.
         warmup: steps that are not counted; at least 1.
-        set_aside: gives the CPU time of this thread, user and system, that is the benchmark's own affair so far.
+        set_aside: gives the CPU time of this thread, user and system, that is the benchmark's own affair so far; that
+            of this callback is set aside as well.
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class Meter(L.Callback):
         self._folder = folder
         self._warmup = warmup
         self._set_aside = set_aside
-        self._user: list[float] = []
-        self._system: list[float] = []
+        self._spent: list[FloatArray] = []  # CPU time of this thread, user and system, at each step's end
+        self._aside: list[FloatArray] = []  # of it, what is the benchmark's own affair
+        self._metering = np.zeros(2)
         self._ends: list[float] = []
         self._busy: list[float] = []
         self._family: list[float] = []
@@ -44,27 +47,32 @@ class Meter(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Notes the time, and what the step held on this rank."""
+        begun = np.array(thread_seconds())
+        self._spent.append(begun)
+        self._aside.append(self._set_aside() + self._metering)
         self._ends.append(time.monotonic())
         self._busy.append(busy_seconds())
         self._family.append(family_seconds())
-        (user, system), (aside_user, aside_system) = thread_seconds(), self._set_aside()
-        self._user.append(user - aside_user)
-        self._system.append(system - aside_system)
         if len(self._ends) > self._warmup:
             for name, count in contents(batch).items():
                 self._counts[name] += count
+        self._metering = self._metering + thread_seconds() - begun
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes the file."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        window = (self._ends[self._warmup - 1], self._ends[-1])
+        first = self._warmup - 1
+        window = (self._ends[first], self._ends[-1])
+        aside = self._aside[-1] - self._aside[first]
+        user, system = (self._spent[-1] - self._spent[first] - aside).tolist()
         measured = {
             "window": window,
             "ends": self._ends,
-            "cores_busy": (self._busy[-1] - self._busy[self._warmup - 1]) / (window[1] - window[0]),
-            "family_seconds": self._family[-1] - self._family[self._warmup - 1],
-            "user_seconds": self._user[-1] - self._user[self._warmup - 1],
-            "system_seconds": self._system[-1] - self._system[self._warmup - 1],
+            "cores_busy": (self._busy[-1] - self._busy[first]) / (window[1] - window[0]),
+            "family_seconds": self._family[-1] - self._family[first],
+            "user_seconds": user,
+            "system_seconds": system,
+            "aside_seconds": float(aside.sum()),
             "counts": self._counts,
             "lanes": lanes(trainer, window),
         }

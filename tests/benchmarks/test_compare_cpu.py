@@ -18,3 +18,4 @@ def test_both_checkouts_are_measured_in_turns(tmp_path):
     assert set(results["runs"]) == {"this checkout", "base"}
     for (figures,) in results["runs"].values():
         assert 0 <= figures["user_seconds"] + figures["system_seconds"] < 1
+        assert 1e-4 < figures["aside_seconds"] < 1
