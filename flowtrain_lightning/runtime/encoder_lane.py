@@ -176,9 +176,7 @@ class EncoderLane:
         """Copies all gradients that have arrived, so that a backbone rank never waits for this lane to come to them."""
         collected = False
         for batch in waiting:
-            if arrived := self._context.pool.arrived(batch.missing):
-                batch.collect(arrived, self._context, step)
-                collected = True
+            collected |= batch.collect(step, self._context)
         return collected
 
     def _backward(self, step: Step, waiting: AwaitingBackward, *, last: bool) -> None:
@@ -220,8 +218,11 @@ class AwaitingBackward:
         for entry, count, end in zip(batch.entries, batch.rows, accumulate(batch.rows), strict=True):
             self.missing[Key(step.gradients, step.index, entry)] = slice(end - count, end)
 
-    def collect(self, arrived: list[Key], context: LaneContext, step: Step) -> None:
-        """Copies gradients that have arrived and releases their entries."""
+    def collect(self, step: Step, context: LaneContext) -> bool:
+        """Copies gradients that have arrived and releases their entries at once; says whether there were any."""
+        arrived = context.pool.arrived(self.missing)
+        if not arrived:
+            return False
         with self.copies.copying():
             leases = list(map(context.pool.get, arrived))  # on a GPU this stream waits for them here
             start = context.timeline.start()
@@ -232,6 +233,7 @@ class AwaitingBackward:
                     self._take(level, rows, part, context.compute.device)
                 lease.release()
             context.timeline.stop(start, ENCODER, COMMUNICATION, "gradients", step.stage, step.index)
+        return True
 
     def _take(self, level: int, rows: slice, part: Tensor, device: torch.device) -> None:
         whole = self.gradients[level]

@@ -162,8 +162,8 @@ def run_schedule(context: LaneContext, lanes: Sequence[tuple[str, Schedule]], st
         step: the step that runs.
     """
     pool, running = context.pool, dict(lanes)
+    pool.poll()
     while running:
-        pool.poll()
         reasons: list[str] = []
         for role, schedule in list(running.items()):
             reason = next(schedule, _END)
@@ -171,6 +171,7 @@ def run_schedule(context: LaneContext, lanes: Sequence[tuple[str, Schedule]], st
                 del running[role]
                 step.ended.add(role)
             if not isinstance(reason, str):
+                pool.poll()
                 break
             reasons.append(reason)
         else:
@@ -188,14 +189,14 @@ def run_turns(context: LaneContext, lanes: Mapping[str, Schedule], order: Iterab
         step: the step that runs.
     """
     pool = context.pool
+    pool.poll()
     for role in order:
-        while True:
-            pool.poll()
-            found = next(lanes[role])
-            if found is Progress.UNIT:
-                break
+        while (found := next(lanes[role])) is not Progress.UNIT:
             if isinstance(found, str):
                 _sleep(context, role, [found], step)
+            else:
+                pool.poll()
+        pool.poll()
     for role, schedule in lanes.items():
         assert next(schedule, _END) is _END, f"the {role} lane has more to do than it had turns"
     pool.settle()
