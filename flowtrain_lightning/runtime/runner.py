@@ -32,7 +32,7 @@ from flowtrain_lightning.runtime.rank_metrics import BatchTimes, RankMetrics
 from flowtrain_lightning.runtime.schedule import STAGES, LaneContext, Schedule, Step, run_schedule, run_turns
 from flowtrain_lightning.runtime.step_end import Note, StepEnd
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, Timeline
-from flowtrain_lightning.runtime.working_ahead import AheadAlone, AheadTogether, WorkAhead, nothing_ahead
+from flowtrain_lightning.runtime.working_ahead import AheadAlone, AheadTogether, WorkAhead
 
 
 class RoleRunner:
@@ -242,7 +242,7 @@ class RoleRunner:
         if BACKBONE in self._roles:
             return self._step_end.agree(context, step, note)
         spec = self._compute.spec if may_work_ahead else None
-        work_ahead = nothing_ahead if spec is None else self._work_ahead(step, context, spec, steps_left)
+        work_ahead = None if spec is None else self._work_ahead(step, context, spec, steps_left)
         return self._step_end.receive(context, step, note, work_ahead)
 
     def _work_ahead(self, step: Step, context: LaneContext, spec: FeatureSpec, steps_left: int) -> WorkAhead:

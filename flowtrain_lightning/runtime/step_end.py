@@ -112,14 +112,14 @@ class StepEnd:
             context.pool.settle()
         return report
 
-    def receive(self, context: LaneContext, step: Step, note: Note | None, work_ahead: WorkAhead) -> StepReport:
+    def receive(self, context: LaneContext, step: Step, note: Note | None, work_ahead: WorkAhead | None) -> StepReport:
         """On an encoder rank without a backbone lane: the report, when the backbone ranks have agreed on it.
 
         Args:
             context: what the lanes work with.
             step: the one that ends.
             note: what this rank tells of it; None on all ranks where nobody asked for notes.
-            work_ahead: does pieces of work of later steps meanwhile.
+            work_ahead: does pieces of work of later steps meanwhile; None where none may be done.
         """
         pool = context.pool
         if note is not None:
@@ -132,7 +132,7 @@ class StepEnd:
         start, waits = context.timeline.start(), False
         while True:
             is_here = bool(pool.arrived([key]))
-            if work_ahead(is_here):
+            if work_ahead is not None and work_ahead(is_here):
                 pool.poll()
                 start, waits = context.timeline.start(), False
                 continue

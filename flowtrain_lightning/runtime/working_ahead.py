@@ -31,11 +31,6 @@ class WorkAhead(Protocol):
         """
 
 
-def nothing_ahead(is_over: bool) -> bool:
-    """Where nothing may be done ahead."""
-    return False
-
-
 class AheadAlone:
     """Of a rank that needs no other to encode: a batch whenever there is one, and room for it.
 
