@@ -7,7 +7,7 @@ for all tokens of its share of the heads, and back behind it, so that the kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from math import gcd
@@ -35,6 +35,11 @@ class ContextParallelHalf:
         self.parameters = across.parameters
         self._across = across
         self._exchange = HeadExchange(group)
+
+    @property
+    def unused(self) -> Collection[int]:
+        """As of the layout of the data-parallel ranks: ranks of this one see the same samples."""
+        return self._across.unused
 
     @property
     def trains(self) -> bool:

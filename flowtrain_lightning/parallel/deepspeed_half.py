@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
@@ -48,6 +48,7 @@ class DeepSpeedHalf:
         ModuleNotFoundError: DeepSpeed is not installed.
     """
 
+    unused: Collection[int] = ()
     _own_hooks = 0  # that wait for each gradient to be added up
 
     def __init__(

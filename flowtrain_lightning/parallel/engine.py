@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -24,6 +24,14 @@ class HalfEngine(Protocol):
 
     parameters: list[nn.Parameter]
     in_lockstep: bool
+
+    @property
+    def unused(self) -> Collection[int]:
+        """Parameters that have a gradient, by number, though this rank has not used them in the step.
+
+        Where the ranks that share them have not either, it is for the caller to take it away before
+        ``finish_gradients``. A layout that finds that out by itself names none.
+        """
 
     @property
     def trains(self) -> bool:

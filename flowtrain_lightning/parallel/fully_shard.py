@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_
 from flowtrain_lightning.parallel.gradients import count_hooks, local_part, squared_norm
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
+from flowtrain_lightning.parallel.unused_weights import UnusedWeights
 
 
 class FullyShardedHalf:
@@ -79,6 +80,7 @@ class FullyShardedHalf:
         self._has_replicas = mesh.ndim > 1
         self._activations = activations or nullcontext()
         self.parameters = list(self._root.parameters())
+        self._unused = UnusedWeights(self._root, self.parameters, mesh.device_type)
         self._wanted = [parameter.requires_grad for parameter in self.parameters]
         self._copies = None if replicas is None else ReplicatedHalf(self.parameters, replicas)
         self._outstanding = 0  # forwards whose backward has not begun
@@ -87,6 +89,11 @@ class FullyShardedHalf:
     def trains(self) -> bool:
         """Whether any parameter wants a gradient."""
         return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def unused(self) -> Collection[int]:
+        """The parameters, by number, that no backward of this step has reached on this rank."""
+        return self._unused.numbers
 
     def begin_step(self) -> None:
         """Raises where parameters were frozen or unfrozen since they were sharded, or have hooks that nobody calls.
@@ -107,13 +114,14 @@ class FullyShardedHalf:
                 "run to change it; or take a layout of whole copies."
             )
         self._outstanding = 0
+        self._unused.begin_step()
         if self._copies is not None:
             self._copies.begin_step()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs one forward with the half's weights at hand."""
         with self._activations:
-            result = self._root(function, *args)
+            result = self._unused.call(self._root, function, *args)
         if not torch.is_grad_enabled():
             # No backward will follow that gives the gathered weights back. As long as they are there, they stand in
             # the module in place of the shards, and whoever asks for its parameters would get them.

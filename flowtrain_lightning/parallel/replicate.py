@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -34,6 +34,7 @@ class ReplicatedHalf:
     """
 
     in_lockstep = False
+    unused: Collection[int] = ()
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,6 +35,11 @@ class TensorParallelHalf:
         self._across = across
         self._summed = [owner.get_parameter(name) for owner, name in summed]
         self._mesh = mesh
+
+    @property
+    def unused(self) -> Collection[int]:
+        """As of the layout of the data-parallel ranks: ranks of this one see the same samples."""
+        return self._across.unused
 
     @property
     def trains(self) -> bool:

@@ -230,8 +230,11 @@ class RoleRunner:
             run_turns(context, dict(lanes), step.program.turns.order(step.trains), step)
         else:
             run_schedule(context, lanes, step)
-        if self._in_lockstep:
-            self._step_end.compare_order(step, self._in_lockstep)
+        for role in self._in_lockstep:
+            engine = self._engines[role]
+            unused = engine.unused if step.stage == "train" else ()
+            for number in self._step_end.compare(step, role, unused):
+                engine.parameters[number].grad = None
 
     def _end(self, step: Step, context: LaneContext, batch_idx: int, note: Note | None) -> StepReport:
         steps_left = self._steps_left(step.stage, batch_idx) if self._frozen_works_ahead and not step.trains else 0

@@ -8,7 +8,7 @@ room is not sent, and one that has not arrived yet comes with a later step's rep
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -54,26 +54,33 @@ class StepEnd:
         self._metrics = metrics
         self._rounds = 0  # how often notes were asked for, alike on all ranks
 
-    def compare_order(self, step: Step, roles: Iterable[str]) -> None:
-        """Raises where ranks that share weights have not worked in one order, which can spoil gradients in silence.
+    def compare(self, step: Step, role: str, unused: Collection[int]) -> set[int]:
+        """What ranks that share weights have used; raises where they have not worked in one order.
+
+        Such an order can spoil gradients in silence.
 
         Args:
             step: the one that ends.
-            roles: of this rank, whose ranks share weights.
+            role: of this rank, whose ranks share weights.
+            unused: weights that this rank has not used, by number.
+
+        Returns:
+            those that none of the ranks has used.
 
         Raises:
             RuntimeError: says what this rank has run.
         """
-        for role in roles:
-            executed = step.executed[role]
-            digest = blake2b(json.dumps(executed).encode(), digest_size=8).hexdigest()
-            of_ranks = self._job.groups.gather_over_role(role, digest)
-            if any(of_ranks[rank] != digest for rank in self._in_step_with(role)):
-                raise RuntimeError(
-                    f"Ranks that share weights have worked in different orders in step {step.index} ({step.stage}), so "
-                    f"its gradients may be wrong. This rank has run {executed} of the {role}. This is a fault of "
-                    "flowtrain: please report it."
-                )
+        executed = step.executed[role]
+        digest = blake2b(json.dumps(executed).encode(), digest_size=8).hexdigest()
+        of_ranks = self._job.groups.gather_over_role(role, [digest, sorted(unused)])
+        told = [of_ranks[rank] for rank in self._in_step_with(role)]
+        if any(of_rank != digest for of_rank, _ in told):
+            raise RuntimeError(
+                f"Ranks that share weights have worked in different orders in step {step.index} ({step.stage}), so "
+                f"its gradients may be wrong. This rank has run {executed} of the {role}. This is a fault of "
+                "flowtrain: please report it."
+            )
+        return set(unused).intersection(*(of_rank for _, of_rank in told))
 
     def _in_step_with(self, role: str) -> Sequence[int]:
         """The ranks that must work in one order with this one, counted within the role."""

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 from flowtrain_lightning.attention import varlen_attention
 from flowtrain_lightning.data import PackedBatch, PackedMedia
 from flowtrain_lightning.parallel import TensorPlan, TensorStyle
+from tests.exactness.uneven import Uneven
 from tests.tiny import WIDTH, Backbone, Block, Encoder, TinyVLM
 
 
@@ -249,4 +250,5 @@ KINDS: dict[str, type[TinyVLM]] = {
     "divided tokens": DividedTokens,
     "projecting": Projecting,
     "particular": Particular,
+    "uneven": Uneven,
 }

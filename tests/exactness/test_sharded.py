@@ -60,6 +60,9 @@ QUICK = [
     Case("2+2", BOTH, freeze=True),
     Case("2+4", {"encoder": RECOMPUTED, "backbone": HSDP}, clip=0.2),
     Case("mixed 2+2", {"encoder": HSDP, "backbone": FSDP}, clip=0.2),
+    Case("2+2", {"encoder": FSDP, "backbone": {**FSDP, "context": 2}}, kind="uneven"),
+    Case("mixed 2+2", {"encoder": HSDP, "backbone": FSDP}, kind="uneven"),
+    Case("colocated 2", {"encoder": RECOMPUTED, "backbone": FSDP}, kind="uneven"),
     Case("colocated 2", BOTH, clip=0.2),
     Case("colocated 2", {"backbone": FSDP}, strategy={"encoder_activations": 1}),
     Case("colocated 2", {"encoder": FSDP}),
@@ -78,6 +81,11 @@ LONG += [
     for precision in LIMIT
     for encoder, backbone in (({}, FSDP), (HSDP, {}), (HSDP, FSDP), (HSDP, HSDP))
     for kept in (0, 1, 4)
+]
+LONG += [
+    Case(layout, roles, precision, kind="uneven")
+    for precision in LIMIT
+    for layout, roles in (("2+2", BOTH), ("2+4", {"encoder": RECOMPUTED, "backbone": HSDP}), ("colocated 4", BOTH))
 ]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
     pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG
