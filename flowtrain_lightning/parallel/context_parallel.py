@@ -7,7 +7,7 @@ for all tokens of its share of the heads, and back behind it, so that the kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from math import gcd
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowtrain_lightning.attention import Kernel, attending_by
-from flowtrain_lightning.parallel.engine import HalfEngine
+from flowtrain_lightning.parallel.engine import HalfEngine, StepRecord
 
 
 class ContextParallelHalf:
@@ -37,9 +37,9 @@ class ContextParallelHalf:
         self._exchange = HeadExchange(group)
 
     @property
-    def unused(self) -> Collection[int]:
+    def record(self) -> StepRecord:
         """As of the layout of the data-parallel ranks: ranks of this one see the same samples."""
-        return self._across.unused
+        return self._across.record
 
     @property
     def trains(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowtrain_lightning.parallel.deepspeed_engine import Stage, share_of, start_engine, summed_gradient
+from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.parallel.fully_shard import RoleForward
 from flowtrain_lightning.parallel.gradients import count_hooks
 from flowtrain_lightning.parallel.host_steps import SteppedOnHost
@@ -48,7 +49,7 @@ class DeepSpeedHalf:
         ModuleNotFoundError: DeepSpeed is not installed.
     """
 
-    unused: Collection[int] = ()
+    record = StepRecord()
     _own_hooks = 0  # that wait for each gradient to be added up
 
     def __init__(

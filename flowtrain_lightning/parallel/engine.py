@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one rank has used of a half in a step that trains.
+
+    Attributes:
+        layers: a digest of the layers that were gathered by themselves, in order; ranks that share weights must have
+            gathered the same.
+        unused: parameters that have a gradient, by number, though this rank has not used them. A layout that finds out
+            by itself what nobody has used names none.
+    """
+
+    layers: str = ""
+    unused: Collection[int] = ()
 
 
 class HalfEngine(Protocol):
@@ -26,11 +42,11 @@ class HalfEngine(Protocol):
     in_lockstep: bool
 
     @property
-    def unused(self) -> Collection[int]:
-        """Parameters that have a gradient, by number, though this rank has not used them in the step.
+    def record(self) -> StepRecord:
+        """What this rank has to tell the ranks with which it shares weights, after the step's last backward.
 
-        Where the ranks that share them have not either, it is for the caller to take it away before
-        ``finish_gradients``. A layout that finds that out by itself names none.
+        It is for the caller to compare it, and to take away the gradients that nobody has used, before
+        ``finish_gradients``.
         """
 
     @property

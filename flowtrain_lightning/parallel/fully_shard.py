@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
+from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.parallel.gradients import count_hooks, local_part, squared_norm
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
@@ -77,6 +79,9 @@ class FullyShardedHalf:
             module.set_gradient_divide_factor(1.0)
             # Without it a sum in float32 fails on gloo, and passes in float64.
             module.set_force_sum_reduction_for_comms(True)
+        for number, module in enumerate(self._fsdp_modules):
+            module.register_forward_pre_hook(partial(self._note, number))
+        self._layers = blake2b(digest_size=8)
         self._has_replicas = mesh.ndim > 1
         self._activations = activations or nullcontext()
         self.parameters = list(self._root.parameters())
@@ -91,9 +96,14 @@ class FullyShardedHalf:
         return any(parameter.requires_grad for parameter in self.parameters)
 
     @property
-    def unused(self) -> Collection[int]:
-        """The parameters, by number, that no backward of this step has reached on this rank."""
-        return self._unused.numbers
+    def record(self) -> StepRecord:
+        """What this rank has used since the step began."""
+        return StepRecord(self._layers.hexdigest(), self._unused.numbers)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _note(self, number: int, *_: Any) -> None:
+        """Before a module gathers its weights: a rank that gathers another one at that time gets these in its place."""
+        self._layers.update(number.to_bytes(4, "big"))
 
     def begin_step(self) -> None:
         """Raises where parameters were frozen or unfrozen since they were sharded, or have hooks that nobody calls.
@@ -115,6 +125,7 @@ class FullyShardedHalf:
             )
         self._outstanding = 0
         self._unused.begin_step()
+        self._layers = blake2b(digest_size=8)
         if self._copies is not None:
             self._copies.begin_step()
 

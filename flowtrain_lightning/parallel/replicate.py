@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.parallel.gradients import local_gradient, local_part, squared_norm
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 
@@ -34,7 +35,7 @@ class ReplicatedHalf:
     """
 
     in_lockstep = False
-    unused: Collection[int] = ()
+    record = StepRecord()
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flowtrain_lightning.parallel.engine import HalfEngine
+from flowtrain_lightning.parallel.engine import HalfEngine, StepRecord
 from flowtrain_lightning.parallel.gradients import local_part
 
 
@@ -37,9 +37,9 @@ class TensorParallelHalf:
         self._mesh = mesh
 
     @property
-    def unused(self) -> Collection[int]:
+    def record(self) -> StepRecord:
         """As of the layout of the data-parallel ranks: ranks of this one see the same samples."""
-        return self._across.unused
+        return self._across.record
 
     @property
     def trains(self) -> bool:

@@ -8,6 +8,7 @@ which weights these were: one that no rank has used in a step has no gradient, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ class UnusedWeights:
                 group = [entry for entry in owned if parameters[entry[0]].requires_grad]
                 self._groups.append(group)
                 if module is not root and group:
+                    module.register_forward_pre_hook(_want_gradient, with_kwargs=True, prepend=True)
                     module.register_forward_pre_hook(partial(self._expect, group), with_kwargs=True)
         self.numbers: set[int] = set()
         self.begin_step()
@@ -89,6 +91,23 @@ class UnusedWeights:
                 self.numbers.discard(number)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _want_gradient(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In front of FSDP2's own hook: the inputs of a block, of which one at least wants a gradient.
+
+    FSDP2 sums a block in the course of the backward if its inputs want one, and else at the end of it, behind the root.
+    Where embeddings are frozen, as with adapters, ranks with pictures would do the one and those without the other.
+    """
+    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in _tensors((args, kwargs))):
+        return None
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    for place, value in given.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            given[place] = value.detach().requires_grad_()
+            break
+    return tuple(given[place] for place in range(len(args))), {name: given[name] for name in kwargs}
+
+
 def _gathered_with(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Owner, name and value of each parameter that is gathered when a sharded module computes."""
     seen: set[int] = set()
@@ -108,6 +127,8 @@ def _gathered_with(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Param
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors([getattr(value, part.name) for part in fields(value)])
     elif isinstance(value, dict | tuple | list):
         parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
         for part in parts:

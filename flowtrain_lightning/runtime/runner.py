@@ -18,6 +18,7 @@ from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import HalfEngine
+from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.parallel.halves import half_parameters
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.pool import PoolCounters
@@ -232,8 +233,8 @@ class RoleRunner:
             run_schedule(context, lanes, step)
         for role in self._in_lockstep:
             engine = self._engines[role]
-            unused = engine.unused if step.stage == "train" else ()
-            for number in self._step_end.compare(step, role, unused):
+            record = engine.record if step.stage == "train" else StepRecord()
+            for number in self._step_end.compare(step, role, record):
                 engine.parameters[number].grad = None
 
     def _end(self, step: Step, context: LaneContext, batch_idx: int, note: Note | None) -> StepReport:

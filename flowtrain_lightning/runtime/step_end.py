@@ -8,7 +8,7 @@ room is not sent, and one that has not arrived yet comes with a later step's rep
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -18,6 +18,7 @@ import torch
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
+from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 from flowtrain_lightning.runtime.job import Job
@@ -54,33 +55,39 @@ class StepEnd:
         self._metrics = metrics
         self._rounds = 0  # how often notes were asked for, alike on all ranks
 
-    def compare(self, step: Step, role: str, unused: Collection[int]) -> set[int]:
-        """What ranks that share weights have used; raises where they have not worked in one order.
+    def compare(self, step: Step, role: str, record: StepRecord) -> set[int]:
+        """What ranks that share weights have not used; raises where they have not worked in one order.
 
-        Such an order can spoil gradients in silence.
+        Such an order can spoil gradients in silence, and so can layers of which each rank leaves out another.
 
         Args:
             step: the one that ends.
             role: of this rank, whose ranks share weights.
-            unused: weights that this rank has not used, by number.
+            record: of this rank.
 
         Returns:
-            those that none of the ranks has used.
+            the parameters, by number, that have a gradient though none of the ranks has used them.
 
         Raises:
-            RuntimeError: says what this rank has run.
+            RuntimeError: says what this rank has run, or what to do.
         """
         executed = step.executed[role]
         digest = blake2b(json.dumps(executed).encode(), digest_size=8).hexdigest()
-        of_ranks = self._job.groups.gather_over_role(role, [digest, sorted(unused)])
+        of_ranks = self._job.groups.gather_over_role(role, [digest, record.layers, sorted(record.unused)])
         told = [of_ranks[rank] for rank in self._in_step_with(role)]
-        if any(of_rank != digest for of_rank, _ in told):
+        if any(of_rank != digest for of_rank, _, _ in told):
             raise RuntimeError(
                 f"Ranks that share weights have worked in different orders in step {step.index} ({step.stage}), so "
                 f"its gradients may be wrong. This rank has run {executed} of the {role}. This is a fault of "
                 "flowtrain: please report it."
             )
-        return set(unused).intersection(*(of_rank for _, of_rank in told))
+        if any(layers != record.layers for _, layers, _ in told):
+            raise RuntimeError(
+                f"Ranks that share weights have run different layers of the {role} in step {step.index}, so its "
+                "results are wrong. Let every forward run all layers in one order, if only with no rows, or override "
+                f"`parallelize_{role}` so that it does not shard those that may be left out."
+            )
+        return set(record.unused).intersection(*(unused for _, _, unused in told))
 
     def _in_step_with(self, role: str) -> Sequence[int]:
         """The ranks that must work in one order with this one, counted within the role."""

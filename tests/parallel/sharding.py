@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,15 @@ class Layered(nn.Module):
 
 
 def memory_of_shards(folder: Path) -> None:
-    """How many numbers this rank holds between steps, and how many of them lie in gradients after one."""
+    """How many numbers this rank holds between steps, and how many of them lie in gradients after one.
+
+    And what it tells of this step, of one in which half of the ranks want a gradient of what they put into the layers,
+    with the gradients of it, and of one in which every other rank leaves out another layer.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.manual_seed(0)
     half = Layered()
+    plain = deepcopy(half)
     whole = sum(parameter.numel() for parameter in half.parameters())
     engine = FullyShardedHalf({"half": half}, init_device_mesh("cpu", (dist.get_world_size(),)))
     engine.begin_step()
@@ -52,7 +58,24 @@ def memory_of_shards(folder: Path) -> None:
     engine.finish_gradients(1.0)
     held = [parameter.to_local().numel() for parameter in engine.parameters]
     gradients = [parameter.grad.to_local().numel() for parameter in engine.parameters if parameter.grad is not None]
-    write_down(folder, {"whole": whole, "held": sum(held), "gradients": sum(gradients)})
+    seen: dict[str, Any] = {"whole": whole, "held": sum(held), "gradients": sum(gradients)}
+    seen |= {"layers": engine.record.layers, "unused": sorted(engine.record.unused)}
+    half.zero_grad()
+    engine.begin_step()
+    with engine.backward(last=True):
+        own = torch.ones(3, 8, requires_grad=dist.get_rank() % 2 > 0)
+        engine.call(_layers(half), own).sum().backward()
+    (dist.get_world_size() * _layers(plain)(torch.ones(3, 8)).sum()).backward()
+    pairs = zip(engine.parameters, plain.parameters(), strict=True)
+    seen["as plain"] = [
+        other.grad is None or torch.allclose(one.grad.full_tensor(), other.grad) for one, other in pairs
+    ]
+    seen["unused then"] = sorted(engine.record.unused)
+    del half.blocks[dist.get_rank() % 2]
+    engine.begin_step()
+    with engine.backward(last=True):
+        engine.call(_forward(half), torch.ones(3, 8)).sum().backward()
+    write_down(folder, {**seen, "other layers": engine.record.layers})
     dist.destroy_process_group()
 
 
@@ -105,8 +128,11 @@ def offload_parameters(folder: Path) -> None:
 
 
 def _forward(half: Layered) -> Callable[[Tensor], Tensor]:
+    return lambda x: _layers(half)(half.inlet(x))
+
+
+def _layers(half: Layered) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        x = half.inlet(x)
         for block in half.blocks:
             x = block(x)
         return half.outlet(x)

@@ -34,10 +34,16 @@ def test_an_outer_block_is_gathered_with_what_is_inside_of_it():
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_rank_holds_its_share_of_weights_and_gradients(tmp_path, ranks):
-    for found in ran(tmp_path, "memory_of_shards", ranks):
+def test_every_rank_holds_its_share_and_tells_what_it_has_used(tmp_path, ranks):
+    of_ranks = ran(tmp_path, "memory_of_shards", ranks)
+    for found in of_ranks:
         assert found["held"] <= found["whole"] / ranks * 1.1
         assert found["gradients"] == found["held"]
+        assert found["unused"] == []
+        assert all(found["as plain"])
+        assert found["unused then"] == [0, 1]  # weight and bias of what stands before the layers
+    assert len({found["layers"] for found in of_ranks}) == 1
+    assert len({found["other layers"] for found in of_ranks}) == 2  # that layers were swapped raises nothing by itself
 
 
 def test_weights_that_are_frozen_or_hooked_after_they_were_sharded_are_refused(tmp_path):

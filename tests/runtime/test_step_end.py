@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.parallel.cross_group import CrossGroup
+from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.pool import Key, Mesh, Pool
@@ -73,6 +75,28 @@ def test_a_report_and_the_notes_of_all_ranks_reach_all(transport: str):
         assert second.receive(0, {"from": "encoder"}, agree_once) == reports[0]
         assert (reports[0].loss, reports[0].tokens) == (2.0, 3.0)
         assert reports[0].notes == ({"from": "backbone"}, {"from": "encoder"})
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (StepRecord("layers", [1, 3]), ""),
+        (StepRecord("other layers"), "run different layers of the backbone in step 7.*override `parallelize_backbone`"),
+    ],
+)
+def test_ranks_that_share_weights_compare_what_they_have_used(other: StepRecord, told: str):
+    def gather(role: str, value: Any) -> list[Any]:
+        return [value, [value[0], other.layers, other.unused]]
+
+    layout = SimpleNamespace(sums_in_step=True, ranks=2)
+    allocation = SimpleNamespace(
+        layouts={"backbone": layout}, rank_within=lambda *_: 0, encoders=(), ranks={"backbone": (0, 1)}
+    )
+    groups = SimpleNamespace(gather_over_role=gather, sum_over_role=gather)
+    job: Any = SimpleNamespace(rank=0, allocation=allocation, mesh=None, groups=groups)
+    own = StepRecord("layers", {1, 2})
+    with pytest.raises(RuntimeError, match=told) if told else nullcontext():
+        assert StepEnd(job, [], {}).compare(step(7, RankShard(0, 1, None, 1)), "backbone", own) == {1}
 
 
 def give_up(is_over: bool) -> bool:
