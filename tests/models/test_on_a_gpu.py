@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from tests.forks import Job, run_jobs
 
 pytest.importorskip("transformers")
 from tests.compute.test_never_waiting import MODELS, family, quickstart, run_step
-from tests.tiny import write_records
+from tests.tiny import tiny_data, write_records
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")  # asks no context of CUDA
 
@@ -91,3 +92,15 @@ def test_microbatches_and_encoder_batches_never_wait_for_the_gpu(tmp_path, name)
     write_records(tmp_path, 8)
     module, images = quickstart() if name == "quickstart" else family(name)
     assert run_step(module, images, tmp_path, torch.device("cuda", 0), never_waiting)
+
+
+def test_after_a_run_nothing_of_it_is_left_on_the_gpu(tmp_path):
+    write_records(tmp_path, 8)
+    module, images = quickstart()
+    data = tiny_data(tmp_path, images=images, global_batch_size=4)
+    trainer = L.Trainer(accelerator="cuda", devices=1, strategy="flowtrain", max_steps=2, default_root_dir=tmp_path)
+    trainer.fit(module, data)
+    assert torch.cuda.max_memory_allocated() > 0
+    states = [value for entries in trainer.optimizers[0].state.values() for value in entries.values()]
+    kept = [*module.parameters(), *(weight.grad for weight in module.parameters()), *states]
+    assert {each.device.type for each in kept if isinstance(each, torch.Tensor)} == {"cpu"}
