@@ -30,7 +30,7 @@ _GROUPS = "Yes: groups of nodes (HSDP), for a ring over all ranks would cost mor
 
 REVIEWS: Mapping[str, tuple[str, ...]] = {
     "smolvlm-2.2b": (
-        "Yes: whole copies, with sharded states (ZeRO-1) or without, are usual at this size.",
+        "Yes: shards, or whole copies with sharded states (ZeRO-1), are usual at this size.",
         "Yes, in groups of two nodes; whole copies with sharded states are as common at this size.",
         "Likewise. A step of 0.7 s is short: more samples would hide more of the exchange.",
         "Likewise; few would give so small a model 4,096 devices.",

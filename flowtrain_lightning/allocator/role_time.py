@@ -27,7 +27,7 @@ class RoleTime:
         bubble: stages that wait for the first and the last microbatch.
         stragglers: waiting for the slowest of the ranks, which differ by chance.
         sharding: weights gathered and gradients scattered per microbatch: what computing does not hide, and by how
-            much what it hides slows it.
+            much what it hides slows it. Also weights that are cast, and gradients that are cast and added up.
         reduction: gradients summed over the data-parallel ranks, likewise.
         optimizer: the update of the weights.
         offload: activations and weights that go to the host's memory and back: what computing does not hide.
@@ -81,7 +81,7 @@ def role_time(problem: RoleProblem, family: Family, interleave: int = 1) -> Role
     once = pass_time(problem, family, tokens)
     stage, between = _stage_seconds(problem, family, once, tokens, interleave)
     scale = stage / np.maximum(once.total, 1e-30)
-    sharing = sharing_time(problem, family, once)
+    sharing = sharing_time(problem, family, once, microbatches)
     busy = microbatches * (once.forward + once.backward) * scale
     return RoleTime(
         forward=microbatches * once.forward * scale,

@@ -1,4 +1,4 @@
-"""Time in which data-parallel ranks share a role: weights cast and gathered, gradients scattered and summed."""
+"""Time that weights and gradients take beside computing: cast, gathered and scattered, added up, summed over ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from flowtrain_lightning.allocator.division import share_of_rank
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.kernels import moving_seconds
 from flowtrain_lightning.allocator.pass_time import PassTime
-from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, experts_share
+from flowtrain_lightning.allocator.role_problem import DIVIDED, Family, Precision, RoleProblem, experts_share
 
 
 @dataclass(frozen=True)
 class SharingTime:
-    """Seconds that sharing adds, as arrays over the data degrees of a family.
+    """Seconds that weights and gradients add, as arrays over the data degrees of a family.
 
     Attributes:
         forward: to the forward of a microbatch: weights cast or gathered.
-        backward: to its backward: weights gathered again, gradients scattered.
+        backward: to its backward, in the mean of a step: weights gathered again, gradients scattered, cast, added up.
         end: to a step: gradients summed over the ranks, and what was updated in shares sent to all.
     """
 
@@ -29,8 +29,8 @@ class SharingTime:
     end: FloatArray
 
 
-def sharing_time(problem: RoleProblem, family: Family, once: PassTime) -> SharingTime:
-    """Seconds for casting, gathering and scattering, and for the sum of the gradients.
+def sharing_time(problem: RoleProblem, family: Family, once: PassTime, microbatches: FloatArray) -> SharingTime:
+    """Seconds for casting, gathering and scattering, for adding gradients up, and for their sum over ranks.
 
     Layers are exchanged one by one beside the computing of their neighbours on the same stage; what is outside of
     layers is exchanged before the first and after the last one, where nothing hides it.
@@ -39,6 +39,7 @@ def sharing_time(problem: RoleProblem, family: Family, once: PassTime) -> Sharin
         problem: the role.
         family: how it is laid out.
         once: a microbatch's computing, of all stages.
+        microbatches: ``[layouts]`` of a replica and step, which add their gradients up.
     """
     half, precision = problem.half, problem.precision
     experts = experts_share(half) * (1 - 1 / family.expert)
@@ -58,24 +59,51 @@ def sharing_time(problem: RoleProblem, family: Family, once: PassTime) -> Sharin
             alone = alone + (holders.gather(size * outside) if outside * size else 0.0)
         return alone + _beside(exchange, beside, depth, contention)
 
+    def moved(size: FloatArray | float) -> FloatArray:
+        """Reading and writing so many bytes, beside nothing."""
+        return moving_seconds(np.zeros_like(family.data) + size, problem.cluster.device, problem.efficiency)
+
     gradients = _reduction(problem, family, once, trained * precision.reduced)
+    added = moved(trained * accumulated_bytes(precision, family, microbatches))
     if family.sharded:
         weights, back = here * precision.computing, trained * precision.reduced
         flows = half.trains or problem.receives_gradient
         forward = layered(once.forward, weights)
         scattered = [back] if half.trains else []
         backward = layered(once.backward, weights, *scattered) if flows else np.zeros_like(forward)
-        return SharingTime(forward, backward, gradients)
+        return SharingTime(forward, backward + added, gradients)
     # Autocast makes its copies of the weights anew for every microbatch, but of those that are kept in its type.
     cast = here if precision.frozen is None else trained
-    copied = cast * (precision.weights + precision.copies) * (precision.copies > 0)
-    copies = moving_seconds(np.full_like(family.data, copied), problem.cluster.device, problem.efficiency)
-    updated, nothing = holders.gather(trained * precision.computing), np.zeros_like(copies)
+    copies = moved(cast * (precision.weights + precision.copies) * (precision.copies > 0))
+    updated = holders.gather(trained * precision.computing)
     if family.shard in ("zero2", "deepspeed-2"):
-        return SharingTime(copies, layered(once.backward, trained * precision.reduced), updated)
+        return SharingTime(copies, layered(once.backward, trained * precision.reduced) + added, updated)
     if family.shard in ("zero1", "deepspeed-1"):
-        return SharingTime(copies, nothing, layered(once.backward, trained * precision.reduced) + updated)
-    return SharingTime(copies, nothing, gradients)
+        return SharingTime(copies, added, layered(once.backward, trained * precision.reduced) + updated)
+    return SharingTime(copies, added, gradients)
+
+
+def accumulated_bytes(precision: Precision, family: Family, microbatches: FloatArray) -> FloatArray:
+    """Bytes that a microbatch's backward reads and writes to add its gradients up, per trained weight, in the mean.
+
+    Under autocast the node ``ToCopyBackward0`` makes a weight's gradient as wide as the weight, and ``AccumulateGrad``
+    adds it to ``grad``: it reads both and writes one, but in the first microbatch of a step, whose gradient it takes
+    over (PyTorch, ``torch/csrc/autograd/functions/accumulate_grad.h``). Ranks that scatter gradients in each backward
+    add up no more than their shares (FSDP2: ``foreach_reduce`` in ``torch/distributed/fsdp/_fully_shard``, which also
+    casts, while it copies gradients to scatter them; that is taken to be in the fitted rate of collectives).
+    Gradients wider than their weights are Megatron-LM's, to which the product adds that makes them
+    (``gradient_accumulation_fusion``).
+
+    Args:
+        precision: bytes per number.
+        family: how gradients are held.
+        microbatches: ``[layouts]`` of a replica and step.
+    """
+    if precision.gradients > precision.weights:
+        return np.zeros_like(family.data)
+    wide = precision.reduced if "gradients" in DIVIDED[family.shard] else precision.gradients
+    cast = 0 if family.sharded or wide == precision.computing else precision.computing + wide
+    return np.asarray(cast + 3 * precision.gradients * family.kept_share("gradients") * (1 - 1 / microbatches))
 
 
 def _reduction(problem: RoleProblem, family: Family, once: PassTime, size: float) -> FloatArray:

@@ -43,7 +43,7 @@ LEGEND = {
     "exchange": "exchange among tensor and context ranks",
     "bubble": "pipeline bubble",
     "stragglers": "waiting for the slowest rank",
-    "sharding": "gathering and casting weights",
+    "sharding": "gathering and casting weights, adding gradients up",
     "reduction": "reduction of gradients",
     "offload": "activations to the host's memory and back",
     "waiting": "waiting for the first features",

@@ -21,6 +21,7 @@ from flowtrain_lightning.allocator.description import Half
 from flowtrain_lightning.allocator.devices import maker_device
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import Family, Precision
+from flowtrain_lightning.allocator.sharing_time import sharing_time
 from flowtrain_lightning.allocator.workload import RoleLoad
 from flowtrain_lightning.placement.profile import Profile, ProfileError, ReductionCost
 
@@ -33,10 +34,10 @@ def measured_efficiencies(
 ) -> dict[str, Efficiency]:
     """Role -> the device's shares, all lowered or raised alike, so that predicted passes take as long as measured ones.
 
-    What was measured covers everything that takes time but collectives and waiting for other ranks; the optimizer was
-    measured by itself. Of collectives the sum of gradients is measured on CPUs, whose processors carry the bytes
-    themselves: nothing hides it there. Where the profile was made on another known device, its shares are lowered or
-    raised by what was found there.
+    What was measured covers everything that takes time but collectives and waiting for other ranks, casts of weights
+    and the adding of gradients to earlier ones too; the optimizer was measured by itself. Of collectives the sum of
+    gradients is measured on CPUs, whose processors carry the bytes themselves: nothing hides it there. Where the
+    profile was made on another known device, its shares are lowered or raised by what was found there.
 
     Args:
         profile: of this module. If its device is not known by its maker's name, it is taken for ``device``.
@@ -85,7 +86,7 @@ def _efficiency(profile: Profile, role: str, half: Half, device: Device, precisi
             continue
         load = RoleLoad(np.array([max(1, round(item.squares / item.tokens))]), 1.0, int(most), 1)
         problem = RoleProblem(role, half, load, receives_gradient, cluster, numbers, there)
-        ratios.append(item.seconds / float(pass_time(problem, Family(np.ones(1)), np.array([item.tokens])).total[0]))
+        ratios.append(item.seconds / _alone(problem, item.tokens))
     slower = float(np.median(ratios))
     assumed = assumed_efficiency(device)
     exchange, contention = assumed.exchange, assumed.contention
@@ -101,6 +102,14 @@ def _efficiency(profile: Profile, role: str, half: Half, device: Device, precisi
         update=_update(profile.roles[role].optimizer_seconds, half, profiled, numbers) or assumed.update / slower,
         launch=assumed.launch * slower,
     )
+
+
+def _alone(problem: RoleProblem, tokens: float) -> float:
+    """Seconds of a microbatch as profiles measure it: on one device, weights cast, gradients added to earlier ones."""
+    family = Family(np.ones(1))
+    once = pass_time(problem, family, np.array([tokens]))
+    beside = sharing_time(problem, family, once, microbatches=np.array([np.inf]))  # so that no first one counts
+    return float((once.total + beside.forward + beside.backward)[0])
 
 
 def _update(seconds: float, half: Half, device: Device, precision: Precision) -> float:

@@ -84,7 +84,7 @@ class ModelledLayoutCosts:
         known, family = self.problems[role], self._families[role]
         problem = replace(known, load=replace(known.load, lengths=lengths))
         once = pass_time(problem, family, np.array([float(lengths.sum())]))
-        sharing = sharing_time(problem, family, once)
+        sharing = sharing_time(problem, family, once, self._times[role].microbatches)
         # Collectives among tensor and context ranks are in both; how much of them is in which is as with computing.
         computing = once.forward + once.backward
         slower = 1 + problem.efficiency.jitter * slowest_of(family.data * family.replica) + once.exchange / computing

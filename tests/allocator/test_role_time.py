@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowtrain_lightning.allocator.pass_time import pass_time
-from flowtrain_lightning.allocator.role_problem import Family
+from flowtrain_lightning.allocator.role_problem import PRECISIONS, Family
 from flowtrain_lightning.allocator.role_time import role_time
-from flowtrain_lightning.allocator.sharing_time import sharing_time
+from flowtrain_lightning.allocator.sharing_time import accumulated_bytes, sharing_time
 from tests.allocator.problems import problems
 
 PROBLEMS = problems(devices=64)
@@ -92,10 +95,77 @@ def test_a_stage_hides_no_exchange_behind_the_computing_of_other_stages(shard):
     problem, tokens = linked(0.02), np.array([8192.0])
     problem = replace(problem, half=replace(problem.half, parts=problem.half.layers))
     whole, staged = (Family(np.array([8.0]), 1, stages, shard=shard) for stages in (1, 4))
-    times = [sharing_time(problem, family, pass_time(problem, family, tokens)) for family in (whole, staged)]
+    times = [
+        sharing_time(problem, family, pass_time(problem, family, tokens), np.array([4.0])) for family in (whole, staged)
+    ]
     for part in ("forward", "backward", "end"):
         once, stage = (float(np.ravel(getattr(time, part))[0]) for time in times)
         assert once / 4 * (1 - 1e-9) <= stage <= once / 2
+
+
+def added(precision, shard, microbatches):
+    """Bytes that a microbatch's backward moves to have the gradients of a weight added up, in the mean of a step."""
+    family = Family(np.array([8.0]), shard=shard)
+    return float(accumulated_bytes(PRECISIONS[precision], family, np.array([float(microbatches)]))[0])
+
+
+@pytest.mark.parametrize("shard", ["replicate", "zero1", "deepspeed-1"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_whole_copies_add_gradients_up_by_the_bytes_that_autograd_moves(precision, shard):
+    first, second = moved_by_autograd(precision)
+    assert added(precision, shard, 1) == first
+    assert added(precision, shard, 2) == (first + second) / 2
+
+
+def moved_by_autograd(precision):
+    """Bytes per weight that the first and the second backward of a step move beside the product with the gradient."""
+    half = torch.bfloat16
+    layer = nn.Linear(64, 32, bias=False, dtype=half if precision == "bf16-true" else torch.float32)
+    found = []
+    for _ in range(2):
+        with torch.autocast("cpu", half, enabled=precision == "bf16-mixed"):
+            loss = layer(torch.ones(4, 64, dtype=layer.weight.dtype)).sum()
+        with Moved(layer.weight.shape) as moved:
+            loss.backward()
+        found.append(moved.size / layer.weight.numel())
+    return found
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes of operands and results as large as a weight, but of products and views."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.size = shape, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function not in (torch.ops.aten.mm.default, torch.ops.aten.t.default, torch.ops.aten.detach.default):
+            whole = [one for one in (*args, result) if isinstance(one, Tensor) and one.shape == self.shape]
+            self.size += sum(one.numel() * one.element_size() for one in whole)
+        return result
+
+
+@pytest.mark.parametrize("shard", ["zero2", "deepspeed-2", "fsdp"])
+def test_ranks_that_scatter_gradients_add_up_their_shares_alone(shard):
+    once = 0 if shard == "fsdp" else 2 + 4
+    assert added("bf16-mixed", shard, 1) == once
+    assert added("bf16-mixed", shard, 4) == pytest.approx(once + 3 / 4 * 12 / 8)
+
+
+def test_the_product_adds_to_gradients_that_are_wider_than_their_weights():
+    assert added("bf16-master", "replicate", 4) == 0
+
+
+def test_what_does_not_train_adds_up_nothing():
+    family, tokens = Family(np.array([8.0])), np.array([8192.0])
+    for frozen in ((), ("backbone",)):
+        problem = problems(devices=64, frozen=frozen)["backbone"]
+        once, many = (
+            sharing_time(problem, family, pass_time(problem, family, tokens), np.array([count])) for count in (1.0, 4.0)
+        )
+        assert bool(once.backward[0] < many.backward[0]) == (not frozen)
+        assert once.forward[0] == many.forward[0]
 
 
 def test_slow_links_slow_what_passes_over_them():

@@ -7,7 +7,7 @@ import pytest
 
 from flowtrain_lightning.allocator import Cluster, Workload, describe_dimensions, named_device, role_problems
 from flowtrain_lightning.allocator.collectives import ring
-from flowtrain_lightning.allocator.pass_time import pass_time
+from flowtrain_lightning.allocator.kernels import moving_seconds
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.allocator.role_time import role_time
 from flowtrain_lightning.packing import CostModel
@@ -39,27 +39,35 @@ def profile_of(trains=True, encoder_parameters=MODULE.encoders["image"].paramete
     return Profile(ProfileOrigin("small", "a processor", {}, {"precision": precision}), roles, 256)
 
 
-def problems_of(module, efficiencies):
-    workload = Workload(np.array([LENGTH]), {"image": np.array([LENGTH])}, 8, LENGTH * COUNT, LENGTH * COUNT)
-    return role_problems(module, workload, Cluster(CPU, 2, 2), "32-true", efficiencies)
+def problems_of(module, efficiencies, precision="32-true", microbatches=1):
+    workload = Workload(
+        np.array([LENGTH]), {"image": np.array([LENGTH])}, COUNT * microbatches, LENGTH * COUNT, LENGTH * COUNT
+    )
+    return role_problems(module, workload, Cluster(CPU, 2, 2), precision, efficiencies)
 
 
-def predicted(module, efficiencies):
-    """Role -> seconds that planning takes a full microbatch to be computed in."""
-    problems = problems_of(module, efficiencies)
-    tokens = np.array([float(LENGTH * COUNT)])
-    return {role: float(pass_time(one, Family(np.ones(1)), tokens).total[0]) for role, one in problems.items()}
+def planned(module, profile, precision, microbatches):
+    """Role -> its problem, and seconds of a step of so many full microbatches on one device, but for the optimizer."""
+    efficiencies = measured_efficiencies(profile, module, CPU, precision)
+    found = {}
+    for role, problem in problems_of(module, efficiencies, precision, microbatches).items():
+        time = role_time(problem, Family(np.ones(1)))
+        found[role] = problem, float((time.total - time.optimizer)[0])
+    return found
 
 
-def test_planning_predicts_what_was_measured():
-    found = predicted(MODULE, measured_efficiencies(profile_of(), MODULE, CPU, "32-true"))
-    assert found == pytest.approx({"encoder": 0.02, "backbone": 0.05})
-
-
-def test_a_frozen_encoder_is_predicted_as_measured_too():
-    frozen = MODULE.with_frozen("encoder")
-    found = predicted(frozen, measured_efficiencies(profile_of(trains=False), frozen, CPU, "32-true"))
-    assert found == pytest.approx({"encoder": 0.02, "backbone": 0.05})
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_plan_of_one_device_repeats_what_was_measured(precision, trains):
+    """Profiles add every gradient to another one, while the first microbatch of a step has none to add to."""
+    module = MODULE if trains else MODULE.with_frozen("encoder")
+    profile = profile_of(trains=trains, precision=precision)
+    one, two = (planned(module, profile, precision, count) for count in (1, 2))
+    for role, measured in (("encoder", 0.02), ("backbone", 0.05)):
+        problem, alone = one[role]
+        assert two[role][1] - alone == pytest.approx(measured)
+        spared = moving_seconds(3.0 * 4 * problem.half.trainable_parameters, CPU, problem.efficiency)
+        assert alone + spared == pytest.approx(measured)
 
 
 def test_a_profile_of_a_known_device_serves_for_another_one():

@@ -1,4 +1,4 @@
-"""Steps in any layout that training runs, simulated by the models of time: where batches are equal, as predicted."""
+"""Steps in any layout that training runs, simulated by the models of time: where samples are equal, as predicted."""
 
 from __future__ import annotations
 
@@ -37,19 +37,18 @@ def separate(encoder, backbone):
 
 
 def compared(allocation, frozen=()):
-    """Seconds of a step of equal samples, predicted and simulated, and whether all batches of a role are alike."""
-    layouts = allocation.layouts
-    batch = EACH * layouts["backbone"].data // layouts["encoder"].data
-    workload = Workload(np.array([LENGTH]), {"image": np.array([LENGTH])}, SAMPLES, EACH * LENGTH, batch * LENGTH)
-    module, device = named_model("qwen2.5-vl-7b").with_frozen(*frozen), DEVICES["h100"]
-    problems = role_problems(module, workload, Cluster(device, 8, 8))
-    lengths, start = np.full(SAMPLES, LENGTH), np.arange(SAMPLES + 1)
+    """Seconds of a step of equal samples, predicted and simulated, with as many microbatches."""
+    layouts, lengths, start = allocation.layouts, np.full(SAMPLES, LENGTH), np.arange(SAMPLES + 1)
     sizes = SampleSizes(lengths, lengths, start, lengths, lengths)
     plans = [plan_on(allocation, sizes, np.arange(SAMPLES), EACH * LENGTH) for _ in range(3)]
+    # Packing takes one microbatch more than it has to here and there, which costs what each takes for its weights.
+    packed = {"backbone": plans[0].microbatches, "encoder": plans[0].encoder_batches}
+    budgets = [-(-SAMPLES * LENGTH // (layouts[role].data * len(packed[role][0]))) for role in packed]
+    workload = Workload(np.array([LENGTH]), {"image": np.array([LENGTH])}, SAMPLES, *budgets)
+    module, device = named_model("qwen2.5-vl-7b").with_frozen(*frozen), DEVICES["h100"]
+    problems = role_problems(module, workload, Cluster(device, 8, 8))
     found = simulate(plans, allocation, ModelledLayoutCosts(problems, allocation), 4)
-    dealt = (plans[0].microbatches, plans[0].encoder_batches)
-    alike = all(len({len(batch) for of_rank in batches for batch in of_rank}) == 1 for batches in dealt)
-    return given_plan(problems, allocation).seconds, found.step_seconds, alike and len(dealt[0]) == len(dealt[1])
+    return given_plan(problems, allocation).seconds, found.step_seconds
 
 
 FSDP, HSDP = Layout(8, shard="fsdp"), Layout(8, shard="fsdp", replicas=2)
@@ -69,9 +68,9 @@ FSDP, HSDP = Layout(8, shard="fsdp"), Layout(8, shard="fsdp", replicas=2)
     ],
     ids=lambda allocation: "; ".join(layout.describe() for layout in allocation.layouts.values()),
 )
-def test_equal_batches_on_shared_ranks_take_what_is_predicted(allocation):
-    predicted, simulated, alike = compared(allocation)
-    assert simulated == pytest.approx(predicted, rel=1e-6 if alike else 0.03)
+def test_equal_samples_on_shared_ranks_take_what_is_predicted(allocation):
+    predicted, simulated = compared(allocation)
+    assert simulated == pytest.approx(predicted, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +83,9 @@ def test_equal_batches_on_shared_ranks_take_what_is_predicted(allocation):
     ids=lambda layout: layout.describe(),
 )
 @pytest.mark.parametrize("frozen", [(), ("encoder",)], ids=["all_trains", "encoder_frozen"])
-def test_equal_batches_on_ranks_of_their_own_take_what_the_closed_form_says(encoder, backbone, frozen):
-    predicted, simulated, _ = compared(separate(encoder, backbone), frozen)
-    assert simulated == pytest.approx(predicted, rel=0.03)
+def test_equal_samples_on_ranks_of_their_own_take_what_the_closed_form_says(encoder, backbone, frozen):
+    predicted, simulated = compared(separate(encoder, backbone), frozen)
+    assert simulated == pytest.approx(predicted, rel=0.02)
 
 
 def test_what_cannot_be_divided_is_refused():
