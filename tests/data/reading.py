@@ -82,8 +82,13 @@ def _conversation(fields: dict[str, Any], rows: Iterator[int]) -> Iterator[Piece
 
 def _turns(fields: dict[str, Any]) -> list[dict[str, Any]]:
     if "messages" in fields:
-        return _marked(list(fields["messages"]), len(_beside(fields)))
-    return [{**turn, "role": turn["from"], "content": turn["value"]} for turn in fields["conversations"]]
+        return _marked([_worded(turn) for turn in fields["messages"]], len(_beside(fields)))
+    return [_worded(turn) for turn in fields["conversations"]]
+
+
+def _worded(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn in the words of ``messages``; either list may have those of LLaVA's ``conversations``."""
+    return turn if "role" in turn else {**turn, "role": turn["from"], "content": turn["value"]}
 
 
 def _marked(turns: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
