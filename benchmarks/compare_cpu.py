@@ -3,8 +3,8 @@
 python benchmarks/compare_cpu.py --base CHECKOUT      eight emulated ranks of each checkout, three rounds
 
 Both run their own benchmark. Their ranks' main threads are watched through `/proc`, so that nothing of what either
-checkout says of itself counts. What stands for the user's computing, about the same in both, is part of it, and so is
-what the benchmark does to measure. A last column says how much that is, of a checkout whose ranks tell it.
+checkout says of itself counts. What stands for the user's computing, and what the benchmark does to measure, is timed
+in both from outside as well, by their common names, and taken off: what is left are the ranks themselves.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -51,20 +54,27 @@ def main() -> None:
             runs[name].append(measure(checkout, options.ranks, options.steps, options.quick))
             user, system = (1e3 * runs[name][-1][kind] for kind in ("user_seconds", "system_seconds"))
             print(f"round {number + 1}, {name}: {user:.2f} ms user, {system:.2f} ms system", flush=True)
-    lines = []
-    for name, rounds in runs.items():
-        user, system = (median(run[kind] for run in rounds) for kind in ("user_seconds", "system_seconds"))
-        ratios = [_whole(run) / _whole(base) for run, base in zip(rounds, runs[BASE], strict=True)]
-        figures = [f"{1e3 * user:.2f}", f"{1e3 * system:.2f}", f"{1e3 * (user + system):.2f}", f"{median(ratios):.2f}"]
-        asides = [run["aside_seconds"] for run in rounds if "aside_seconds" in run]
-        figures.append(f"{1e3 * median(asides):.2f}" if asides else "not told")
-        lines.append([f"{name} ({commits[name]})", *figures])
-    head = [f"CPU ms of {options.ranks} ranks per microbatch", "user", "system", "both", "x base"]
-    head.append("the benchmark's own")
-    text = f"{machine_line(where)}\n\n{table(head, lines)}"
+    text = f"{machine_line(where)}\n\n{table(*_figures(runs, commits, options.ranks))}"
     results = {"machine": where, "commits": commits, "steps": options.steps, "ranks": options.ranks, "runs": runs}
     write_results(options.out, "compare-cpu", results, text)
     print(f"\n{text}")
+
+
+def _figures(
+    runs: dict[str, list[dict[str, float]]], commits: dict[str, str], ranks: int
+) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table: medians over the rounds, and of what each round is to the base's beside it."""
+    rows = []
+    for name, rounds in runs.items():
+        user, system, aside = (median(run[f"{kind}_seconds"] for run in rounds) for kind in ("user", "system", "aside"))
+        pairs = list(zip(rounds, runs[BASE], strict=True))
+        whole = median(_whole(run) / _whole(base) for run, base in pairs)
+        own = median(_own(run) / _own(base) for run, base in pairs)
+        figures = [*(f"{1e3 * seconds:.2f}" for seconds in (user, system, user + system)), f"{whole:.2f}"]
+        figures += [*(f"{1e3 * seconds:.2f}" for seconds in (aside, median(map(_own, rounds)))), f"{own:.2f}"]
+        rows.append([f"{name} ({commits[name]})", *figures])
+    head = [f"CPU ms of {ranks} ranks per microbatch", "user", "system", "both", "x base"]
+    return [*head, "the benchmark's own", "the ranks themselves", "x base"], rows
 
 
 def _parse() -> argparse.Namespace:
@@ -100,8 +110,7 @@ def measure(checkout: Path, ranks: int, steps: int, quick: bool) -> dict[str, fl
         times, *cpu = np.array(of_rank).T
         spent += [np.diff(np.interp(told["window"], times, seconds))[0] for seconds in cpu]
     user, system = (spent / told["microbatches"]).tolist()
-    aside = {"aside_seconds": told["aside"] / told["microbatches"]} if told["aside"] is not None else {}
-    return {"user_seconds": user, "system_seconds": system, **aside}
+    return {"user_seconds": user, "system_seconds": system, "aside_seconds": told["aside"] / told["microbatches"]}
 
 
 def _run(folder: Path, ranks: int, steps: int, quick: bool) -> None:
@@ -110,13 +119,54 @@ def _run(folder: Path, ranks: int, steps: int, quick: bool) -> None:
     from benchmarks.emulate import plan_job, run_schedule
 
     job = replace(plan_job(ranks, folder, steps, quick), schedule="flowtrain", folder=folder / "run")
+    _set_aside(folder)
     run_schedule(job)
     plans = pickle.loads((job.folder / "plans.pickle").read_bytes())[job.warmup :]
     microbatches = sum(len(members) > 0 for plan in plans for rank in plan.microbatches for members in rank)
-    measured = [json.loads((job.folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-    asides = [rank["aside_seconds"] for rank in measured if "aside_seconds" in rank]
-    told = {"window": measured[0]["window"], "microbatches": microbatches, "aside": sum(asides) if asides else None}
-    (folder / "told.json").write_text(json.dumps(told))
+    start, end = json.loads((job.folder / "rank0.json").read_text())["window"]
+    spells = [spell for file in folder.glob("aside*.json") for spell in json.loads(file.read_text())]
+    aside = sum(seconds for at, seconds in spells if start < at <= end)
+    (folder / "told.json").write_text(
+        json.dumps({"window": (start, end), "microbatches": microbatches, "aside": aside})
+    )
+
+
+def _set_aside(folder: Path) -> None:
+    """Times what is not the ranks' own, here and in the ranks, which are forks of this process."""
+    from benchmarks.emulation import EmulatedVLM, _Encode, _Train
+    from benchmarks.measure import Meter
+    from benchmarks.schedules import PlanRecorder
+
+    spells: list[tuple[float, float]] = []  # when one ended, and its seconds of this thread's CPU time
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def timing(*args: Any, **settings: Any) -> Any:
+            begun = time.thread_time()
+            try:
+                return function(*args, **settings)
+            finally:
+                spells.append((time.monotonic(), time.thread_time() - begun))
+
+        return timing
+
+    of_objects = {
+        EmulatedVLM: ("encode", "backbone_step", "on_before_optimizer_step"),
+        Meter: ("on_train_batch_end",),
+        PlanRecorder: ("on_train_batch_start",),
+    }
+    for kind, names in of_objects.items():
+        for name in names:
+            setattr(kind, name, timed(getattr(kind, name)))
+    for function in (_Encode, _Train):
+        function.backward = staticmethod(timed(function.backward))  # type: ignore[method-assign]
+    ends = Meter.on_train_end
+
+    def write(meter: Meter, trainer: Any, module: Any) -> None:
+        (folder / f"aside{trainer.global_rank}.json").write_text(json.dumps(spells))
+        ends(meter, trainer, module)
+
+    Meter.on_train_end = write  # type: ignore[method-assign,assignment]
 
 
 def _children(parent: int) -> list[int]:
@@ -138,6 +188,10 @@ def _sample(process: int) -> Sample | None:
 
 def _whole(run: dict[str, float]) -> float:
     return run["user_seconds"] + run["system_seconds"]
+
+
+def _own(run: dict[str, float]) -> float:
+    return _whole(run) - run["aside_seconds"]
 
 
 def _commit(checkout: Path) -> str:
