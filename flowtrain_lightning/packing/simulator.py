@@ -31,7 +31,7 @@ import numpy as np
 from flowtrain_lightning.packing.compiled import compiled
 from flowtrain_lightning.packing.step_plan import FloatArray, IntArray, StepPlan
 from flowtrain_lightning.packing.step_work import FORWARD_SHARE, Lanes, StepWork, step_work
-from flowtrain_lightning.packing.turns import Lane, Turns
+from flowtrain_lightning.packing.work_order import Lane, Turns
 
 Kind = Literal["microbatch", "forward", "backward"]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from flowtrain_lightning.packing.deferral import steps_for_outliers
 from flowtrain_lightning.packing.load_balancing import rebalance
 from flowtrain_lightning.packing.sample_stream import (
     Lengths,
@@ -21,7 +20,7 @@ from flowtrain_lightning.packing.sample_stream import (
     StreamStep,
     fill_buffer,
 )
-from flowtrain_lightning.packing.selection import Selection, select_dense, select_sparse
+from flowtrain_lightning.packing.selection import Selection, select_dense, select_sparse, steps_for_outliers
 from flowtrain_lightning.packing.sparse_groups import swap_and_rebalance
 from flowtrain_lightning.packing.step_plan import BoolArray, IntArray
 

@@ -10,9 +10,8 @@ import numpy as np
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing.simulator import recomputed_batches
-from flowtrain_lightning.packing.turns import Turns
+from flowtrain_lightning.packing.work_order import Turns, Work, encoder_order, lockstep_order
 from flowtrain_lightning.pool import Reservation, assign_offsets
-from flowtrain_lightning.runtime.work_order import Work, encoder_order, lockstep_order
 
 PADDING = -1
 """Number of an encoder batch that the plan does not have."""

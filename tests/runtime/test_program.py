@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import RankShard, StepPlan
 from flowtrain_lightning.packing.step_planner import plan_step
+from flowtrain_lightning.packing.work_order import encoder_order
 from flowtrain_lightning.pool import Reservation, entry_nbytes
 from flowtrain_lightning.runtime.program import StepProgram, make_program
-from flowtrain_lightning.runtime.work_order import encoder_order
 from tests.packing.sizes import TOKEN_BUDGET, make_sizes, plan_of, sizes_strategy
 
 SPEC = FeatureSpec(((8,), (2, 3)), (torch.float32, torch.float64))

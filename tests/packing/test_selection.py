@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.packing.deferral import deferred_samples, steps_for_outliers
 from flowtrain_lightning.packing.sample_stream import StreamSettings
+from flowtrain_lightning.packing.selection import deferred_samples, steps_for_outliers
 
 SETTINGS = StreamSettings(
     token_budget=100, microbatches=16, balance_group=4, cost=CostModel(linear=1.0, quadratic=0.01, constant=0.0)

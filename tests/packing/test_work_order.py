@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.data import RankShard
-from flowtrain_lightning.packing.turns import Turns
+from flowtrain_lightning.packing.work_order import Turns, lockstep_order
 from flowtrain_lightning.runtime.program import PADDING, make_program
-from flowtrain_lightning.runtime.work_order import lockstep_order
 from tests.packing.sizes import plan_of, sizes_strategy
 
 RANKS = st.integers(1, 4)
