@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from flowtrain_lightning.data.sources import row_pieces
-from flowtrain_lightning.data.sources.row_pieces import RowPieces
+from flowtrain_lightning.data.sources import parquet_file
+from flowtrain_lightning.data.sources.parquet_file import RowPieces
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -20,8 +20,8 @@ def pieces_of(file, rows, **settings) -> RowPieces:
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Of about ten rows, a few of which are kept."""
-    monkeypatch.setattr(row_pieces, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(row_pieces, "_KEPT_BYTES", 4000)
+    monkeypatch.setattr(parquet_file, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(parquet_file, "_KEPT_BYTES", 4000)
 
 
 ROWS = [{"text": f"{number:03}" * 30, "images": [{"bytes": bytes([number % 256]) * number}]} for number in range(90)]
@@ -36,7 +36,7 @@ def test_rows_are_found_in_any_order(tmp_path, small_pieces):
 
 
 def test_batches_that_end_before_their_length_are_joined(tmp_path, small_pieces, monkeypatch):
-    of_equal_length = row_pieces._of_equal_length
+    of_equal_length = parquet_file._of_equal_length
     cut = (1, 5, 2, 7, 3, 4)
 
     def split(batches, rows):
@@ -46,7 +46,7 @@ def test_batches_that_end_before_their_length_are_joined(tmp_path, small_pieces,
         parts = (whole.slice(start, end - start) for start, end in zip(starts, ends, strict=True))
         return of_equal_length((part.to_batches()[0] for part in parts), rows)
 
-    monkeypatch.setattr(row_pieces, "_of_equal_length", split)
+    monkeypatch.setattr(parquet_file, "_of_equal_length", split)
     found = pieces_of(tmp_path / "d.parquet", ROWS)
     assert [found.row(0, row) for row in range(90)] == ROWS
 
@@ -61,8 +61,8 @@ def test_a_fork_reads_on_beside_its_parent(tmp_path, small_pieces):
 
 
 def test_a_row_group_that_is_large_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(row_pieces, "PIECE_BYTES", 1 << 18)
-    monkeypatch.setattr(row_pieces, "_KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet_file, "PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr(parquet_file, "_KEPT_BYTES", 1 << 20)
     rows = [{"images": [{"bytes": os.urandom(1 << 15)}]} for _ in range(512)]
     found = pieces_of(tmp_path / "d.parquet", rows, write_batch_size=8, use_dictionary=False)
     assert parquet.read_metadata(tmp_path / "d.parquet").num_row_groups == 1
