@@ -6,7 +6,7 @@ Importing this package does not import ``transformers``; building a model does. 
 """
 
 from flowtrain_lightning.models.gemma import GemmaVLM
-from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
+from flowtrain_lightning.models.huggingface_images import HuggingFaceImages, tile_images
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.images import images_of
 from flowtrain_lightning.models.internvl import InternVLM
@@ -18,10 +18,8 @@ from flowtrain_lightning.models.pretrained import Pretrained, from_pretrained, m
 from flowtrain_lightning.models.processor import Processor, processor_of, template_of
 from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.qwen import QwenVLM
-from flowtrain_lightning.models.qwen3_videos import Qwen3Videos
 from flowtrain_lightning.models.smolvlm import SmolVLM
-from flowtrain_lightning.models.tiles import tile_images
-from flowtrain_lightning.models.videos import videos_of
+from flowtrain_lightning.models.videos import Qwen3Videos, videos_of
 
 __all__ = [
     "GemmaVLM",

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.cross_entropy import summed_cross_entropy
 from flowtrain_lightning.data import Features, FlowDataModule, PackedBatch
-from flowtrain_lightning.models.adapters import adapters_as_dictionary, add_adapters
 from flowtrain_lightning.models.cached_generation import generate_with_cache, takes_cache
-from flowtrain_lightning.models.frozen_weights import PRECISION, keep_frozen_in_bf16
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.processor import Processor, copy_processor, processor_of
 from flowtrain_lightning.models.projector import ProjectingModule
@@ -30,6 +28,12 @@ from flowtrain_lightning.models.published_config import (
     read_in_this_thread,
 )
 from flowtrain_lightning.models.tensor_plans import decoder_plan, perceptron_plan
+from flowtrain_lightning.models.trained_weights import (
+    PRECISION,
+    adapters_as_dictionary,
+    add_adapters,
+    keep_frozen_in_bf16,
+)
 from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.blocks import Compile, compile_blocks
 

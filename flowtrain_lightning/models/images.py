@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.data import ImageProcessor
-from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
-from flowtrain_lightning.models.onevision_images import OnevisionImages
+from flowtrain_lightning.models.huggingface_images import HuggingFaceImages, OnevisionImages
 
 
 def images_of(model: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessor:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.models.huggingface_images import tile_images
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
-from flowtrain_lightning.models.tiles import tile_images
 
 
 class InternVLM(HuggingFaceVLM):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.models.huggingface_images import tile_images
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
-from flowtrain_lightning.models.tiles import tile_images
 
 _NEWLINE = "image_newline"
 

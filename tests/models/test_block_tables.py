@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, TokenSequence
 from flowtrain_lightning.data.collate import pack_sequences
-from flowtrain_lightning.models.block_attention import SightMask
-from flowtrain_lightning.models.block_tables import TILE, block_mask, bounds_of_sight
+from flowtrain_lightning.models.block_attention import TILE, SightMask, block_mask, bounds_of_sight
 from flowtrain_lightning.models.gemma import image_blocks
 from flowtrain_lightning.models.paligemma import prefix_blocks
 from tests.models.test_block_attention import MACHINES

@@ -11,7 +11,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 import flowtrain_lightning as flow
 from flowtrain_lightning.data import ImageProcessor
 from flowtrain_lightning.models import HuggingFaceImages
-from flowtrain_lightning.models.onevision_images import OnevisionImages
+from flowtrain_lightning.models.huggingface_images import OnevisionImages
 from tests.tiny import IMAGES, CharTokenizer
 
 _IMAGE = CharTokenizer.specials.index("<|image_pad|>")
