@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from flowtrain_lightning.pool import Key, Mesh, Pool, entry_nbytes
 from flowtrain_lightning.pool.between_hosts.curve import curve_key
-from flowtrain_lightning.pool.between_hosts.outbox import PIECE_BYTES
+from flowtrain_lightning.pool.between_hosts.peer_messages import PIECE_BYTES
 
 SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 26)
 SECRET = "of the benchmark, and known to both of its processes"

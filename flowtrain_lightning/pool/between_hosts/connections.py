@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import zmq
 
-from flowtrain_lightning.pool.between_hosts.outbox import Purpose
+from flowtrain_lightning.pool.between_hosts.peer_messages import Purpose
 from flowtrain_lightning.ports import shut
 
 

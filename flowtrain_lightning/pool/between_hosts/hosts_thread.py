@@ -19,8 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from flowtrain_lightning.pool.between_hosts.connections import RemoteConnections, identity
-from flowtrain_lightning.pool.between_hosts.entry_pieces import EntryReceiver
-from flowtrain_lightning.pool.between_hosts.outbox import WINDOWS, Outbox, Purpose
+from flowtrain_lightning.pool.between_hosts.peer_messages import WINDOWS, EntryReceiver, Outbox, Purpose
 from flowtrain_lightning.pool.between_hosts.remote_status import RemoteStatusPage, decode_status, encode_status
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind, decode_record, encode_record
 from flowtrain_lightning.pool.pool_errors import PoolError

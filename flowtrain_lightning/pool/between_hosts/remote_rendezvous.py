@@ -19,7 +19,7 @@ from flowtrain_lightning.pool.between_hosts.connections import Listener, RemoteC
 from flowtrain_lightning.pool.between_hosts.curve import admit, curve_key
 from flowtrain_lightning.pool.between_hosts.hosts_thread import UNREACHABLE_SECONDS
 from flowtrain_lightning.pool.between_hosts.location import own_location
-from flowtrain_lightning.pool.between_hosts.outbox import MAX_MESSAGE_BYTES, Purpose
+from flowtrain_lightning.pool.between_hosts.peer_messages import MAX_MESSAGE_BYTES, Purpose
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind, decode_record, encode_record
 from flowtrain_lightning.pool.pool_errors import PeerFailed, PoolError
 

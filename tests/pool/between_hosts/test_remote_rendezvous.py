@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from flowtrain_lightning.pool import Mesh, PoolError
 from flowtrain_lightning.pool.between_hosts.connections import identity
-from flowtrain_lightning.pool.between_hosts.outbox import Purpose
+from flowtrain_lightning.pool.between_hosts.peer_messages import Purpose
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind
 from tests.pool import faults
 from tests.pool.ranks import join_job, labels, location_of, mesh_and_bare_peer, meshes, on_all_ranks, receive_all
