@@ -52,13 +52,14 @@ from flowtrain_lightning.runtime.runner import RoleRunner
 from flowtrain_lightning.trainer.half_engines import HalfEngines
 from flowtrain_lightning.trainer.launcher import RankLauncher
 from flowtrain_lightning.trainer.layout_invariance import not_layout_invariant
-from flowtrain_lightning.trainer.node_refusals import refuse_unlike_nodes, refuse_unmet_nodes
 from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers
 from flowtrain_lightning.trainer.preemption import PreemptionCheckpoint
 from flowtrain_lightning.trainer.refusals import (
     refuse_foreign_module,
     refuse_other_systems,
     refuse_storage_options,
+    refuse_unlike_nodes,
+    refuse_unmet_nodes,
     refuse_unsupported,
 )
 

@@ -20,13 +20,13 @@ from flowtrain_lightning.parallel.layouts import RoleGroups, make_engine, make_g
 from flowtrain_lightning.parallel.replicate import broadcast_copies
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.trainer.callback_refusals import refuse_averages_of_runs
-from flowtrain_lightning.trainer.layout_refusals import (
+from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers_of_shares
+from flowtrain_lightning.trainer.refusals import (
     refuse_frozen_backbone,
     refuse_precision_of_deepspeed,
     refuse_sharded_before,
     refuse_unshared_sequences,
 )
-from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers_of_shares
 
 
 class HalfEngines:

@@ -1,20 +1,32 @@
-"""Which settings of Trainer and module flowtrain refuses, before the first step, in sentences that say what to do."""
+"""What of Trainer, module, layouts and nodes is refused before the first step, in sentences that say what to do."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import platform
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from flowtrain_lightning.allocator import BACKBONE, ENCODER, Layout
 from flowtrain_lightning.checkpoint import FlowCheckpointIO
-from flowtrain_lightning.checkpoint.files import refuse_url
+from flowtrain_lightning.checkpoint.files import refuse_unshared_folder, refuse_url
 from flowtrain_lightning.compute.whole_module import refuse_accumulation
+from flowtrain_lightning.data import DataError, FlowDataModule
 from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.parallel.cross_group import CrossGroup
+from flowtrain_lightning.parallel.deepspeed_partition import is_partitioned
+from flowtrain_lightning.parallel.halves import half_trains
 from flowtrain_lightning.trainer.callback_refusals import refuse_callbacks
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
@@ -153,3 +165,126 @@ def _refuse_urls(trainer: L.Trainer) -> None:
     for callback in trainer.checkpoint_callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelCheckpoint):
             refuse_url(callback.dirpath or default, "ModelCheckpoint's folder")
+
+
+def refuse_precision_of_deepspeed(layouts: Mapping[str, Layout], precision: str) -> None:
+    """Raises where DeepSpeed would get weights that are not float32.
+
+    Args:
+        layouts: role -> its layout.
+        precision: of the Trainer.
+
+    Raises:
+        ValueError: says what was given and what to do.
+    """
+    for role, layout in layouts.items():
+        if layout.by_deepspeed and precision not in ("32-true", "bf16-mixed"):
+            raise ValueError(
+                f"The {role} has shard {layout.shard!r} and Trainer(precision={precision!r}) was given, but DeepSpeed "
+                "sums and optimizes float32 here. Take precision '32-true' or 'bf16-mixed', or shard 'fsdp'."
+            )
+
+
+def refuse_frozen_backbone(layouts: Mapping[str, Layout], module: FlowModule) -> None:
+    """Raises where ranks share the weights of a backbone that is frozen while the encoder trains.
+
+    Args:
+        layouts: role -> its layout.
+        module: that trains; its absent half has names and ``requires_grad`` too.
+
+    Raises:
+        ValueError: says what was given and what to do.
+    """
+    if layouts[BACKBONE].sums_in_step and half_trains(module, ENCODER) and not half_trains(module, BACKBONE):
+        raise ValueError(
+            "All weights of the backbone are frozen and sharded while the encoder trains: a microbatch without media "
+            "items has no backward then, which other ranks wait for. Let some of its weights train, or take whole "
+            "copies of the backbone."
+        )
+
+
+def refuse_unshared_sequences(layouts: Mapping[str, Layout], module: FlowModule) -> None:
+    """Raises where context ranks are to share sequences that nobody would slice for them.
+
+    Args:
+        layouts: role -> its layout.
+        module: that trains.
+
+    Raises:
+        ValueError: says what was given and what to do.
+    """
+    if layouts[BACKBONE].context == 1:
+        return
+    kind, instead = type(module), "or give the backbone a layout without a context degree"
+    if kind.slice_tokens is FlowModule.slice_tokens:
+        raise ValueError(
+            f"The backbone has context {layouts[BACKBONE].context}, but {kind.__name__} does not say how its sequences "
+            f"are sliced. Define slice_tokens, {instead}."
+        )
+    if kind.backbone_step is not FlowModule.backbone_step:
+        raise ValueError(
+            f"The backbone has context {layouts[BACKBONE].context}, but {kind.__name__} overrides backbone_step, in "
+            f"which sequences are sliced. Define merge and loss instead of it, {instead}."
+        )
+
+
+def refuse_sharded_before(module: nn.Module) -> None:
+    """Raises for a module that another Trainer's run has left in shards.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    named = module.named_parameters()
+    sharded = next((name for name, weight in named if isinstance(weight, DTensor) or is_partitioned(weight)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"The weight {sharded!r} is in shards, which an earlier run of another Trainer has left. Build the module "
+            "anew and give the checkpoint of that run as ckpt_path, or go on with the same Trainer."
+        )
+
+
+def refuse_unmet_nodes(trainer: L.Trainer) -> None:
+    """Raises where a script that was started by hand on each node does not know how to find the other nodes.
+
+    Raises:
+        ValueError: names the variables that are missing, and what to do.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+    if trainer.num_nodes > 1 and missing:
+        raise ValueError(
+            f"Trainer(num_nodes={trainer.num_nodes}) was given, but the environment has no {' and no '.join(missing)}, "
+            "so this process cannot find those of the other nodes. Start the script on every node with the address "
+            "and a free port of node 0, and with the node's number from 0, or by torchrun or SLURM's srun."
+        )
+
+
+def refuse_unlike_nodes(trainer: L.Trainer, cross: CrossGroup) -> None:
+    """Raises on every rank where nodes have other data, or folders of their own for checkpoints. All ranks call it.
+
+    Raises:
+        DataError: names the ranks whose data differ from those of rank 0.
+        FileNotFoundError: names the folder and the ranks that do not see it.
+    """
+    _refuse_other_data(trainer, cross)
+    if trainer.training:  # the checkpoint of a later step would be too late to notice
+        callbacks = trainer.checkpoint_callbacks  # type: ignore[attr-defined]
+        folders = {str(getattr(callback, "dirpath", None) or "") for callback in callbacks}
+        for folder in sorted(folder for folder in folders if folder and "://" not in folder):
+            refuse_unshared_folder(Path(folder), cross)
+
+
+def _refuse_other_data(trainer: L.Trainer, cross: CrossGroup) -> None:
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    stage = trainer.state.fn
+    if stage is None or not isinstance(data, FlowDataModule):
+        return
+    content = hashlib.sha256(data.fingerprint(stage.value).encode()).digest()
+    contents = torch.zeros(cross.ranks, dtype=torch.int64)
+    contents[cross.rank] = int.from_bytes(content[:7], "big")
+    others = (cross.all_reduce(contents) != contents[0]).nonzero().flatten().tolist()
+    if others:
+        raise DataError(
+            f"{'Rank' if len(others) == 1 else 'Ranks'} {', '.join(map(str, others))} would read other data than rank "
+            "0: the files of that name differ between the nodes, and so would the steps that the ranks plan. Put the "
+            "same files onto every node, or onto a file system that all nodes share."
+        )

@@ -18,13 +18,13 @@ from flowtrain_lightning.allocator import AllocationError, Layout
 from flowtrain_lightning.callbacks import AdaptCosts, AverageWeights
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.trainer.callback_refusals import refuse_averages_of_runs
-from flowtrain_lightning.trainer.layout_refusals import (
+from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers, refuse_optimizers_of_shares
+from flowtrain_lightning.trainer.refusals import (
     refuse_frozen_backbone,
     refuse_precision_of_deepspeed,
     refuse_sharded_before,
     refuse_unshared_sequences,
 )
-from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers, refuse_optimizers_of_shares
 from tests.exactness.hearing import SeeingAndHearing, allocation_of, memory_data
 from tests.tiny import TinyVLM
 
