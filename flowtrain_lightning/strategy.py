@@ -29,10 +29,10 @@ from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel.deepspeed_partition import held_state, showing_shapes
-from flowtrain_lightning.parallel.element_run import ElementRun
 from flowtrain_lightning.parallel.groups import collective_backend
 from flowtrain_lightning.parallel.halves import without_absent_halves
 from flowtrain_lightning.parallel.job_store import root_store
+from flowtrain_lightning.parallel.regions import ElementRun
 from flowtrain_lightning.placement.choose_allocation import (
     LaunchContext,
     PlacementDecision,

@@ -25,11 +25,10 @@ from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part
 from flowtrain_lightning.checkpoint.local_shard import LocalShard
 from flowtrain_lightning.checkpoint.saving import finish, share_out, write_rest
 from flowtrain_lightning.parallel.cross_group import CrossGroup
-from flowtrain_lightning.parallel.element_run import ElementRun
 from flowtrain_lightning.parallel.gradients import local_part
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import Halves
-from flowtrain_lightning.parallel.regions import local_region
+from flowtrain_lightning.parallel.regions import ElementRun, local_region
 
 _LOOK_SECONDS = 0.05
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.allocator import Allocation
-from flowtrain_lightning.checkpoint.checkpoint_before import offering_another
 from flowtrain_lightning.checkpoint.checkpoint_index import Index
 from flowtrain_lightning.checkpoint.index_file import (
     INDEX,
     DamagedCheckpointError,
+    offering_another,
     read_checked,
     read_index,
 )
@@ -29,13 +29,18 @@ from flowtrain_lightning.checkpoint.saving import OBJECTS, RANDOM_STATES
 from flowtrain_lightning.checkpoint.stored_keys import WEIGHTS, parse_key
 from flowtrain_lightning.checkpoint.tensor_files import read_tensors
 from flowtrain_lightning.parallel.deepspeed_partition import held_state
-from flowtrain_lightning.parallel.element_run import ElementRun
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 from flowtrain_lightning.parallel.messages import decode_message
-from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
 from flowtrain_lightning.parallel.random_streams import global_seed, restore_random_states
-from flowtrain_lightning.parallel.regions import Region, local_region, rows_around_run, whole
+from flowtrain_lightning.parallel.regions import (
+    ElementRun,
+    OptimizerShare,
+    Region,
+    local_region,
+    rows_around_run,
+    whole,
+)
 
 
 def load_checkpoint(

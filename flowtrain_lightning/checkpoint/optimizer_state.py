@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flowtrain_lightning.checkpoint.local_shard import LocalShard, in_layout_of, run_within
-from flowtrain_lightning.parallel.element_run import ElementRun
-from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
+from flowtrain_lightning.parallel.regions import ElementRun, OptimizerShare
 
 NamedState = dict[str, Any]
 """``{"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}``."""

@@ -23,9 +23,8 @@ from flowtrain_lightning.checkpoint.checkpoint_index import Index, Piece, Stored
 from flowtrain_lightning.checkpoint.digest import DIGEST_THREADS, digest_of, tensor_digest
 from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError
 from flowtrain_lightning.checkpoint.local_shard import LocalShard
-from flowtrain_lightning.parallel.element_run import ElementRun
 from flowtrain_lightning.parallel.gradients import local_part
-from flowtrain_lightning.parallel.regions import Region, local_region
+from flowtrain_lightning.parallel.regions import ElementRun, Region, local_region
 
 PIECE_BYTES = 64 << 20
 

@@ -129,3 +129,13 @@ class CrossGroup:
                         raise
                     self.look()
             work.wait()
+
+
+class AgreedError(Exception):
+    """What went wrong on one rank ends all, and they have agreed on it.
+
+    Attributes:
+        rank: on which it went wrong, the first of them where there are several.
+    """
+
+    rank: int

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
+from flowtrain_lightning.parallel.regions import OptimizerShare
 
 Stage = Literal[1, 2, 3]
 """Of ZeRO: ranks share optimizer states, or those and gradients, or those and weights."""

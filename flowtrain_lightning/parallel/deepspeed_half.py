@@ -18,9 +18,8 @@ from flowtrain_lightning.parallel.deepspeed_engine import Stage, share_of, start
 from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.parallel.fully_shard import RoleForward
 from flowtrain_lightning.parallel.gradients import count_hooks
-from flowtrain_lightning.parallel.host_steps import SteppedOnHost
-from flowtrain_lightning.parallel.offloading import ActivationsOnHost
-from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
+from flowtrain_lightning.parallel.offloading import ActivationsOnHost, SteppedOnHost
+from flowtrain_lightning.parallel.regions import OptimizerShare
 
 
 class DeepSpeedHalf:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flowtrain_lightning.parallel.deepspeed_engine import deepspeed_environment, import_deepspeed
-from flowtrain_lightning.parallel.element_run import ElementRun
 from flowtrain_lightning.parallel.halves import HalvedModule
+from flowtrain_lightning.parallel.regions import ElementRun
 
 
 def partition_weight(weight: nn.Parameter, ranks: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from flowtrain_lightning.parallel.deepspeed_engine import (
 from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf, refuse_missing_deepspeed
 from flowtrain_lightning.parallel.deepspeed_partition import held_run, partition_weight
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
-from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
+from flowtrain_lightning.parallel.regions import OptimizerShare
 
 
 class DeepSpeedShardedHalf(DeepSpeedHalf):

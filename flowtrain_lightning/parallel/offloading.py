@@ -1,7 +1,8 @@
-"""What autograd keeps of a forward lies in host memory until its backward."""
+"""What of a run lies in host memory, so that a device has room: saved activations, and what the optimizer steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,3 +45,51 @@ class ActivationsOnHost(saved_tensors_hooks):
             return returned
 
         super().__init__(leave, come_back)
+
+
+class SteppedOnHost:
+    """Copies in host memory of what a rank optimizes, after ZeRO-Offload (Ren et al., arXiv 2101.06840).
+
+    A step goes: `take_weights`, backwards on the device, `take_gradients`, the optimizer, `return_weights`. Weights are
+    sent in both directions, since a checkpoint or a hook of the user's may have changed them on the device.
+
+    Args:
+        on_device: what computes.
+        pinned: host memory is page-locked, for fast copies to and from a GPU.
+
+    Attributes:
+        tensors: what the optimizer steps, one for each of ``on_device``.
+        bytes_left: which have gone to host memory so far.
+        bytes_returned: which have come back so far.
+    """
+
+    def __init__(self, on_device: Sequence[Tensor], *, pinned: bool) -> None:
+        def on_host() -> list[Tensor]:
+            return [torch.empty_like(flat, device="cpu", pin_memory=pinned, requires_grad=False) for flat in on_device]
+
+        self._on_device = on_device
+        self._gradients = on_host()
+        self.tensors = [flat.requires_grad_() for flat in on_host()]
+        self.bytes_left = 0
+        self.bytes_returned = 0
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Copies the weights as they are now; they are there once `take_gradients` has returned."""
+        for kept, flat in zip(self.tensors, self._on_device, strict=True):
+            kept.copy_(flat, non_blocking=True)
+            self.bytes_left += flat.nbytes
+
+    def take_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Copies gradients, one for each tensor, and waits for them; the copies are those of the last step."""
+        for kept, gradient in zip(self._gradients, gradients, strict=True):
+            kept.copy_(gradient)
+            self.bytes_left += gradient.nbytes
+        return self._gradients
+
+    @torch.no_grad()
+    def return_weights(self) -> None:
+        """Puts what was stepped in the place of the weights."""
+        for flat, kept in zip(self._on_device, self.tensors, strict=True):
+            flat.copy_(kept, non_blocking=True)
+            self.bytes_returned += kept.nbytes

@@ -152,3 +152,51 @@ def _held(tensor: DTensor) -> Region:
         offsets[along] += start
         sizes[along] = min(longest, sizes[along] - start)
     return Region(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class ElementRun:
+    """What one rank holds of a tensor whose elements ranks share in their order.
+
+    Attributes:
+        part: the elements, one-dimensional.
+        start: the first one's number, counted row by row.
+        shape: of the whole tensor.
+    """
+
+    part: Tensor
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def boxes(self) -> Iterator[tuple[Region, Tensor]]:
+        """The boxes that the run is made of, and their elements."""
+        done = 0
+        for region in regions_of_run(self.shape, self.start, self.part.numel()):
+            yield region, self.part[done : done + region.elements].view(region.sizes)
+            done += region.elements
+
+
+@dataclass(frozen=True)
+class OptimizerShare:
+    """The run of a parameter's elements that a rank's optimizer steps, where ranks share that work and not the weights.
+
+    It lies in a flat tensor among those of other parameters.
+
+    Attributes:
+        flat: one-dimensional; what the optimizer steps in place of the parameters.
+        shape: of the parameter.
+        offset: where the run begins in ``flat``.
+        start: the run's first element, as the parameter's are counted row by row.
+        size: its elements; 0 where other ranks step the whole parameter.
+    """
+
+    flat: Tensor
+    shape: tuple[int, ...]
+    offset: int
+    start: int
+    size: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The run within a tensor that is laid out as ``flat`` is, for example an entry of the optimizer's state."""
+        return tensor[self.offset : self.offset + self.size]

@@ -16,8 +16,8 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.allocator import Allocation
-from flowtrain_lightning.parallel.agreed_error import AgreedError
 from flowtrain_lightning.parallel.connecting import connect_groups
+from flowtrain_lightning.parallel.cross_group import AgreedError
 from flowtrain_lightning.parallel.groups import default_groups, parts_of_groups
 from flowtrain_lightning.parallel.job_store import node_names
 from flowtrain_lightning.pool import (

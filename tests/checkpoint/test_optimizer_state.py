@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, with_names, with_numbers
-from flowtrain_lightning.parallel.optimizer_share import OptimizerShare
-from flowtrain_lightning.parallel.regions import whole
+from flowtrain_lightning.parallel.regions import OptimizerShare, whole
 
 
 class TwoHalves(nn.Module):
