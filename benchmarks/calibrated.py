@@ -15,7 +15,7 @@ from flowtrain_lightning.allocator import (
     named_device,
     role_problems,
 )
-from flowtrain_lightning.allocator.given_plan import given_plan
+from flowtrain_lightning.allocator.modelled_plan import given_plan
 from flowtrain_lightning.placement.calibration import measured_efficiencies
 from flowtrain_lightning.placement.data_profile import profile_data
 from flowtrain_lightning.placement.profile import Profile

@@ -29,8 +29,8 @@ from flowtrain_lightning.allocator import (
     named_model,
     role_problems,
 )
-from flowtrain_lightning.allocator.placements import ModelledPlan, Problems
-from flowtrain_lightning.placement.modelled_layout import ModelledLayoutCosts
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 from flowtrain_lightning.placement.run_costs import first_steps
 from flowtrain_lightning.placement.simulation import simulate
 

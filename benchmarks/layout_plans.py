@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ModelledCosts, SearchSpace, choose_placement
 from flowtrain_lightning.allocator.candidates import candidates
-from flowtrain_lightning.allocator.placements import ModelledPlan, Problems, side_by_side
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems, side_by_side
 from flowtrain_lightning.cli.plan_choice import choose_plans, why_plan_cannot_run
 from flowtrain_lightning.placement.measured import MeasuredCosts
 

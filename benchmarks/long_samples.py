@@ -22,8 +22,8 @@ from flowtrain_lightning.allocator import (
     named_model,
     role_problems,
 )
-from flowtrain_lightning.allocator.given_plan import given_plan
-from flowtrain_lightning.placement.modelled_layout import ModelledLayoutCosts
+from flowtrain_lightning.allocator.modelled_plan import given_plan
+from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 
 MODEL, DEVICE, BACKBONE_RANKS = "qwen2.5-vl-7b", "h100", 4
 TOKENS = 8192

@@ -42,7 +42,7 @@ from flowtrain_lightning.allocator import (
 from flowtrain_lightning.allocator.candidates import Candidate
 from flowtrain_lightning.allocator.division import share_of_rank
 from flowtrain_lightning.allocator.memory_use import memory_use
-from flowtrain_lightning.allocator.placements import ModelledPlan
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli.plan_choice import choose_plans, why_plan_cannot_run
 from flowtrain_lightning.models import QwenVLM

@@ -19,7 +19,7 @@ from flowtrain_lightning.allocator import (
     role_problems,
     typical_workload,
 )
-from flowtrain_lightning.allocator.placements import ModelledPlan
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.cli.plan_choice import choose_plans, why_plan_cannot_run
 
 SAMPLES = {8: 256, 64: 512, 512: 4096, 4096: 32768}

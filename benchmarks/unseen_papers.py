@@ -17,9 +17,9 @@ from benchmarks.printed import Prediction
 from benchmarks.published import compare_hetpar, dip, hetpar, hetpar_problems, optimus, timed
 from benchmarks.report import table
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, Layout
-from flowtrain_lightning.allocator.bands import Band, step_band
 from flowtrain_lightning.allocator.candidates import Candidate
 from flowtrain_lightning.allocator.coefficients import PLANNED
+from flowtrain_lightning.allocator.modelled_plan import Band, step_band
 from flowtrain_lightning.allocator.role_layout import Recompute
 
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from flowtrain_lightning.allocator.candidates import SearchSpace, candidates, usable_bytes
 from flowtrain_lightning.allocator.devices import Cluster
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.allocator.placements import (
-    ModelledPlan,
-    Problems,
     Tables,
     colocated_plan,
     mixed_plan,

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
-from flowtrain_lightning.allocator.allocation import Allocation
-from flowtrain_lightning.allocator.bands import Band, step_band
 from flowtrain_lightning.allocator.candidates import (
     Candidate,
     CandidateTable,
     usable_bytes,
 )
 from flowtrain_lightning.allocator.flops import IntArray
-from flowtrain_lightning.allocator.planner import PlanKind, Prediction
-from flowtrain_lightning.allocator.rank_assignment import assign_ranks, largest_tensor_degree
-from flowtrain_lightning.allocator.role_layout import BACKBONE, Layout
-from flowtrain_lightning.allocator.role_problem import RoleProblem
+from flowtrain_lightning.allocator.modelled_plan import (
+    ModelledPlan,
+    Problems,
+    joint_bytes,
+    plan_from,
+    side_by_side,
+    waiting_seconds,
+)
+from flowtrain_lightning.allocator.planner import PlanKind
+from flowtrain_lightning.allocator.role_layout import BACKBONE
 from flowtrain_lightning.allocator.solver import match_throughputs
-
-Problems = Mapping[str, RoleProblem]
-"""Role -> what is known of it."""
 
 Tables = Mapping[str, CandidateTable]
 """Role -> its candidates."""
@@ -36,75 +37,6 @@ _TO_SPARE = 0.12
 
 _ROUNDS = 4
 """Rounds in which separate roles' waiting and their layouts are matched to each other."""
-
-
-@dataclass(frozen=True)
-class ModelledPlan(Prediction):
-    """A layout for every role, and what a step of it takes by the models of time and memory.
-
-    Attributes:
-        chosen: role -> its layout, encoders first.
-        devices: devices in use.
-        waiting: of ``seconds``, those until the first features are there and after the last gradients.
-        mfu: FLOPs that a step must spend over what the whole cluster could meanwhile.
-        peak_bytes: memory of the fullest device.
-        band: factors of ``seconds`` between which 80 % of measured steps are expected.
-    """
-
-    chosen: Mapping[str, Candidate]
-    devices: int
-    waiting: float
-    mfu: float
-    peak_bytes: float
-    band: Band
-
-    @property
-    def seconds_low(self) -> float:
-        """The lower end of the band."""
-        return self.seconds * self.band.low
-
-    @property
-    def seconds_high(self) -> float:
-        """The upper end of the band."""
-        return self.seconds * self.band.high
-
-    def cells(self) -> dict[str, str]:
-        """The band of the time, devices, utilization and memory."""
-        return {
-            "80 % band": f"{self.seconds_low:.3g} to {self.seconds_high:.3g}",
-            "devices": str(self.devices),
-            "MFU": f"{100 * self.mfu:.1f} %",
-            "peak GB": f"{self.peak_bytes / 1e9:.1f}",
-        }
-
-    def allocation(self, per_node: int) -> Allocation:
-        """The plan's layouts put onto nodes of ``per_node`` devices.
-
-        Raises:
-            AllocationError: the backbone is smaller than a group of tensor ranks, so that it cannot have rank 0.
-        """
-        layouts = {role: candidate.layout for role, candidate in self.chosen.items()}
-        recompute = {role: candidate.recompute for role, candidate in self.chosen.items()}
-        offload = {role: candidate.offload for role, candidate in self.chosen.items() if candidate.offload != "none"}
-        everyone = tuple(range(self.devices))
-        if self.kind == "separate":
-            return Allocation("separate", layouts, assign_ranks(layouts, per_node), recompute, offload)
-        if self.kind == "mixed":
-            alone = {BACKBONE: layouts[BACKBONE], "others": Layout(data=self.devices - layouts[BACKBONE].ranks)}
-            group = max(layout.ranks_of_shard_group for role, layout in layouts.items() if role != BACKBONE)
-            block = max(group, largest_tensor_degree(layouts))
-            backbone = tuple(range(layouts[BACKBONE].ranks))
-            if per_node % block == 0:
-                backbone = assign_ranks(alone, per_node, block)[BACKBONE]
-            ranks = {role: backbone if role == BACKBONE else everyone for role in layouts}
-            return Allocation("mixed", layouts, ranks, recompute, offload)
-        return Allocation("colocated", layouts, dict.fromkeys(layouts, everyone), recompute, offload)
-
-
-def joint_bytes(problems: Problems, of_roles: Mapping[str, float]) -> float:
-    """Bytes of several roles on one device: the overhead is there once."""
-    overhead = problems[BACKBONE].cluster.device.overhead
-    return overhead + sum(each - overhead for each in of_roles.values())
 
 
 def colocated_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
@@ -157,31 +89,6 @@ def _on_all(problems: Problems, tables: Tables, chosen: Mapping[str, Candidate])
             yield side_by_side(problems, {**chosen, role: larger.candidate(int(larger.seconds.argmin()))})
 
 
-def side_by_side(problems: Problems, chosen: Mapping[str, Candidate]) -> ModelledPlan:
-    """The plan of roles on devices of their own, in layouts that are given."""
-    waits = waiting_seconds(problems, chosen)
-    seconds = max(one.seconds + waits[role] for role, one in chosen.items())
-    slowest = max(one.seconds for one in chosen.values())
-    return plan_from("separate", problems, chosen, seconds=seconds, waiting=seconds - slowest)
-
-
-def waiting_seconds(problems: Problems, chosen: Mapping[str, Candidate]) -> dict[str, float]:
-    """Role -> seconds of a step in which it cannot but wait for others.
-
-    With encoders that train, the backbone begins when the first encoder batch is there, and after its last microbatch
-    an encoder still has one backward to do; an encoder waits for the gradients of the backbone's last microbatch.
-    Frozen encoders work ahead into later steps, so that nobody waits.
-
-    This is a closed form of the simulation in `flowtrain_lightning.packing` for a step of equal batches, of which an
-    encoder keeps two or more: as long where the backbone has the most to do, and an upper bound elsewhere, since an
-    encoder that waits may have backwards left to do.
-    """
-    in_step = {role: one for role, one in chosen.items() if role != BACKBONE and problems[role].half.trains}
-    last = _batch_seconds(problems[BACKBONE], chosen[BACKBONE])
-    first = max((_batch_seconds(problems[role], one) for role, one in in_step.items()), default=0.0)
-    return {role: first if role == BACKBONE else last * (role in in_step) for role in chosen}
-
-
 def mixed_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
     """The best plan with the backbone on some devices and encoders on all, or None where sharing gains nothing.
 
@@ -198,29 +105,6 @@ def mixed_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
         if found is not None and found[0] < seconds:
             seconds, best = found[0], {**named, BACKBONE: found[1]}
     return None if best is None else plan_from("mixed", problems, best, seconds=seconds)
-
-
-def plan_from(
-    kind: PlanKind, problems: Problems, chosen: Mapping[str, Candidate], *, seconds: float, waiting: float = 0.0
-) -> ModelledPlan:
-    """The plan of chosen layouts, with what follows from them and the time of a step."""
-    cluster, separate = problems[BACKBONE].cluster, kind == "separate"
-    flops = sum(problem.model_flops for problem in problems.values())
-    devices = [candidate.devices for candidate in chosen.values()]
-    of_roles = {role: candidate.bytes for role, candidate in chosen.items()}
-    return ModelledPlan(
-        kind=kind,
-        name=kind,
-        seconds=seconds,
-        samples_per_second=problems[BACKBONE].load.items / seconds,
-        idle={role: max(0.0, 1 - one.seconds / seconds) if separate else 0.0 for role, one in chosen.items()},
-        chosen=chosen,
-        devices=sum(devices) if separate else max(devices),
-        waiting=waiting,
-        mfu=flops / seconds / (cluster.devices * cluster.device.peak),
-        peak_bytes=max(of_roles.values()) if separate else joint_bytes(problems, of_roles),
-        band=step_band(problems, chosen, separate),
-    )
 
 
 def _grouped(keys: Iterable[Hashable]) -> dict[Hashable, IntArray]:
@@ -265,12 +149,6 @@ def _best_together(
 
 def _picked(tables: Tables, indices: Iterable[int]) -> dict[str, Candidate]:
     return {role: table.candidate(int(index)) for (role, table), index in zip(tables.items(), indices, strict=True)}
-
-
-def _batch_seconds(problem: RoleProblem, candidate: Candidate) -> float:
-    """Seconds of one microbatch or encoder batch, forward and backward."""
-    time = candidate.details(problem).time
-    return float(((time.forward + time.backward + time.exchange) / time.microbatches)[0])
 
 
 def _in_several_groups(table: CandidateTable, devices: int) -> IntArray:

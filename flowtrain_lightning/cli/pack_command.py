@@ -248,9 +248,9 @@ def _save(columns: dict[str, list[IntArray]], path: Path) -> None:
 
 
 def _plot(plan: OfflinePlan, costs: FloatArray, settings: OfflineSettings, path: Path) -> None:
-    from flowtrain_lightning.cli.pack_plot import draw
+    from flowtrain_lightning.cli.plots import draw_packing
 
-    draw(plan, costs, settings, path)
+    draw_packing(plan, costs, settings, path)
 
 
 def _in_words(name: str, value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from flowtrain_lightning.allocator import BACKBONE
-from flowtrain_lightning.allocator.placements import ModelledPlan, Problems
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 
 
 @dataclass(frozen=True)

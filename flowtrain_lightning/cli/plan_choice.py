@@ -17,7 +17,7 @@ from flowtrain_lightning.allocator import (
     PlacementChoice,
     choose_placement,
 )
-from flowtrain_lightning.allocator.placements import ModelledPlan, Problems
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.placement.request import why_it_cannot_run
 
 _RUN = ("bf16-mixed", "bf16-true", "32-true")

@@ -26,7 +26,7 @@ from flowtrain_lightning.allocator import (
     Workload,
     role_problems,
 )
-from flowtrain_lightning.allocator.given_plan import given_plan
+from flowtrain_lightning.allocator.modelled_plan import given_plan
 from flowtrain_lightning.allocator.plan_file import read_plan, write_plan
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.allocator.role_problem import OPTIMIZERS
@@ -96,7 +96,7 @@ def run() -> None:
     if options.out is not None:
         _write(report, per_node, options.out)
     if options.plot is not None:
-        from flowtrain_lightning.cli.plan_plot import draw_plan
+        from flowtrain_lightning.cli.plots import draw_plan
 
         draw_plan(report, options.plot)
     print(json.dumps(report.values()) if options.json else report.text())
@@ -223,7 +223,7 @@ def _sweep(
         runs = why_plan_cannot_run(best, costs.problems) is None
         found.append({"devices": count, "placement": best.name, **figures, "runs_today": runs})
     if options.plot is not None:
-        from flowtrain_lightning.cli.plan_plot import draw_sweep
+        from flowtrain_lightning.cli.plots import draw_sweep
 
         draw_sweep(found, f"{module.name} on {device.name}", options.plot)
     print(json.dumps(found) if options.json else _sweep_text(found))

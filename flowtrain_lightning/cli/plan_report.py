@@ -9,7 +9,7 @@ from typing import Any
 
 from flowtrain_lightning.allocator import BACKBONE, ModuleDescription
 from flowtrain_lightning.allocator.candidates import usable_bytes
-from flowtrain_lightning.allocator.placements import ModelledPlan, Problems, joint_bytes
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems, joint_bytes
 from flowtrain_lightning.allocator.planner import PLAN_KINDS
 from flowtrain_lightning.cli.plan_bill import Bill
 from flowtrain_lightning.cli.plan_choice import Choices, why_plan_cannot_run

@@ -30,8 +30,7 @@ from flowtrain_lightning.cli.command_table import UsageError, command_parser
 from flowtrain_lightning.cli.lengths import read_sizes
 from flowtrain_lightning.cli.plan_input import devices_per_node, read_device, read_efficiencies, read_module
 from flowtrain_lightning.packing import DEFAULT_COST, IntArray, PackingError, SampleSizes
-from flowtrain_lightning.placement.layout_costs import LayoutCosts, ProfiledLayoutCosts
-from flowtrain_lightning.placement.modelled_layout import ModelledLayoutCosts
+from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayoutCosts, ProfiledLayoutCosts
 from flowtrain_lightning.placement.profile import Profile, ProfileError, read_profile
 from flowtrain_lightning.placement.request import refuse_what_cannot_run
 from flowtrain_lightning.placement.simulation import PURPOSES, Activity, Simulation, plan_on, simulate

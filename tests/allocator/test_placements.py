@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.allocator.candidates import SearchSpace, candidates
-from flowtrain_lightning.allocator.placements import separate_plans, waiting_seconds
+from flowtrain_lightning.allocator.modelled_plan import waiting_seconds
+from flowtrain_lightning.allocator.placements import separate_plans
 from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
 from flowtrain_lightning.packing.simulator import simulate_step
 from flowtrain_lightning.packing.step_work import EncoderWork, Lanes, StepWork

@@ -19,7 +19,7 @@ from flowtrain_lightning.allocator import (
     named_device,
     role_problems,
 )
-from flowtrain_lightning.allocator.placements import joint_bytes
+from flowtrain_lightning.allocator.modelled_plan import joint_bytes
 
 torch = pytest.importorskip("torch")
 

@@ -19,7 +19,7 @@ from flowtrain_lightning.allocator import (
 )
 from flowtrain_lightning.allocator.candidates import evaluate, families_of
 from flowtrain_lightning.allocator.flops import backward_work, forward_work
-from flowtrain_lightning.allocator.given_plan import given_plan
+from flowtrain_lightning.allocator.modelled_plan import given_plan
 from flowtrain_lightning.allocator.module_parts import Layers
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.allocator.role_time import role_time

@@ -17,7 +17,7 @@ from flowtrain_lightning.allocator import (
     role_problems,
     typical_workload,
 )
-from flowtrain_lightning.placement.modelled_layout import ModelledLayoutCosts
+from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 
 EVERYONE = tuple(range(8))
 MODULE = named_model("qwen2.5-vl-7b")

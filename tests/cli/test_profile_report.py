@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from flowtrain_lightning.cli.profile_report import profile_as_text
+from flowtrain_lightning.cli.profile_command import profile_as_text
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import Observation
 from flowtrain_lightning.placement.profile import FlopModel, ProfileOrigin

@@ -15,9 +15,9 @@ from flowtrain_lightning.allocator import (
     named_model,
     role_problems,
 )
-from flowtrain_lightning.allocator.given_plan import given_plan
+from flowtrain_lightning.allocator.modelled_plan import given_plan
 from flowtrain_lightning.packing import SampleSizes
-from flowtrain_lightning.placement.modelled_layout import ModelledLayoutCosts
+from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 from flowtrain_lightning.placement.simulation import plan_on, simulate
 
 LENGTH, EACH, SAMPLES = 1024, 8, 128

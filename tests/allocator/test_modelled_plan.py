@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from flowtrain_lightning.allocator import Layout
-from flowtrain_lightning.allocator.bands import step_band
 from flowtrain_lightning.allocator.candidates import Candidate
+from flowtrain_lightning.allocator.modelled_plan import step_band
 from tests.allocator.problems import problems
 
 

@@ -1,0 +1,238 @@
+"""A plan by the models of time and memory: what chosen layouts take, and within which band a step is expected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import exp, hypot
+
+from flowtrain_lightning.allocator.allocation import Allocation
+from flowtrain_lightning.allocator.candidates import Candidate, evaluate, why_undividable
+from flowtrain_lightning.allocator.coefficients import FITTED_DEVICES, ROW_BAND, WIDENING, assumed_efficiency
+from flowtrain_lightning.allocator.planner import PlanKind, Prediction
+from flowtrain_lightning.allocator.rank_assignment import assign_ranks, largest_tensor_degree
+from flowtrain_lightning.allocator.role_layout import BACKBONE, Layout, PlanningError
+from flowtrain_lightning.allocator.role_problem import RoleProblem, family_of
+
+Problems = Mapping[str, RoleProblem]
+"""Role -> what is known of it."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """Factors of a predicted time between which 80 % of measured ones lie.
+
+    Attributes:
+        low: at most 1.
+        high: at least 1.
+    """
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ModelledPlan(Prediction):
+    """A layout for every role, and what a step of it takes by the models of time and memory.
+
+    Attributes:
+        chosen: role -> its layout, encoders first.
+        devices: devices in use.
+        waiting: of ``seconds``, those until the first features are there and after the last gradients.
+        mfu: FLOPs that a step must spend over what the whole cluster could meanwhile.
+        peak_bytes: memory of the fullest device.
+        band: factors of ``seconds`` between which 80 % of measured steps are expected.
+    """
+
+    chosen: Mapping[str, Candidate]
+    devices: int
+    waiting: float
+    mfu: float
+    peak_bytes: float
+    band: Band
+
+    @property
+    def seconds_low(self) -> float:
+        """The lower end of the band."""
+        return self.seconds * self.band.low
+
+    @property
+    def seconds_high(self) -> float:
+        """The upper end of the band."""
+        return self.seconds * self.band.high
+
+    def cells(self) -> dict[str, str]:
+        """The band of the time, devices, utilization and memory."""
+        return {
+            "80 % band": f"{self.seconds_low:.3g} to {self.seconds_high:.3g}",
+            "devices": str(self.devices),
+            "MFU": f"{100 * self.mfu:.1f} %",
+            "peak GB": f"{self.peak_bytes / 1e9:.1f}",
+        }
+
+    def allocation(self, per_node: int) -> Allocation:
+        """The plan's layouts put onto nodes of ``per_node`` devices.
+
+        Raises:
+            AllocationError: the backbone is smaller than a group of tensor ranks, so that it cannot have rank 0.
+        """
+        layouts = {role: candidate.layout for role, candidate in self.chosen.items()}
+        recompute = {role: candidate.recompute for role, candidate in self.chosen.items()}
+        offload = {role: candidate.offload for role, candidate in self.chosen.items() if candidate.offload != "none"}
+        everyone = tuple(range(self.devices))
+        if self.kind == "separate":
+            return Allocation("separate", layouts, assign_ranks(layouts, per_node), recompute, offload)
+        if self.kind == "mixed":
+            alone = {BACKBONE: layouts[BACKBONE], "others": Layout(data=self.devices - layouts[BACKBONE].ranks)}
+            group = max(layout.ranks_of_shard_group for role, layout in layouts.items() if role != BACKBONE)
+            block = max(group, largest_tensor_degree(layouts))
+            backbone = tuple(range(layouts[BACKBONE].ranks))
+            if per_node % block == 0:
+                backbone = assign_ranks(alone, per_node, block)[BACKBONE]
+            ranks = {role: backbone if role == BACKBONE else everyone for role in layouts}
+            return Allocation("mixed", layouts, ranks, recompute, offload)
+        return Allocation("colocated", layouts, dict.fromkeys(layouts, everyone), recompute, offload)
+
+
+def given_plan(problems: Problems, allocation: Allocation) -> ModelledPlan:
+    """The plan that an allocation is. It may need more memory than there is; see its ``peak_bytes``.
+
+    Args:
+        problems: role -> what is planned for.
+        allocation: for all devices of the problems' cluster.
+
+    Raises:
+        PlanningError: it has other roles or devices, or its degrees do not divide heads, layers or nodes.
+    """
+    cluster = problems[BACKBONE].cluster
+    if set(allocation.layouts) != set(problems):
+        raise PlanningError(
+            f"The allocation has the roles {', '.join(allocation.layouts)}, but the module has {', '.join(problems)}."
+        )
+    if allocation.size != cluster.devices:
+        raise PlanningError(
+            f"The allocation is for {allocation.size} devices, but {cluster.devices} are planned for; give --devices "
+            f"{allocation.size}."
+        )
+    chosen = {role: _candidate(problem, allocation) for role, problem in problems.items()}
+    encoding = sum(one.seconds for role, one in chosen.items() if role != BACKBONE)
+    backbone = chosen[BACKBONE]
+    if allocation.placement == "separate":
+        return side_by_side(problems, chosen)
+    if allocation.placement == "mixed":
+        shared = encoding + backbone.seconds * backbone.devices / cluster.devices
+        return plan_from("mixed", problems, chosen, seconds=max(shared, backbone.seconds))
+    return plan_from("colocated", problems, chosen, seconds=encoding + backbone.seconds)
+
+
+def side_by_side(problems: Problems, chosen: Mapping[str, Candidate]) -> ModelledPlan:
+    """The plan of roles on devices of their own, in layouts that are given."""
+    waits = waiting_seconds(problems, chosen)
+    seconds = max(one.seconds + waits[role] for role, one in chosen.items())
+    slowest = max(one.seconds for one in chosen.values())
+    return plan_from("separate", problems, chosen, seconds=seconds, waiting=seconds - slowest)
+
+
+def waiting_seconds(problems: Problems, chosen: Mapping[str, Candidate]) -> dict[str, float]:
+    """Role -> seconds of a step in which it cannot but wait for others.
+
+    With encoders that train, the backbone begins when the first encoder batch is there, and after its last microbatch
+    an encoder still has one backward to do; an encoder waits for the gradients of the backbone's last microbatch.
+    Frozen encoders work ahead into later steps, so that nobody waits.
+
+    This is a closed form of the simulation in `flowtrain_lightning.packing` for a step of equal batches, of which an
+    encoder keeps two or more: as long where the backbone has the most to do, and an upper bound elsewhere, since an
+    encoder that waits may have backwards left to do.
+    """
+    in_step = {role: one for role, one in chosen.items() if role != BACKBONE and problems[role].half.trains}
+    last = _batch_seconds(problems[BACKBONE], chosen[BACKBONE])
+    first = max((_batch_seconds(problems[role], one) for role, one in in_step.items()), default=0.0)
+    return {role: first if role == BACKBONE else last * (role in in_step) for role in chosen}
+
+
+def plan_from(
+    kind: PlanKind, problems: Problems, chosen: Mapping[str, Candidate], *, seconds: float, waiting: float = 0.0
+) -> ModelledPlan:
+    """The plan of chosen layouts, with what follows from them and the time of a step."""
+    cluster, separate = problems[BACKBONE].cluster, kind == "separate"
+    flops = sum(problem.model_flops for problem in problems.values())
+    devices = [candidate.devices for candidate in chosen.values()]
+    of_roles = {role: candidate.bytes for role, candidate in chosen.items()}
+    return ModelledPlan(
+        kind=kind,
+        name=kind,
+        seconds=seconds,
+        samples_per_second=problems[BACKBONE].load.items / seconds,
+        idle={role: max(0.0, 1 - one.seconds / seconds) if separate else 0.0 for role, one in chosen.items()},
+        chosen=chosen,
+        devices=sum(devices) if separate else max(devices),
+        waiting=waiting,
+        mfu=flops / seconds / (cluster.devices * cluster.device.peak),
+        peak_bytes=max(of_roles.values()) if separate else joint_bytes(problems, of_roles),
+        band=step_band(problems, chosen, separate),
+    )
+
+
+def joint_bytes(problems: Problems, of_roles: Mapping[str, float]) -> float:
+    """Bytes of several roles on one device: the overhead is there once."""
+    overhead = problems[BACKBONE].cluster.device.overhead
+    return overhead + sum(each - overhead for each in of_roles.values())
+
+
+def step_band(problems: Mapping[str, RoleProblem], chosen: Mapping[str, Candidate], separate: bool) -> Band:
+    """The band of a plan's time of a step.
+
+    It is that of the rows to which the model of time was fitted, held out, and wider by what no row covers; causes are
+    taken to be independent, so that squares add up. A cause that is in one role counts by the role's share of the time.
+
+    Args:
+        problems: role -> what is planned for.
+        chosen: role -> its layout.
+        separate: roles have devices of their own.
+    """
+    whole = sum(one.seconds for one in chosen.values())
+    widths: dict[str, float] = {}
+    for role, one in chosen.items():
+        for cause in _uncovered(problems[role], one):
+            widths[cause] = widths.get(cause, 0.0) + WIDENING[cause] * one.seconds / whole
+    if separate:
+        widths["roles on devices of their own"] = WIDENING["roles on devices of their own"]
+    wider = hypot(*widths.values())
+    below, above = ROW_BAND
+    return Band(exp(-hypot(above, wider)), exp(hypot(below, wider)))
+
+
+def _uncovered(problem: RoleProblem, one: Candidate) -> Iterator[str]:
+    """The keys of `WIDENING` that hold for a role in its layout; a profile's measurements cover code and device."""
+    device = problem.cluster.device
+    if problem.efficiency == assumed_efficiency(device):
+        yield "another code base"
+        if device.name not in FITTED_DEVICES:
+            yield "another device"
+        if problem.precision.multiplied < 2:
+            yield "fp8"
+        if problem.role != BACKBONE:
+            yield "an encoder"
+        if any(part.experts is not None for part in problem.half.layers):
+            yield "a mixture of experts"
+    if one.layout.tensor * one.layout.context > 1:
+        yield "tensor or context ranks"
+    if one.layout.pipeline > 1:
+        yield "a pipeline"
+
+
+def _candidate(problem: RoleProblem, allocation: Allocation) -> Candidate:
+    role = problem.role
+    layout = allocation.layouts[role]
+    recompute, offload = allocation.recompute.get(role, "none"), allocation.offload.get(role, "none")
+    reason = why_undividable(problem, layout.tensor, layout.pipeline, layout.context)
+    if reason is not None:
+        raise PlanningError(reason)
+    found = evaluate(problem, family_of(layout, recompute, offload))
+    return Candidate(role, layout, recompute, float(found.time.total[0]), float(found.memory.total[0]), offload)
+
+
+def _batch_seconds(problem: RoleProblem, candidate: Candidate) -> float:
+    """Seconds of one microbatch or encoder batch, forward and backward."""
+    time = candidate.details(problem).time
+    return float(((time.forward + time.backward + time.exchange) / time.microbatches)[0])
