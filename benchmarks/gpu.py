@@ -75,7 +75,7 @@ class Findings:
         """All of it, for people."""
         texts = [machine_line(self.machine), describe(options, self.told)]
         if self.rounds:
-            texts.append(variants_table(self.told, self.rounds))
+            texts.append(variants_table(self.rounds))
         texts += [PART_TEXTS[name](found) for name, found in self.parts.items()]
         texts += [f"Did not run: {what}: {reason}" for what, reason in self.failures.items()]
         return "\n\n".join(texts) + "\n"
@@ -238,7 +238,7 @@ def describe(options: argparse.Namespace, told: dict[str, Any]) -> str:
     )
 
 
-def variants_table(told: dict[str, Any], rounds: Rounds) -> str:
+def variants_table(rounds: Rounds) -> str:
     """A row for each variant; ratios are of tokens per second and device, each within a round."""
     rows = []
     for variant, found in rounds.items():

@@ -47,8 +47,9 @@ def qwen_tokens(height: float, width: float) -> int:
     return h * w // (factor * factor)
 
 
-def tile_tokens(height: float, width: float, most: int = 12) -> int:
-    """Backbone tokens of a picture under the rule of InternVL; it has four times as many patches, less 2 markers."""
+def tile_tokens(height: float, width: float) -> int:
+    """Backbone tokens of a picture in at most 12 tiles, as InternVL cuts it: 2 markers, else one for 4 patches."""
+    most = 12
     grids = sorted(
         ((i, j) for i in range(1, most + 1) for j in range(1, most + 1) if i * j <= most), key=lambda g: g[0] * g[1]
     )

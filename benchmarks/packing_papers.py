@@ -53,8 +53,9 @@ def karmarkar_karp(costs: Floats, parts: int) -> Bins:
     return [members for _, members in heap[0][2]]
 
 
-def verl(tokens: Ints, costs: Floats, bins: int, budget: int, ranks: int = 8) -> Bins:
+def verl(tokens: Ints, costs: Floats, bins: int, budget: int) -> Bins:
     """Karmarkar-Karp over ranks, then into each rank's microbatches: a position holds one of every rank."""
+    ranks = 8
     found: Bins = [[] for _ in range(bins)]
     for rank, own in enumerate(karmarkar_karp(costs, ranks)):
         parts = karmarkar_karp(costs[own], bins // ranks)

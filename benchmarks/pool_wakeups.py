@@ -6,7 +6,6 @@ import ctypes
 import os
 import select
 import socket
-import struct
 import time
 from mmap import mmap
 from multiprocessing.connection import Connection
@@ -16,7 +15,6 @@ _FUTEX = 202  # the number of the system call on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _SPIN_SECONDS = 20e-6
 _SHARED = mmap(-1, 4096)  # before the fork, so that both processes have it
-_STAMP = struct.Struct("<q")
 
 
 class Waker(Protocol):

@@ -59,11 +59,6 @@ class MemoryUse:
         found: FloatArray = np.sum([getattr(self, field.name) for field in fields(self)], axis=0)
         return found
 
-    def beside(self, other: MemoryUse) -> MemoryUse:
-        """Two roles on the same device: everything adds up but the overhead."""
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return MemoryUse(**{**sums, "overhead": np.maximum(self.overhead, other.overhead)})
-
     def or_if_more(self, other: MemoryUse) -> MemoryUse:
         """Of two moments of one role the one that takes more, for each data degree."""
         more = other.total > self.total

@@ -102,7 +102,7 @@ class EvaluateAnswers(L.Callback):
         own: dict[int, list[int]] = {}
         for number, batch in enumerate(islice(self._loader, steps)):
             samples += batch.plan.samples.tolist()
-            own |= self._predict(trainer, module, batch, number)
+            own |= self._predict(trainer, batch, number)
         samples = samples[: self.samples]
         table = torch.full((len(samples), 1 + module.max_new_tokens), -1, device=module.device)
         for row, sample in enumerate(samples):
@@ -114,7 +114,7 @@ class EvaluateAnswers(L.Callback):
         merged = told.reshape(-1, *table.shape).amax(0).tolist()  # -1 on ranks that did not answer it
         return samples, [tokens[:length] for length, *tokens in merged]
 
-    def _predict(self, trainer: L.Trainer, module: FlowModule, batch: StepBatch, number: int) -> dict[int, list[int]]:
+    def _predict(self, trainer: L.Trainer, batch: StepBatch, number: int) -> dict[int, list[int]]:
         """What this rank generates of one step: number of a record -> new token ids."""
         batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
         outputs: Any = trainer.strategy.predict_step(batch, number)

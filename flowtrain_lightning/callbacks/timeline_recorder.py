@@ -80,17 +80,16 @@ def time_split(timelines: Sequence[dict[str, Any]]) -> dict[str, dict[str, float
     return {role: {kind: s / sum(kinds.values()) for kind, s in kinds.items()} for role, kinds in seconds.items()}
 
 
-def draw_step(timelines: Sequence[dict[str, Any]], path: Path, step: int | None = None) -> None:
-    """Draws one training step: a row per lane, a bar per span.
+def draw_step(timelines: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws one training step, in the middle of those that were kept: a row per lane, a bar per span.
 
     Args:
         timelines: see ``read_timelines``.
         path: the PNG to write.
-        step: which step; by default one in the middle of those that were kept.
     """
-    chosen = _middle_step(timelines) if step is None else step
-    if chosen is not None:
-        draw_steps({f"Step {chosen}: what each lane did when": (timelines, chosen)}, path)
+    step = _middle_step(timelines)
+    if step is not None:
+        draw_steps({f"Step {step}: what each lane did when": (timelines, step)}, path)
 
 
 def draw_steps(steps: Mapping[str, tuple[Sequence[dict[str, Any]], int | None]], path: Path) -> None:

@@ -39,6 +39,7 @@ from flowtrain_lightning.pool import (
 MISTAKES = ()
 
 _TIER = "device tier"
+_TIER_SECONDS = 60.0  # after which opening it has failed
 
 REQUIRED = ("flowtrain-lightning", "torch", "lightning", "torchmetrics", "numpy", "scipy")
 
@@ -116,24 +117,23 @@ def examine_pool() -> Iterator[Finding]:
     yield _examine_network()
 
 
-def examine_device_tier(make_runtime: Callable[[int], DeviceRuntime], seconds: float = 60.0) -> Finding:
+def examine_device_tier(make_runtime: Callable[[int], DeviceRuntime]) -> Finding:
     """Whether two processes can read each other's device memory, tried out as at the start of a run.
 
     Args:
         make_runtime: the device of process 0 or 1; called in that process, which is spawned.
-        seconds: after which it has failed.
     """
     spawn = multiprocessing.get_context("spawn")  # CUDA does not work in forks
     receiver, sender = spawn.Pipe(duplex=False)
     reasons: list[str] = []
     with tempfile.TemporaryDirectory(prefix="flowtrain-") as folder:
-        arguments = (Path(folder) / "store", make_runtime, seconds, sender)
+        arguments = (Path(folder) / "store", make_runtime, sender)
         ranks = [spawn.Process(target=_open_tier, args=(rank, *arguments), daemon=True) for rank in range(2)]
         try:
             for rank in ranks:
                 rank.start()
             sender.close()
-            while len(reasons) < len(ranks) and receiver.poll(seconds):
+            while len(reasons) < len(ranks) and receiver.poll(_TIER_SECONDS):
                 reasons.append(receiver.recv())
         except EOFError:  # they have ended
             reasons.append("a process that opens it ended at once")
@@ -147,12 +147,10 @@ def examine_device_tier(make_runtime: Callable[[int], DeviceRuntime], seconds: f
     return Finding(_TIER, True, "features and gradients pass between processes in GPU memory, by CUDA IPC")
 
 
-def _open_tier(
-    rank: int, store: Path, make_runtime: Callable[[int], DeviceRuntime], seconds: float, sender: Connection
-) -> None:
+def _open_tier(rank: int, store: Path, make_runtime: Callable[[int], DeviceRuntime], sender: Connection) -> None:
     """What each process does: says why it cannot, or an empty text."""
     try:
-        mesh = Mesh.connect(FileStore(str(store), 2), rank, 2, ("process 0", "process 1"), seconds)
+        mesh = Mesh.connect(FileStore(str(store), 2), rank, 2, ("process 0", "process 1"), _TIER_SECONDS)
         tier = open_device_tier(mesh, make_runtime(rank), 1 << 20)
         sender.send("; ".join(tier.refusals))
         tier.close()

@@ -124,7 +124,7 @@ def test_rates_are_of_the_slowest_rank_and_ratios_of_devices():
         "encoder_stall": 0.25,
         "backbone_stall": 0.5,
     }
-    separate = variants_table(told, rounds).splitlines()[-1].split("|")
+    separate = variants_table(rounds).splitlines()[-1].split("|")
     stalls = {"encoder": "25.0%", "backbone": "50.0%"}
     cells = ["2", "250", "50.0%", *(stalls[role] for role in ROLES), "0.0", "-", "0.50"]
     assert [cell.strip() for cell in separate[2:-1]] == cells
