@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: imports run downward, and planning needs no torch."""
+"""The house rules that a machine can check: imports run downward, planning needs no torch, tests have short names."""
 
 from __future__ import annotations
 
@@ -83,6 +83,13 @@ def test_a_room_leans_on_nothing_but_what_the_design_names(room):
     for file in (PACKAGE / room).rglob("*.py"):
         top = {name.split(".")[0] for name in imports(file)} - set(sys.stdlib_module_names) - {NAME}
         assert top <= OUTSIDE[room], f"{file.name} imports {sorted(top - OUTSIDE[room])}"
+
+
+def test_names_of_tests_fit_on_a_line_of_a_report():
+    for file in Path(__file__).parent.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                assert len(node.name) <= 80, f"{file.name}: {node.name} has {len(node.name)} characters"
 
 
 def test_models_of_hugging_face_cost_nothing_before_one_is_built():

@@ -158,7 +158,7 @@ def test_heads_of_other_sizes_than_pytorchs_kernel_takes_are_filled_up_with_zero
     torch.testing.assert_close(found, varlen_attention(*inputs, CU_SEQLENS, max(LENGTHS), True))
 
 
-def test_half_precision_on_a_device_runs_one_kernel_that_reads_no_bounds_and_copies_no_key_heads() -> None:
+def test_half_precision_runs_one_kernel_without_reading_bounds_or_copying_key_heads() -> None:
     # On the meta device nothing can be read, and PyTorch's kernel gives shapes.
     query, key, value = (x.detach().to("meta", torch.bfloat16).requires_grad_() for x in packed(key_heads=2))
     output = varlen_attention(query, key, value, CU_SEQLENS.to("meta"), max(LENGTHS), causal=True)

@@ -90,7 +90,7 @@ def test_a_layer_keeps_what_torch_keeps(gated, dtype):
     assert TOKENS * activation_bytes(part, dtype.itemsize, "none") == pytest.approx(kept, rel=0.03)
 
 
-def test_a_fused_product_of_queries_keys_and_values_is_kept_whole_beside_what_is_rotated():
+def test_a_fused_query_key_value_product_is_kept_whole_beside_the_rotated_parts():
     x = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
     part = Layers(1, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, SIZE, causal=True, fused=True)
     kept = kept_bytes(Layer(False, rotates=True), x)
@@ -171,7 +171,7 @@ def test_logits_take_the_place_of_what_a_layer_works_with():
     assert memory_use(problem, Family(np.ones(1)), np.array([8192.0]), np.ones(1)).at(0)["logits"] == 0
 
 
-def test_where_nothing_is_said_the_loss_is_in_chunks_as_of_the_models_of_hugging_face():
+def test_the_loss_is_in_chunks_by_default_as_in_the_models_of_hugging_face():
     assert LOSS_CHUNK == CHUNK
 
 

@@ -67,7 +67,7 @@ def test_every_plan_becomes_an_allocation(plans):
 
 
 @pytest.mark.parametrize(("model", "devices"), [("qwen2.5-vl-7b", 64), ("gemma-3-4b", 64)])
-def test_of_a_mixed_plan_ranks_that_need_each_other_to_encode_all_have_the_backbone_or_none_has(model, devices):
+def test_in_a_mixed_plan_all_ranks_of_an_encoder_group_have_the_backbone_or_none_has(model, devices):
     given = problems(model, devices=devices)
     plan = next(plan for plan in ModelledCosts(given).plans(_is_run) if plan.kind == "mixed")
     allocation = plan.allocation(8)

@@ -85,7 +85,7 @@ def test_any_split_keeps_rank_0_for_the_backbone_and_uses_every_rank_once(shape,
     assert encoder_ranks in (None, len(ranks["encoder"]))
 
 
-def test_of_mixed_ranks_all_encode_and_those_that_only_encode_are_the_encoder_ranks_of_separate_ones():
+def test_in_a_mixed_plan_all_ranks_encode_and_the_separate_encoder_ranks_only_that():
     mixed, separate = (default_allocation(8, placement, 3, 4) for placement in ("mixed", "separate"))
     assert mixed.ranks == {"encoder": tuple(range(8)), "backbone": separate.ranks["backbone"]}
     assert mixed.layouts["encoder"].data == 8

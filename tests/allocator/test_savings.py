@@ -133,7 +133,7 @@ def test_states_on_the_host_need_no_memory_but_time():
     assert slower["optimizer"] > 10 * time["optimizer"]
 
 
-def test_activations_on_the_host_need_little_memory_and_what_computing_hides_of_their_way():
+def test_activations_on_the_host_need_little_memory_and_computing_hides_their_copies():
     (time, memory), (_, smaller) = (evaluated(backbone(host_activations=host)) for host in (False, True))
     assert time["offload"] == 0
     assert smaller["activations"] < 0.4 * memory["activations"]
@@ -144,7 +144,7 @@ def test_activations_on_the_host_need_little_memory_and_what_computing_hides_of_
 
 
 @pytest.mark.parametrize("shard", ["deepspeed-1", "deepspeed-2", "deepspeed-3"])
-def test_a_given_plan_counts_no_states_that_its_layout_keeps_on_the_host_but_their_time(shard):
+def test_a_given_plan_counts_the_time_of_states_on_the_host_but_not_their_memory(shard):
     layouts = {"encoder": Layout(8), "backbone": Layout(8, shard=shard)}
     usual = Allocation("colocated", layouts, dict.fromkeys(layouts, tuple(range(8))))
     on_host = replace(usual, offload={"backbone": "optimizer"})
@@ -159,7 +159,7 @@ def test_a_given_plan_counts_no_states_that_its_layout_keeps_on_the_host_but_the
 
 
 @pytest.mark.parametrize("offload", ["weights", "all"])
-def test_a_given_plan_counts_no_shards_that_its_layout_keeps_on_the_host_but_their_time(offload):
+def test_a_given_plan_counts_the_time_of_shards_on_the_host_but_not_their_memory(offload):
     layouts = {"encoder": Layout(8), "backbone": Layout(8, shard="fsdp")}
     usual = Allocation("colocated", layouts, dict.fromkeys(layouts, tuple(range(8))))
     asked = problems()

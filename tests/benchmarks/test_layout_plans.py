@@ -47,7 +47,7 @@ def test_a_run_chooses_by_simulated_times_and_the_plainer_of_equal_ones(found):
     assert choice_of_a_run(found, slow | {"separate": 1.99}) == "uniform"
 
 
-def test_whoever_encodes_first_deals_ranks_so_that_both_sides_together_take_the_least(found):
+def test_encoding_first_takes_the_ranks_with_which_both_sides_together_take_least(found):
     both = [sum(one.seconds for one in found[kind].chosen.values()) for kind in (SYNCHRONOUS, "separate")]
     assert found[SYNCHRONOUS].seconds == pytest.approx(both[0])
     assert both[0] <= both[1] * (1 + 1e-9)

@@ -25,7 +25,7 @@ def test_bands_of_80_percent_hold_75_to_85_percent_of_a_paper():
     assert 0.75 <= share_in_bands() <= 0.85
 
 
-def test_the_rows_attention_is_slower_than_that_of_training_by_what_its_authors_measured():
+def test_attention_of_the_rows_is_slower_than_in_training_by_the_measured_factor():
     assert 1.3 <= PLANNED.attention_reached / COEFFICIENTS.attention_reached <= 2.5
 
 

@@ -64,7 +64,7 @@ def test_all_ranks_change_costs_alike_and_plan_alike(run, layout, settings):
 
 
 @pytest.mark.parametrize(("layout", "settings"), [FROZEN, WORKERS])
-def test_steps_before_the_first_change_are_packed_as_ever_and_the_samples_never_change(run, layout, settings):
+def test_steps_before_the_first_change_are_packed_alike_and_samples_never_change(run, layout, settings):
     (_, notes), (_, plain) = run(layout, **settings), run(layout, adapts=False, **settings)
     first = place(notes[0]["changes"][0])
     pairs = list(zip(notes[0]["steps"], plain[0]["steps"], strict=True))

@@ -22,7 +22,7 @@ def recorded_ranks(folder: Path) -> list[int]:
     return [timeline["rank"] for timeline in read_timelines(folder / "timeline")]
 
 
-def test_what_an_earlier_run_of_more_ranks_saved_in_the_folder_is_not_taken_for_this_ones(tmp_path):
+def test_files_of_an_earlier_run_with_more_ranks_are_not_taken_for_this_run(tmp_path):
     write_records(tmp_path, 8)
     assert recorded_ranks(tmp_path) == [0]
     earlier = json.loads((tmp_path / "timeline" / "rank0.json").read_text())

@@ -153,7 +153,7 @@ def test_without_such_values_there_is_no_pickle(saved):
     assert {path.suffix for path in (saved / "last.ckpt").rglob("*") if path.is_file()} == {".json", ".safetensors"}
 
 
-def test_objects_are_told_when_they_are_saved_and_refused_unless_the_user_trusts_them(tmp_path, alone):
+def test_objects_are_reported_on_saving_and_refused_unless_the_user_trusts_them(tmp_path, alone):
     with pytest.warns(UserWarning, match=r"no tensors or plain data: fractions\.Fraction.*weights_only=False must be"):
         path = saved_alone(tmp_path / "last.ckpt", alone, hyper_parameters={"share": Fraction(1, 3)})
     with pytest.raises(

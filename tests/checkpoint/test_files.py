@@ -73,7 +73,7 @@ def test_a_link_that_leads_nowhere_is_replaced(tmp_path):
     assert content(path) == "new"
 
 
-def test_leftovers_of_the_same_name_and_of_dead_processes_are_removed_and_nothing_else(tmp_path, dead):
+def test_only_leftovers_of_the_same_name_and_of_dead_processes_are_removed(tmp_path, dead):
     gone = [f".last.ckpt.partial-elsewhere-1-{os.getppid()}-0", f".other.ckpt.partial-{HERE}-{dead}-3"]
     kept = [f".other.ckpt.partial-{HERE}-{os.getppid()}-0", f".other.ckpt.partial-elsewhere-{SPACE}-{dead}-3"]
     kept += [f".other.ckpt.partial-{HOST}-{SPACE + 1}-{process}-3" for process in (dead, os.getpid())]  # in a container

@@ -96,7 +96,7 @@ def test_state_is_by_name_and_tells_of_own_parameters_only():
     assert [group["weight_decay"] for group in state["param_groups"]] == [0.01, 0.0, 0.01]
 
 
-def test_the_parts_of_two_ranks_load_into_one_process_that_goes_on_as_if_it_had_trained_alone():
+def test_parts_of_two_ranks_load_into_one_process_as_if_it_had_trained_alone():
     whole, optimizer, _ = trained()
     parts = [trained(absent=absent)[2].state() for absent in ("encoder", "backbone")]
     joined = {**parts[0], "state": parts[0]["state"] | parts[1]["state"]}
@@ -178,7 +178,7 @@ class Reordered(TwoHalves):
         return torch.optim.AdamW([*groups, {"params": [self.backbone.bias]}])
 
 
-def test_state_by_name_finds_its_parameters_also_when_a_group_lists_them_in_another_order():
+def test_state_by_name_finds_its_parameters_in_whatever_order_a_group_lists_them():
     module, optimizer, named = trained()
     other = Reordered()
     other_optimizer = other.optimizer()
@@ -226,7 +226,7 @@ def shared(rank: int, cut: int) -> tuple[torch.optim.Optimizer, NamedOptimizer]:
 
 
 @pytest.mark.parametrize("cut", [3, 8, 11])
-def test_ranks_that_step_shares_of_weights_tell_of_the_whole_state_and_take_theirs_of_it(cut: int):
+def test_ranks_that_step_shares_of_weights_save_the_whole_state_and_load_their_share(cut: int):
     _, _, alone = trained()
     expected = alone.state()["state"]
     for name in ("backbone.weight", "encoder.weight"):
@@ -246,7 +246,7 @@ def test_ranks_that_step_shares_of_weights_tell_of_the_whole_state_and_take_thei
 
 
 @pytest.mark.parametrize("other", [{}, {"step": torch.tensor(3.0)}])
-def test_weights_that_were_not_stepped_equally_often_are_refused_where_one_state_is_theirs(other: dict[str, Any]):
+def test_weights_stepped_unequally_often_are_refused_where_they_share_one_state(other: dict[str, Any]):
     saved = trained()[2].state()
     saved["state"]["encoder.weight"] = {**saved["state"]["encoder.weight"], **other} if other else {}
     with pytest.raises(ValueError, match=r"treated backbone.weight and encoder.weight differently"):

@@ -77,18 +77,18 @@ def test_under_auto_everything_but_the_draws_of_user_code_is_equal_to_the_bit_to
     assert same((one["weights"], one["optimizer"]), (other["weights"], other["optimizer"]))
 
 
-def test_a_frozen_encoder_that_had_worked_ahead_when_the_checkpoint_was_made_changes_nothing(runs):
+def test_a_frozen_encoder_has_worked_ahead_when_the_checkpoint_is_made(runs):
     straight = runs.straight("frozen", "1+1")
     assert seen_by(straight, rank=1)["ahead"] > 0
 
 
-def test_of_mixed_ranks_those_that_only_encode_work_ahead_where_the_encoder_is_frozen(runs):
+def test_mixed_ranks_that_only_encode_work_ahead_where_the_encoder_is_frozen(runs):
     straight = runs.straight("frozen", "mixed 1+2")
     assert seen_by(straight, rank=2)["ahead"] > 0
     assert seen_by(straight, rank=1)["ahead"] == 0
 
 
-def test_from_mixed_ranks_a_run_goes_on_colocated_then_in_one_process_and_then_mixed_again(runs):
+def test_a_mixed_run_goes_on_colocated_then_in_one_process_and_then_mixed_again(runs):
     straight = runs.straight("adamw", "mixed 1+2")
     colocated = runs.resumed(straight / f"step{SAVED_AT}.ckpt", "adamw", "colocated")
     alone = runs.resumed(colocated / f"step{SAVED_AT + 2}.ckpt", "adamw", "auto", saves_at=SAVED_AT + 3)
@@ -146,7 +146,7 @@ def test_another_module_is_refused_with_the_names_that_differ(runs):
     [("frozen", STEPS), ("dropout", ASKED_AFTER)],
     ids=["a validation in mid-epoch", "the last validation"],
 )
-def test_a_run_that_is_asked_to_end_in_a_validation_ends_after_it_and_goes_on_to_the_bit(runs, case, max_steps):
+def test_a_run_asked_to_end_in_a_validation_ends_after_it_and_resumes_to_the_bit(runs, case, max_steps):
     straight = runs.straight(case, "1+1")
     arguments = {"case": case, "rank": 1, "step": ASKED_AFTER, "max_steps": max_steps}
     asked = runs.job(f"{case} asked of {max_steps}", "train_until_asked_to_end", 2, **arguments).check().folder

@@ -67,7 +67,7 @@ def test_a_plain_file_of_lightning_loads_into_every_layout_to_the_bit(saved, loa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_on_the_same_layout_the_next_step_is_that_of_a_run_without_a_break_to_the_bit(saved, loaded, layout):
+def test_on_the_same_layout_the_next_step_equals_an_unbroken_run_to_the_bit(saved, loaded, layout):
     found = kept(loaded[layout] / f"{list(LAYOUTS).index(layout)}-after.pt")
     assert same(found, kept(saved[layout] / "after.pt"))
 

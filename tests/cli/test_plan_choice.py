@@ -11,7 +11,7 @@ def test_plans_with_deepspeed_are_not_searched():
     assert not any(Layout(2, shard=shard).by_deepspeed for shard in SearchSpace().shard)
 
 
-def test_where_deepspeed_is_searched_mixed_ranks_and_shared_layers_are_not_recommended():
+def test_with_deepspeed_mixed_ranks_and_shared_layers_are_not_recommended():
     asked = problems("qwen2-vl-2b", devices=4)
     space = SearchSpace(pipeline=(1,), context=(1,), shard=("deepspeed-1", "deepspeed-2"))
     costs = ModelledCosts(asked, space)

@@ -156,7 +156,7 @@ def test_a_layout_of_ones_own_is_shown_beside_the_best_plan(plan, tmp_path):
     assert low < given["step_seconds"] < high
 
 
-def test_of_a_layout_that_does_not_fit_the_missing_memory_is_told_to_a_tenth_of_a_percent(plan, tmp_path):
+def test_the_memory_that_a_layout_lacks_is_printed_to_a_tenth_of_a_percent(plan, tmp_path):
     (tmp_path / "mine.yaml").write_text(MINE.replace("full", "none"))
     printed = plan("--model", "qwen2.5-vl-3b", "--devices", "8", "--layout", "mine.yaml")
     assert re.search(r"It needs \d+\.\d % more memory than can be planned for on h100", printed)

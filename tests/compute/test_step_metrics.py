@@ -131,7 +131,7 @@ def test_a_step_without_target_tokens_has_no_loss():
 
 @pytest.mark.parametrize("count", [-3, float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_what_is_no_number_of_target_tokens_is_refused_also_where_the_sum_would_hide_it(count, kind):
+def test_an_invalid_number_of_target_tokens_is_refused_even_where_the_sum_hides_it(count, kind):
     logbook = MetricAccumulator()
     for tokens in (5, kind(count), 7):
         logbook.close_microbatch(torch.tensor(1.0), tokens)

@@ -13,7 +13,7 @@ from tests.forks import Job, read_down, run_jobs
 from tests.tiny import TinyVLM, tiny_data, write_records
 
 
-def test_ddp_after_a_separate_run_is_told_of_the_roles_groups_and_trains_once_they_are_left(tmp_path):
+def test_ddp_after_a_separate_run_is_refused_until_the_groups_of_the_roles_are_left(tmp_path):
     write_steps(tmp_path)
     job = Job("ddp", "tests.compute.plain_jobs:ddp_after_flowtrain", 2, {"data": str(tmp_path)})
     first, second = read_down(run_jobs(tmp_path, [job])["ddp"].check().folder)

@@ -140,7 +140,7 @@ def test_questions_and_answers_may_be_pairs(tmp_path):
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "What?"}]}, ANSWER]},
     ],
 )
-def test_where_no_place_of_images_is_marked_in_these_they_stand_before_the_first_question(tmp_path, record):
+def test_images_without_a_marker_stand_before_the_first_question(tmp_path, record):
     (found,) = records_in(write_records(tmp_path / "d.jsonl", [{**record, "images": ["1.png", "2.png"]}]))
     assert [turn.text for turn in found.turns if turn.role == "user"] == ["<image><image>What?"]
     marked = json.loads(json.dumps(record).replace("What?", "What<image>?"))

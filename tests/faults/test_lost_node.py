@@ -103,7 +103,7 @@ def test_another_node_takes_the_place_though_it_counts_its_starts_anew(job):
     assert_all_went_on(lost, 2 * PER_NODE)
 
 
-def test_the_ranks_of_all_nodes_start_again_when_one_was_killed_though_not_every_node_counts_that_start(job):
+def test_all_nodes_start_again_after_a_kill_though_not_every_node_counts_that_start(job):
     killed = job(Fault("kill", PER_NODE, "train", step=3), **settings())
     killed.temporary.mkdir()
     running = [torchrun(killed, node, "2") for node in (0, 1)]

@@ -52,7 +52,7 @@ def test_ranks_that_torchrun_started_end_together(fault, job):
 
 
 @pytest.mark.full
-def test_torchrun_starts_a_killed_job_again_and_it_goes_on_from_the_last_checkpoint_by_itself(job):
+def test_torchrun_restarts_a_killed_job_which_resumes_from_the_last_checkpoint(job):
     fault = Fault("kill", ENCODER, "train", step=5)
     ended = run_script(job(fault, ckpt_path="last", deadline=400.0), torchrun=True, restarts=1)
     assert_goes_on(ended, done=4)

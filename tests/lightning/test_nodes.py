@@ -108,7 +108,7 @@ def test_a_checkpoint_of_two_nodes_goes_on_on_two_and_on_one(hosts, data, tmp_pa
 
 
 @pytest.mark.full
-def test_a_rank_that_dies_ends_those_of_both_nodes_in_time_with_its_name_role_and_host(hosts, data, tmp_path):
+def test_a_rank_that_dies_ends_both_nodes_in_time_with_its_name_role_and_host(hosts, data, tmp_path):
     where = {"nodes": 2, "tester": os.getpid()}
     done = play(tmp_path, "dies", data=data, strategy=SEPARATE, dies=(3, 2), **where)
     assert done.codes == [1, 1, 1, -signal.SIGKILL], done.log

@@ -110,7 +110,7 @@ def test_a_trainer_finds_the_checkpoint_to_load_in_the_way_that_we_ask_for(tmp_p
     assert launcher.checkpoint(trainer) == str(tmp_path / "checkpoints" / "last.ckpt")
 
 
-def test_lightning_sets_its_signal_handlers_after_the_strategys_setup_and_takes_them_back_at_the_end():
+def test_lightning_sets_signal_handlers_after_setup_and_takes_them_back_at_the_end():
     run = inspect.getsource(L.Trainer._run)
     order = ["strategy.connect", "setup_environment", "_call_setup_hook", "_call_configure_model"]
     order += ["strategy.setup(self)", "register_signal_handlers", "_run_stage"]

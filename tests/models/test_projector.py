@@ -67,7 +67,7 @@ def test_what_a_tower_is_made_of_is_named_by_its_other_parts():
     assert module.halves["backbone"][0] == "model.model.language_model"
 
 
-def test_a_class_that_encodes_in_its_own_way_keeps_the_projector_where_its_encode_calls_it():
+def test_a_class_with_its_own_encode_keeps_the_projector_where_it_calls_it():
     kind = FAMILIES["llava with clip"].kind
 
     class OwnLlava(kind):

@@ -36,7 +36,7 @@ def written(folder: Path) -> dict[str, str]:
     return {kind: str(write(folder / "train.jsonl")) for kind, write in WRITE.items()}
 
 
-def test_steps_from_every_kind_of_store_have_the_tokens_and_pixels_of_those_from_files(folder, written):
+def test_steps_from_every_store_have_the_same_tokens_and_pixels_as_from_files(folder, written):
     loaders = {}
     for kind in written:
         data = store_data(folder, written[kind], kind, FAMILY, token_budget=256)

@@ -76,7 +76,7 @@ def test_ranks_that_only_encode_come_first_and_others_encode_what_these_cannot()
     assert [sum(len(batch) for batch in of_rank) for of_rank in both] == [2, 7]
 
 
-def test_ranks_that_only_encode_are_even_where_others_have_too_much_to_do_to_encode_at_all():
+def test_ranks_that_only_encode_are_even_where_the_others_have_no_time_to_encode():
     settings = {"encoder_ranks": 3, "colocated_lanes": ((0, 0),), "busy": np.array([500.0, 0.0, 0.0])}
     first, *others = pack([40, 30, 20, 10], [0] * 4, [0] * 4, **settings)
     assert first == []
@@ -99,7 +99,7 @@ def test_of_a_colocated_step_little_moves_and_ranks_are_even(seed):
     assert moved_rows(colocated) < 0.15 * moved_rows(plan_step(sizes, np.arange(400), **settings))
 
 
-def test_media_items_are_encoded_on_the_node_of_their_reader_as_long_as_ranks_stay_even():
+def test_media_items_are_encoded_on_their_readers_node_as_long_as_ranks_stay_even():
     generator = np.random.default_rng(0)
     costs, reader = generator.integers(16, 5000, 700), generator.integers(0, 12, 700)
     nodes = {"encoder_nodes": (0, 0, 1, 1), "backbone_nodes": (0,) * 6 + (1,) * 6}
@@ -145,7 +145,7 @@ def test_each_encoder_gets_the_media_of_its_modality_evenly_over_its_ranks():
         assert of_encoder.max() / of_encoder.mean() < 1.05
 
 
-def test_where_each_rank_encodes_what_it_reads_a_microbatch_has_a_batch_of_each_modality():
+def test_ranks_that_encode_what_they_read_have_a_batch_per_microbatch_and_modality():
     plan = step_of_two_modalities({"local": True}, encoder_ranks=2)
     for rank, (microbatches, batches) in enumerate(zip(plan.microbatches, plan.encoder_batches, strict=True)):
         assert len(batches) == 2 * len(microbatches)

@@ -115,7 +115,7 @@ def test_ranks_that_need_each_other_do_their_forwards_first_and_their_backwards_
     assert max(span.end for span in spans) == 1 + 1 + 1 + 2
 
 
-def test_ranks_that_need_each_other_encode_all_of_a_step_first_where_the_encoder_does_not_train():
+def test_a_shard_group_with_a_frozen_encoder_encodes_all_of_a_step_first():
     batches = [[EncoderWork(1.0, 0.0, ((0, 0),)), EncoderWork(1.0, 0.0, ((1, 1),))], [EncoderWork(2.0, 0.0, ((1, 0),))]]
     work = StepWork([[1.0, 1.0], [1.0, 1.0]], batches)
     lanes = Lanes((0, 1), (0, 1), sync_every="step", kept_batches=1, backbone_group=2, in_turns=True)

@@ -184,12 +184,12 @@ def test_a_step_of_mixed_ranks_takes_little_longer_than_all_work_evenly_divided(
 
 
 @pytest.mark.parametrize("encoder", [0.4, 1.0])
-def test_where_ranks_take_turns_those_that_only_encode_have_their_part_of_every_position(encoder):
+def test_with_a_fixed_order_ranks_that_only_encode_have_their_part_of_every_position(encoder):
     otherwise = mixed_step(encoder, 14, 16, in_turns=True)
     assert mixed_step(encoder, 14, 16, planned_in_turns=True, in_turns=True) < 0.96 * otherwise
 
 
-def test_what_mixed_ranks_have_to_do_beside_encoding_counts_once_where_tensor_ranks_share_it():
+def test_work_of_mixed_ranks_beside_encoding_counts_once_where_tensor_ranks_share_it():
     sizes = make_sizes(*[(20, [20])] * 8)
     settings = {"backbone_ranks": 1, "encoder_ranks": 4, "token_budget": 400, "encoder_cost": CostModel(0.25, 0.0, 0.0)}
     found = plan_step(sizes, np.arange(8), colocated_lanes=((0, 0), (1, 0)), **settings)

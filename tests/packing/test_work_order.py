@@ -70,7 +70,7 @@ def test_ranks_that_encode_at_different_positions_do_so_at_the_same_time():
 @pytest.mark.parametrize(
     ("ahead", "order"), [(1, "F M BF M BF M BF M B"), (2, "FF M BF M BF M M BB"), (3, "FFF M M BF M M BBB")]
 )
-def test_of_more_than_may_be_kept_a_forward_goes_as_late_as_it_may_but_for_one_microbatch(ahead, order):
+def test_beyond_the_kept_batches_a_forward_goes_one_microbatch_before_the_latest(ahead, order):
     work, turns = iter(lockstep_order(range(4), ahead)), Turns(4, (0, 1, 2, 3), ahead)
     spelled = ["M" if role == "backbone" else next(work)[0][0].upper() for role in turns.order(trains=True)]
     assert "".join(spelled) == order.replace(" ", "")

@@ -63,7 +63,7 @@ def test_gradients_of_a_role_are_summed_while_its_last_backward_runs(tmp_path, d
     assert all(step.index("gradients") < step.index("lanes end") for step in first)
 
 
-def test_ranks_of_both_roles_sum_the_backbones_gradients_while_the_encoders_last_backward_runs(tmp_path, data):
+def test_backbone_gradients_are_summed_while_the_encoders_last_backward_runs(tmp_path, data):
     arguments = {"data": data, "layout": "colocated 2", "early": False}
     job = Job("both", "tests.parallel.group_jobs:list_collectives", 2, arguments)
     ranks = read_down(run_jobs(tmp_path, [job])["both"].check().folder)

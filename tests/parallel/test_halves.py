@@ -126,7 +126,7 @@ def test_parameters_tied_within_a_half_stay_tied_on_every_rank(own):
 
 
 @pytest.mark.parametrize("own", ["encoder", "backbone"])
-def test_parameters_tied_across_halves_that_are_built_at_once_are_refused_on_every_rank(own):
+def test_parameters_tied_across_halves_built_at_once_are_refused_on_every_rank(own):
     class TiedAcross(Whole):
         def configure_whole(self) -> None:
             super().configure_whole()
@@ -178,7 +178,7 @@ def test_a_half_under_another_name_is_refused_and_the_clean_up_hides_nothing(tmp
     assert "Cannot copy out of meta tensor" not in log
 
 
-def test_what_one_half_has_learnt_on_its_own_ranks_is_not_mixed_with_what_the_other_ranks_had_before(tmp_path, data):
+def test_a_module_from_separate_ranks_is_refused_where_both_halves_are_needed(tmp_path, data):
     done = run_jobs(tmp_path, [Job("whole", "tests.parallel.half_jobs:part_a_whole_module", 2, {"data": data})])[
         "whole"
     ]

@@ -88,7 +88,7 @@ def test_a_half_that_was_not_measured_is_left_to_assumptions():
     assert set(measured_efficiencies(profile, MODULE, CPU, "32-true")) == {"backbone"}
 
 
-def test_sums_of_gradients_take_what_they_were_measured_to_take_and_nothing_hides_them():
+def test_sums_of_gradients_take_their_measured_time_and_nothing_hides_them():
     profile, size = replace(profile_of(), reduction=ReductionCost(2, 0.0, 1e-9)), 1e9
     for measured in measured_efficiencies(profile, MODULE, CPU, "32-true").values():
         among_two, among_four = (ring(Cluster(CPU, 4, 4), ranks, 1, measured.exchange).reduce(size) for ranks in (2, 4))

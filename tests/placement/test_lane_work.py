@@ -87,7 +87,7 @@ def test_no_rank_is_ever_stuck(placement, encoder, backbone, trains, kept, sampl
 @pytest.mark.parametrize(
     ("layout", "groups"), [("fsdp", [ALL]), ("hsdp", [FIRST, LAST]), ("whole copies", [(rank,) for rank in ALL])]
 )
-def test_ranks_that_gather_an_encoders_weights_are_as_long_at_a_batch_as_the_slowest_of_them(layout, groups):
+def test_a_shard_group_takes_as_long_for_an_encoder_batch_as_its_slowest_rank(layout, groups):
     sizes, cost = draw_sizes(np.random.default_rng(0), 16), CostModel(1.0, 0.0, 0.0)
     alone, met = (allocation_of("colocated", name, "whole copies") for name in ("whole copies", layout))
     plan = plan_on(alone, sizes, np.arange(16), 100, cost, cost)

@@ -142,7 +142,7 @@ def test_where_whole_copies_do_not_fit_the_backbone_is_sharded_first():
     }
 
 
-def test_of_mixed_roles_the_backbone_may_be_sharded_but_no_encoder_over_both_kinds_of_ranks():
+def test_mixed_ranks_may_shard_the_backbone_but_no_encoder_over_both_kinds_of_ranks():
     assert "mixed 1 + 3, backbone in shards" in layouts_that_fit(of_bytes(160, 1600), 4, 800)
     assert not any(name.startswith("mixed") for name in layouts_that_fit(of_bytes(1600, 1600), 2, 1800))
 

@@ -66,7 +66,7 @@ def test_a_rank_that_is_alone_recomputes_no_more_for_keeping_less():
 
 
 @given(sizes_strategy(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 4))
-def test_every_batch_is_encoded_and_differentiated_once_and_no_more_are_kept_than_may(sizes, encoders, ranks, kept):
+def test_every_batch_has_one_forward_and_one_backward_and_no_more_are_kept_than_may(sizes, encoders, ranks, kept):
     plan = plan_of(sizes, encoders, ranks)
     for rank in range(encoders):
         program = make_program(plan, RankShard(None, ranks, rank, encoders), kept)

@@ -113,7 +113,7 @@ def test_an_encoder_batchs_forwards_and_backward_count_together():
     assert timings == {"backbone": [], "encoder": [[9.0, 65.0, 2.0], [6.0, 20.0, 0.25]]}
 
 
-def test_what_was_encoded_ahead_belongs_to_its_own_step_and_other_stages_do_not_count():
+def test_work_ahead_counts_in_its_own_step_and_other_stages_do_not_count():
     timeline = timeline_of(
         ("encoder", COMPUTE, "train", 11, 0, 3.0),
         ("encoder", COMPUTE, "train", 20, 0, 0.5),

@@ -44,7 +44,7 @@ def test_totals_know_all_spans_while_only_the_latest_are_kept(monkeypatch):
     assert timeline.totals["encoder", COMPUTE] == 5.0
 
 
-def test_spans_of_a_device_count_when_it_has_come_to_their_end_and_the_host_never_waits():
+def test_spans_of_a_device_count_once_it_has_ended_them_and_the_host_never_waits():
     device = LateDevice()
     timeline = Timeline(DeviceClock(device.record, now=device.host_clock))
     for number in range(3):

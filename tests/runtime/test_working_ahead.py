@@ -257,9 +257,7 @@ def test_weights_that_are_changed_between_epochs_are_those_of_all_later_features
 @pytest.mark.parametrize(
     ("layout", "roles"), [("1+1", {}), pytest.param("2+1", SHARDED, marks=pytest.mark.full)], ids=str
 )
-def test_weights_that_are_changed_in_mid_epoch_end_the_run_before_a_step_with_old_features_counts(
-    folder, layout, roles
-):
+def test_weights_changed_in_mid_epoch_end_the_run_before_old_features_count(folder, layout, roles):
     data = str(folder / "data")
     arguments = {"data": data, "layout": layout, "roles": roles, "max_epochs": 1, "changes_at": [0, 4]}
     job = Job("changed weights", "tests.runtime.frozen_encoder:train", ranks_of(layout), arguments)
