@@ -53,7 +53,7 @@ def played(forward: Sequence[float], backward: Sequence[float], stages: int, mic
 
     Args:
         forward: ``[chunks · stages]`` seconds of each chunk, in the order of the layers.
-        backward: likewise.
+        backward: ``[chunks · stages]`` seconds of the backward of each chunk, in the order of the layers.
         stages: of the pipeline.
         microbatches: a multiple of ``stages`` where there are several chunks.
         hop: seconds of sending from one chunk to the next.

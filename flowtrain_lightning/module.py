@@ -242,7 +242,11 @@ class FlowModule(L.LightningModule):
         return type(self).configure_whole is not FlowModule.configure_whole
 
     def configure_model(self) -> None:
-        """Builds the halves that live on this rank, and the others without memory."""
+        """Builds the halves that live on this rank, and the others without memory.
+
+        Raises:
+            RuntimeError: another half is needed than the module was built with on this rank.
+        """
         if self._built is None or self._unfilled:
             self._unfilled = build_halves(self, self._local_roles, self._in_parts)
             check_halves(self)
@@ -302,6 +306,9 @@ class FlowModule(L.LightningModule):
         Outside of microbatches, as in ``on_validation_epoch_end``, every rank calls it with the same names in the same
         order, and the values of backbone ranks count: with ``sync_dist=True`` their mean (or sum, minimum, maximum, by
         ``reduce_fx``), otherwise rank 0's. Over an epoch, each such call weighs alike unless ``batch_size`` is given.
+
+        Raises:
+            RuntimeError: in `encode` and in predictions, where other ranks cannot hear it.
         """
         if self._logging.refused_in is not None:
             raise RuntimeError(

@@ -91,8 +91,12 @@ class FlowTrainStrategy(ParallelStrategy):
         background_saving: checkpoints are copied to host memory and written while training goes on. A checkpoint takes
             its name when it is whole, which is before the next one is saved, or ``fit`` ends.
         hang_timeout: seconds without any progress of any rank after which all ranks end with an error.
-        timeout: the same until every rank has begun its first step, since preparing data and building the model may
-            take longer.
+        timeout: seconds without any progress of any rank before all have begun their first step, after which all ranks
+            end with an error: preparing data and building the model may take longer than a step.
+
+    Raises:
+        ValueError: a number that is too low, an unknown tier or network of the pool, settings that contradict each
+            other, or a file that is no plan or no profile.
     """
 
     strategy_name = "flowtrain"

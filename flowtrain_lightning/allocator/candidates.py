@@ -175,7 +175,7 @@ class CandidateTable:
         return self.select(order[sorted_seconds < best_before * (1 - 1e-12)])
 
     def fastest_by_memory(self, among: IntArray) -> IntArray:
-        """The Pareto front of memory and time among the candidates of some indices, the fastest first."""
+        """The Pareto front of memory and time among candidates, the fastest first; takes and gives ``[n]`` indices."""
         order = among[np.lexsort((self.bytes[among], self.seconds[among]))]
         lightest_before = np.minimum.accumulate(np.concatenate([[np.inf], self.bytes[order][:-1]]))
         front: IntArray = order[self.bytes[order] < lightest_before]
@@ -295,7 +295,7 @@ def _in_groups(family: Family, cluster: Cluster, nodes: Sequence[int]) -> Iterat
 
 
 def data_degrees(problem: RoleProblem, replica: int) -> FloatArray:
-    """Data degrees for replicas of so many devices: each has at least one sample or media item of a step.
+    """``[degrees]`` for replicas of so many devices: each has at least one sample or media item of a step.
 
     Of several nodes a role has whole ones, or a power of two of one's devices, or it leaves so many to other roles.
     """

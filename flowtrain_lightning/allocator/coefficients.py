@@ -49,7 +49,7 @@ class Coefficients:
 
     Attributes:
         dense_reached: of the best matrix product that was measured on a device alone, what training sustains.
-        attention_reached: of fused attention's rate in its authors' measurements, likewise.
+        attention_reached: of fused attention's rate in its authors' measurements, what training sustains.
         memory: see `Efficiency`.
         exchange: see `Efficiency`.
         contention: see `Efficiency`.

@@ -42,19 +42,19 @@ class Ring:
     speed: FloatArray
 
     def gather(self, size: FloatArray | float) -> FloatArray:
-        """Seconds of an all-gather or a reduce-scatter of ``size`` bytes (Thakur et al. 2005, section 3)."""
+        """``[layouts]`` seconds of an all-gather or reduce-scatter of ``size`` bytes (Thakur et al. 2005, sec. 3)."""
         moved = np.asarray(size) * (self.members - 1) / self.members / self.speed
         return np.where(self.members > 1, START + self._steps + moved, 0.0)
 
     def reduce(self, size: FloatArray | float) -> FloatArray:
-        """Seconds of an all-reduce of ``size`` bytes: in a ring, or for few bytes over many nodes in a tree."""
+        """``[layouts]`` seconds of an all-reduce of ``size`` bytes: in a ring, or of few over many nodes in a tree."""
         moved = 2 * np.asarray(size) * (self.members - 1) / self.members / self.speed
         local = np.maximum(1.0, self.members / self.nodes)
         tree = 2 * ((local - 1) * STEP + np.log2(np.maximum(1.0, self.nodes)) * TREE_STEP)
         return np.where(self.members > 1, START + np.minimum(2 * self._steps, tree) + moved, 0.0)
 
     def send(self, size: FloatArray | float) -> FloatArray:
-        """Seconds in which each member sends ``size`` bytes to the next one."""
+        """``[layouts]`` seconds in which each member sends ``size`` bytes to the next one."""
         return START + np.asarray(size) / self.speed
 
     @property

@@ -111,7 +111,7 @@ def backward_work(
 
 
 def model_flops(half: Half, lengths: IntArray, receives_gradient: bool = False) -> float:
-    """FLOPs that training must spend on packed sequences, however it is done: what MFU sets against the peak."""
+    """FLOPs that training must spend on sequences of ``lengths``, ``[sequences]``: what MFU sets against the peak."""
     backward = backward_work(half, lengths, receives_gradient, MODEL_BACKWARD)
     return forward_work(half, lengths).total + backward.total
 

@@ -55,12 +55,12 @@ def product_seconds(
 def attention_seconds(
     part: Layers, pairs: float, tokens: FloatArray, device: Device, share: Efficiency, width: int
 ) -> FloatArray:
-    """Time of a layer's fused attention, forward. Short sequences and heads that do not fill a tile are slow.
+    """``[layouts]`` seconds of a layer's fused attention, forward; short sequences and heads below a tile are slow.
 
     Args:
         part: the layers.
         pairs: pairs of a query and a key that a mean token has.
-        tokens: on this device.
+        tokens: ``[layouts]`` on this device.
         device: where.
         share: how much of its peaks is reached.
         width: bytes of a number.
@@ -72,5 +72,5 @@ def attention_seconds(
 
 
 def moving_seconds(moved: FloatArray, device: Device, share: Efficiency) -> FloatArray:
-    """Time in which so many bytes are read and written."""
+    """``[layouts]`` seconds in which ``moved``, ``[layouts]``, bytes are read and written."""
     return moved / (device.memory_bandwidth * share.memory)

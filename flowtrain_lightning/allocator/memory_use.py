@@ -55,7 +55,7 @@ class MemoryUse:
 
     @property
     def total(self) -> FloatArray:
-        """Bytes for all purposes."""
+        """``[data degrees]`` bytes for all purposes."""
         found: FloatArray = np.sum([getattr(self, field.name) for field in fields(self)], axis=0)
         return found
 

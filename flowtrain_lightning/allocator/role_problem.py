@@ -248,7 +248,7 @@ class RoleProblem:
         return relative
 
     def unevenness(self, data: FloatArray) -> FloatArray:
-        """Work of the busiest data-parallel rank over the mean one, at best: samples and media items cannot be cut.
+        """Work of the busiest data rank over the mean one, ``[layouts]`` as ``data``: samples and media are not cut.
 
         With the items sorted by falling work, k + 1 of the first k · ranks + 1 share a rank (the pigeonhole bound).
         """

@@ -28,7 +28,8 @@ class RoleTime:
         stragglers: waiting for the slowest of the ranks, which differ by chance.
         sharding: weights gathered and gradients scattered per microbatch: what computing does not hide, and by how
             much what it hides slows it. Also weights that are cast, and gradients that are cast and added up.
-        reduction: gradients summed over the data-parallel ranks, likewise.
+        reduction: gradients summed over the data-parallel ranks: what computing does not hide, and by how much what it
+            hides slows it.
         optimizer: the update of the weights.
         offload: activations and weights that go to the host's memory and back: what computing does not hide.
         microbatches: microbatches of a replica.
@@ -49,13 +50,13 @@ class RoleTime:
 
     @property
     def total(self) -> FloatArray:
-        """Seconds in all."""
+        """``[data degrees]`` seconds in all."""
         found: FloatArray = np.sum([getattr(self, name) for name in _PARTS], axis=0)
         return found
 
     @property
     def at_the_end(self) -> FloatArray:
-        """Seconds that do not shrink with the work: what follows the last microbatch."""
+        """``[data degrees]`` seconds that do not shrink with the work: what follows the last microbatch."""
         return self.reduction + self.optimizer
 
     def at(self, number: int) -> dict[str, float]:
@@ -99,7 +100,7 @@ def role_time(problem: RoleProblem, family: Family, interleave: int = 1) -> Role
 
 
 def slowest_of(ranks: FloatArray) -> FloatArray:
-    """Expected largest of so many standard normal numbers (Blom 1958): what the slowest of equal ranks is behind."""
+    """Expected largest of ``ranks``, ``[data degrees]``, normal numbers (Blom 1958): what the slowest is behind."""
     return np.asarray(np.where(ranks > 1, ndtri((ranks - 0.375) / (ranks + 0.25)), 0.0))
 
 

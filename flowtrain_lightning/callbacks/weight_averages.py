@@ -31,7 +31,10 @@ class AverageWeights(L.Callback):
         decay: after a step an average is ``decay`` times what it was and ``1 - decay`` times the weight; None gives all
             steps the same weight.
         update_every_n_steps: averages are taken after every n-th step.
-        update_starting_at_step: and after none before this one, counted from 0.
+        update_starting_at_step: the first step after which averages are taken, counted from 0.
+
+    Raises:
+        ValueError: ``update_every_n_steps`` below 1.
     """
 
     def __init__(

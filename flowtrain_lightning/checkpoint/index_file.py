@@ -229,7 +229,11 @@ def _dictionary(value: Any) -> dict[str, Any]:
 
 @contextmanager
 def offering_another(path: Path) -> Iterator[None]:
-    """Inside, what is said of a damaged checkpoint ends with the name of the one that can take its place."""
+    """Inside, what is said of a damaged checkpoint ends with the name of the one that can take its place.
+
+    Raises:
+        DamagedCheckpointError: as inside, with that name or the advice to copy the checkpoint there again.
+    """
     try:
         yield
     except DamagedCheckpointError as error:

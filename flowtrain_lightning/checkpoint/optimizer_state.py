@@ -124,7 +124,11 @@ def load_optimizers(optimizers: Sequence[NamedOptimizer], saved: Sequence[NamedS
 
 
 def with_names(saved: Mapping[str, Any], groups: list[list[str]]) -> NamedState:
-    """An optimizer's state by name. PyTorch numbers parameters through all groups in order."""
+    """An optimizer's state by name. PyTorch numbers parameters through all groups in order.
+
+    Raises:
+        ValueError: ``groups`` has other numbers of groups or parameters than were saved.
+    """
     numbered = [n for group in saved["param_groups"] for n in group["params"]]
     if all(isinstance(n, str) for n in numbered):
         return dict(saved)

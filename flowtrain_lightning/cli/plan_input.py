@@ -79,6 +79,9 @@ def read_workload(path: Path | None, module: ModuleDescription, settings: Mappin
     The file has an entry per sample: ``tokens``, and for every modality a list of its media items' encoder tokens
     (patches, frames): ``image_tokens``, ``audio_tokens`` …; ``media_tokens`` where the module has one encoder. Without
     a ``token_budget`` a microbatch takes as many tokens as usual, or as the longest sample has.
+
+    Raises:
+        UsageError: the file cannot be read, or lacks a column.
     """
     any_length, usual = settings["token_budget"] is None, Workload.token_budget
     if path is None:

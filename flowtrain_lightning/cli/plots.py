@@ -82,7 +82,11 @@ def draw_plan(report: PlanReport, path: Path) -> None:
 
 
 def draw_sweep(found: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Write a PNG: samples per second and MFU of the best plan for every number of devices that fits."""
+    """Write a PNG: samples per second and MFU of the best plan for every number of devices that fits.
+
+    Raises:
+        PlanningError: the module fits on none of the numbers of devices, or ``path`` cannot be written.
+    """
     figure = _figure(8, 4.5, PlanningError)
     fitting = [each for each in found if each["placement"] is not None]
     if not fitting:
@@ -121,6 +125,9 @@ def draw_packing(plan: OfflinePlan, costs: FloatArray, settings: OfflineSettings
         costs: ``[samples]`` backbone cost of each.
         settings: how it was packed.
         path: the file to write.
+
+    Raises:
+        PackingError: matplotlib is not installed, there is no whole step, or ``path`` cannot be written.
     """
     if not plan.steps:
         raise PackingError("There is no whole step to draw; give more samples or a smaller step.")

@@ -105,7 +105,7 @@ class Template(Protocol):
 
 
 def shifted_labels(tokens: IntArray, learned: NDArray[np.bool_]) -> IntArray:
-    """What each token must predict: the token after it where that one is learned, else ``IGNORED_LABEL``."""
+    """``[tokens]`` what each token must predict: the next one where that is learned, else ``IGNORED_LABEL``."""
     labels = np.full(len(tokens), IGNORED_LABEL, dtype=np.int64)
     labels[:-1] = np.where(learned[1:], tokens[1:], IGNORED_LABEL)
     return labels

@@ -193,7 +193,11 @@ def _joined(parts: list[Any], named: Named, where: str) -> str:
 
 
 def refuse_halves(text: str, where: str) -> None:
-    """JSON can hold one half of a pair that UTF-16 writes a character with; fast tokenizers fail there."""
+    """JSON can hold one half of a pair that UTF-16 writes a character with; fast tokenizers fail there.
+
+    Raises:
+        DataError: ``text`` holds such a half.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -72,14 +72,14 @@ class Sampling:
         return {"batch_unit": "samples", **settings, "weights": self.weights and list(self.weights)}
 
     def step(self, epoch: int, step: int) -> IntArray:
-        """The samples of one step, counted over the sources one after another."""
+        """``[global_batch_size]``, or fewer in an epoch's last step: its samples, counted over the sources in order."""
         start = step * self.global_batch_size
         return epoch_order(self, epoch)[start : start + self.global_batch_size]
 
 
 @lru_cache(maxsize=2)
 def epoch_order(sampling: Sampling, epoch: int) -> IntArray:
-    """All samples of an epoch in order; the array must not be changed."""
+    """``[samples]`` all samples of an epoch in order; the array must not be changed."""
     chosen, fractions = [], []
     first = 0
     for source, (length, share) in enumerate(zip(sampling.lengths, sampling.shares, strict=True)):

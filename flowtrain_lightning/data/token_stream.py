@@ -103,7 +103,7 @@ class TokenStream:
         return self._start if self._packer is None else self._packer.state
 
     def samples(self, positions: IntArray) -> IntArray:
-        """The samples of the data at some positions of the stream."""
+        """``[n]`` the samples of the data at ``positions``, ``[n]``, of the stream."""
         epochs, offsets = np.divmod(positions, len(self._tokens))
         found = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():

@@ -125,7 +125,7 @@ class VideoProcessor:
         return SampledVideo(frames, clip, grid, tuple((ends.sum(axis=1) / 2).tolist()))
 
     def choose(self, frames: int, rate: float) -> IntArray:
-        """Which of so many frames, of which ``rate`` are shown a second, are taken."""
+        """``[frames taken]``, ascending: which of so many frames, of which ``rate`` are shown a second, are taken."""
         together = self.temporal_patch_size
         most = min(self.max_frames, frames) // together * together
         count = int(min(max(frames / rate * self.fps, self.min_frames), most)) // together * together

@@ -44,7 +44,11 @@ class GemmaVLM(GemmaFamilyVLM):
     families = ("gemma3",)
 
     def check_config(self, config: Any) -> None:
-        """Refuses images that do not fit into the window of local layers, where their tokens would not all see."""
+        """Refuses images that do not fit into the window of local layers, where their tokens would not all see.
+
+        Raises:
+            ValueError: an image has more tokens than the window, or see `HuggingFaceVLM.check_config`.
+        """
         super().check_config(config)
         window, image = config.text_config.sliding_window, config.mm_tokens_per_image
         if image > window:

@@ -273,7 +273,11 @@ class HuggingFaceVLM(ProjectingModule):
         return self.place_features(batch, self.projected(features))
 
     def place_features(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
-        """The text model's arguments: token embeddings, with projected features where media items go."""
+        """The text model's arguments: token embeddings, with projected features where media items go.
+
+        Raises:
+            TypeError: features are a tuple of tensors, of which only a `merge` of your own knows what they are for.
+        """
         embeddings = self._text.get_input_embeddings()(batch.tokens)
         for modality, rows in features.items():
             if isinstance(rows, tuple):

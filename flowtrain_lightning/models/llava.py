@@ -26,7 +26,11 @@ class LlavaVLM(HuggingFaceVLM):
     projector: ClassVar[tuple[str, ...]] = ("model.model.multi_modal_projector",)
 
     def check_config(self, config: Any) -> None:
-        """Refuses towers that take images of any size."""
+        """Refuses towers that take images of any size.
+
+        Raises:
+            ValueError: the tower is neither of CLIP nor of SigLIP, or see `HuggingFaceVLM.check_config`.
+        """
         super().check_config(config)
         tower = config.vision_config.model_type
         if tower not in ("clip_vision_model", "siglip_vision_model"):

@@ -36,7 +36,11 @@ class OnevisionVLM(HuggingFaceVLM):
     }
 
     def check_config(self, config: Any) -> None:
-        """Refuses towers whose first row of features is no patch."""
+        """Refuses towers whose first row of features is no patch.
+
+        Raises:
+            ValueError: the first row is left out, or see `HuggingFaceVLM.check_config`.
+        """
         super().check_config(config)
         if config.vision_feature_select_strategy != "full":
             raise ValueError(

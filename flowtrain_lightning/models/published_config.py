@@ -16,7 +16,11 @@ def image_token_id(config: Any) -> int:
 
 
 def read_config(model: str | Path | Mapping[str, Any] | Any) -> Any:
-    """The ``transformers`` config of what a user gave."""
+    """The ``transformers`` config of what a user gave.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:

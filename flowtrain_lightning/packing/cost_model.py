@@ -47,7 +47,7 @@ class CostModel:
         return self.linear * exact + self.quadratic * exact * exact
 
     def of_set(self, lengths: IntArray) -> float:
-        """The cost of computing all sequences of ``lengths`` as one packed set."""
+        """The cost of computing all sequences of ``lengths``, ``[sequences]``, as one packed set."""
         return float(self.of_each(lengths).sum()) + self.constant
 
     def weight_of_each(self, lengths: IntArray) -> FloatArray:
@@ -110,7 +110,7 @@ class Observation:
 
     @classmethod
     def of(cls, lengths: IntArray, seconds: float) -> Observation:
-        """The observation of sequences of ``lengths``."""
+        """The observation of sequences of ``lengths``, ``[sequences]``."""
         exact = lengths.astype(np.float64)
         return cls(float(exact.sum()), float((exact * exact).sum()), seconds)
 

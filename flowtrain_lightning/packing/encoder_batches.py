@@ -47,7 +47,7 @@ def pack_encoder_batches(
         in_turns: ranks with both roles encode all they can before their first microbatch and after their last one (see
             `Turns`), so that ranks that only encode should be as far: media items go there evenly over the step.
         encoder_nodes: the node of each encoder rank; ``()`` where there is one.
-        backbone_nodes: the node of each backbone rank, likewise.
+        backbone_nodes: the node of each backbone rank; ``()`` where there is one.
 
     Returns:
         ``[encoder rank][number]`` -> media item numbers. No batch is empty, so ranks may differ in their number.

@@ -41,7 +41,7 @@ class Bins(NamedTuple):
 
 @compiled
 def fill_bins(bin_of: IntArray, tokens: IntArray, costs: FloatArray, count: int, budget: int) -> Bins:
-    """The ``count`` bins that ``bin_of`` says, with what is in them."""
+    """The ``count`` bins that ``bin_of`` says, with what is in them; all three arrays are ``[samples]``, see `Bins`."""
     fill, load = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.float64)
     for item in range(len(tokens)):
         if bin_of[item] >= 0:

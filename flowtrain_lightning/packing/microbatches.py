@@ -154,7 +154,17 @@ def arrange(
 
 
 def sort_into_groups(bin_of: IntArray, costs: FloatArray, groups: int, group_size: int) -> IntArray:
-    """Number bins anew so that the costliest ``group_size`` ones are group 0, and so on."""
+    """Number bins anew so that the costliest ``group_size`` ones are group 0, and so on.
+
+    Args:
+        bin_of: ``[samples]`` the bin of each.
+        costs: ``[samples]`` what each costs.
+        groups: how many.
+        group_size: bins of a group.
+
+    Returns:
+        ``[samples]`` the new number of each one's bin.
+    """
     loads = np.bincount(bin_of, costs, minlength=groups * group_size)
     new_number = np.empty(groups * group_size, dtype=np.int64)
     new_number[np.argsort(-loads, kind="stable")] = np.arange(groups * group_size)
@@ -162,7 +172,17 @@ def sort_into_groups(bin_of: IntArray, costs: FloatArray, groups: int, group_siz
 
 
 def balance_totals(bin_of: IntArray, costs: FloatArray, positions: int, ranks: int) -> IntArray:
-    """Permute ranks inside positions, the most uneven position first, so that the ranks' totals are alike as well."""
+    """Permute ranks inside positions, the most uneven position first, so that the ranks' totals are alike as well.
+
+    Args:
+        bin_of: ``[samples]`` the microbatch of each, ``position * ranks + rank``.
+        costs: ``[samples]`` what each costs.
+        positions: microbatches of a rank.
+        ranks: of the role.
+
+    Returns:
+        ``[samples]`` the microbatch of each afterwards.
+    """
     loads = np.bincount(bin_of, costs, minlength=positions * ranks).reshape(positions, ranks)
     totals = np.zeros(ranks)
     new_number = np.empty((positions, ranks), dtype=np.int64)

@@ -72,13 +72,13 @@ class SampleSizes:
         return IMAGE if self.media_modality is None else str(self.media_modality[media])
 
     def of_modality(self, modality: str) -> IntArray:
-        """The numbers of all media items of one modality."""
+        """``[media items of it]`` the numbers of all media items of one modality, ascending."""
         if self.media_modality is None:
             return np.arange(len(self.media_rows) if modality == IMAGE else 0, dtype=np.int64)
         return np.flatnonzero(self.media_modality == modality).astype(np.int64)
 
     def select(self, samples: IntArray) -> SampleSizes:
-        """The sizes of ``samples``, in that order (an index may occur twice)."""
+        """The sizes of ``samples``, ``[n]`` indices, in that order (an index may occur twice)."""
         counts = np.diff(self.media_start)[samples]
         start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         media = np.repeat(self.media_start[samples] - start[:-1], counts) + np.arange(start[-1], dtype=np.int64)

@@ -62,7 +62,7 @@ def plan_step(
             precedence, as far as all then end the step together.
         encoder_nodes: the node of each encoder rank, so that media items are encoded near their readers; ``()`` where
             there is one.
-        backbone_nodes: the node of each backbone rank, likewise.
+        backbone_nodes: the node of each backbone rank; ``()`` where there is one.
         cost: what a packed set of sequences costs the backbone.
         encoder_cost: what a set of media items costs the encoder, by patches and in the unit of ``cost``. With it media
             items are dealt by cost, positions come in the order that makes the step shortest, and samples of equal

@@ -109,7 +109,7 @@ class Lanes:
         encoder_first: no microbatch begins before all encoder forwards of the step are done.
         steps_ahead: later steps that ranks which only encode may have begun; 0 where the encoder trains.
         backbone_group: neighbouring backbone lanes that share the work of each microbatch, and so begin it together.
-        encoder_group: neighbouring encoder lanes that share the work of each encoder batch, likewise.
+        encoder_group: neighbouring encoder lanes that share the work of each encoder batch, and so begin it together.
         in_turns: ranks need each other to compute, so that those with both lanes have a fixed order, see `Turns`.
     """
 

@@ -88,7 +88,7 @@ class StreamPacker:
         )
 
     def left(self) -> IntArray:
-        """Samples that no step took, once the stream has ended: too few for one more step."""
+        """``[n]`` samples that no step took, once the stream has ended: too few for one more step."""
         block = self._block or plan_block(self.lengths, self.state, self.settings)
         rest = self.lengths(block.next_sample, 1 << 62)
         undrawn = np.arange(block.next_sample, block.next_sample + len(rest), dtype=np.int64)

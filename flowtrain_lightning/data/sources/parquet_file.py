@@ -19,7 +19,7 @@ from flowtrain_lightning.data.sources.data_file import DataFile
 from flowtrain_lightning.data.sources.record_store import Location
 from flowtrain_lightning.packing import IntArray
 
-_LARGE_GROUP = 128 * 2**20
+LARGE_GROUP = 128 * 2**20
 """Bytes of a row group from which on reading records in shuffled order is slow."""
 
 
@@ -79,7 +79,7 @@ class ParquetFile(DataFile):
     def _warn_of_large_groups(self) -> None:
         groups = range(self._metadata.num_row_groups)
         largest = max((self._metadata.row_group(group).total_byte_size for group in groups), default=0)
-        if largest > _LARGE_GROUP:
+        if largest > LARGE_GROUP:
             rank_zero_warn(
                 f"{self.path} has row groups of up to {largest / 2**20:,.0f} MiB. A record is found by reading its "
                 "group from the beginning, so shuffled training will be slow. Write the file anew in small groups "
@@ -117,7 +117,7 @@ PIECE_BYTES = 1 << 24
 _PIECE_ROWS = 1024
 """A piece has at most so many rows, since dictionaries make rows look small in the file."""
 
-_KEPT_BYTES = 1 << 27
+KEPT_BYTES = 1 << 27
 """That the pieces kept may have together, in memory."""
 
 _READ_AHEAD = 1 << 20
@@ -200,7 +200,7 @@ class RowPieces:
             self._next += 1
             self._size += rows.nbytes - (self._kept.pop(key).size if key in self._kept else 0)
             self._kept[key] = _Kept(rows, rows.nbytes)
-            while self._size > _KEPT_BYTES and len(self._kept) > 1:
+            while self._size > KEPT_BYTES and len(self._kept) > 1:
                 self._size -= self._kept.popitem(last=False)[1].size
         if self._next <= number:
             raise ValueError(f"row group {self._course.group} has fewer rows than the file says")

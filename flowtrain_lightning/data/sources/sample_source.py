@@ -30,7 +30,7 @@ class SampleSource(Protocol):
         ...
 
     def sizes(self, samples: IntArray) -> SampleSizes:
-        """The sizes of these samples, in that order."""
+        """The sizes of ``samples``, ``[n]`` indices, in that order."""
         ...
 
     def record(self, sample: int) -> Record:
@@ -69,7 +69,7 @@ class JoinedSources:
         return int(self._start[-1])
 
     def sizes(self, samples: IntArray) -> SampleSizes:
-        """The sizes of these samples, in that order."""
+        """The sizes of ``samples``, ``[n]`` indices, in that order."""
         owner = np.searchsorted(self._start, samples, side="right") - 1
         parts = [
             source.sizes(samples[owner == number] - self._start[number]) for number, source in enumerate(self.sources)

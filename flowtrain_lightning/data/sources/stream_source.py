@@ -21,7 +21,7 @@ from flowtrain_lightning.packing import IntArray, SampleSizes
 _READ_AT_ONCE = 64
 """Rows that are read before they are measured together, at most."""
 
-_BYTES_AT_ONCE = 1 << 26
+BYTES_AT_ONCE = 1 << 26
 """Of images and videos that lie in the rows; the row that makes them more is the last that is read."""
 
 
@@ -93,13 +93,13 @@ class StreamSource:
         raise TypeError("A stream has no length that is known.")
 
     def lengths(self, start: int, end: int) -> IntArray:
-        """Tokens of samples ``start`` to ``end``; fewer where the stream ends."""
+        """``[end - start]`` tokens of samples ``start`` to ``end``; fewer where the stream ends."""
         self._read_until(end)
         found = islice(self._window, start - self._first, max(end - self._first, 0))
         return np.concatenate([np.empty(0, np.int64), *(held.sizes.tokens for held in found)])
 
     def sizes(self, samples: IntArray) -> SampleSizes:
-        """The sizes of these samples, in that order."""
+        """The sizes of ``samples``, ``[n]`` indices, in that order."""
         return concatenated([self._held(sample).sizes for sample in samples.tolist()])
 
     def record(self, sample: int) -> Record:
@@ -142,7 +142,7 @@ class StreamSource:
         for row in islice(self._rows, _READ_AT_ONCE):
             records.append(self._parsed(row, self._read + len(records)))
             size += records[-1].bytes_inside
-            if size >= _BYTES_AT_ONCE:
+            if size >= BYTES_AT_ONCE:
                 return records
         self._ended = len(records) < _READ_AT_ONCE
         return records

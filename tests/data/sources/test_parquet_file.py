@@ -21,7 +21,7 @@ def pieces_of(file, rows, **settings) -> RowPieces:
 def small_pieces(monkeypatch):
     """Of about ten rows, a few of which are kept."""
     monkeypatch.setattr(parquet_file, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(parquet_file, "_KEPT_BYTES", 4000)
+    monkeypatch.setattr(parquet_file, "KEPT_BYTES", 4000)
 
 
 ROWS = [{"text": f"{number:03}" * 30, "images": [{"bytes": bytes([number % 256]) * number}]} for number in range(90)]
@@ -62,7 +62,7 @@ def test_a_fork_reads_on_beside_its_parent(tmp_path, small_pieces):
 
 def test_a_row_group_that_is_large_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet_file, "PIECE_BYTES", 1 << 18)
-    monkeypatch.setattr(parquet_file, "_KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet_file, "KEPT_BYTES", 1 << 20)
     rows = [{"images": [{"bytes": os.urandom(1 << 15)}]} for _ in range(512)]
     found = pieces_of(tmp_path / "d.parquet", rows, write_batch_size=8, use_dictionary=False)
     assert parquet.read_metadata(tmp_path / "d.parquet").num_row_groups == 1

@@ -214,7 +214,7 @@ def test_parquet_of_large_row_groups_is_said_to_be_slow(file, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ParquetFile(path)
-    monkeypatch.setattr("flowtrain_lightning.data.sources.parquet_file._LARGE_GROUP", 10)
+    monkeypatch.setattr("flowtrain_lightning.data.sources.parquet_file.LARGE_GROUP", 10)
     with pytest.warns(UserWarning, match=r"row groups of up to .* MiB.*row_group_size=100.*datasets\.load_dataset"):
         ParquetFile(path)
 

@@ -38,7 +38,7 @@ def test_samples_of_a_stream_are_its_rows_by_their_place():
 
 
 def test_rows_that_hold_many_bytes_are_read_a_few_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream_source, "_BYTES_AT_ONCE", 150)
+    monkeypatch.setattr(stream_source, "BYTES_AT_ONCE", 150)
     content = (tmp_path / write_image(tmp_path / "images/0.png", 4, 8)).read_bytes()
     assert 75 < len(content) < 300
     rows = Counted(
