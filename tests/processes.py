@@ -139,6 +139,12 @@ def assert_all_good(results: Sequence[RankResult]) -> None:
     assert all(result.code == 0 for result in results), "\n".join(map(str, results))
 
 
+def memory_of_process(name: str) -> int:
+    """Bytes of this process by their name in ``/proc``: ``"VmRSS"``, or ``"VmHWM"`` for the peak."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) << 10
+
+
 def _run(
     target: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str], files: tuple[Path, Path]
 ) -> None:

@@ -53,7 +53,7 @@ def png_of(numbers: Numbers, kind: int, depth: int, chunks: Sequence[Chunk], *, 
     header = struct.pack(">IIBBBBB", numbers.shape[1], numbers.shape[0], depth, kind, 0, 0, interlaced)
     body = zlib.compress(b"".join(_rows(numbers, depth, interlaced)))
     parts = [(b"IHDR", header), *chunks, (b"IDAT", body[:20]), (b"IDAT", body[20:]), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*each) for each in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in parts)
 
 
 def _by_palette(numbers: Numbers, depth: int, draw: np.random.Generator) -> tuple[list[Chunk], Shares, Shares]:
@@ -89,5 +89,6 @@ def _rows(numbers: Numbers, depth: int, interlaced: bool) -> Iterator[bytes]:
                 yield b"\0" + np.packbits(bits.astype(np.uint8).reshape(-1)).tobytes()
 
 
-def _chunk(kind: bytes, body: bytes) -> bytes:
+def chunk(kind: bytes, body: bytes) -> bytes:
+    """A part of a PNG file, with its length and its checksum."""
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

@@ -12,7 +12,7 @@ from PIL import Image, ImageFile, ImageOps, TiffImagePlugin
 from flowtrain_lightning.data import ImageError
 from flowtrain_lightning.data.image_files import decode, flatten, read_header
 from flowtrain_lightning.data.media_files import EncodedMedia
-from tests.data.png import COLOUR, GREY, png_of
+from tests.data.png import COLOUR, GREY, chunk, png_of
 from tests.data.support import write_image
 
 RAMP = np.linspace(0, 1, 24 * 40).reshape(24, 40)
@@ -129,9 +129,6 @@ def test_of_an_animated_image_the_first_picture_is_used_and_its_header_says_so(t
 
 @pytest.mark.parametrize("side", [10_000, 20_000])
 def test_an_image_of_too_many_pixels_is_refused_by_its_header(side):
-    def chunk(kind, body):
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
     header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
     content = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
     with pytest.raises(ImageError, match=f"{side * side} pixels"):

@@ -93,3 +93,8 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 def _norm(tensor: Tensor) -> float:
     return float(tensor.double().norm())
+
+
+def without_key_biases(weights: Named) -> Named:
+    """Weights less what softmax takes no notice of: its gradient is rounding, which AdamW scales up to steps."""
+    return {name: weight for name, weight in weights.items() if not name.endswith("k_proj.bias")}

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.exactness.compare import Run, error, read_run
+from tests.exactness.compare import Run, error, read_run, without_key_biases
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
-from tests.exactness.train import Named
 from tests.forks import Job, run_jobs
 from tests.models.tiny import FAMILIES
 
@@ -68,12 +67,7 @@ def test_an_encoder_rank_and_a_backbone_rank_compute_what_one_process_does(train
 @pytest.mark.parametrize("family", ["llava_onevision", "qwen3_vl_moe"])
 def test_tiles_are_joined_and_experts_chosen_in_every_placement_as_in_one_process(trained, family, layout):
     runs = [read_run(trained(family, each)) for each in (layout, "auto")]
-    assert_equal(*(replace(run, weights=[_without_key_biases(run.weights[-1])]) for run in runs))
-
-
-def _without_key_biases(weights: Named) -> Named:
-    """Weights less what softmax takes no notice of: its gradient is rounding, which AdamW scales up to steps."""
-    return {name: weight for name, weight in weights.items() if not name.endswith("k_proj.bias")}
+    assert_equal(*(replace(run, weights=[without_key_biases(run.weights[-1])]) for run in runs))
 
 
 def assert_equal(found: Run, expected: Run) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.exactness.compare import error, read_run
+from tests.exactness.compare import error, read_run, without_key_biases
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
-from tests.exactness.train import Named
 from tests.forks import Job, run_jobs
 from tests.models.tiny import FAMILIES
 
@@ -58,15 +57,10 @@ def test_ranks_that_share_layers_or_sequences_compute_what_one_process_does(trai
     assert error(found.initial, expected.initial) == 0.0
     assert found.losses == pytest.approx(expected.losses, rel=limit)
     assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= limit
-    assert error(*map(_without_key_biases, (found.weights[-1], expected.weights[-1]))) <= limit
+    assert error(*map(without_key_biases, (found.weights[-1], expected.weights[-1]))) <= limit
     opened = FAMILIES[family].kind.load_from_checkpoint(folder / "last.ckpt")
     weights = {name: weight.detach().double() for name, weight in opened.named_parameters()}
     assert error(weights, found.weights[-1]) <= 1e-6
-
-
-def _without_key_biases(weights: Named) -> Named:
-    """Weights less what softmax takes no notice of: its gradient is rounding, which AdamW scales up to steps."""
-    return {name: weight for name, weight in weights.items() if not name.endswith("k_proj.bias")}
 
 
 @pytest.mark.parametrize("given", [None, {"embed_tokens": "embedding_rowwise"}])

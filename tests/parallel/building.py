@@ -23,6 +23,7 @@ from tests.exactness.layouts import trainer_for
 from tests.exactness.modules import Deep
 from tests.exactness.train import weights_of
 from tests.forks import write_down
+from tests.processes import memory_of_process
 
 SHARDED = {"encoder": {"shard": "fsdp"}, "backbone": {"shard": "fsdp"}}
 
@@ -110,15 +111,10 @@ def memory_of_building(folder: Path, *, ranks: int, blocks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
     for count in (1, blocks):
         Path("/proc/self/clear_refs").write_text("5")  # the most that was resident counts anew from here
-        before = _memory("VmRSS")
+        before = memory_of_process("VmRSS")
         half = Heavy(count)
         weights = UnfilledWeights(half, half.build, ("weights",))
         fill = partial(weights.fill, half, lambda name: True, torch.device("cpu"))
         engine = FullyShardedHalf({"half": half}, mesh, fill=fill)
         assert len(engine.parameters) == count
-    write_down(folder, {"grown": _memory("VmHWM") - before})
-
-
-def _memory(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) << 10
+    write_down(folder, {"grown": memory_of_process("VmHWM") - before})

@@ -15,6 +15,7 @@ from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.data import steps_data
 from tests.exactness.layouts import trainer_for
 from tests.forks import write_down
+from tests.processes import memory_of_process
 from tests.tiny import TinyVLM, tiny_data
 
 
@@ -64,14 +65,14 @@ def measure_memory(folder: Path, *, data: str, layout: str) -> None:
     """
     seen: dict[str, Any] = {}
     Path("/proc/self/clear_refs").write_text("5")  # the most that was resident counts anew from here
-    before = _memory("VmRSS")
+    before = memory_of_process("VmRSS")
 
     class Measure(L.Callback):
         def on_train_start(self, *args: Any) -> None:
-            seen["built"] = _memory("VmHWM") - before
+            seen["built"] = memory_of_process("VmHWM") - before
 
         def on_train_batch_end(self, *args: Any) -> None:
-            seen["trained"] = _memory("VmRSS") - before
+            seen["trained"] = memory_of_process("VmRSS") - before
 
     module = Heavy()
     trainer = trainer_for(layout, max_steps=1, limit_val_batches=0, callbacks=[Measure()], default_root_dir=folder)
@@ -79,11 +80,6 @@ def measure_memory(folder: Path, *, data: str, layout: str) -> None:
     seen["absent"] = sorted({name.split(".")[0] for name, p in module.named_parameters() if p.is_meta})
     write_down(folder, seen)
     disconnect_groups()
-
-
-def _memory(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) << 10
 
 
 class Tied(TinyVLM):
