@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.allocator import ROLES
-from flowtrain_lightning.compute.compute import Compute
-from flowtrain_lightning.compute.features import FeatureSpec
+from flowtrain_lightning.compute.compute import Compute, FeatureSpec
 from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
 from flowtrain_lightning.parallel import ReplicatedHalf
 from flowtrain_lightning.parallel.halves import half_parameters
@@ -92,7 +91,7 @@ def test_an_encoder_whose_features_need_more_room_than_was_reserved_is_told_of_b
     compute.spec = FeatureSpec(((16,),), (torch.float32,))
     words = r"returned features of \[16\] torch.float32 and \[16\] torch.float32, but of \[16\] torch.float32 when"
     with pytest.raises(ValueError, match=words):
-        compute.encode(first_media(first_step(folder)), step=(0, 0), number=0)
+        compute.encode("encoder", first_media(first_step(folder)), step=(0, 0), number=0)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ def test_weights_of_a_half_on_other_ranks_are_told_as_such(folder, tmp_path):
     compute, step = on_a_backbone_rank(TinyVLM(), folder, tmp_path)
     words = r"TinyVLM computes on encoder ranks uses weights that other ranks hold, such as 'encoder\."
     with pytest.raises(RuntimeError, match=words):
-        compute.encode(first_media(step), step=(0, 0), number=0)
+        compute.encode("encoder", first_media(step), step=(0, 0), number=0)
 
 
 def test_a_loss_of_weights_on_other_ranks_is_told_as_such(folder, tmp_path):

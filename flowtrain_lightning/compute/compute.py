@@ -1,26 +1,78 @@
-"""The two computations of a step, alike in every placement: one encoder batch, one microbatch."""
+"""The two computations of a step, alike in every placement: one encoder batch, one microbatch; what passes between."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import BACKBONE, encoder_of
+from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.copy_stream import CopyStream
-from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.random_streams import enter_stream
+from flowtrain_lightning.pool import entry_nbytes
 
 _COPY_STREAMS = 4
+_NOTHING = nullcontext()
+
+_Packed = TypeVar("_Packed", PackedMedia, PackedBatch)
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """What one row of features is.
+
+    Attributes:
+        shapes: shape of a row of each tensor.
+        dtypes: dtype of each tensor.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, features: tuple[Tensor, ...]) -> FeatureSpec:
+        """The spec of some features."""
+        return cls(tuple(tuple(f.shape[1:]) for f in features), tuple(f.dtype for f in features))
+
+    def describes(self, features: tuple[Tensor, ...]) -> bool:
+        """Whether rows of these features are of this kind."""
+        if len(features) != len(self.shapes):
+            return False
+        for feature, shape, dtype in zip(features, self.shapes, self.dtypes, strict=True):
+            if feature.dtype != dtype or feature.shape[1:] != shape:
+                return False
+        return True
+
+    def no_rows(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Features of no media item, on a device."""
+        return tuple(
+            torch.empty((0, *shape), dtype=dtype, device=device)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+    def entry_nbytes(self, rows: Sequence[int]) -> list[int]:
+        """Bytes of the pool that entries of so many rows take."""
+        widths = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+        return [entry_nbytes([count * width for width in widths]) for count in rows]
+
+    def __str__(self) -> str:
+        return " and ".join(f"{list(shape)} {dtype}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+
+def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:
+    """What ``merge`` gets: a tensor, or a tuple where the encoder returned several."""
+    return {modality: tensors[0] if len(tensors) == 1 else tensors}
 
 
 class UserMethods(Protocol):
@@ -65,7 +117,6 @@ class Compute:
         self.device = device
         self._engines = engines
         self._has_autocast = torch.amp.is_autocast_available(device.type)
-        self._in_lockstep = {role for role, engine in engines.items() if engine.in_lockstep}
         self.metrics: defaultdict[str, MetricAccumulator] = defaultdict(MetricAccumulator)
         self.spec: FeatureSpec | None = None
         self.copies = [CopyStream(device) for _ in range(_COPY_STREAMS)]
@@ -74,10 +125,11 @@ class Compute:
         self._name = type(module).__name__
         self._convert_input = trainer.precision_plugin.convert_input
 
-    def encode(self, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
+    def encode(self, role: str, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
         """Features of one encoder batch, always as a tuple: ``[sum(media.rows), ...]`` each.
 
         Args:
+            role: whose encoder it is.
             media: the encoder batch.
             step: epoch and step, which with ``number`` name the random stream.
             number: which encoder batch of the step it is, counted over all encoder ranks.
@@ -87,11 +139,9 @@ class Compute:
             ValueError: it returned another number of rows than the plan promises, or rows that take more bytes than
                 when it was first tried.
         """
-        with self._inputs.copying():
-            media = media.to(self.device, non_blocking=True)
-        self._inputs.hand_over(media.tensors)
+        if media.pixels.device != self.device:
+            media = self._fetched(media)
         media = media.with_patches(self._convert_input(media.patches))
-        role = encoder_of(media.modality, self._engines)
         enter_stream(role, *step, number)
         with self._module.logging_refused("encode"):
             output = self._call(role, self._module.encode, media)
@@ -109,7 +159,7 @@ class Compute:
                     f"items, but their sizes promise {rows} (PackedMedia.rows). Check that the encoder merges patches "
                     "as the data module's image processor says."
                 )
-        if self.spec is not None:
+        if self.spec is not None and not self.spec.describes(features):
             self._refuse_wider_rows(features, self.spec)
         return features
 
@@ -131,9 +181,8 @@ class Compute:
         Raises:
             TypeError: a step with a loss returned something else than one summed loss and a number of tokens.
         """
-        with self._inputs.copying():
-            batch = batch.to(self.device, non_blocking=True)
-        self._inputs.hand_over(batch.tensors)
+        if batch.tokens.device != self.device:
+            batch = self._fetched(batch)
         enter_stream(BACKBONE, *step, number)
         if stage == "predict":
             with self._module.logging_refused("predictions"):
@@ -156,7 +205,7 @@ class Compute:
 
     def backward(
         self,
-        roles: Sequence[str],
+        role: str,
         outputs: tuple[Tensor, ...],
         gradients: tuple[Tensor | None, ...],
         *,
@@ -167,33 +216,38 @@ class Compute:
         It runs outside autocast, as PyTorch advises: each operation runs in the precision of its forward.
 
         Args:
-            roles: whose halves the backward goes through.
+            role: whose half the backward goes through.
             outputs: with their graph.
             gradients: of each; None where it took no part in the loss.
-            last: it is the step's last backward through these halves on this rank.
+            last: it is the step's last backward through this half on this rank.
         """
+        engine, kind = self._engines[role], self.device.type
         reached: list[Tensor] = []
         given: list[Tensor] = []
         for output, gradient in zip(outputs, gradients, strict=True):
-            if gradient is None and self._in_lockstep.intersection(roles):  # other ranks run this backward, too
+            if gradient is None and engine.in_lockstep:  # other ranks run this backward, too
                 gradient = torch.zeros_like(output)
             if gradient is not None and output.requires_grad:
                 reached.append(output)
                 given.append(gradient)
-        with ExitStack() as around:
-            for role in roles:
-                around.enter_context(self._engines[role].backward(last=last))
-            if self._has_autocast and torch.is_autocast_enabled(self.device.type):
-                around.enter_context(torch.autocast(self.device.type, enabled=False))
+        is_on = self._has_autocast and torch.is_autocast_enabled(kind)
+        with engine.backward(last=last), torch.autocast(kind, enabled=False) if is_on else _NOTHING:
             torch.autograd.backward(reached, given)
 
     def send_gradients(self, role: str) -> None:
         """Begins to sum the gradients of a half that has no backward left in the step."""
         self._engines[role].send_gradients()
 
+    def _fetched(self, packed: _Packed) -> _Packed:
+        """A microbatch or an encoder batch on this device, for which the computing stream waits."""
+        with self._inputs.copying():
+            there = packed.to(self.device, non_blocking=True)
+        self._inputs.hand_over(there.tensors)
+        return there
+
     def _refuse_wider_rows(self, features: tuple[Tensor, ...], expected: FeatureSpec) -> None:
         found, rows = FeatureSpec.of(features), [features[0].shape[0]]
-        if found != expected and found.entry_nbytes(rows) > expected.entry_nbytes(rows):
+        if found.entry_nbytes(rows) > expected.entry_nbytes(rows):
             raise ValueError(
                 f"{self._name}.encode returned features of {found}, but of {expected} when it was tried before the "
                 "first step, in evaluation mode, to reserve bytes for them. Return as many tensors, as wide and of the "

@@ -110,16 +110,13 @@ class MetricAccumulator:
             self._agree_on_names(gather_over_ranks(new))
             vector = sum_over_ranks(self._vector(stop))
         loss, tokens, stopping, _, *sums = vector.tolist()
-        weighed = zip(self._agreed, sums[::2], sums[1::2], strict=True)
-        means = {name: total / weight for name, total, weight in weighed if weight}
+        report = StepReport(loss / tokens if tokens else 0.0, tokens, stopping > 0)
+        for name, total, weight in zip(self._agreed, sums[::2], sums[1::2], strict=True):
+            if weight:
+                report.values[name] = total / weight
+                report.options[name] = self._options[name]
         self.clear()
-        return StepReport(
-            loss=loss / tokens if tokens else 0.0,
-            tokens=tokens,
-            stop=stopping > 0,
-            values=means,
-            options={name: self._options[name] for name in means},
-        )
+        return report
 
     def clear(self) -> None:
         """Forgets what was collected, as of a step that has failed; the names that are agreed stay so."""
@@ -127,8 +124,10 @@ class MetricAccumulator:
             collected.clear()
 
     def _vector(self, stop: bool) -> Tensor:
-        collected = [self._values.get(name, ()) for name in self._agreed]
-        read = iter(_on_host([*self._losses, *self._tokens, *(value for pairs in collected for _, value in pairs)]))
+        numbers = [*self._losses, *self._tokens]
+        for name in self._agreed:
+            numbers += [value for _, value in self._values.get(name, ())]
+        read = iter(_on_host(numbers))
         loss, tokens = sum(islice(read, len(self._losses))), list(islice(read, len(self._tokens)))
         for count in tokens:
             if not 0 <= count < math.inf:
@@ -137,8 +136,8 @@ class MetricAccumulator:
                     "step's summed loss is divided. Return how many labels count in the microbatch: 0 or more."
                 )
         sums: list[float] = []
-        for pairs in collected:
-            weights = [tokens[microbatch] for microbatch, _ in pairs]
+        for name in self._agreed:
+            weights = [tokens[microbatch] for microbatch, _ in self._values.get(name, ())]
             weighed = [weight * value for weight, value in zip(weights, read, strict=False) if weight > 0]
             sums += (sum(weighed), sum(weights))
         new = len(self._values.keys() - set(self._agreed))
@@ -155,6 +154,8 @@ class MetricAccumulator:
 
 def _on_host(numbers: Sequence[Number]) -> list[float]:
     """Reads numbers. Those on a device come from it all at once, in the one wait for it."""
-    there = [each for each in numbers if isinstance(each, Tensor) and each.device.type != "cpu"]
-    came = iter(torch.stack([each.double().reshape(()) for each in there]).tolist() if there else ())
-    return [next(came) if isinstance(n, Tensor) and n.device.type != "cpu" else float(n) for n in numbers]
+    there = [each for each in numbers if isinstance(each, Tensor) and not each.is_cpu]
+    if not there:
+        return list(map(float, numbers))
+    came = iter(torch.stack([each.double().reshape(()) for each in there]).tolist())
+    return [next(came) if isinstance(n, Tensor) and not n.is_cpu else float(n) for n in numbers]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flowtrain_lightning.compute.compute import Compute, UserMethods
-from flowtrain_lightning.compute.features import as_features
+from flowtrain_lightning.allocator import BACKBONE, encoder_of
+from flowtrain_lightning.compute.compute import Compute, UserMethods, as_features
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import Features, StepBatch
 from flowtrain_lightning.parallel import ReplicatedHalf, squared_norm
@@ -60,9 +60,7 @@ class WholeModuleRunner:
             for number in range(len(batch.microbatches)):
                 loss = self._microbatch(batch, number, "train")
                 if loss is not None and loss.requires_grad:
-                    self._compute.backward(
-                        tuple(self._engines), (loss,), (torch.ones_like(loss),), last=number == final
-                    )
+                    self._compute.backward(BACKBONE, (loss,), (torch.ones_like(loss),), last=number == final)
         report = self._agree("train")
         for engine in self._engines.values():
             engine.finish_gradients(1 / max(report.tokens, 1))
@@ -100,7 +98,8 @@ class WholeModuleRunner:
         features: Features = {}
         for media in batch.encoder_batches[number * each : (number + 1) * each]:
             if media is not None:
-                features |= as_features(media.modality, self._compute.encode(media, step=step, number=stream))
+                role = encoder_of(media.modality, self._engines)
+                features |= as_features(media.modality, self._compute.encode(role, media, step=step, number=stream))
         return self._compute.microbatch(packed, features, stage=stage, step=step, number=stream)
 
     def _agree(self, stage: str) -> StepReport:

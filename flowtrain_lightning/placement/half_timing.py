@@ -21,7 +21,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.allocator.flops import FloatArray
-from flowtrain_lightning.compute.features import as_features
+from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import FlowDataModule, StepBatch
 from flowtrain_lightning.data.batch import IGNORED_LABEL
@@ -232,7 +232,7 @@ class HalfRunner(WholeModuleRunner):
         encoding = 0.0
         if media is not None:
             with torch.set_grad_enabled(trains):
-                outputs, encoding = self._timed(lambda: compute.encode(media, step=step, number=0))
+                outputs, encoding = self._timed(lambda: compute.encode(ENCODER, media, step=step, number=0))
             self.feature_bytes = sum(out[0].numel() * out.element_size() for out in outputs)
         leaves = tuple(out.detach().requires_grad_(trains and out.is_floating_point()) for out in outputs)
         features = as_features(media.modality, leaves) if media is not None else {}
@@ -247,7 +247,7 @@ class HalfRunner(WholeModuleRunner):
         pairs = zip(outputs, gradients, strict=True)
         if not any(out.requires_grad and gradient is not None for out, gradient in pairs):
             return 0.0
-        return self._timed(lambda: self._compute.backward((role,), outputs, gradients, last=True))[1]
+        return self._timed(lambda: self._compute.backward(role, outputs, gradients, last=True))[1]
 
     def _timed(self, run: Callable[[], Result]) -> tuple[Result, float]:
         start = now(self._device)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.allocator import BACKBONE
+from flowtrain_lightning.compute.compute import FeatureSpec, as_features
 from flowtrain_lightning.compute.copy_stream import CopyStream
-from flowtrain_lightning.compute.features import FeatureSpec, as_features
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.program import MicrobatchWork
@@ -110,9 +110,8 @@ class BackboneLane:
             outputs += [] if is_padding or not self._answers else [result]
         elif step.stage == "train" and result.requires_grad:
             last = number == step.program.last_microbatch
-            context.compute.backward(
-                (BACKBONE,), (result,), (torch.full_like(result, 0.0 if is_padding else 1.0),), last=last
-            )
+            gradient = torch.full_like(result, 0.0 if is_padding else 1.0)
+            context.compute.backward(BACKBONE, (result,), (gradient,), last=last)
         context.timeline.stop(start, BACKBONE, COMPUTE, "microbatch", step.stage, step.index, number)
 
     def _return_gradients(self, step: Step, features: MicrobatchFeatures) -> Schedule:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, modality_of
+from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.compute.copy_stream import CopyStream
-from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.program import PADDING, EncoderBatchWork
 from flowtrain_lightning.runtime.schedule import LaneContext, Progress, Schedule, Step
@@ -154,7 +154,7 @@ class EncoderLane:
         start = context.timeline.start()
         with torch.set_grad_enabled(keep):
             stream = batch.number * len(step.plan.encoder_batches) + rank
-            features = context.compute.encode(media, step=step.name, number=stream)
+            features = context.compute.encode(self._role, media, step=step.name, number=stream)
         context.timeline.stop(start, ENCODER, COMPUTE, "forward", step.stage, step.index, batch.number)
         return features
 
@@ -191,7 +191,7 @@ class EncoderLane:
         context.enter(f"backward of encoder batch {batch.number}", step)
         context.hand_over(waiting.copies, waiting.gradients, ENCODER, step)
         start = context.timeline.start()
-        context.compute.backward((self._role,), outputs, tuple(waiting.gradients), last=last)
+        context.compute.backward(self._role, outputs, tuple(waiting.gradients), last=last)
         context.timeline.stop(start, ENCODER, COMPUTE, "backward", step.stage, step.index, batch.number)
 
 

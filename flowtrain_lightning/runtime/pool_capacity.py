@@ -10,8 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from flowtrain_lightning.allocator import encoder_of
-from flowtrain_lightning.compute.compute import Compute
-from flowtrain_lightning.compute.features import FeatureSpec
+from flowtrain_lightning.compute.compute import Compute, FeatureSpec
 from flowtrain_lightning.data import PackedMedia
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.pool import (
@@ -172,7 +171,7 @@ class PoolCapacity:
             media = next(own, step.batch.padding_media)
             assert media is not None
             job.mesh.page.enter("first forward of the encoder", step.index)
-            spec = self._probe(media)
+            spec = self._probe(role, media)
             found = spec.shapes, tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
         shapes, dtypes = job.groups.cross.broadcast_message(found, source)
         spec, known = FeatureSpec(shapes, tuple(getattr(torch, name) for name in dtypes)), self._compute.spec
@@ -185,14 +184,14 @@ class PoolCapacity:
         self._compute.spec = spec
         self._encoded.add(modality)
 
-    def _probe(self, media: PackedMedia) -> FeatureSpec:
+    def _probe(self, role: str, media: PackedMedia) -> FeatureSpec:
         training = [module for module in self._module.modules() if module.training]
         known, self._compute.spec = self._compute.spec, None  # that of another modality
         try:
             for module in training:
                 module.training = False  # so that running statistics and the like stay as they are
             with own_streams(), torch.no_grad():
-                return FeatureSpec.of(self._compute.encode(media, step=(-1, -1), number=0))
+                return FeatureSpec.of(self._compute.encode(role, media, step=(-1, -1), number=0))
         finally:
             self._compute.spec = known
             for module in training:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flowtrain_lightning.compute.features import FeatureSpec
+from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing.simulator import recomputed_batches
 from flowtrain_lightning.packing.work_order import Turns, Work, encoder_order, lockstep_order

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, modality_of
-from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.compute import Compute, FeatureSpec
 from flowtrain_lightning.compute.device_clock import DeviceClock
-from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.module import FlowModule

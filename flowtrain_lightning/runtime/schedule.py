@@ -9,9 +9,8 @@ from enum import Enum
 
 from torch import Tensor
 
-from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.compute import Compute, FeatureSpec
 from flowtrain_lightning.compute.copy_stream import CopyStream
-from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import StepBatch, StepPlan
 from flowtrain_lightning.pool import Key, Pool, Reservation, StatusPage
 from flowtrain_lightning.runtime.program import StepProgram

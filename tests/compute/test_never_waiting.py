@@ -21,8 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, default_allocation
-from flowtrain_lightning.compute.compute import Compute
-from flowtrain_lightning.compute.features import as_features
+from flowtrain_lightning.compute.compute import Compute, as_features
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import ImageProcessor
 from flowtrain_lightning.models import block_attention, huggingface_vlm
@@ -91,15 +90,15 @@ def run_step(
             media = replace(media, inputs=prepare_media(media))
         with never_waiting(), own_streams():
             if media is not None:
-                outputs = compute.encode(media, step=(0, 0), number=number)
+                outputs = compute.encode(ENCODER, media, step=(0, 0), number=number)
                 leaves = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in outputs)
                 features = as_features(media.modality, leaves)
                 done.append(ENCODER)
             loss = compute.microbatch(packed, features, stage="train", step=(0, 0), number=number)
-            compute.backward((BACKBONE,), (loss,), (torch.ones_like(loss),), last=True)
+            compute.backward(BACKBONE, (loss,), (torch.ones_like(loss),), last=True)
             done.append(BACKBONE)
             if media is not None:
-                compute.backward((ENCODER,), outputs, tuple(leaf.grad for leaf in leaves), last=True)
+                compute.backward(ENCODER, outputs, tuple(leaf.grad for leaf in leaves), last=True)
     assert all(p.grad is not None for p in half_parameters(module, BACKBONE) if p.requires_grad)
     return done
 

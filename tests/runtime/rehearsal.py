@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.compute.copy_stream import CopyStream
-from flowtrain_lightning.compute.features import FeatureSpec
 from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch, StepPlan
 from flowtrain_lightning.pool import Key, MemoryRegion, Reservation, entry_nbytes
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
@@ -203,7 +203,7 @@ class NumbersCompute:
     sum_backbone: Callable[[], None] = lambda: None
     sums: int = 0
 
-    def encode(self, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
+    def encode(self, role: str, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
         self.forwards += 1
         self.gather("encoder", "forward")
         features = media.patches @ self.encoder.weight
@@ -224,10 +224,10 @@ class NumbersCompute:
         return loss
 
     def backward(
-        self, roles: Any, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], *, last: bool
+        self, role: str, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], *, last: bool
     ) -> None:
-        self.gather(*roles, "backward")
-        if roles == ("encoder",):
+        self.gather(role, "backward")
+        if role == "encoder":
             self.read(gradients)
         self.kept -= outputs[0].dim() > 0  # features; a loss is a scalar
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
@@ -250,7 +250,7 @@ def direct_gradients(plan: StepPlan) -> tuple[Tensor, Tensor]:
         media = np.concatenate([np.arange(sizes.media_start[s], sizes.media_start[s + 1]) for s in members])
         packed, features = _microbatch(plan, members), {}
         if len(media):
-            features["image"] = compute.encode(_media(plan, media), step=(0, 0), number=0)[0]
+            features["image"] = compute.encode("encoder", _media(plan, media), step=(0, 0), number=0)[0]
         compute.microbatch(packed, features, stage="train", step=(0, 0), number=0).backward()
     return tuple(_gradient([getattr(compute, half)]) for half in ("encoder", "backbone"))
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.compute.features import FeatureSpec
+from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.data import RankShard, StepPlan
 from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.packing.work_order import encoder_order
