@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, modality_of
 from flowtrain_lightning.compute.compute import Compute, FeatureSpec
-from flowtrain_lightning.compute.device_clock import DeviceClock
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.module import FlowModule
@@ -31,7 +30,7 @@ from flowtrain_lightning.runtime.program import StepProgram, make_program
 from flowtrain_lightning.runtime.rank_metrics import BatchTimes, RankMetrics
 from flowtrain_lightning.runtime.schedule import STAGES, LaneContext, Schedule, Step, run_schedule, run_turns
 from flowtrain_lightning.runtime.step_end import Note, StepEnd
-from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, Timeline
+from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, DeviceClock, Timeline
 from flowtrain_lightning.runtime.working_ahead import AheadAlone, AheadTogether, WorkAhead
 
 

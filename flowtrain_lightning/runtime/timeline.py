@@ -1,23 +1,104 @@
-"""What each lane did when: spans for pictures, totals for progress bars and reports."""
+"""What each lane did when, by the clock of its device: spans for pictures, totals for progress bars and reports."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from flowtrain_lightning.compute.device_clock import DeviceClock, Mark
+import torch
+
 from flowtrain_lightning.pool import PoolCounters
 
 COMPUTE = "compute"
 STALL = "stall"
 COMMUNICATION = "communication"
 
+_new = tuple.__new__  # half the time of a call of the class, where it is made for every span
 _KEPT_SPANS = 20_000  # of some 200 bytes each: 4 MB, which fill up in the first few thousand steps
+
+
+class TimedEvent(Protocol):
+    """What `torch.cuda.Event` offers of a point in the work that a stream was given."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this event to a later one, by the device's own clock."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until the device has come to it."""
+        ...
+
+
+class Mark(NamedTuple):
+    """A point in the work of a device.
+
+    Attributes:
+        given: when the host came to it: seconds of ``time.monotonic()``.
+        event: when the device does; None on a CPU, which does at once what it is given.
+    """
+
+    given: float
+    event: TimedEvent | None
+
+
+class DeviceClock:
+    """Tells device time as seconds of ``time.monotonic()``, the one clock of all processes of a node.
+
+    How long something took is what the device itself has measured. When it was, the host can only bound: not before it
+    gave the work, and not after it saw it done. So the clock takes the device for idle when it is made, and is set
+    right by every mark that would lie outside of its bounds. By that it follows a device whose clock runs otherwise.
+
+    Args:
+        record: makes an event at the end of what the current stream was given; None on a CPU.
+        now: the host's clock.
+    """
+
+    def __init__(self, record: Callable[[], TimedEvent] | None = None, now: Callable[[], float] = time.monotonic):
+        self._record = record
+        self._now = now
+        self._known = self.mark()  # the one that was read last, and when it was
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceClock:
+        """The clock of a device."""
+        return cls(_cuda_event if device.type == "cuda" else None)
+
+    def mark(self) -> Mark:
+        """A mark at the end of what the current stream was given so far."""
+        return _new(Mark, (self._now(), None if self._record is None else self._record()))
+
+    def read(self, start: Mark, end: Mark, *, wait: bool = False) -> tuple[float, float] | None:
+        """When the device came to two marks of one stream.
+
+        Args:
+            start: the earlier one.
+            end: the later one.
+            wait: for the device, where it has not come to ``end`` yet.
+
+        Returns:
+            seconds of both; None where the device has not come to ``end`` yet.
+        """
+        known, at = self._known.event, self._known.given
+        if known is None or start.event is None or end.event is None:
+            return start.given, end.given
+        if wait:
+            known.synchronize()
+            end.event.synchronize()
+        elif not (known.query() and end.event.query()):
+            return None
+        came = at + known.elapsed_time(end.event) / 1e3
+        came = min(max(came, end.given), self._now())
+        self._known = Mark(came, end.event)
+        return came - start.event.elapsed_time(end.event) / 1e3, came
 
 
 class Span(NamedTuple):
@@ -57,10 +138,14 @@ class Timeline:
 
     Args:
         clock: of that device; by default a CPU's.
+
+    Attributes:
+        start: begins a span, which `stop` ends and records; on a GPU both on the stream that is current.
     """
 
     def __init__(self, clock: DeviceClock | None = None) -> None:
         self._clock = clock or DeviceClock()
+        self.start: Callable[[], Mark] = self._clock.mark
         self._spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
         self._totals: dict[tuple[str, str], float] = defaultdict(float)
         self._coming: deque[tuple[_Work, Mark, Mark]] = deque()
@@ -76,10 +161,6 @@ class Timeline:
         """Lane and kind -> seconds of all spans that are over."""
         self.settle()
         return self._totals
-
-    def start(self) -> Mark:
-        """Begins a span, which `stop` ends and records; on a GPU both on the stream that is current."""
-        return self._clock.mark()
 
     def stop(self, start: Mark, lane: str, kind: str, name: str, stage: str, step: int, number: int = -1) -> None:
         """Records what a lane did since ``start``; see `Span`."""
@@ -98,7 +179,7 @@ class Timeline:
             if times is None:
                 return
             self._coming.popleft()
-            self.add(Span(*work, *times))
+            self.add(_new(Span, work + times))
 
     def is_settled(self, stage: str, step: int) -> bool:
         """Whether the device has come to the end of all that was recorded of a step."""
@@ -128,3 +209,9 @@ class Timeline:
             "spans": list(self._spans),
         }
         path.write_text(json.dumps(told))
+
+
+def _cuda_event() -> TimedEvent:
+    event: TimedEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()  # type: ignore[attr-defined]
+    return event

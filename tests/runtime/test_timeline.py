@@ -9,12 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from flowtrain_lightning.compute.device_clock import DeviceClock
 from flowtrain_lightning.pool import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.runtime import timeline as timeline_module
 from flowtrain_lightning.runtime.schedule import LaneContext
-from flowtrain_lightning.runtime.timeline import COMPUTE, STALL, Span, Timeline
-from tests.compute.late_device import LateDevice
+from flowtrain_lightning.runtime.timeline import COMPUTE, STALL, DeviceClock, Span, Timeline
+from tests.runtime.late_device import LateDevice
 
 
 def test_a_span_is_the_time_from_start_to_stop():

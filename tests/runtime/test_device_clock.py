@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowtrain_lightning.compute.device_clock import DeviceClock
-from tests.compute.late_device import LateDevice
+from flowtrain_lightning.runtime.timeline import DeviceClock
+from tests.runtime.late_device import LateDevice
 
 
 def worked(clock, device, seconds):
