@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_NOTHING = nullcontext()
+
 
 class CopyStream:
     """A stream of a device for copies; on a CPU, where copies are done at once, nothing.
@@ -29,7 +31,7 @@ class CopyStream:
 
     def copying(self) -> AbstractContextManager[Any]:
         """Inside, copies and the memory for them are this stream's."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return _NOTHING if self._stream is None else torch.cuda.stream(self._stream)
 
     def hand_over(self, tensors: Iterable[Tensor | None]) -> None:
         """Lets the computing stream wait for all copies so far, before it uses these tensors. The host goes on."""

@@ -17,6 +17,7 @@ from flowtrain_lightning.parallel.gradients import local_gradient, local_part, s
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 
 _BUCKET_BYTES = 32 << 20
+_NOTHING = nullcontext()
 
 
 class ReplicatedHalf:
@@ -48,7 +49,7 @@ class ReplicatedHalf:
         self.parameters = parameters
         self._group = group
         self._early = early
-        self._activations = activations or nullcontext()
+        self._activations = activations or _NOTHING
         self._alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self._buckets: list[_Bucket] = []
         self._left = 0  # buckets that are on their way
@@ -72,7 +73,7 @@ class ReplicatedHalf:
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
         """Inside, one backward runs; during the last one, what is final is summed."""
-        return self._summing() if last and self._early and not self._alone else nullcontext()
+        return self._summing() if last and self._early and not self._alone else _NOTHING
 
     @contextmanager
     def _summing(self) -> Iterator[None]:

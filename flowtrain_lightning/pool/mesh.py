@@ -186,7 +186,9 @@ class Mesh:
         now = time.monotonic()
         deadline = now + timeout
         if now < self._next_look:
-            self._accept(self._inbox.take(), records)
+            found = self._inbox.take()
+            if found or self.remote.records or self.remote.arrived:
+                self._accept(found, records)
             if timeout <= 0 and ORDERED_STORES:
                 return records
         while not records:

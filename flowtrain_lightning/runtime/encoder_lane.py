@@ -60,7 +60,8 @@ class EncoderLane:
         """
         pool, batches = self._context.pool, step.program.encoder_batches
         done = self._done_ahead(step)
-        step.executed[self._role] += [f"forward {number}" for number in self._ahead.pop((step.stage, step.index), [])]
+        for number in self._ahead.pop((step.stage, step.index), ()):
+            step.executed[self._role].append(f"forward {number}")
         while self._publishes and not pool.reserve(step.reserved_features(spec, done)):
             yield _ROOM
         if step.trains if self._modality is None else self._modality in step.answered:

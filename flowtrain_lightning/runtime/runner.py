@@ -85,6 +85,7 @@ class RoleRunner:
         self._engines = {role: engines[role] for role in self._roles}
         self._in_lockstep = [role for role, engine in self._engines.items() if engine.in_lockstep]
         self._modalities = {role: modality_of(role) for role in encoders}
+        self._parameters = list(module.parameters())
         # Without memory on a rank that does not encode.
         self._encoder_parameters = {role: half_parameters(module, role) for role in encoders}
         self._compute = Compute(module, trainer, trainer.strategy.root_device, self._engines)
@@ -105,7 +106,8 @@ class RoleRunner:
         """Forward and backward of this rank's part; gradients end up final, the mean loss is returned."""
         training = self._training_encoders()
         step, context = self._begin(batch, "train", training)
-        self._module.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
         for engine in self._engines.values():
             engine.begin_step()
         with own_streams():
@@ -113,7 +115,8 @@ class RoleRunner:
             # Before the report: a rank that waits in a sum for this one may not come to the report until it has it.
             for engine in self._engines.values():  # the backbone's first, on every rank
                 engine.send_gradients()
-            report = self._end(step, context, batch_idx, self._note(step))
+            note = self._note(step) if self.collects_timings or self.metrics_every else None
+            report = self._end(step, context, batch_idx, note)
         context.enter("wait for the sum of the gradients", step)
         start = self.timeline.start()
         for engine in self._engines.values():

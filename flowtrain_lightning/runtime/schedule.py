@@ -87,15 +87,13 @@ class Step:
             spec: what a row of features is.
             published: encoder batches below this number were published ahead of the step.
         """
-        demand, batches = self.program.pool_demand(spec).features, self.program.encoder_batches.items()
-        left = [entry for number, batch in batches if number >= published for entry in batch.entries]
-        before = len(demand) - len(left)
-        return {
-            Key(self.features, self.index, entry): Reservation(
-                demand[entry].nbytes, demand[entry].released_after - before
-            )
-            for entry in left
-        }
+        demand = self.program.pool_demand(spec).features
+        if published:
+            batches = self.program.encoder_batches.items()
+            left = [entry for number, batch in batches if number >= published for entry in batch.entries]
+            before = len(demand) - len(left)
+            demand = {entry: Reservation(demand[entry].nbytes, demand[entry].released_after - before) for entry in left}
+        return {Key(self.features, self.index, entry): reserved for entry, reserved in demand.items()}
 
     def reserved_gradients(self, spec: FeatureSpec) -> dict[Key, Reservation]:
         """What this backbone rank reserves in the pool, in the order in which it puts entries."""
