@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,8 @@ class StepRunner(Protocol):
 class _LoggingPlace:
     """Where ``log`` is called from now; apart from the module, whose own attributes are slow to set.
 
+    A context, made once: what was set before it is entered holds inside.
+
     Attributes:
         metrics: of the microbatch that runs; None outside of microbatches.
         refused_in: what runs instead, in which nothing can be logged.
@@ -62,6 +64,13 @@ class _LoggingPlace:
 
     metrics: MetricAccumulator | None = None
     refused_in: str | None = None
+
+    def __enter__(self) -> None:
+        """Nothing more; who opens the context has said already what is so inside."""
+
+    def __exit__(self, *_: object) -> None:
+        """From here on ``log`` is Lightning's."""
+        self.metrics = self.refused_in = None
 
 
 class FlowModule(L.LightningModule):
@@ -324,23 +333,15 @@ class FlowModule(L.LightningModule):
                 value = value if kwargs.get("sync_dist") else agreed
             super().log(name, value, *args, **({"batch_size": 1} | kwargs))
 
-    @contextmanager
-    def logging_into(self, metrics: MetricAccumulator) -> Iterator[None]:
+    def logging_into(self, metrics: MetricAccumulator) -> AbstractContextManager[None]:
         """Inside, ``log`` collects into ``metrics``."""
         self._logging.metrics = metrics
-        try:
-            yield
-        finally:
-            self._logging.metrics = None
+        return self._logging
 
-    @contextmanager
-    def logging_refused(self, where: str) -> Iterator[None]:
+    def logging_refused(self, where: str) -> AbstractContextManager[None]:
         """Inside, ``log`` raises."""
         self._logging.refused_in = where
-        try:
-            yield
-        finally:
-            self._logging.refused_in = None
+        return self._logging
 
     def log_report(self, stage: str, report: StepReport) -> Tensor:
         """Logs what all ranks agreed on, alike on every rank, and returns the mean loss, on the host.

@@ -87,9 +87,10 @@ class StepProgram:
 
     def pool_demand(self, spec: FeatureSpec) -> PoolDemand:
         """What the step asks of the pool where a row of features is ``spec``; worked out once."""
-        if spec not in self._sizes:
-            self._sizes[spec] = PoolDemand(self, spec)
-        return self._sizes[spec]
+        demand = self._sizes.get(spec)
+        if demand is None:
+            demand = self._sizes[spec] = PoolDemand(self, spec)
+        return demand
 
 
 class PoolDemand:
