@@ -15,9 +15,9 @@ from tests.faults.job import Job
 from tests.tiny import write_records
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """The process whose forks are the ranks of jobs."""
+    """The process whose forks are the ranks of jobs; it outlives the files of other rooms between those of this one."""
     with Forks() as running:
         yield running
 
