@@ -35,6 +35,7 @@ class Job:
         ranks: how many processes.
         arguments: keyword arguments, as JSON types.
         deadline: seconds after which its processes are killed.
+        imports: a slow module that ranks would each import for themselves: it is imported before they are forked.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Job:
     ranks: int
     arguments: dict[str, Any] = field(default_factory=dict)
     deadline: float = 240.0
+    imports: str | None = None
 
 
 @dataclass(frozen=True)
@@ -124,17 +126,20 @@ def _server() -> _Server:
 
 
 def _serve() -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what an import prints is no answer
     warm_up()
     gc.freeze()  # what is there stays: forks that collected it would copy its memory
     # Ranks that still run when the tests have ended abruptly must not outlive them.
     parent = os.getppid()
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(_run(Job(**request["job"]), Path(request["folder"]), parent)), flush=True)
+        print(json.dumps(_run(Job(**request["job"]), Path(request["folder"]), parent)), file=answers, flush=True)
 
 
 def _run(job: Job, folder: Path, parent: int) -> list[int]:
-    importlib.import_module(job.target.partition(":")[0])
+    for module in filter(None, (job.imports, job.target.partition(":")[0])):
+        importlib.import_module(module)
     port = free_port()
     children = [_fork(job, folder, rank, port) for rank in range(job.ranks)]
     codes: dict[int, int] = {}

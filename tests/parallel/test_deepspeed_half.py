@@ -20,7 +20,7 @@ def test_where_deepspeed_is_missing_an_error_says_how_to_install_it(monkeypatch)
 
 def test_ranks_share_states_and_by_zero_2_gradients_and_hear_of_mistakes(tmp_path):
     pytest.importorskip("deepspeed")
-    done = run_jobs(tmp_path, [Job("shares", "tests.parallel.zero:shares", 2)])["shares"].check()
+    done = run_jobs(tmp_path, [Job("shares", "tests.parallel.zero:shares", 2, imports="deepspeed")])["shares"].check()
     for rank, found in enumerate(read_down(done.folder)):
         for stage, by_stage in found.items():
             assert by_stage["states"] == pytest.approx(by_stage["weights"], rel=0.01)  # two for each weight of a half
