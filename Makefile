@@ -24,12 +24,12 @@ check: $(VENV)/.installed-test ## lint, format and types
 	$(VENV)/bin/mypy
 
 test: check ## check, then every test but the long forms
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 3 -m 'not full' --durations=10
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 4 -m 'not full' --durations=10
 
 test-all: check ## check, then every test; the dated output goes to tests/results/
 	@mkdir -p tests/results
 	@{ date -u +'%Y-%m-%d %H:%M UTC'; git log -1 --format='commit %h: %s'; $(VENV)/bin/flowtrain doctor; \
-	   OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 --durations=20; } 2>&1 | sed -u 's#$(CURDIR)/##g' | tee $(RESULTS)
+	   OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 3 --durations=20; } 2>&1 | sed -u 's#$(CURDIR)/##g' | tee $(RESULTS)
 
 test-gpu: $(VENV)/.installed-test ## the tests that need a GPU, and only those, each file in a process of its own
 	$(VENV)/bin/python -m tests.on_a_gpu
