@@ -79,7 +79,8 @@ def test_an_optimizer_steps_copies_and_the_weights_follow():
 
 def test_by_deepspeed_states_in_host_memory_change_no_bit_and_a_share_travels(tmp_path):
     pytest.importorskip("deepspeed")
-    done = run_jobs(tmp_path, [Job("compare", "tests.parallel.offloaded:compare", 2)])["compare"].check()
+    job = Job("compare", "tests.parallel.offloaded:compare", 2, imports="deepspeed")
+    done = run_jobs(tmp_path, [job])["compare"].check()
     for found in read_down(done.folder):
         for by_stage in found.values():
             assert by_stage["same"]
