@@ -90,7 +90,7 @@ class Ranks:
         """Send a signal to one rank."""
         os.kill(self._processes[rank].pid, number)
 
-    def wait_for(self, name: str, deadline: float = 120.0) -> None:
+    def wait_for(self, name: str, deadline: float = 600.0) -> None:
         """Wait until some rank has made the file ``name`` in the shared folder."""
         end = time.monotonic() + deadline
         while not (self.folder / name).exists():
@@ -98,7 +98,7 @@ class Ranks:
             assert in_time, f"no rank made {name}:\n{self._said()}"
             time.sleep(0.01)
 
-    def wait(self, deadline: float = 240.0) -> list[RankResult]:
+    def wait(self, deadline: float = 600.0) -> list[RankResult]:
         """How the ranks ended; an AssertionError with their output when one has not after ``deadline`` seconds."""
         end = time.monotonic() + deadline
         for process in self._processes:
@@ -125,7 +125,7 @@ class Ranks:
 def run_ranks(
     target: Callable[..., Any],
     ranks: int,
-    deadline: float = 240.0,
+    deadline: float = 600.0,
     env: Mapping[str, str] | None = None,
     arguments: Sequence[Any] = (),
 ) -> list[RankResult]:

@@ -37,7 +37,7 @@ def run(folder):
         name = f"{layout} {sorted(arguments)}".replace("/", " ")
         if name not in made:
             given = {"data": str(folder / "data"), "layout": layout, **arguments}
-            job = Job(name, "tests.callbacks.adapting:train", ranks_of(layout), given, 120)
+            job = Job(name, "tests.callbacks.adapting:train", ranks_of(layout), given)
             made[name] = run_jobs(folder, [job])[name].check().folder
         notes = [json.loads((made[name] / f"rank{rank}.json").read_text()) for rank in range(ranks_of(layout))]
         return made[name], notes
@@ -107,7 +107,7 @@ def test_a_run_goes_on_with_the_costs_that_were_found_on_other_layouts(run, layo
 
 
 def test_with_another_trainer_the_callback_begins_anew(folder):
-    job = Job("twice", "tests.callbacks.adapting:train_twice", 1, {"data": str(folder / "data")}, 120)
+    job = Job("twice", "tests.callbacks.adapting:train_twice", 1, {"data": str(folder / "data")})
     first, second = json.loads((run_jobs(folder, [job])["twice"].check().folder / "rank0.json").read_text())
     assert [place(change) for change in second] == [place(change) for change in first]
     assert second[0] not in first

@@ -39,7 +39,7 @@ class Runs:
     def job(self, name: str, target: str, ranks: int, **arguments: Any) -> Done:
         """Runs a function of ``training`` in so many processes, unless that was done."""
         if name not in self.done:
-            job = Job(name, f"tests.checkpoint.training:{target}", ranks, {"data": self.data, **arguments}, 150)
+            job = Job(name, f"tests.checkpoint.training:{target}", ranks, {"data": self.data, **arguments})
             self.done.update(run_jobs(self.folder, [job]))
         return self.done[name]
 

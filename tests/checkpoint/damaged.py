@@ -140,7 +140,7 @@ def benches(folder: Path, layouts: tuple[str, ...] = SAVED_ON) -> list[Bench]:
     found = []
     for number, layout in enumerate(layouts):
         arguments = {"data": str(folder / "data"), "case": "dropout", "layout": layout, "saves": [EARLIER, LATER]}
-        job = Job(layout, "tests.checkpoint.training:train", LAYOUTS[layout][0], arguments, 200)
+        job = Job(layout, "tests.checkpoint.training:train", LAYOUTS[layout][0], arguments)
         saved = run_jobs(folder, [job])[layout].check().folder
         later, earlier = saved / f"step{LATER}.ckpt", saved / f"step{EARLIER}.ckpt"
         found.append(Bench.of(later, earlier, folder / f"bench{number}", groups_alone()))

@@ -54,7 +54,7 @@ def test_a_full_disk_is_told_on_every_rank_and_keeps_the_checkpoint_before(tmp_p
 def test_a_run_leaves_the_checkpoints_that_it_leaves_without_threads(tmp_path):
     write_steps(tmp_path / "data")
     arguments = {"data": str(tmp_path / "data"), "layout": "colocated 2"}
-    done = run_jobs(tmp_path, [Job("fit", "tests.checkpoint.background:fit", 2, arguments, deadline=240)])["fit"]
+    done = run_jobs(tmp_path, [Job("fit", "tests.checkpoint.background:fit", 2, arguments)])["fit"]
     for found in read_down(done.check().folder):
         assert found["left"] == ["step=3.ckpt"]
         assert found["whole"] == [True] * len(found["whole"])

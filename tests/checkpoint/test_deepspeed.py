@@ -16,7 +16,7 @@ pytest.importorskip("deepspeed")
 def noted(folder: Path, target: str) -> list[dict[str, Any]]:
     for name, count in (("train.jsonl", 24), ("val.jsonl", 8), ("predict.jsonl", 5)):
         write_records(folder / "data", count, name)
-    job = Job("job", f"tests.checkpoint.deepspeed:{target}", 2, {"data": str(folder / "data")}, 190, "deepspeed")
+    job = Job("job", f"tests.checkpoint.deepspeed:{target}", 2, {"data": str(folder / "data")}, imports="deepspeed")
     return read_down(run_jobs(folder, [job])["job"].check().folder)
 
 

@@ -32,7 +32,7 @@ def loaded(saved, tmp_path_factory):
     paths["a plain file"] = str(tmp_path_factory.mktemp("exported") / "plain.ckpt")
     export_checkpoint(paths["FSDP 4"], paths["a plain file"])
     jobs = [
-        Job(layout, "tests.checkpoint.sharded:load_all", ranks, {"layout": layout, "checkpoints": paths}, 100)
+        Job(layout, "tests.checkpoint.sharded:load_all", ranks, {"layout": layout, "checkpoints": paths})
         for layout, (ranks, _) in LAYOUTS.items()
     ]
     done = run_jobs(tmp_path_factory.mktemp("loaded"), jobs)

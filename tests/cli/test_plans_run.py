@@ -58,7 +58,7 @@ def test_they_differ_in_placement_in_sharding_and_in_what_they_recompute(plans):
 def test_all_of_them_train(plans, tmp_path):
     write_records(tmp_path, 24)
     arguments = {"data": str(tmp_path), "plans": [str(path) for path in plans.values()], "ranks": RANKS}
-    job = Job("train", "tests.cli.running_plans:train_on_plans", RANKS, arguments, deadline=600)
+    job = Job("train", "tests.cli.running_plans:train_on_plans", RANKS, arguments)
     done = run_jobs(tmp_path, [job])["train"].check()
     for trained in read_down(done.folder):
         for path in plans.values():

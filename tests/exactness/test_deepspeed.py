@@ -88,7 +88,7 @@ def test_frozen_parts_groups_ties_hooks_and_clipping_by_value_are_exact(tmp_path
 
     def trained(layout: str, **more: Any) -> Run:
         arguments = {**settings, "layout": layout, **more}
-        job = Job(layout, "tests.exactness.train:train", ranks_of(layout), arguments, 150, "deepspeed")
+        job = Job(layout, "tests.exactness.train:train", ranks_of(layout), arguments, imports="deepspeed")
         return read_run(run_jobs(tmp_path, [job])[layout].check().folder)
 
     found, expected = trained("colocated 2", strategy={"roles": roles}), trained("auto")

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 def losses(folder: Path, layout: str) -> list[float]:
-    job = Job(layout, "tests.exactness.quickstart:train", ranks_of(layout), {"layout": layout}, deadline=400)
+    job = Job(layout, "tests.exactness.quickstart:train", ranks_of(layout), {"layout": layout})
     done = run_jobs(folder, [job])[layout].check()
     with (done.folder / "log" / "metrics.csv").open() as file:
         return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]

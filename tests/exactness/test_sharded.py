@@ -102,7 +102,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     def by_name(name: str) -> Run:
         target, ranks, arguments = jobs[name]
         imports = "deepspeed" if "deepspeed" in name else None
-        job = Job(name, target, ranks, arguments, deadline=150, imports=imports)
+        job = Job(name, target, ranks, arguments, imports=imports)
         return read_run(run_jobs(folder, [job])[name].check().folder)
 
     jobs: dict[str, tuple[str, int, dict[str, Any]]] = {}

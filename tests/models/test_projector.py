@@ -99,7 +99,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     write_steps(folder / "data")
 
     def run(name: str, target: str, ranks: int, **arguments: Any) -> Path:
-        job = Job(name, f"tests.models.{target}", ranks, {"data": str(folder / "data"), **arguments}, deadline=150)
+        job = Job(name, f"tests.models.{target}", ranks, {"data": str(folder / "data"), **arguments})
         return run_jobs(folder, [job])[name].check().folder
 
     return run

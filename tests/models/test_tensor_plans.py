@@ -44,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def trained(family: str, layout: str, roles: dict[str, Any]) -> Path:
         name = f"{family} {layout} {len(list(folder.iterdir()))}"
         arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "roles": roles}
-        job = Job(name, "tests.models.training:train", ranks_of(layout), arguments, deadline=150)
+        job = Job(name, "tests.models.training:train", ranks_of(layout), arguments)
         return run_jobs(folder, [job])[name].check().folder
 
     return trained

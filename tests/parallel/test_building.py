@@ -22,7 +22,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def ran(folder: Path, function: str, layout: str, **arguments: Any) -> list[dict[str, Any]]:
     arguments = {"layout": layout, **arguments}
-    job = Job(function, f"tests.parallel.building:{function}", ranks_of(layout), arguments, deadline=240)
+    job = Job(function, f"tests.parallel.building:{function}", ranks_of(layout), arguments)
     return read_down(run_jobs(folder, [job])[function].check().folder)
 
 

@@ -12,7 +12,7 @@ from tests.parallel.sharding import Layer, Layered
 
 
 def ran(tmp_path, function, ranks=2):
-    job = Job(function, f"tests.parallel.sharding:{function}", ranks, deadline=120)
+    job = Job(function, f"tests.parallel.sharding:{function}", ranks)
     return read_down(run_jobs(tmp_path, [job])[function].check().folder)
 
 

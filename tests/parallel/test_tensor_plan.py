@@ -22,7 +22,7 @@ SENTENCES = {
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
     """What each of two ranks found."""
-    job = Job("divide", "tests.parallel.tensor_jobs:divide", 2, deadline=120)
+    job = Job("divide", "tests.parallel.tensor_jobs:divide", 2)
     return read_down(run_jobs(tmp_path_factory.mktemp("divided"), [job])["divide"].check().folder)
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from flowtrain_lightning.placement.gradient_reduction import measure_reduction
 from flowtrain_lightning.placement.profile import ProfileError
+from tests.pool.faults import slowness
 
 DEADLINE = 150.0
 """Seconds in which a busy machine, too, starts two interpreters that import torch."""
@@ -35,5 +36,5 @@ def test_ranks_that_take_too_long_are_ended_with_a_sentence():
     start = time.monotonic()
     with pytest.raises(ProfileError, match=r"did not sum gradients: they failed, or took more than 0\.01 s"):
         measure_reduction(deadline=0.01)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 10 * slowness()
     assert not multiprocessing.active_children()
