@@ -104,7 +104,7 @@ class StepPacking:
             cost=self.cost,
             encoder_cost=self.encoder_cost,
             sync_every=self._sync_every(shard),
-            in_turns=shard.in_lockstep,
+            in_fixed_order=shard.in_lockstep,
             microbatches=microbatches,
         )
 

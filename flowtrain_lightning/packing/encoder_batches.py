@@ -24,7 +24,7 @@ def pack_encoder_batches(
     encoder_ranks: int,
     colocated_lanes: Sequence[tuple[int, int]] = (),
     busy: FloatArray | None = None,
-    in_turns: bool = False,
+    in_fixed_order: bool = False,
     encoder_nodes: Sequence[int] = (),
     backbone_nodes: Sequence[int] = (),
 ) -> EncoderBatches:
@@ -44,8 +44,8 @@ def pack_encoder_batches(
             media items are encoded unless balance moves them.
         busy: ``[encoder ranks]`` what each has to do beside encoding, in the unit of ``costs``: it is balanced together
             with what is encoded, and where some ranks only encode, media items go there first. None is nothing.
-        in_turns: ranks with both roles encode all they can before their first microbatch and after their last one (see
-            `Turns`), so that ranks that only encode should be as far: media items go there evenly over the step.
+        in_fixed_order: ranks with both roles encode all they can before their first microbatch and after their last one
+            (see `LaneOrder`), so that ranks that only encode should be as far: media items go there evenly over the step.
         encoder_nodes: the node of each encoder rank; ``()`` where there is one.
         backbone_nodes: the node of each backbone rank; ``()`` where there is one.
 
@@ -60,7 +60,7 @@ def pack_encoder_batches(
     node = np.array(encoder_nodes or [0] * encoder_ranks, dtype=np.int64)
     reader_node = np.array(backbone_nodes, dtype=np.int64)[backbone_rank] if backbone_nodes else np.zeros_like(home)
     busy = np.zeros(encoder_ranks) if busy is None else busy
-    counted = _busy_by_position(costs, position, busy, takes)[position] if in_turns else np.ones(len(costs))
+    counted = _busy_by_position(costs, position, busy, takes)[position] if in_fixed_order else np.ones(len(costs))
     encoder_rank = _deal(costs, order, home, busy, counted, takes, node, reader_node)
     by_batch = np.lexsort((backbone_rank, position, encoder_rank))
     changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(position[by_batch]) != 0)

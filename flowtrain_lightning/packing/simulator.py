@@ -11,7 +11,7 @@ A *lane* is what a rank does for one role. The rules, which :class:`_StepSimulat
 3. An encoder lane keeps the activations of at most ``kept_batches`` batches from forward to backward; a forward that
    would keep more waits. Nothing is kept of a *recomputed* batch: its forward runs again before its backward.
 4. A rank that has both lanes does one thing at a time, the backbone's first; where ranks need each other to compute,
-   in the fixed order of `Turns`.
+   in the fixed order of `LaneOrder`.
 5. Backbone ranks begin a step when all of them have ended the one before; ranks that encode when all ranks have. Ranks
    that only encode, and do not train, work ahead into later steps.
 
@@ -31,7 +31,7 @@ import numpy as np
 from flowtrain_lightning.packing.compiled import compiled
 from flowtrain_lightning.packing.step_plan import FloatArray, IntArray, StepPlan
 from flowtrain_lightning.packing.step_work import FORWARD_SHARE, Lanes, StepWork, step_work
-from flowtrain_lightning.packing.work_order import Lane, Turns
+from flowtrain_lightning.packing.work_order import Lane, LaneOrder
 
 Kind = Literal["microbatch", "forward", "backward"]
 
@@ -184,7 +184,7 @@ def closed_form_time(order: IntArray, cost: FloatArray, media: FloatArray) -> fl
     return max(longest, encoder)
 
 
-def _turns(work: StepWork, lanes: Lanes) -> dict[int, list[Lane]]:
+def _lane_orders(work: StepWork, lanes: Lanes) -> dict[int, list[Lane]]:
     """Rank with both lanes -> whose turn it is, from now on."""
     found: dict[int, list[Lane]] = {}
     for rank, batches in zip(lanes.encoder, work.encoder_batches, strict=True):
@@ -193,7 +193,7 @@ def _turns(work: StepWork, lanes: Lanes) -> dict[int, list[Lane]]:
             encoded = tuple(batch.position for batch in batches)
             kept = len(batches) if lanes.kept_batches is None else lanes.kept_batches
             trains = any(batch.backward > 0 for batch in batches)
-            found[rank] = list(Turns(positions, encoded, max(1, kept)).order(trains))
+            found[rank] = list(LaneOrder(positions, encoded, max(1, kept)).order(trains))
     return found
 
 
@@ -237,7 +237,7 @@ class _StepSimulation:
                 for reader, position in batch.readers:
                     self._missing_features[reader][position] += 1
                     self._sources.setdefault((reader, position), []).append((lane, number))
-        self._turns = _turns(work, lanes) if lanes.in_turns else {}
+        self._lane_order = _lane_orders(work, lanes) if lanes.in_fixed_order else {}
         self._ended = dict(start)
         self._busy = set(start)
         # A heap of what runs: its end, the rank, what it is, the lane, and the number of the microbatch or batch.
@@ -308,7 +308,7 @@ class _StepSimulation:
 
     def _can_begin(self, lane: Lane, rank: int) -> bool:
         """The rank is free, and not bound to do something for its other lane next."""
-        return rank not in self._busy and self._turns.get(rank, [])[:1] in ([], [lane])
+        return rank not in self._busy and self._lane_order.get(rank, [])[:1] in ([], [lane])
 
     def _begin_batch(self, group: Iterable[int], now: float) -> None:
         """What the lanes of a group, which all have come equally far, can do next."""
@@ -331,8 +331,8 @@ class _StepSimulation:
 
     def _begin(self, kind: Kind, rank: int, lane: int, number: int, now: float, time: float) -> None:
         self._busy.add(rank)
-        if self._turns.get(rank):
-            self._turns[rank].pop(0)
+        if self._lane_order.get(rank):
+            self._lane_order[rank].pop(0)
         self.spans.append((kind, rank, lane, number, now, now + time))
         heapq.heappush(self._running, (now + time, rank, kind, lane, number))
 

@@ -43,7 +43,7 @@ def plan_step(
     cost: CostModel = DEFAULT_COST,
     encoder_cost: CostModel | None = None,
     sync_every: SyncEvery = "microbatch",
-    in_turns: bool = False,
+    in_fixed_order: bool = False,
     microbatches: Microbatches | None = None,
 ) -> StepPlan:
     """Plan one step. The same arguments give the same plan on every rank and machine.
@@ -70,7 +70,7 @@ def plan_step(
             and orders positions by how much media they read; where some ranks only encode and others do both, a media
             item then is taken to cost the encoder what its rows cost the backbone.
         sync_every: how often backbone ranks wait for each other.
-        in_turns: ranks with both roles work in the fixed order of `Turns`, not as they can go on.
+        in_fixed_order: ranks with both roles work in the fixed order of `LaneOrder`, not as they can go on.
         microbatches: the microbatches, if they are made already: they are put in order, and media items dealt. None
             packs as many as are needed.
 
@@ -119,7 +119,7 @@ def plan_step(
             busy=_beside_encoding(microbatches, sizes, cost, sync_every, encoder_ranks, colocated_lanes)
             if some_only_encode
             else None,
-            in_turns=in_turns,
+            in_fixed_order=in_fixed_order,
             encoder_nodes=encoder_nodes,
             backbone_nodes=backbone_nodes,
         )

@@ -110,7 +110,8 @@ class Lanes:
         steps_ahead: later steps that ranks which only encode may have begun; 0 where the encoder trains.
         backbone_group: neighbouring backbone lanes that share the work of each microbatch, and so begin it together.
         encoder_group: neighbouring encoder lanes that share the work of each encoder batch, and so begin it together.
-        in_turns: ranks need each other to compute, so that those with both lanes have a fixed order, see `Turns`.
+        in_fixed_order: ranks need each other to compute, so that those with both lanes have a fixed order, see
+            `LaneOrder`.
     """
 
     backbone: tuple[int, ...]
@@ -121,7 +122,7 @@ class Lanes:
     steps_ahead: int = 0
     backbone_group: int = 1
     encoder_group: int = 1
-    in_turns: bool = False
+    in_fixed_order: bool = False
 
     @classmethod
     def separate(cls, work: StepWork, *, sync_every: SyncEvery, kept_batches: int | None = None) -> Lanes:

@@ -52,7 +52,7 @@ Lane = Literal["encoder", "backbone"]
 
 
 @dataclass(frozen=True)
-class Turns:
+class LaneOrder:
     """In which order the two lanes of a rank work, where they may not take turns as they can go on.
 
     Ranks of a shard group gather weights together, so all of them must come to a forward or a backward in one order. By
@@ -71,7 +71,7 @@ class Turns:
     ahead: int
 
     def order(self, trains: bool) -> Iterator[Lane]:
-        """Whose turn it is to do its next unit of work.
+        """The lane that does its next unit of work, one after the other.
 
         Args:
             trains: the encoder has backwards.

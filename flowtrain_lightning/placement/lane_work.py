@@ -39,9 +39,9 @@ def lane_work(
         steps_ahead=0 if waits else STEPS_AHEAD,
         backbone_group=_ranks_in_step(backbone),
         encoder_group=encoder.ranks_of_member,
-        in_turns=allocation.in_lockstep,
+        in_fixed_order=allocation.in_lockstep,
     )
-    lockstep = encoder.sums_in_step or (bool(allocation.colocated_lanes) and lanes.in_turns)
+    lockstep = encoder.sums_in_step or (bool(allocation.colocated_lanes) and lanes.in_fixed_order)
     works = [_meeting(_step_work(plan, costs, kept_batches, lockstep), encoder) for plan in plans]
     return [work.on_ranks(backbone.ranks_of_member, encoder.ranks_of_member) for work in works], lanes
 

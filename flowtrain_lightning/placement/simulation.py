@@ -107,7 +107,7 @@ def plan_on(
         cost=cost,
         encoder_cost=encoder_cost,
         sync_every="microbatch" if backbone.sums_in_step else "step",
-        in_turns=allocation.in_lockstep,
+        in_fixed_order=allocation.in_lockstep,
     )
 
 

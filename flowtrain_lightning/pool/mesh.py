@@ -337,8 +337,8 @@ class Mesh:
             self._blame(peer)  # else what it sent before it left is still to be read
 
     def _blame(self, peer: int) -> None:
-        patience = _REMOTE_PAGE_SECONDS if self.remote.pages else _PAGE_SECONDS
-        blamed, sentence = blame_fault(self.board, self.rank, peer, patience)
+        seconds = _REMOTE_PAGE_SECONDS if self.remote.pages else _PAGE_SECONDS
+        blamed, sentence = blame_fault(self.board, self.rank, peer, seconds)
         self.remote.send_status(_LAST_WORD_SECONDS)  # before this process ends and its own end is taken for the fault
         self._wake.abort(sentence, blamed)
         self._wake.check()

@@ -31,7 +31,7 @@ LAUNCHER = "FLOWTRAIN_LAUNCHER"
 _LOOK_SECONDS = 0.2
 _GRACE_SECONDS = 3.0  # in which the main thread may leave by itself
 _TELL_SECONDS = 1.0  # until a stopped rank is killed: by then the other ranks have seen what is wrong with it, too
-_DEAF_SECONDS = 5.0  # without a heartbeat: not even the monitor of that process gets to run
+_HEARTBEAT_SECONDS = 5.0  # without a heartbeat: not even the monitor of that process gets to run
 
 
 class HealthMonitor:
@@ -44,7 +44,6 @@ class HealthMonitor:
         self._processes: dict[int, Callable[[], int | None]] = {}
         self._needs_others = False
         self._joined: _JoinedRanks | None = None
-        self._has_fault = False
         self._tell_nodes: Callable[[str], None] | None = None
         self._leaving = threading.Event()
         self._looked = threading.Event()
@@ -179,12 +178,12 @@ class HealthMonitor:
         deadline = time.monotonic() + _GRACE_SECONDS
         if fault.hang:
             time.sleep(_TELL_SECONDS)
-        joined.kill_deaf()
+        joined.kill_stopped()
         self._looked.set()
         while time.monotonic() < deadline:
             page.beat()
             time.sleep(_LOOK_SECONDS)
-        joined.kill_deaf()
+        joined.kill_stopped()
         end_children(spared={page.read().pid for page in mesh.board.pages})
         end_at_once()
 
@@ -240,12 +239,12 @@ class _JoinedRanks:
         starting = any(page.state is State.STARTING for page in board.pages)
         return self._hang(silent) if silent >= (self._start_timeout if starting else self._hang_timeout) else None
 
-    def kill_deaf(self) -> None:
+    def kill_stopped(self) -> None:
         """Kill the peers that cannot end themselves."""
         for rank in range(len(self._board)):
             status = self._board[rank]
-            deaf = status.heartbeat > 0 and time.monotonic() - status.heartbeat_time > _DEAF_SECONDS
-            stopped = deaf or self._board.stopped(rank)
+            silent = status.heartbeat > 0 and time.monotonic() - status.heartbeat_time > _HEARTBEAT_SECONDS
+            stopped = silent or self._board.stopped(rank)
             if rank != self.mesh.rank and status.state is not State.FINISHED and stopped:
                 self._board.kill(rank)
 

@@ -77,8 +77,8 @@ class Job:
             _stay_on_this_node()
         worlds = default_groups(allocation)
         seconds = timeout.total_seconds()
-        patience = collective_timeout(hang_timeout, timeout)
-        self.groups = connect_groups(rank, worlds, backend, patience, parts_of_groups(allocation))
+        timeout_of_sums = collective_timeout(hang_timeout, timeout)
+        self.groups = connect_groups(rank, worlds, backend, timeout_of_sums, parts_of_groups(allocation))
         if nodes > 1:
             self.labels = [f"{label} on {name}" for label, name in zip(self.labels, node_names(ranks), strict=True)]
         store, secret = self.groups.new_store(), self.groups.key.derive("pool").hex()
@@ -161,10 +161,10 @@ def _ignore_sigchld() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # no other thread runs handlers
         yield
         return
-    former, is_deaf = None, False
-    while not is_deaf:
+    former, is_ignored = None, False
+    while not is_ignored:
         with suppress(RuntimeError):  # of a child whose end was noticed just now
-            former, is_deaf = signal.signal(signal.SIGCHLD, signal.SIG_DFL), True
+            former, is_ignored = signal.signal(signal.SIGCHLD, signal.SIG_DFL), True
     try:
         yield
     finally:

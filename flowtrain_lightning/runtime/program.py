@@ -10,7 +10,7 @@ import numpy as np
 from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing.simulator import recomputed_batches
-from flowtrain_lightning.packing.work_order import Turns, Work, encoder_order, lockstep_order
+from flowtrain_lightning.packing.work_order import LaneOrder, Work, encoder_order, lockstep_order
 from flowtrain_lightning.pool import Reservation, assign_offsets
 
 PADDING = -1
@@ -62,15 +62,15 @@ class StepProgram:
 
     Attributes:
         encoder_batches: those of this rank that hold media items, by number; empty without an encoder lane. Where
-            encoder ranks share weights, or lanes have turns, by the position of the microbatches that read them; in
-            the first case one for every position at which any encoder rank has media items.
+            encoder ranks share weights, or lanes have a fixed order, by the position of the microbatches that read
+            them; in the first case one for every position at which any encoder rank has media items.
         encoder_order: the order of an encoder that trains. One that does not runs forwards only.
         microbatches: those of this rank; empty without a backbone lane.
         last_microbatch: number of the last one that is not empty; -1 where all are.
         entry_rows: for each encoder rank the rows of the entries of each of its batches, for what the pool must hold.
         modalities: of all media items of the step, by name.
-        turns: whose turn it is, on a rank of two roles of which one shares weights with other ranks. None where lanes
-            take turns as they can go on.
+        lane_order: which lane works next, on a rank of two roles of which one shares weights with other ranks. None
+            where lanes take turns as they can go on.
         holds_all: the pool has bytes for all of the step, on every rank: one that waits for others inside of a
             computation takes nothing out of it meanwhile, and must not keep them from coming.
     """
@@ -81,7 +81,7 @@ class StepProgram:
     last_microbatch: int
     entry_rows: tuple[tuple[tuple[int, ...], ...], ...]
     modalities: tuple[str, ...]
-    turns: Turns | None = None
+    lane_order: LaneOrder | None = None
     holds_all: bool = False
     _sizes: dict[FeatureSpec, PoolDemand] = field(default_factory=dict)
 
@@ -142,11 +142,11 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     batches: dict[int, EncoderBatchWork] = {}
     order: tuple[Work, ...] = ()
     has_both = shard.encoder_rank is not None and shard.backbone_rank is not None
-    in_turns = has_both and shard.in_lockstep
-    some_in_turns = bool(shard.colocated_lanes) and shard.in_lockstep
+    in_fixed_order = has_both and shard.in_lockstep
+    some_in_fixed_order = bool(shard.colocated_lanes) and shard.in_lockstep
     if shard.encoder_rank is not None:
         own = of_batch[shard.encoder_rank]
-        if shard.pads_encoder_batches or in_turns:
+        if shard.pads_encoder_batches or in_fixed_order:
             batches = _batches_by_position(plan, own, pads=shard.pads_encoder_batches, recomputes=kept_batches == 0)
             order = tuple(lockstep_order(list(batches), max(kept_batches, 1)))
         else:
@@ -166,11 +166,11 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         tuple(tuple(plan.entries[entry].rows for entry in numbers) for numbers in of_rank.values())
         for of_rank in of_batch
     )
-    turns = Turns(len(microbatches), tuple(batches), max(kept_batches, 1)) if in_turns else None
+    lane_order = LaneOrder(len(microbatches), tuple(batches), max(kept_batches, 1)) if in_fixed_order else None
     # A lane that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
-    holds_all = some_in_turns or shard.shares_encoder_batches
+    holds_all = some_in_fixed_order or shard.shares_encoder_batches
     modalities = tuple(sorted({entry.modality for entry in plan.entries}))
-    return StepProgram(batches, order, microbatches, last_microbatch, rows, modalities, turns, holds_all)
+    return StepProgram(batches, order, microbatches, last_microbatch, rows, modalities, lane_order, holds_all)
 
 
 def _fewest_kept(plan: StepPlan, most: int) -> int:

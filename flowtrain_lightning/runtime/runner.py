@@ -28,7 +28,7 @@ from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.pool_capacity import PoolCapacity, PoolSettings
 from flowtrain_lightning.runtime.program import StepProgram, make_program
 from flowtrain_lightning.runtime.rank_metrics import BatchTimes, RankMetrics
-from flowtrain_lightning.runtime.schedule import STAGES, LaneContext, Schedule, Step, run_schedule, run_turns
+from flowtrain_lightning.runtime.schedule import STAGES, LaneContext, Schedule, Step, run_in_order, run_schedule
 from flowtrain_lightning.runtime.step_end import Note, StepEnd
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, DeviceClock, Timeline
 from flowtrain_lightning.runtime.working_ahead import AheadAlone, AheadTogether, WorkAhead
@@ -228,8 +228,8 @@ class RoleRunner:
             lanes.append((BACKBONE, self._backbone_lane.run(step, spec, outputs)))
         if self._encoder is not None and spec is not None:
             lanes.append((ENCODER, self._encoder_lane.run(step, spec)))
-        if step.program.turns is not None:
-            run_turns(context, dict(lanes), step.program.turns.order(step.trains), step)
+        if step.program.lane_order is not None:
+            run_in_order(context, dict(lanes), step.program.lane_order.order(step.trains), step)
         else:
             run_schedule(context, lanes, step)
         for role in self._in_lockstep:

@@ -53,7 +53,7 @@ class Step:
         report: channel on which encoder ranks find the step's report, under ``index``.
         notes: channel for what encoder ranks tell at the step's end, under a round and their number among all
             that encode.
-        ended: roles whose lanes on this rank have come to their end, where none has fixed turns.
+        ended: roles whose lanes on this rank have come to their end, where none has a fixed order.
         executed: role -> its forwards, backwards and microbatches, in the order in which this rank ran them.
     """
 
@@ -176,7 +176,7 @@ def run_schedule(context: LaneContext, lanes: Sequence[tuple[str, Schedule]], st
     pool.settle()
 
 
-def run_turns(context: LaneContext, lanes: Mapping[str, Schedule], order: Iterable[str], step: Step) -> None:
+def run_in_order(context: LaneContext, lanes: Mapping[str, Schedule], order: Iterable[str], step: Step) -> None:
     """Runs the lanes of this rank to their end, in one thread and in a fixed order.
 
     Args:
@@ -195,7 +195,7 @@ def run_turns(context: LaneContext, lanes: Mapping[str, Schedule], order: Iterab
                 pool.poll()
         pool.poll()
     for role, schedule in lanes.items():
-        assert next(schedule, _END) is _END, f"the {role} lane has more to do than it had turns"
+        assert next(schedule, _END) is _END, f"the {role} lane has more to do than its order has"
     pool.settle()
 
 

@@ -105,9 +105,9 @@ def test_ranks_that_share_an_encoder_batch_begin_it_once_all_of_them_are_free():
 
 
 def test_ranks_that_need_each_other_do_their_forwards_first_and_their_backwards_last():
-    # Without turns rank 0 would encode for the second microbatch between the two, and rank 1 wait for it.
+    # Without a fixed order rank 0 would encode for the second microbatch between the two, and rank 1 wait for it.
     work = StepWork([[1.0, 1.0], [1.0, 1.0]], [[EncoderWork(1.0, 2.0, ((1, 1),))], [EncoderWork(1.0, 2.0, ((0, 0),))]])
-    lanes = Lanes((0, 1), (0, 1), sync_every="step", kept_batches=1, backbone_group=2, in_turns=True)
+    lanes = Lanes((0, 1), (0, 1), sync_every="step", kept_batches=1, backbone_group=2, in_fixed_order=True)
     spans = simulate_steps([work], lanes).spans
     for rank in (0, 1):
         order = [span.kind for span in sorted(spans, key=lambda span: span.start) if span.rank == rank]
@@ -118,7 +118,7 @@ def test_ranks_that_need_each_other_do_their_forwards_first_and_their_backwards_
 def test_a_shard_group_with_a_frozen_encoder_encodes_all_of_a_step_first():
     batches = [[EncoderWork(1.0, 0.0, ((0, 0),)), EncoderWork(1.0, 0.0, ((1, 1),))], [EncoderWork(2.0, 0.0, ((1, 0),))]]
     work = StepWork([[1.0, 1.0], [1.0, 1.0]], batches)
-    lanes = Lanes((0, 1), (0, 1), sync_every="step", kept_batches=1, backbone_group=2, in_turns=True)
+    lanes = Lanes((0, 1), (0, 1), sync_every="step", kept_batches=1, backbone_group=2, in_fixed_order=True)
     assert simulate_steps([work, work], lanes).backbone_ends == [2 + 2, 2 * (2 + 2)]
 
 

@@ -147,7 +147,7 @@ def test_local_plans_need_as_many_encoder_ranks_as_backbone_ranks():
         plan(make_sizes((10, [])), backbone_ranks=2, encoder_ranks=3, local=True)
 
 
-def mixed_step(encoder, backbone_ranks, encoder_ranks, sync_every="step", planned_in_turns=False, in_turns=False):
+def mixed_step(encoder, backbone_ranks, encoder_ranks, sync_every="step", planned_so=False, in_fixed_order=False):
     """What a step takes of which encoding is ``encoder`` times the rest, beside all of it evenly divided."""
     draw = np.random.default_rng(0)
     pictures = draw.integers(16, 400, 200).tolist()
@@ -164,14 +164,14 @@ def mixed_step(encoder, backbone_ranks, encoder_ranks, sync_every="step", planne
         cost=cost,
         encoder_cost=encoder_cost,
         sync_every=sync_every,
-        in_turns=planned_in_turns,
+        in_fixed_order=planned_so,
     )
 
     def encoding(patches):
         whole = encoder_cost.of_set(patches)
         return whole / 3, 2 * whole / 3
 
-    rules = {"kept_batches": 4, "backbone_group": backbone_ranks, "in_turns": True} if in_turns else {}
+    rules = {"kept_batches": 4, "backbone_group": backbone_ranks, "in_fixed_order": True} if in_fixed_order else {}
     lanes = Lanes(tuple(range(backbone_ranks)), tuple(range(encoder_ranks)), sync_every=sync_every, **rules)
     step = simulate_step(step_work(found, cost.of_set, encoding), lanes)
     return step.makespan / ((cost.of_set(sizes.tokens) + encoder_cost.of_set(sizes.media_patches)) / encoder_ranks)
@@ -185,8 +185,8 @@ def test_a_step_of_mixed_ranks_takes_little_longer_than_all_work_evenly_divided(
 
 @pytest.mark.parametrize("encoder", [0.4, 1.0])
 def test_with_a_fixed_order_ranks_that_only_encode_have_their_part_of_every_position(encoder):
-    otherwise = mixed_step(encoder, 14, 16, in_turns=True)
-    assert mixed_step(encoder, 14, 16, planned_in_turns=True, in_turns=True) < 0.96 * otherwise
+    otherwise = mixed_step(encoder, 14, 16, in_fixed_order=True)
+    assert mixed_step(encoder, 14, 16, planned_so=True, in_fixed_order=True) < 0.96 * otherwise
 
 
 def test_work_of_mixed_ranks_beside_encoding_counts_once_where_tensor_ranks_share_it():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.data import RankShard
-from flowtrain_lightning.packing.work_order import Turns, lockstep_order
+from flowtrain_lightning.packing.work_order import LaneOrder, lockstep_order
 from flowtrain_lightning.runtime.program import PADDING, make_program
 from tests.packing.sizes import plan_of, sizes_strategy
 
@@ -39,13 +39,13 @@ def test_no_turn_comes_before_what_it_waits_for(sizes, ranks, kept, trains):
         program = make_program(
             plan, RankShard(rank, ranks, rank, ranks, pads_microbatches=True, in_lockstep=True), kept
         )
-        assert program.turns is not None
+        assert program.lane_order is not None
         left = list(program.encoder_order if trains else [w for w in program.encoder_order if w[0] == "forward"])
         forwarded, computed = [], 0
-        for role in program.turns.order(trains):
+        for role in program.lane_order.order(trains):
             if role == "backbone":
                 computed += 1
-                assert all(position in forwarded for position in program.turns.encoded if position < computed)
+                assert all(position in forwarded for position in program.lane_order.encoded if position < computed)
                 continue
             kind, position = left.pop(0)
             if kind == "forward":
@@ -56,14 +56,14 @@ def test_no_turn_comes_before_what_it_waits_for(sizes, ranks, kept, trains):
 
 
 def test_turns_without_media_are_those_of_the_backbone_alone():
-    assert list(Turns(3, (), 4).order(trains=True)) == ["backbone"] * 3
+    assert list(LaneOrder(3, (), 4).order(trains=True)) == ["backbone"] * 3
 
 
 def test_ranks_that_encode_at_different_positions_do_so_at_the_same_time():
     """Else each microbatch, which all of them begin together, would wait for the one rank that encodes before it."""
-    of_ranks = [list(Turns(4, (position,), 2).order(trains=True)) for position in range(4)]
+    of_ranks = [list(LaneOrder(4, (position,), 2).order(trains=True)) for position in range(4)]
     assert of_ranks == [["encoder", *["backbone"] * 4, "encoder"]] * 4
-    frozen = [list(Turns(4, encoded, 1).order(trains=False)) for encoded in ((0, 1, 3), (1, 2, 3))]
+    frozen = [list(LaneOrder(4, encoded, 1).order(trains=False)) for encoded in ((0, 1, 3), (1, 2, 3))]
     assert frozen == [["encoder"] * 3 + ["backbone"] * 4] * 2
 
 
@@ -71,6 +71,6 @@ def test_ranks_that_encode_at_different_positions_do_so_at_the_same_time():
     ("ahead", "order"), [(1, "F M BF M BF M BF M B"), (2, "FF M BF M BF M M BB"), (3, "FFF M M BF M M BBB")]
 )
 def test_beyond_the_kept_batches_a_forward_goes_one_microbatch_before_the_latest(ahead, order):
-    work, turns = iter(lockstep_order(range(4), ahead)), Turns(4, (0, 1, 2, 3), ahead)
-    spelled = ["M" if role == "backbone" else next(work)[0][0].upper() for role in turns.order(trains=True)]
+    work, lane_order = iter(lockstep_order(range(4), ahead)), LaneOrder(4, (0, 1, 2, 3), ahead)
+    spelled = ["M" if role == "backbone" else next(work)[0][0].upper() for role in lane_order.order(trains=True)]
     assert "".join(spelled) == order.replace(" ", "")

@@ -21,7 +21,7 @@ from flowtrain_lightning.pool import Key, MemoryRegion, Reservation, entry_nbyte
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.encoder_lane import EncoderLane
 from flowtrain_lightning.runtime.program import make_program
-from flowtrain_lightning.runtime.schedule import LaneContext, Schedule, Step, run_schedule, run_turns
+from flowtrain_lightning.runtime.schedule import LaneContext, Schedule, Step, run_in_order, run_schedule
 from flowtrain_lightning.runtime.timeline import Timeline
 from tests.runtime.late_copies import LateCopies, read_after_copies
 
@@ -173,9 +173,9 @@ class StageLease:
     release: Callable[[], None]
 
 
-def least_bytes(plan: StepPlan, spec: FeatureSpec, in_turns: bool = False) -> int:
+def least_bytes(plan: StepPlan, spec: FeatureSpec, in_fixed_order: bool = False) -> int:
     """Bytes of the pool with which a step of this plan cannot block, on any rank."""
-    shard = RankShard(0, 1, 0, 1, ((0, 0),), in_lockstep=True) if in_turns else RankShard(None, 0, None, 0)
+    shard = RankShard(0, 1, 0, 1, ((0, 0),), in_lockstep=True) if in_fixed_order else RankShard(None, 0, None, 0)
     return make_program(plan, shard, 0).pool_demand(spec).least
 
 
@@ -330,9 +330,9 @@ class Rehearsal:
                 readers = [(each,) for each in backbone_ranks]
                 lane = EncoderLane(context, readers, pads_forwards=pads_forwards)
                 lanes.append(("encoder", lane.run(step, spec)))
-            if (turns := step.program.turns) is not None:
-                order = turns.order(trains)
-                parts.append(partial(run_turns, context, dict(lanes), order, step))
+            if (lane_order := step.program.lane_order) is not None:
+                order = lane_order.order(trains)
+                parts.append(partial(run_in_order, context, dict(lanes), order, step))
             else:
                 parts.append(partial(_run_and_sum, context, lanes, step))
         stage.play(parts)

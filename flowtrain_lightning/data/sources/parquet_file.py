@@ -98,7 +98,7 @@ def _parquet() -> Any:
 
 
 class _explained:
-    """Turns what pyarrow raises into a sentence."""
+    """LaneOrder what pyarrow raises into a sentence."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

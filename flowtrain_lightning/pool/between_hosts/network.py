@@ -51,14 +51,14 @@ class RemoteHosts:
             self._thread = HostsThread(page, connections, self.pages, len(labels), wake, fail)
             self.records, self.arrived = self._thread.records, self._thread.entries
 
-    def send_status(self, patience: float) -> None:
+    def send_status(self, timeout: float) -> None:
         """Let the other hosts know now what the own status page says.
 
         Args:
-            patience: seconds to wait until they have it, and all that was sent to them before.
+            timeout: seconds to wait until they have it, and all that was sent to them before.
         """
         if self._thread is not None:
-            self._thread.send_status(patience)
+            self._thread.send_status(timeout)
 
     def send_record(self, peer: int, message: bytes) -> None:
         """Send an encoded control record; see `HostsThread.send_record`."""
@@ -75,14 +75,14 @@ class RemoteHosts:
         self.arrived.append(record)
         self._wake()
 
-    def close(self, patience: float) -> None:
+    def close(self, timeout: float) -> None:
         """Send the page a last time and end.
 
         Args:
-            patience: seconds for what is on its way to arrive: to close a connection may cut it off.
+            timeout: seconds for what is on its way to arrive: to close a connection may cut it off.
         """
         if self._thread is not None:
-            self._thread.send_status(patience)
+            self._thread.send_status(timeout)
             self._thread.close()
 
 
