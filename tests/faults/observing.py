@@ -69,6 +69,7 @@ def observe(job: Job, pid: int) -> Ended:
             left = processes.wait()
         finally:
             processes.kill()
+    over = time.monotonic()
     left += sorted(newly_abandoned_files(abandoned)) + _temporary_files(job.temporary) + _listeners(job.port)
     shutil.rmtree(job.temporary)
     came = float(text_of(job.folder / INJECTED) or "inf")
@@ -77,7 +78,8 @@ def observe(job: Job, pid: int) -> Ended:
         folder=job.folder,
         code=processes.codes[pid],
         codes={rank: processes.codes[pid] for rank, pid in ranks.items() if pid in processes.codes},
-        seconds={rank: processes.ended[pid] - came for rank, pid in ranks.items() if pid in processes.ended},
+        # On a busy machine a rank may begin and end between two looks.
+        seconds={rank: processes.ended.get(pid, over) - came for rank, pid in ranks.items()},
         said=text_of(job.folder / "said"),
         files={rank_of(path): path.read_text() for path in job.folder.glob("fault-rank*.txt")},
         left=left,

