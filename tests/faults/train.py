@@ -25,8 +25,8 @@ HOST_OF = (0, 0, 1)
 """Where each rank runs in a job on two hosts."""
 
 
-class Scene:
-    """What this rank is asked to play: folder, settings and fault of the job."""
+class RankFault:
+    """What this rank is given: folder, settings and fault of the job."""
 
     def __init__(self) -> None:
         self.folder = Path(os.environ["FOLDER"])
@@ -73,15 +73,15 @@ class Scene:
 class Model(Divided):
     """A tiny module that every layout can divide, with places at which it may break or be slow."""
 
-    scene: Scene
+    rank_fault: RankFault
     is_warm = False
 
     def configure_encoder(self) -> None:
-        self.scene.pass_by("build")
+        self.rank_fault.pass_by("build")
         super().configure_encoder()
 
     def configure_backbone(self) -> None:
-        self.scene.pass_by("build")
+        self.rank_fault.pass_by("build")
         super().configure_backbone()
 
     def encode(self, media: Any) -> Any:
@@ -95,39 +95,39 @@ class Model(Divided):
     def compute(self) -> None:
         """What either half passes by in a step."""
         step, training = self.trainer.global_step, self.trainer.training
-        self.scene.pass_by("train" if training else "validation", step)
-        if training and self.scene.is_waited_for(step):
+        self.rank_fault.pass_by("train" if training else "validation", step)
+        if training and self.rank_fault.is_waited_for(step):
             time.sleep(1.0)
         elif not self.is_warm:
             self.is_warm = True
-            time.sleep(self.scene.settings["first_step"])
+            time.sleep(self.rank_fault.settings["first_step"])
 
 
 class Places(L.Callback):
     """The places outside of the module."""
 
-    def __init__(self, scene: Scene) -> None:
-        self.scene = scene
+    def __init__(self, rank_fault: RankFault) -> None:
+        self.rank_fault = rank_fault
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self.scene.note("steps", trainer.global_step)
+        self.rank_fault.note("steps", trainer.global_step)
         if trainer.global_step == 1:  # in the first step a hang would count after the longer limit of the start
-            self.scene.begin_counting()
-        if self.scene.waits(trainer.global_step):
-            threading.Timer(0.5, self.scene.pass_by, ("wait", trainer.global_step)).start()
+            self.rank_fault.begin_counting()
+        if self.rank_fault.waits(trainer.global_step):
+            threading.Timer(0.5, self.rank_fault.pass_by, ("wait", trainer.global_step)).start()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.scene.pass_by("between", trainer.global_step)
+        self.rank_fault.pass_by("between", trainer.global_step)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self.scene.fault is not None and self.scene.fault.kind == "raise twice":
+        if self.rank_fault.fault is not None and self.rank_fault.fault.kind == "raise twice":
             raise RuntimeError("another fault of the test") from exception
 
     def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
         step, fsync = trainer.global_step, os.fsync
 
         def flush(file: int) -> None:
-            self.scene.pass_by("save", step)
+            self.rank_fault.pass_by("save", step)
             fsync(file)
 
         os.fsync = flush
@@ -136,14 +136,14 @@ class Places(L.Callback):
 def main() -> None:
     """Six steps; a checkpoint and a validation after every second one."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests deaf to Ctrl-C
-    scene = Scene()
-    scene.note("pid", os.getpid())
-    scene.pass_by("start")
-    Model.scene = scene
-    settings, folder = scene.settings, scene.folder
+    rank_fault = RankFault()
+    rank_fault.note("pid", os.getpid())
+    rank_fault.pass_by("start")
+    Model.rank_fault = rank_fault
+    settings, folder = rank_fault.settings, rank_fault.folder
     hosts = settings["hosts"]
     if hosts is not None:
-        enter(HOST_OF[scene.rank], hosts)
+        enter(HOST_OF[rank_fault.rank], hosts)
     roles = {role: flow.RoleLayout(**wanted) for role, wanted in settings["strategy"].pop("roles", {}).items()}
     trainer = L.Trainer(
         accelerator="cpu",
@@ -158,12 +158,12 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Places(scene), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True)],
+        callbacks=[Places(rank_fault), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True)],
     )
     data = tiny_data(folder / "data", global_batch_size=4, num_workers=settings["workers"])
     trainer.fit(Model(), data, ckpt_path=settings["ckpt_path"])
-    scene.note("finished", trainer.global_step)
-    if scene.rank == 0:
+    rank_fault.note("finished", trainer.global_step)
+    if rank_fault.rank == 0:
         time.sleep(settings["afterwards"])
 
 

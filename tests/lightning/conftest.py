@@ -1,4 +1,4 @@
-"""What these tests share: records, and a theatre that plays the scenes of all collected tests at once."""
+"""What these tests share: records, and the runs of all collected tests, made at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lightning.stage import Stage, write_data
-from tests.lightning.theatre import Theatre
+from tests.lightning.layout_runs import LayoutRuns
+from tests.lightning.run_context import RunContext, write_data
 
 
 @pytest.fixture(scope="session")
@@ -18,17 +18,19 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def theatre(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data_folder: Path) -> Theatre:
-    """Where scenes are played when the first test asks for one: all of a layout in one start of its processes."""
+def layout_runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data_folder: Path
+) -> LayoutRuns:
+    """Runs, made when the first test asks for one: all of a layout in one start of its processes."""
     modules = {item.module: None for item in request.session.items if isinstance(item, pytest.Function)}
-    scenes = {scene: layouts for module in modules for scene, layouts in getattr(module, "SCENES", {}).items()}
+    runs = {run: layouts for module in modules for run, layouts in getattr(module, "LAYOUTS_OF_RUNS", {}).items()}
     own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "scenes"
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "runs"
     folder.mkdir(exist_ok=True)
-    return Theatre(scenes, folder, data_folder)
+    return LayoutRuns(runs, folder, data_folder)
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path, data_folder: Path) -> Stage:
+def one_rank(tmp_path: Path, data_folder: Path) -> RunContext:
     """flowtrain on one rank, in this process."""
-    return Stage("one", tmp_path, data_folder)
+    return RunContext("one", tmp_path, data_folder)

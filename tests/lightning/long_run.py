@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import SpikeDetection
 
-from tests.lightning.stage import Stage
+from tests.lightning.run_context import RunContext
 from tests.tiny import TinyVLM
 
 
@@ -70,11 +70,11 @@ class Report(L.Callback):
 def train(folder: Path, data_folder: str, place: str = "") -> None:
     """Trains on one encoder rank and one backbone rank, or on two colocated ones."""
     L.seed_everything(7, verbose=False)
-    stage = Stage("colocated" if "colocated" in place else "1+1", folder, Path(data_folder))
+    context = RunContext("colocated" if "colocated" in place else "1+1", folder, Path(data_folder))
     spikes = SpikeDetection(warmup=1, rtol=2.0, exclude_batches_path=str(folder / "skip.json"))
     bounds = {"max_epochs": 100_000, "limit_val_batches": int("validation" in place), "enable_checkpointing": False}
-    trainer = stage.trainer(callbacks=[Report(folder), spikes], **bounds)
-    trainer.fit(Failing(place), stage.data())
+    trainer = context.trainer(callbacks=[Report(folder), spikes], **bounds)
+    trainer.fit(Failing(place), context.data())
 
 
 if __name__ == "__main__":

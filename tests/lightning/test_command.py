@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lightning.theatre import launch
+from tests.lightning.layout_runs import launch
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.lightning.stage import Recorder, Stage, half_lengths, numbers
+from tests.lightning.run_context import Recorder, RunContext, half_lengths, numbers
 from tests.tiny import Backbone, TinyVLM
 
 pytestmark = pytest.mark.timeout(600)
@@ -74,38 +74,38 @@ COMPARED = ("plain", "untargeted")
 """Those that plain Lightning trains as well."""
 
 
-def every_precision(stage: Stage) -> None:
+def every_precision(context: RunContext) -> None:
     for precision in PRECISIONS:
         L.seed_everything(7, verbose=False)
         module, recorder = TinyVLM(), Recorder()
-        trainer = stage.trainer(max_epochs=3, precision=precision, callbacks=[recorder], enable_checkpointing=False)
-        trainer.fit(module, stage.data())
+        trainer = context.trainer(max_epochs=3, precision=precision, callbacks=[recorder], enable_checkpointing=False)
+        trainer.fit(module, context.data())
         present = [p for p in module.parameters() if not p.is_meta]
-        stage.notes[precision] = {
+        context.notes[precision] = {
             "losses": [event[2] for event in recorder.events if event[0] == "train"],
             "metrics": numbers(trainer.callback_metrics),
             "dtypes": sorted({str(p.dtype) for p in present}),
-            "predictions": len(trainer.predict(module, stage.data())),
+            "predictions": len(trainer.predict(module, context.data())),
         }
 
 
-def every_module(stage: Stage) -> None:
-    for name in COMPARED if stage.layout == "auto" else MODULES:
+def every_module(context: RunContext) -> None:
+    for name in COMPARED if context.layout == "auto" else MODULES:
         L.seed_everything(7, verbose=False)
         module = MODULES[name]()
-        trainer = stage.trainer(max_steps=3, limit_val_batches=1, enable_checkpointing=False)
-        trainer.fit(module, stage.data())
-        stage.notes[name] = {"lengths": half_lengths(module), "metrics": numbers(trainer.callback_metrics)}
+        trainer = context.trainer(max_steps=3, limit_val_batches=1, enable_checkpointing=False)
+        trainer.fit(module, context.data())
+        context.notes[name] = {"lengths": half_lengths(module), "metrics": numbers(trainer.callback_metrics)}
 
 
-SCENES = {every_precision: ("auto", "1+1"), every_module: ("auto", "1+1")}
+LAYOUTS_OF_RUNS = {every_precision: ("auto", "1+1"), every_module: ("auto", "1+1")}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_precision_trains_as_under_plain_lightning(theatre, precision):
-    plain = theatre.seen(every_precision, "auto")[0]
+def test_a_precision_trains_as_under_plain_lightning(layout_runs, precision):
+    plain = layout_runs.notes(every_precision, "auto")[0]
     close = {"64-true": 1e-9, "32-true": 1e-4}.get(precision, 0.03)
-    for rank in theatre.seen(every_precision, "1+1"):
+    for rank in layout_runs.notes(every_precision, "1+1"):
         own = rank[precision]
         assert own["losses"] == pytest.approx(plain[precision]["losses"], rel=close)
         # Weights are drawn in the precision of the run, so 64-true begins with others, as under plain Lightning.
@@ -117,8 +117,8 @@ def test_a_precision_trains_as_under_plain_lightning(theatre, precision):
         assert own["predictions"] == 1
 
 
-def test_logged_values_keep_their_digits_when_weights_have_few(theatre):
-    for rank in theatre.seen(every_precision, "1+1"):
+def test_logged_values_keep_their_digits_when_weights_have_few(layout_runs):
+    for rank in layout_runs.notes(every_precision, "1+1"):
         value = torch.tensor(rank["bf16-true"]["metrics"]["train_loss"])
         assert float(value.bfloat16()) != float(value)
 
@@ -126,18 +126,18 @@ def test_logged_values_keep_their_digits_when_weights_have_few(theatre):
 @pytest.mark.parametrize(
     ("name", "reference"), [("checkpointed", "dropout"), ("compiled", "plain"), ("plain", "plain")]
 )
-def test_a_half_may_be_checkpointed_or_compiled(theatre, name, reference):
-    (plain,) = theatre.seen(every_module, "auto")
-    for rank in theatre.seen(every_module, "1+1"):
+def test_a_half_may_be_checkpointed_or_compiled(layout_runs, name, reference):
+    (plain,) = layout_runs.notes(every_module, "auto")
+    for rank in layout_runs.notes(every_module, "1+1"):
         assert rank[name]["lengths"] == pytest.approx(rank[reference]["lengths"], rel=1e-9)
         assert rank[name]["metrics"] == pytest.approx(rank[reference]["metrics"], rel=1e-9)
         if reference == "plain":
             assert rank[name]["metrics"] == pytest.approx(plain["plain"]["metrics"], rel=1e-6)
 
 
-def test_a_step_without_target_tokens_does_what_it_does_under_plain_lightning(theatre):
-    (plain,) = theatre.seen(every_module, "auto")
-    for rank in theatre.seen(every_module, "1+1"):
+def test_a_step_without_target_tokens_does_what_it_does_under_plain_lightning(layout_runs):
+    (plain,) = layout_runs.notes(every_module, "auto")
+    for rank in layout_runs.notes(every_module, "1+1"):
         assert rank["untargeted"]["metrics"] == pytest.approx(plain["untargeted"]["metrics"], rel=1e-9)
         for half, length in rank["untargeted"]["lengths"].items():
             assert length == pytest.approx(plain["untargeted"]["lengths"][half], rel=1e-9)

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.forks import Job, run_jobs
-from tests.lightning.stage import Stage
-from tests.lightning.theatre import launch
+from tests.lightning.layout_runs import launch
+from tests.lightning.run_context import RunContext
 from tests.tiny import TinyVLM
 
 pytestmark = pytest.mark.timeout(900)
@@ -41,7 +41,7 @@ def test_sigterm_to_one_rank_ends_all_with_a_checkpoint_that_resumes(one_rank, d
     _resume(one_rank, folder / "preempted.ckpt")
 
 
-def _resume(stage: Stage, checkpoint: Path) -> None:
+def _resume(context: RunContext, checkpoint: Path) -> None:
     """Goes on from a checkpoint, in this process and on another layout."""
     steps = []
 
@@ -49,9 +49,9 @@ def _resume(stage: Stage, checkpoint: Path) -> None:
         def on_train_start(self) -> None:
             steps.append(self.trainer.global_step)
 
-    trainer = stage.trainer(max_epochs=100_000, limit_train_batches=5, limit_val_batches=0, max_time="00:00:00:01")
+    trainer = context.trainer(max_epochs=100_000, limit_train_batches=5, limit_val_batches=0, max_time="00:00:00:01")
     former = signal.getsignal(signal.SIGTERM)
-    trainer.fit(Resumed(), stage.data(), ckpt_path=checkpoint)
+    trainer.fit(Resumed(), context.data(), ckpt_path=checkpoint)
     assert steps[0] >= 3
     assert trainer.global_step > steps[0]
     assert signal.getsignal(signal.SIGTERM) == former

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tests.lightning.stage import Stage, half_lengths, numbers
+from tests.lightning.run_context import RunContext, half_lengths, numbers
 from tests.tiny import TinyVLM
 
 pytestmark = [
@@ -27,17 +27,17 @@ class Compiled(TinyVLM):
         self.backbone = torch.compile(self.backbone, dynamic=True)
 
 
-def compile_both_halves(stage: Stage) -> None:
+def compile_both_halves(context: RunContext) -> None:
     for name, module in {"compiled": Compiled(), "plain": TinyVLM()}.items():
-        trainer = stage.trainer(max_steps=3, limit_val_batches=1, enable_checkpointing=False, precision="32-true")
-        trainer.fit(module, stage.data())
-        stage.notes[name] = {"lengths": half_lengths(module), "metrics": numbers(trainer.callback_metrics)}
+        trainer = context.trainer(max_steps=3, limit_val_batches=1, enable_checkpointing=False, precision="32-true")
+        trainer.fit(module, context.data())
+        context.notes[name] = {"lengths": half_lengths(module), "metrics": numbers(trainer.callback_metrics)}
 
 
-SCENES = {compile_both_halves: ("1+1",)}
+LAYOUTS_OF_RUNS = {compile_both_halves: ("1+1",)}
 
 
-def test_compiled_halves_train_like_plain_ones(theatre):
-    for rank in theatre.seen(compile_both_halves, "1+1"):
+def test_compiled_halves_train_like_plain_ones(layout_runs):
+    for rank in layout_runs.notes(compile_both_halves, "1+1"):
         assert rank["compiled"]["metrics"] == pytest.approx(rank["plain"]["metrics"], rel=1e-3)
         assert rank["compiled"]["lengths"] == pytest.approx(rank["plain"]["lengths"], rel=1e-3)

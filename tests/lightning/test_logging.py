@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from flowtrain_lightning.data import IGNORED_LABEL
-from tests.lightning.stage import Stage, numbers
+from tests.lightning.run_context import RunContext, numbers
 from tests.tiny import TinyVLM
 
 FLOWTRAIN = ("1+1", "colocated", "1+2")
@@ -51,57 +51,57 @@ class Chatty(TinyVLM):
         self.heard.append(numbers(self.trainer.callback_metrics))
 
 
-def log_everywhere(stage: Stage) -> None:
-    logger = CSVLogger(stage.folder, name="csv", version="")
-    trainer = stage.trainer(max_epochs=2, val_check_interval=2, log_every_n_steps=2, logger=logger)
+def log_everywhere(context: RunContext) -> None:
+    logger = CSVLogger(context.folder, name="csv", version="")
+    trainer = context.trainer(max_epochs=2, val_check_interval=2, log_every_n_steps=2, logger=logger)
     module = Chatty()
-    trainer.fit(module, stage.data())
-    stage.note(trainer, heard=module.heard)
+    trainer.fit(module, context.data())
+    context.note(trainer, heard=module.heard)
 
 
-SCENES = {log_everywhere: ("auto", *FLOWTRAIN)}
+LAYOUTS_OF_RUNS = {log_everywhere: ("auto", *FLOWTRAIN)}
 
 
 @pytest.mark.parametrize("layout", FLOWTRAIN)
-def test_every_rank_hears_the_numbers_that_plain_lightning_gives(theatre, layout):
-    (plain,) = theatre.seen(log_everywhere, "auto")
+def test_every_rank_hears_the_numbers_that_plain_lightning_gives(layout_runs, layout):
+    (plain,) = layout_runs.notes(log_everywhere, "auto")
     assert {"train_loss", "val_loss", "both_step", "both_epoch", "epoch_only", "unseen", "per_step_epoch"} <= set(
         plain["metrics"]
     )
-    for rank in theatre.seen(log_everywhere, layout):
+    for rank in layout_runs.notes(log_everywhere, layout):
         assert rank["metrics"] == pytest.approx(plain["metrics"], rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", FLOWTRAIN)
-def test_callbacks_see_every_validation_alike(theatre, layout):
-    (plain,) = theatre.seen(log_everywhere, "auto")
+def test_callbacks_see_every_validation_alike(layout_runs, layout):
+    (plain,) = layout_runs.notes(log_everywhere, "auto")
     assert len(plain["heard"]) == 5  # the sanity check, then twice in each of two epochs
-    for rank in theatre.seen(log_everywhere, layout):
+    for rank in layout_runs.notes(log_everywhere, layout):
         assert [h["val_loss"] for h in rank["heard"]] == pytest.approx([h["val_loss"] for h in plain["heard"]])
         assert [h["val_score"] for h in rank["heard"]] == pytest.approx([h["val_score"] for h in plain["heard"]])
 
 
 @pytest.mark.parametrize("layout", FLOWTRAIN)
-def test_the_progress_bar_shows_what_it_shows_under_plain_lightning(theatre, layout):
-    (plain,) = theatre.seen(log_everywhere, "auto")
+def test_the_progress_bar_shows_what_it_shows_under_plain_lightning(layout_runs, layout):
+    (plain,) = layout_runs.notes(log_everywhere, "auto")
     assert set(plain["bar"]) >= {"train_loss", "val_loss", "both_step", "both_epoch", "epoch_end"}
-    assert theatre.seen(log_everywhere, layout)[0]["bar"] == pytest.approx(plain["bar"], rel=1e-6)
+    assert layout_runs.notes(log_everywhere, layout)[0]["bar"] == pytest.approx(plain["bar"], rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", FLOWTRAIN)
-def test_the_csv_file_is_the_one_that_plain_lightning_writes(theatre, layout):
-    plain = _rows(theatre.folder(log_everywhere, "auto"))
-    theatre.seen(log_everywhere, layout)
-    rows = _rows(theatre.folder(log_everywhere, layout))
+def test_the_csv_file_is_the_one_that_plain_lightning_writes(layout_runs, layout):
+    plain = _rows(layout_runs.folder(log_everywhere, "auto"))
+    layout_runs.notes(log_everywhere, layout)
+    rows = _rows(layout_runs.folder(log_everywhere, layout))
     assert len(rows) == len(plain) > 8
     for row, expected in zip(rows, plain, strict=True):
         assert row == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["auto", *FLOWTRAIN])
-def test_a_name_may_be_logged_otherwise_in_validation_than_in_training(theatre, layout):
-    theatre.seen(log_everywhere, layout)
-    rows = _rows(theatre.folder(log_everywhere, layout))
+def test_a_name_may_be_logged_otherwise_in_validation_than_in_training(layout_runs, layout):
+    layout_runs.notes(log_everywhere, layout)
+    rows = _rows(layout_runs.folder(log_everywhere, layout))
     assert any("train_loss" in row for row in rows)
     assert any("val_loss" in row for row in rows)
     assert all("by_stage" in row for row in rows if "train_loss" in row or "val_loss" in row)

@@ -10,26 +10,26 @@ import pytest
 from lightning.pytorch.callbacks import EarlyStopping
 
 from flowtrain_lightning import FlowDataModule
-from tests.lightning.stage import Recorder, Stage, flat, half_lengths, numbers
+from tests.lightning.run_context import Recorder, RunContext, flat, half_lengths, numbers
 from tests.tiny import TinyVLM
 
 FLOWTRAIN = ("1+1", "1+2")
 pytestmark = pytest.mark.timeout(600)
 
 
-def every_entry_point(stage: Stage) -> None:
-    trainer, module, data = stage.trainer(max_epochs=1), TinyVLM(), stage.data()
+def every_entry_point(context: RunContext) -> None:
+    trainer, module, data = context.trainer(max_epochs=1), TinyVLM(), context.data()
     trainer.fit(module, data)
-    stage.note(trainer, lengths=half_lengths(module))
-    stage.notes["same"] = _evaluate(trainer, module, data)
-    stage.notes["new"] = _evaluate(stage.trainer(), module, stage.data())
+    context.note(trainer, lengths=half_lengths(module))
+    context.notes["same"] = _evaluate(trainer, module, data)
+    context.notes["new"] = _evaluate(context.trainer(), module, context.data())
     L.seed_everything(7, verbose=False)
-    again, fresh = stage.trainer(max_epochs=1), TinyVLM()
-    again.fit(fresh, stage.data())
-    stage.notes["again"] = [half_lengths(fresh), numbers(again.callback_metrics)]
+    again, fresh = context.trainer(max_epochs=1), TinyVLM()
+    again.fit(fresh, context.data())
+    context.notes["again"] = [half_lengths(fresh), numbers(again.callback_metrics)]
     again.fit_loop.max_epochs = 2
-    again.fit(fresh, stage.data())
-    stage.notes["longer"] = [again.global_step, numbers(again.callback_metrics)]
+    again.fit(fresh, context.data())
+    context.notes["longer"] = [again.global_step, numbers(again.callback_metrics)]
 
 
 def _evaluate(trainer: L.Trainer, module: TinyVLM, data: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 EARLY = ("min_epochs", "min_steps")
 
 
-def every_setting(stage: Stage) -> None:
+def every_setting(context: RunContext) -> None:
     for name, settings in SETTINGS.items():
         L.seed_everything(7, verbose=False)
         recorder = Recorder()
@@ -98,10 +98,10 @@ def every_setting(stage: Stage) -> None:
         quiet: dict[str, Any] = {"callbacks": [*more["callbacks"], recorder]}
         if name == "barebones":
             quiet = {"callbacks": []}
-        trainer = stage.trainer(**{"max_epochs": 1, "enable_checkpointing": False, **quiet, **settings})
+        trainer = context.trainer(**{"max_epochs": 1, "enable_checkpointing": False, **quiet, **settings})
         module = TinyVLM()
-        trainer.fit(module, stage.data())
-        stage.notes[name] = {
+        trainer.fit(module, context.data())
+        context.notes[name] = {
             "events": recorder.events,
             "steps": trainer.global_step,
             "epochs": trainer.current_epoch,
@@ -109,15 +109,15 @@ def every_setting(stage: Stage) -> None:
             "estimated": None if name in ("max_time", *EARLY) else float(trainer.estimated_stepping_batches),
             "lengths": half_lengths(module),
         }
-        trainer.test(module, stage.data(), verbose=False)
-        stage.notes[name]["test"] = numbers(trainer.callback_metrics)
+        trainer.test(module, context.data(), verbose=False)
+        context.notes[name]["test"] = numbers(trainer.callback_metrics)
 
 
-def every_evaluation_limit(stage: Stage) -> None:
+def every_evaluation_limit(context: RunContext) -> None:
     for number, limit in enumerate((1, 0.5, 2)):
-        trainer = stage.trainer(limit_test_batches=limit, limit_predict_batches=limit, limit_val_batches=limit)
-        module, data = TinyVLM(), stage.data(global_batch_size=2)
-        stage.notes[str(number)] = _evaluate(trainer, module, data)
+        trainer = context.trainer(limit_test_batches=limit, limit_predict_batches=limit, limit_val_batches=limit)
+        module, data = TinyVLM(), context.data(global_batch_size=2)
+        context.notes[str(number)] = _evaluate(trainer, module, data)
 
 
 class Slow(TinyVLM):
@@ -135,18 +135,18 @@ class TwoSets(FlowDataModule):
         return [self.test_dataloader(), super().val_dataloader()]
 
 
-def several_sets(stage: Stage) -> None:
+def several_sets(context: RunContext) -> None:
     for name, frozen in (("trains", False), ("frozen", True)):
         L.seed_everything(7, verbose=False)
-        data = stage.data(kind=TwoSets, global_batch_size=4)
-        trainer = stage.trainer(max_epochs=2, val_check_interval=4, enable_checkpointing=False)
+        data = context.data(kind=TwoSets, global_batch_size=4)
+        trainer = context.trainer(max_epochs=2, val_check_interval=4, enable_checkpointing=False)
         module = Slow(freeze_encoder=frozen)
         trainer.fit(module, data)
-        stage.notes[name] = {"metrics": numbers(trainer.callback_metrics), "steps": trainer.global_step}
-        stage.notes[name]["predictions"] = trainer.predict(module, stage.data(global_batch_size=2))
+        context.notes[name] = {"metrics": numbers(trainer.callback_metrics), "steps": trainer.global_step}
+        context.notes[name]["predictions"] = trainer.predict(module, context.data(global_batch_size=2))
 
 
-SCENES = {
+LAYOUTS_OF_RUNS = {
     several_sets: ("auto", "1+1"),
     every_entry_point: ("auto", *FLOWTRAIN, "colocated"),
     every_setting: ("auto", "1+1"),
@@ -156,9 +156,9 @@ SCENES = {
 
 @pytest.mark.parametrize("layout", [*FLOWTRAIN, "colocated"])
 @pytest.mark.parametrize("trainer", ["same", "new"])
-def test_validate_test_and_predict_after_fit_give_what_plain_lightning_gives(theatre, layout, trainer):
-    (plain,) = theatre.seen(every_entry_point, "auto")
-    ranks = theatre.seen(every_entry_point, layout)
+def test_validate_test_and_predict_after_fit_give_what_plain_lightning_gives(layout_runs, layout, trainer):
+    (plain,) = layout_runs.notes(every_entry_point, "auto")
+    ranks = layout_runs.notes(every_entry_point, layout)
     for rank in ranks:
         assert rank[trainer]["val"] == pytest.approx(plain[trainer]["val"], rel=1e-6)
         assert rank[trainer]["test"] == pytest.approx(plain[trainer]["test"], rel=1e-6)
@@ -169,18 +169,18 @@ def test_validate_test_and_predict_after_fit_give_what_plain_lightning_gives(the
 
 
 @pytest.mark.parametrize("layout", [*FLOWTRAIN, "colocated"])
-def test_a_second_fit_in_the_same_process_repeats_the_first_and_a_third_goes_on(theatre, layout):
-    (plain,) = theatre.seen(every_entry_point, "auto")
-    for rank in theatre.seen(every_entry_point, layout):
+def test_a_second_fit_in_the_same_process_repeats_the_first_and_a_third_goes_on(layout_runs, layout):
+    (plain,) = layout_runs.notes(every_entry_point, "auto")
+    for rank in layout_runs.notes(every_entry_point, layout):
         assert rank["again"] == [rank["lengths"], rank["metrics"]]
         assert rank["longer"][0] == plain["longer"][0] == 10
         assert rank["longer"][1] == pytest.approx(plain["longer"][1], rel=1e-6)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_setting_of_the_loops_means_what_it_means_under_plain_lightning(theatre, setting):
-    plain = theatre.seen(every_setting, "auto")[0][setting]
-    for rank in theatre.seen(every_setting, "1+1"):
+def test_a_setting_of_the_loops_means_what_it_means_under_plain_lightning(layout_runs, setting):
+    plain = layout_runs.notes(every_setting, "auto")[0][setting]
+    for rank in layout_runs.notes(every_setting, "1+1"):
         own = rank[setting]
         assert _rounded(own["events"]) == _rounded(plain["events"])
         assert (own["steps"], own["epochs"], own["estimated"]) == (plain["steps"], plain["epochs"], plain["estimated"])
@@ -190,8 +190,8 @@ def test_a_setting_of_the_loops_means_what_it_means_under_plain_lightning(theatr
             assert length == pytest.approx(plain["lengths"][half], rel=1e-9)
 
 
-def test_the_settings_did_what_they_say(theatre):
-    plain = theatre.seen(every_setting, "auto")[0]
+def test_the_settings_did_what_they_say(layout_runs):
+    plain = layout_runs.notes(every_setting, "auto")[0]
     steps = {name: notes["steps"] for name, notes in plain.items()}
     assert steps["max_epochs"] == 10
     assert steps["max_steps"] == 7
@@ -207,19 +207,19 @@ def test_the_settings_did_what_they_say(theatre):
 
 
 @pytest.mark.parametrize("limit", ["0", "1", "2"])
-def test_limits_of_evaluation_mean_what_they_mean_under_plain_lightning(theatre, limit):
-    plain = theatre.seen(every_evaluation_limit, "auto")[0][limit]
-    ranks = theatre.seen(every_evaluation_limit, "1+1")
+def test_limits_of_evaluation_mean_what_they_mean_under_plain_lightning(layout_runs, limit):
+    plain = layout_runs.notes(every_evaluation_limit, "auto")[0][limit]
+    ranks = layout_runs.notes(every_evaluation_limit, "1+1")
     assert [rank[limit]["val"] for rank in ranks] == [pytest.approx(plain["val"], rel=1e-6)] * 2
     assert [rank[limit]["test"] for rank in ranks] == [pytest.approx(plain["test"], rel=1e-6)] * 2
     assert sorted(_predicted(ranks[0][limit]["predictions"])) == sorted(_predicted(plain["predictions"]))
 
 
 @pytest.mark.parametrize("name", ["trains", "frozen"])
-def test_several_validation_sets_are_told_apart(theatre, name):
-    plain = theatre.seen(several_sets, "auto")[0][name]
+def test_several_validation_sets_are_told_apart(layout_runs, name):
+    plain = layout_runs.notes(several_sets, "auto")[0][name]
     assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"} <= set(plain["metrics"])
-    ranks = theatre.seen(several_sets, "1+1")
+    ranks = layout_runs.notes(several_sets, "1+1")
     for rank in ranks:
         assert rank[name]["metrics"] == pytest.approx(plain["metrics"], rel=1e-6)
         assert rank[name]["steps"] == plain["steps"]

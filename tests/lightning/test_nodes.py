@@ -16,8 +16,8 @@ from tests.exactness.compare import error, read_run, same_bits
 from tests.exactness.data import STEPS, write_steps
 from tests.forks import Job, run_jobs
 from tests.hosts import ADDRESSES, Hosts, on_host, why_not
+from tests.lightning.layout_runs import launch
 from tests.lightning.nodes import PORT, RANKS
-from tests.lightning.theatre import launch
 from tests.pool.faults import slowness
 from tests.pool.ranks import NIXL
 

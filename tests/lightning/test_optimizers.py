@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
-from tests.lightning.stage import Recorder, Stage, flat, half_lengths
+from tests.lightning.run_context import Recorder, RunContext, flat, half_lengths
 from tests.tiny import TinyVLM
 
 pytestmark = pytest.mark.timeout(600)
@@ -103,38 +103,38 @@ class Chosen(TinyVLM):
         self.largest.append(found)
 
 
-def every_optimizer(stage: Stage) -> None:
+def every_optimizer(context: RunContext) -> None:
     for name in OPTIMIZERS:
         L.seed_everything(7, verbose=False)
         module = Chosen(name)
-        trainer = stage.trainer(max_steps=3, limit_val_batches=0, enable_checkpointing=False)
-        trainer.fit(module, stage.data())
-        stage.notes[name] = half_lengths(module)
+        trainer = context.trainer(max_steps=3, limit_val_batches=0, enable_checkpointing=False)
+        trainer.fit(module, context.data())
+        context.notes[name] = half_lengths(module)
 
 
-def every_scheduler(stage: Stage) -> None:
+def every_scheduler(context: RunContext) -> None:
     for name in SCHEDULERS:
         L.seed_everything(7, verbose=False)
         module, recorder = Chosen(scheduler=name), Recorder()
-        trainer = stage.trainer(max_epochs=3, enable_checkpointing=False, callbacks=[recorder])
+        trainer = context.trainer(max_epochs=3, enable_checkpointing=False, callbacks=[recorder])
         trainer.fit(
             module,
-            stage.data(),
+            context.data(),
         )
         rates = [event[3] for event in recorder.events if event[0] == "train"]
-        stage.notes[name] = {"rates": rates, "lengths": half_lengths(module)}
+        context.notes[name] = {"rates": rates, "lengths": half_lengths(module)}
 
 
-def every_clipping(stage: Stage) -> None:
+def every_clipping(context: RunContext) -> None:
     for name, settings in CLIPPING.items():
         L.seed_everything(7, verbose=False)
         module = Chosen()
-        trainer = stage.trainer(max_steps=3, limit_val_batches=0, enable_checkpointing=False, **settings)
-        trainer.fit(module, stage.data())
-        stage.notes[name] = {"largest": module.largest, "lengths": half_lengths(module)}
+        trainer = context.trainer(max_steps=3, limit_val_batches=0, enable_checkpointing=False, **settings)
+        trainer.fit(module, context.data())
+        context.notes[name] = {"largest": module.largest, "lengths": half_lengths(module)}
 
 
-SCENES = {
+LAYOUTS_OF_RUNS = {
     every_optimizer: ("auto", "1+1"),
     every_scheduler: ("auto", "1+1"),
     every_clipping: ("auto", "1+1", "1+2", "colocated"),
@@ -142,17 +142,17 @@ SCENES = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_gives_the_weights_that_it_gives_under_plain_lightning(theatre, name):
-    (plain,) = theatre.seen(every_optimizer, "auto")
-    backbone, encoder = theatre.seen(every_optimizer, "1+1")
+def test_an_optimizer_gives_the_weights_that_it_gives_under_plain_lightning(layout_runs, name):
+    (plain,) = layout_runs.notes(every_optimizer, "auto")
+    backbone, encoder = layout_runs.notes(every_optimizer, "1+1")
     assert {**backbone[name], **encoder[name]} == pytest.approx(plain[name], rel=1e-9)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_gives_the_learning_rates_and_weights_of_plain_lightning(theatre, name):
-    plain = theatre.seen(every_scheduler, "auto")[0][name]
+def test_a_scheduler_gives_the_learning_rates_and_weights_of_plain_lightning(layout_runs, name):
+    plain = layout_runs.notes(every_scheduler, "auto")[0][name]
     assert len({tuple(rates) for rates in plain["rates"]}) > 1
-    for rank in theatre.seen(every_scheduler, "1+1"):
+    for rank in layout_runs.notes(every_scheduler, "1+1"):
         assert flat(rank[name]["rates"]) == pytest.approx(flat(plain["rates"]), rel=1e-12)
         for half, length in rank[name]["lengths"].items():
             assert length == pytest.approx(plain["lengths"][half], rel=1e-9)
@@ -160,9 +160,9 @@ def test_a_scheduler_gives_the_learning_rates_and_weights_of_plain_lightning(the
 
 @pytest.mark.parametrize("layout", ["1+1", "1+2", "colocated"])
 @pytest.mark.parametrize("name", CLIPPING)
-def test_clipping_is_that_of_the_whole_module(theatre, layout, name):
-    (plain,) = theatre.seen(every_clipping, "auto")
-    for rank in theatre.seen(every_clipping, layout):
+def test_clipping_is_that_of_the_whole_module(layout_runs, layout, name):
+    (plain,) = layout_runs.notes(every_clipping, "auto")
+    for rank in layout_runs.notes(every_clipping, layout):
         for own, expected in zip(rank[name]["largest"], plain[name]["largest"], strict=True):
             assert own == pytest.approx({half: expected[half] for half in own}, rel=1e-9)
         for half, length in rank[name]["lengths"].items():

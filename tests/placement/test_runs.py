@@ -11,7 +11,7 @@ import yaml
 
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.allocator.plan_file import read_plan
-from tests.lightning.theatre import launch
+from tests.lightning.layout_runs import launch
 from tests.tiny import write_records
 
 pytestmark = pytest.mark.timeout(400)

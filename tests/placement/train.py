@@ -18,7 +18,7 @@ from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.callbacks import FlowReplan
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.placement.profile import read_profile, write_profile
-from tests.lightning.stage import Recorder, half_lengths
+from tests.lightning.run_context import Recorder, half_lengths
 from tests.tiny import TinyVLM, tiny_data
 
 FOLDER = Path(sys.argv[1])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lightning.theatre import launch
+from tests.lightning.layout_runs import launch
 from tests.ports import free_port
 from tests.recipes.test_qwen_vl import SECONDS, fit_arguments, folder
 

@@ -1,4 +1,4 @@
-"""What a scene plays on: one layout, one folder, the tiny module and its data."""
+"""What a run of these tests is given: one layout, one folder, the tiny module and its data."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DEVICES = {"auto": 1, "one": 1, "1+1": 2, "colocated": 2, "1+2": 3}
 RECORDS = {"train": 40, "val": 13, "test": 6, "predict": 6}
 
 
-class Stage:
-    """One scene's surroundings, alike on every layout.
+class RunContext:
+    """One run's surroundings, alike on every layout.
 
     Attributes:
         layout: a key of ``DEVICES``.
-        folder: where this scene's Trainers write.
+        folder: where this run's Trainers write.
         data_folder: the records.
-        notes: what the scene wants its tests to know of this rank; JSON types.
+        notes: what the run wants its tests to know of this rank; JSON types.
     """
 
     def __init__(self, layout: str, folder: Path, data_folder: Path) -> None:
@@ -116,12 +116,12 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
-def play(folder: Path, layout: str, data_folder: str, scenes: list[str]) -> None:
-    """Plays scenes, each ``module:function``, one after another in the same processes."""
-    for scene in scenes:
-        module, _, name = scene.partition(":")
-        stage = Stage(layout, folder / name, Path(data_folder))
+def make(folder: Path, layout: str, data_folder: str, runs: list[str]) -> None:
+    """Makes runs, each ``module:function``, one after another in the same processes."""
+    for run in runs:
+        module, _, name = run.partition(":")
+        context = RunContext(layout, folder / name, Path(data_folder))
         L.seed_everything(7, verbose=False)
-        getattr(importlib.import_module(module), name)(stage)
-        stage.folder.mkdir(parents=True, exist_ok=True)
-        (stage.folder / f"notes-{os.environ['RANK']}.json").write_text(json.dumps(stage.notes))
+        getattr(importlib.import_module(module), name)(context)
+        context.folder.mkdir(parents=True, exist_ok=True)
+        (context.folder / f"notes-{os.environ['RANK']}.json").write_text(json.dumps(context.notes))
