@@ -93,7 +93,7 @@ def kernel_for(device: torch.device) -> str:
             name, _kernels["torch"] = "torch", torch_attention()
         else:
             name = flash_attention.__module__
-            _kernels[name] = partial(_by_flash_attention, flash_attention)
+            _kernels[name] = partial(by_flash_attention, flash_attention)
         _chosen[device] = name
     return _chosen[device]
 
@@ -118,10 +118,10 @@ def flash_kernel(hopper: bool) -> Callable[..., Any] | None:
 
 def torch_attention() -> PackedKernel:
     """PyTorch's own kernel for packed sequences in half precision."""
-    return partial(_by_torch, *torch_varlen_kernel())
+    return partial(by_torch, *torch_varlen_kernel())
 
 
-def _by_flash_attention(
+def by_flash_attention(
     kernel: Callable[..., Any],
     query: Tensor,
     key: Tensor,
@@ -138,7 +138,7 @@ def _by_flash_attention(
     return packed
 
 
-def _by_torch(
+def by_torch(
     kernel: Callable[..., Any],
     options: dict[str, bool],
     query: Tensor,

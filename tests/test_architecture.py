@@ -6,7 +6,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy
@@ -90,6 +90,40 @@ def test_names_of_tests_fit_on_a_line_of_a_report():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 assert len(node.name) <= 80, f"{file.name}: {node.name} has {len(node.name)} characters"
+
+
+def private_names(files: Iterable[Path]) -> set[str]:
+    """What modules and classes call their own: names that begin with one underscore, but for that of named tuples."""
+    found = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.Name(id=name, ctx=ast.Store()):
+                    found.add(name)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")} - {"_", "_replace"}
+
+
+def names_reached(file: Path) -> Iterator[str]:
+    """Names that a file takes from something else than ``self``, or names in a string, as `monkeypatch` is told."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute(attr=name) | ast.alias(name=name) | ast.Constant(value=str(name)):
+                yield name
+
+
+TEST_FILES = sorted(Path(__file__).parent.rglob("*.py"))
+
+
+def test_no_test_reaches_into_what_the_package_keeps_to_itself():
+    private = private_names(FILES)
+    for file in TEST_FILES:
+        if file.name != "test_private.py":  # which holds what the package needs of Lightning's own
+            reached = private.intersection(names_reached(file))
+            assert not reached, f"{file.name} reaches {sorted(reached)}"
 
 
 def test_models_of_hugging_face_cost_nothing_before_one_is_built():

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flowtrain_lightning import attention
-from flowtrain_lightning.attention import flash_kernel, torch_varlen_kernel, varlen_attention
+from flowtrain_lightning.attention import (
+    by_flash_attention,
+    by_torch,
+    flash_kernel,
+    kernel_for,
+    torch_varlen_kernel,
+    varlen_attention,
+)
 
 LENGTHS = [5, 1, 9, 3]
 CU_SEQLENS = torch.tensor([0, 5, 6, 15, 18], dtype=torch.int32)
@@ -122,6 +128,18 @@ def test_version_3_of_flash_attn_comes_before_version_2_on_hopper_gpus_alone(
     assert flash_kernel(hopper) == chosen
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_half_precision_takes_flash_attn_where_it_is_installed_else_pytorchs_kernel(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    def kernel() -> None: ...
+
+    found = SimpleNamespace(flash_attn_varlen_func=kernel) if installed else None
+    monkeypatch.setitem(sys.modules, "flash_attn", found)
+    device = torch.device("meta", 1 + installed)  # which no other test asks for: a choice is made once per device
+    assert kernel_for(device) == (__name__ if installed else "torch")
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("more", [(), (None,)])
 def test_flash_attn_is_given_bounds_and_cause_and_may_tell_more_than_was_asked(
@@ -135,12 +153,9 @@ def test_flash_attn_is_given_bounds_and_cause_and_may_tell_more_than_was_asked(
         asked.append(options)
         return (q + 1, *more) if more else q + 1
 
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
-    monkeypatch.setattr(attention, "_chosen", {})
-    monkeypatch.setattr(attention, "_kernels", {})
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     inputs = [x.detach().to("meta", torch.bfloat16) for x in packed(key_heads=2)]
-    output = varlen_attention(*inputs, CU_SEQLENS.to("meta"), max(LENGTHS), causal=True)
+    output = by_flash_attention(kernel, *inputs, CU_SEQLENS.to("meta"), max(LENGTHS), True)
     assert output.shape == inputs[0].shape
     assert asked == [{"deterministic": deterministic}]
 
@@ -154,7 +169,7 @@ def test_heads_of_other_sizes_than_pytorchs_kernel_takes_are_filled_up_with_zero
         return torch.cat(found, dim=1).transpose(0, 1)
 
     inputs = [x[..., :5] for x in packed()]
-    found = attention._by_torch(kernel, {}, *inputs, CU_SEQLENS, max(LENGTHS), True)
+    found = by_torch(kernel, {}, *inputs, CU_SEQLENS, max(LENGTHS), True)
     torch.testing.assert_close(found, varlen_attention(*inputs, CU_SEQLENS, max(LENGTHS), True))
 
 

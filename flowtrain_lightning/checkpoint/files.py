@@ -194,7 +194,7 @@ def refuse_unseen(made: Path, cross: CrossGroup) -> None:
         FileNotFoundError: names the folder, the ranks that do not see it, and what to do.
     """
     sees_it = torch.zeros(cross.ranks)
-    sees_it[cross.rank] = _appears(made)
+    sees_it[cross.rank] = appears_here(made)
     blind = (cross.all_reduce(sees_it) == 0).nonzero().flatten().tolist()
     if not blind:
         return
@@ -207,7 +207,8 @@ def refuse_unseen(made: Path, cross: CrossGroup) -> None:
     )
 
 
-def _appears(made: Path) -> bool:
+def appears_here(made: Path) -> bool:
+    """Whether this rank sees a directory that another one has made, at once or a moment later."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not made.is_dir():
         if time.monotonic() >= deadline:

@@ -113,7 +113,7 @@ class SightMask:
         def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return score if softcap is None else softcap * torch.tanh(score / softcap)
 
-        attend = _compiled_flex_attention() if compiled else flex_attention
+        attend = compiled_flex_attention() if compiled else flex_attention
         output: Tensor = attend(
             *(x.transpose(0, 1)[None] for x in (query, key, value)),
             score_mod=None if softcap is None else cap,
@@ -136,7 +136,7 @@ def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
 
 
 @cache
-def _compiled_flex_attention() -> Any:
+def compiled_flex_attention() -> Any:
     """PyTorch's ``flex_attention`` is fast, and sparing of memory, only where it is compiled."""
     return torch.compile(flex_attention)
 

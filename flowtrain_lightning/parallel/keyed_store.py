@@ -11,7 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from flowtrain_lightning.parallel.job_secret import ForeignMessageError, JobKey
 
 _LOOK_SECONDS = 0.02
-_FOREIGN_SECONDS = 60.0  # in which the rank itself may still come and replace what somebody else has put
+FOREIGN_SECONDS = 60.0  # in which the rank itself may still come and replace what somebody else has put
 
 
 class KeyedStore(Store):  # type: ignore[misc]
@@ -61,7 +61,7 @@ class KeyedStore(Store):  # type: ignore[misc]
         Raises:
             ForeignMessageError: for a minute there was only what somebody else has put.
         """
-        deadline = time.monotonic() + _FOREIGN_SECONDS
+        deadline = time.monotonic() + FOREIGN_SECONDS
         while True:
             try:
                 return self._values.open(self.inner.get(key), _context(key))

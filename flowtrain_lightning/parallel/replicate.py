@@ -16,7 +16,7 @@ from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.parallel.gradients import local_gradient, local_part, squared_norm
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 
-_BUCKET_BYTES = 32 << 20
+BUCKET_BYTES = 32 << 20
 _NOTHING = nullcontext()
 
 
@@ -227,7 +227,7 @@ def broadcast_copies(
 
 
 def _divided(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one kind together, in lists of about `_BUCKET_BYTES`."""
+    """Parameters of one kind together, in lists of about `BUCKET_BYTES`."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         by_kind[parameter.device, parameter.dtype].append(parameter)
@@ -237,7 +237,7 @@ def _divided(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         for parameter in of_kind:
             members.append(parameter)
             size += parameter.numel() * parameter.element_size()
-            if size >= _BUCKET_BYTES:
+            if size >= BUCKET_BYTES:
                 yield members
                 members, size = [], 0
         if members:

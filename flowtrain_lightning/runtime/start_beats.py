@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from flowtrain_lightning.runtime.process_end import end_at_once, end_children, say_fault
 
 _BEAT_SECONDS = 0.5
-_SILENT_SECONDS = 30.0  # without a beat: that process has ended, or its whole node
+SILENT_SECONDS = 30.0  # without a beat: that process has ended, or its whole node
 _HEARD_SECONDS = 5.0  # on a busy machine as well
 _FAULT = "fault"
 _JOINED = "joined"
@@ -84,7 +84,7 @@ class StartBeats:
                 if silent is not None:
                     self._put(
                         f"Rank {silent} has ended, or its node, during start-up: nothing was heard of it for "
-                        f"{_SILENT_SECONDS:.0f} s."
+                        f"{SILENT_SECONDS:.0f} s."
                     )
                 fault = self._store.get(_FAULT).decode() if self._store.check([_FAULT]) else None
             except RuntimeError as error:
@@ -104,6 +104,6 @@ class StartBeats:
             former, since = self._last[rank]
             if sign != former:
                 self._last[rank] = (sign, now)
-            elif sign != _JOINED and now - since > _SILENT_SECONDS:
+            elif sign != _JOINED and now - since > SILENT_SECONDS:
                 return rank
         return None

@@ -19,7 +19,7 @@ STALL = "stall"
 COMMUNICATION = "communication"
 
 _new = tuple.__new__  # half the time of a call of the class, where it is made for every span
-_KEPT_SPANS = 20_000  # of some 200 bytes each: 4 MB, which fill up in the first few thousand steps
+KEPT_SPANS = 20_000  # of some 200 bytes each: 4 MB, which fill up in the first few thousand steps
 
 
 class TimedEvent(Protocol):
@@ -146,7 +146,7 @@ class Timeline:
     def __init__(self, clock: DeviceClock | None = None) -> None:
         self._clock = clock or DeviceClock()
         self.start: Callable[[], Mark] = self._clock.mark
-        self._spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
+        self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self._totals: dict[tuple[str, str], float] = defaultdict(float)
         self._coming: deque[tuple[_Work, Mark, Mark]] = deque()
 

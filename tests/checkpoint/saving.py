@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -63,7 +66,7 @@ def save_where_rank_1_is_blind(folder: Path) -> None:
     path = folder / "kept" / "last.ckpt"
     save(folder, [str(path)], 1.0)
     if rank == 1:
-        files._appears = lambda made: False
+        files.appears_here = lambda made: False
     groups = connect_groups(rank, ((0,), (1,)), "gloo", timedelta(seconds=30))
     told = []
     for attempt in (
@@ -165,27 +168,29 @@ def _dies_before(holder: Any, name: str, calls: int = 1) -> Callable[[], None]:
 
 
 def _without_exchange(then: Callable[[], None]) -> Callable[[], None]:
-    def exchange(*_: Any) -> bool:
-        then()
-        return False
+    """On a system that has no call for it."""
 
-    return lambda: setattr(files, "_exchange", exchange)
+    def library(*_: Any, **__: Any) -> SimpleNamespace:
+        then()
+        return SimpleNamespace()
+
+    return lambda: setattr(ctypes, "CDLL", library)
 
 
 MOMENTS: dict[str, Callable[[], None]] = {
     "before its half": _dies_before(saving, "write_tensors"),
-    "in the middle of its half": _dies_before(tensor_files, "_header_digest"),
+    "in the middle of its half": _dies_before(tensor_files, "digest_of"),
     "before the random states": _dies_before(saving, "write_bytes"),
     "in the middle of the random states": lambda: setattr(saving, "write_bytes", _half_written),
     "before the index": _dies_before(saving, "write_index"),
     "in the middle of the index": lambda: setattr(index_file, "write_bytes", _half_written),
     "before the name": _dies_before(saving, "take_name"),
-    "before the exchange": _dies_before(files, "_exchange"),
-    "after the exchange": _dies_before(files, "_remove_now"),
+    "before the exchange": _dies_before(ctypes, "CDLL"),
+    "after the exchange": _dies_before(shutil, "rmtree"),
     "in the middle of the removal": _dies_before(os, "rmdir"),
     "without exchange, before the first step": _without_exchange(_dies_before(Path, "rename")),
     "without exchange, between the steps": _without_exchange(_dies_before(Path, "rename", calls=2)),
-    "without exchange, after the second step": _without_exchange(_dies_before(files, "_remove_now", calls=2)),
+    "without exchange, after the second step": _without_exchange(_dies_before(shutil, "rmtree")),
     "nowhere, without exchange": _without_exchange(lambda: None),
 }
 """When a rank is killed; the last one is not."""

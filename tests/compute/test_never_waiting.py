@@ -118,7 +118,7 @@ def test_nor_does_one_whose_tokens_see_each_other(records, monkeypatch, name):
         assert block_mask.kv_indices.is_meta
         return scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
-    monkeypatch.setattr(block_attention, "_compiled_flex_attention", lambda: attend)
+    monkeypatch.setattr(block_attention, "compiled_flex_attention", lambda: attend)
     sparsely = partialmethod(SightMask.attend_sparsely, compiled=True)
     monkeypatch.setattr(SightMask, "attend_densely", sparsely)
     assert {ENCODER, BACKBONE} <= set(run_step(*family(name), records))

@@ -16,7 +16,7 @@ from tests.exactness.compare import Run, error, read_run, same_bits
 from tests.exactness.data import STEPS, steps_data, write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Done, Job, run_jobs
-from tests.runtime.rehearsal import least_bytes
+from tests.runtime.interleaving import least_bytes
 
 SPEC = FeatureSpec(((16,),), (torch.float64,))
 """What the module's encoder returns for a row."""

@@ -58,7 +58,7 @@ def test_a_value_cannot_be_moved_to_another_key(inner, store):
 
 
 def test_a_rank_that_waits_in_vain_says_that_it_did_not_believe(inner, store, monkeypatch):
-    monkeypatch.setattr(keyed_store, "_FOREIGN_SECONDS", 0.1)
+    monkeypatch.setattr(keyed_store, "FOREIGN_SECONDS", 0.1)
     KeyedStore(inner, JobKey(b"the secret of another node")).set("address", b"other")
     words = r"'address' of the job's store was not said with this job's secret.*set FLOWTRAIN_JOB_SECRET to one value"
     with pytest.raises(ForeignMessageError, match=words):

@@ -60,7 +60,7 @@ def on_two_ranks(folder: Path) -> None:
 
 
 def split_into_small_buckets(rank: int) -> list[torch.Tensor]:
-    replicate_module._BUCKET_BYTES = 16
+    replicate_module.BUCKET_BYTES = 16
     made = [nn.Parameter(torch.zeros(size)) for size in (3, 5, 1, 2)]
     for number, parameter in enumerate(made):
         parameter.grad = torch.arange(parameter.numel()) + 10.0 * number + rank
@@ -142,7 +142,7 @@ def test_a_rank_alone_scales_its_gradients_without_any_group():
 def use_layers_unlike(folder: Path, early: bool) -> None:
     """Each rank uses other layers in its last backward than before, and than the other rank; buckets are small."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    replicate_module._BUCKET_BYTES = 16
+    replicate_module.BUCKET_BYTES = 16
     rank = dist.get_rank()
     layers = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(5))
     for layer in layers:

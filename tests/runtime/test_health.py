@@ -1,5 +1,6 @@
 """Ranks end together: real processes that are killed, stopped, hang or fail."""
 
+import io
 import multiprocessing
 import os
 import resource
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import psutil
@@ -14,13 +16,12 @@ import pytest
 from torch.utils.data import DataLoader
 
 from flowtrain_lightning.pool import PeerFailed, Pool
-from flowtrain_lightning.runtime import process_end
 from flowtrain_lightning.runtime.health import HealthMonitor
 from flowtrain_lightning.runtime.process_end import die_with_parent, say_fault
 from tests.leftovers import abandoned_files, newly_abandoned_files
 from tests.pool.faults import slowness
 from tests.pool.ranks import join_job
-from tests.processes import Ranks, run_ranks
+from tests.processes import Ranks, assert_all_good, run_ranks
 
 HANG = 1.5 * min(slowness(), 4.0)
 """Seconds without progress that are a hang; longer where a healthy rank may have to wait for a processor."""
@@ -118,16 +119,18 @@ def test_all_ranks_end_in_time_and_say_who_where_and_why(how, cause, code):
         assert not list((ranks.folder / "faults").glob("*.unfinished"))
 
 
-def test_a_fault_for_which_the_disk_has_no_room_leaves_no_file(tmp_path, capsys):
+def say_fault_where_no_room_is_left(rank, ranks, faults):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
-    try:
-        say_fault("Rank 1 died.", tmp_path, 0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        process_end._last_words = ""
-    assert capsys.readouterr().err == "\nflowtrain: Rank 1 died.\n"
-    assert not list(tmp_path.iterdir())
+    with redirect_stderr(io.StringIO()) as said:
+        say_fault("Rank 1 died.", faults, rank)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert said.getvalue() == "\nflowtrain: Rank 1 died.\n"
+
+
+def test_a_fault_for_which_the_disk_has_no_room_leaves_no_file(tmp_path):
+    assert_all_good(run_ranks(say_fault_where_no_room_is_left, 1, arguments=[tmp_path / "faults"]))
+    assert not list((tmp_path / "faults").iterdir())
 
 
 def all_wait(rank, ranks):

@@ -1,4 +1,4 @@
-"""The lanes of a step, played in one process: in no order of events do they block or lose a gradient."""
+"""The lanes of a step, run in one process: in no order of events do they block or lose a gradient."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.pool import PoolError
 from tests.packing.sizes import make_sizes, plan_of, sizes_strategy
+from tests.runtime.interleaving import SPEC, InterleavedStep, direct_gradients, least_bytes
 from tests.runtime.late_copies import LateCopies
-from tests.runtime.rehearsal import SPEC, Rehearsal, direct_gradients, least_bytes
 
 RANKS = st.integers(1, 3)
 ROOM_ENOUGH = 1 << 20
@@ -23,7 +23,7 @@ EVENTS = st.integers(0, 1 << 30)
 """Seeds of an order in which ranks run and messages arrive."""
 
 
-def rehearse(
+def run_step(
     plan: StepPlan,
     *,
     colocated: bool,
@@ -32,35 +32,35 @@ def rehearse(
     trains: bool = True,
     room: int | None = None,
     sharing: Collection[str] = (),
-) -> Rehearsal:
-    """Plays a step, by default in the fewest bytes that cannot block."""
+) -> InterleavedStep:
+    """Runs a step, by default in the fewest bytes that cannot block."""
     room = least_bytes(plan, SPEC, colocated and bool(sharing)) if room is None else room
     settings = {"colocated": colocated, "part_bytes": room, "kept_batches": kept, "sharing": sharing}
-    return Rehearsal(plan, trains=trains, seed=events, **settings)
+    return InterleavedStep(plan, trains=trains, seed=events, **settings)
 
 
 @settings(max_examples=60)
 @given(sizes_strategy(20), RANKS, RANKS, st.integers(0, 4), EVENTS)
 def test_separate_ranks_never_block_and_lose_no_gradient(sizes, encoders, backbones, kept, events):
     plan = plan_of(sizes, encoders, backbones)
-    check_exact(rehearse(plan, colocated=False, kept=kept, events=events), plan)
+    check_exact(run_step(plan, colocated=False, kept=kept, events=events), plan)
 
 
 @settings(max_examples=60)
 @given(sizes_strategy(20), RANKS, st.integers(0, 4), EVENTS)
 def test_colocated_ranks_never_block_and_lose_no_gradient(sizes, ranks, kept, events):
     plan = plan_of(sizes, ranks, ranks)
-    check_exact(rehearse(plan, colocated=True, kept=kept, events=events), plan)
+    check_exact(run_step(plan, colocated=True, kept=kept, events=events), plan)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_colocated_ranks_that_all_work_ahead_never_wait_for_one_another(ranks):
     plan = plan_of(make_sizes(*[(10, [7, 13]), (30, []), (5, [20]), (20, [30, 1])] * 5), ranks, ranks)
     for events in range(50):
-        rehearse(plan, colocated=True, kept=4, events=events)
+        run_step(plan, colocated=True, kept=4, events=events)
 
 
-def check_exact(step: Rehearsal, plan: StepPlan, trains: bool = True) -> None:
+def check_exact(step: InterleavedStep, plan: StepPlan, trains: bool = True) -> None:
     encoder, backbone = direct_gradients(plan)
     torch.testing.assert_close(step.gradient("encoder"), encoder if trains else 0 * encoder, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(step.gradient("backbone"), backbone, rtol=1e-12, atol=1e-12)
@@ -73,7 +73,7 @@ def test_separate_ranks_that_share_weights_come_to_every_collective_in_one_order
     sizes, encoders, backbones, kept, events, sharing, trains
 ):
     plan = plan_of(sizes, encoders, backbones)
-    step = rehearse(plan, colocated=False, kept=kept, events=events, sharing=sharing, trains=trains)
+    step = run_step(plan, colocated=False, kept=kept, events=events, sharing=sharing, trains=trains)
     check_exact(step, plan, trains=trains)
 
 
@@ -83,7 +83,7 @@ def test_colocated_ranks_that_share_weights_come_to_every_collective_in_one_orde
     sizes, ranks, kept, events, sharing, trains
 ):
     plan = plan_of(sizes, ranks, ranks)
-    step = rehearse(plan, colocated=True, kept=kept, events=events, sharing=sharing, trains=trains)
+    step = run_step(plan, colocated=True, kept=kept, events=events, sharing=sharing, trains=trains)
     check_exact(step, plan, trains=trains)
 
 
@@ -93,7 +93,7 @@ def test_mixed_ranks_never_block_whichever_of_them_share_weights(
     sizes, backbones, only_encode, kept, events, sharing, trains
 ):
     plan = plan_of(sizes, backbones + only_encode, backbones)
-    step = rehearse(plan, colocated=True, kept=kept, events=events, sharing=sharing, trains=trains)
+    step = run_step(plan, colocated=True, kept=kept, events=events, sharing=sharing, trains=trains)
     check_exact(step, plan, trains=trains)
 
 
@@ -101,7 +101,7 @@ def test_mixed_ranks_never_block_whichever_of_them_share_weights(
 @given(sizes_strategy(20), RANKS, RANKS, EVENTS)
 def test_an_encoder_that_does_not_train_never_blocks_and_gets_no_gradient(sizes, encoders, backbones, events):
     plan = plan_of(sizes, encoders, backbones)
-    step = rehearse(plan, colocated=False, kept=4, events=events, trains=False)
+    step = run_step(plan, colocated=False, kept=4, events=events, trains=False)
     assert all(compute.encoder.weight.grad is None for compute in step.compute)
     torch.testing.assert_close(step.gradient("backbone"), direct_gradients(plan)[1], rtol=1e-12, atol=1e-12)
     assert all(pool.is_empty for pool in step.pools)
@@ -111,7 +111,7 @@ def test_an_encoder_that_does_not_train_never_blocks_and_gets_no_gradient(sizes,
 @given(sizes_strategy(20), RANKS, RANKS, st.integers(0, 3), EVENTS)
 def test_no_more_activations_are_kept_than_allowed(sizes, encoders, backbones, kept, events):
     plan = plan_of(sizes, encoders, backbones)
-    step = rehearse(plan, colocated=False, kept=kept, events=events, room=ROOM_ENOUGH)
+    step = run_step(plan, colocated=False, kept=kept, events=events, room=ROOM_ENOUGH)
     # A forward that is computed again holds its activations for the moment of its backward.
     assert max(compute.most_kept for compute in step.compute) <= kept + 1
 
@@ -120,7 +120,7 @@ def test_no_more_activations_are_kept_than_allowed(sizes, encoders, backbones, k
 def test_a_forward_runs_twice_only_where_its_activations_were_not_kept(kept):
     plan = plan_of(make_sizes(*[(20, [10])] * 12), 1, 1)
     batches = len(plan.encoder_batches[0])
-    step = rehearse(plan, colocated=False, kept=kept, events=0)
+    step = run_step(plan, colocated=False, kept=kept, events=0)
     forwards = sum(compute.forwards for compute in step.compute)
     assert forwards == (2 * batches if kept == 0 else batches)
 
@@ -132,7 +132,7 @@ def test_a_padding_batch_is_computed_only_where_other_ranks_need_it(colocated, t
     batches = sum(len(media) > 0 for of_rank in plan.encoder_batches for media in of_rank)
     positions = {entry.microbatch for entry in plan.entries}
     settings = {"part_bytes": ROOM_ENOUGH, "kept_batches": 4, "sharing": ["encoder"]}
-    step = Rehearsal(plan, colocated=colocated, trains=trains, seed=0, pads_forwards=pads, **settings)
+    step = InterleavedStep(plan, colocated=colocated, trains=trains, seed=0, pads_forwards=pads, **settings)
     check_exact(step, plan, trains=trains)
     assert batches < 2 * len(positions)
     assert sum(compute.forwards for compute in step.compute) == (2 * len(positions) if trains or pads else batches)
@@ -140,18 +140,18 @@ def test_a_padding_batch_is_computed_only_where_other_ranks_need_it(colocated, t
 
 def test_gradients_are_the_same_bits_in_every_order_of_events():
     plan = plan_of(make_sizes(*[(10, [7, 3]), (30, []), (5, [20])] * 6), 2, 3)
-    found = [rehearse(plan, colocated=False, kept=1, events=events).gradient("encoder") for events in range(10)]
+    found = [run_step(plan, colocated=False, kept=1, events=events).gradient("encoder") for events in range(10)]
     assert all(torch.equal(gradient, found[0]) for gradient in found)
 
 
 def test_a_byte_less_than_the_least_bytes_is_refused():
     plan = plan_of(make_sizes(*[(20, [10])] * 12), 1, 1)
     with pytest.raises(PoolError, match="can block each other"):
-        rehearse(plan, colocated=False, kept=4, events=0, room=least_bytes(plan, SPEC) - 1)
+        run_step(plan, colocated=False, kept=4, events=0, room=least_bytes(plan, SPEC) - 1)
 
 
 @pytest.mark.parametrize("colocated", [True, False])
 def test_what_reads_a_copy_before_it_is_there_is_noticed(colocated, monkeypatch):
     monkeypatch.setattr(LateCopies, "hand_over", lambda stream, tensors: None)
     with pytest.raises(AssertionError, match="has not waited for"):
-        rehearse(plan_of(make_sizes((10, [7])), 1, 1), colocated=colocated, kept=4, events=0)
+        run_step(plan_of(make_sizes((10, [7])), 1, 1), colocated=colocated, kept=4, events=0)

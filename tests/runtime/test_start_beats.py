@@ -27,7 +27,7 @@ def rendezvous():
 
 def start(rank, ranks, victim, end):
     """All ranks wait for ever, but the victim, which comes to its end."""
-    start_beats._SILENT_SECONDS = SILENT_SECONDS
+    start_beats.SILENT_SECONDS = SILENT_SECONDS
     store = root_store(rank, ranks, timedelta(seconds=60))
     with StartBeats(store, rank, ranks, Path(os.environ["FOLDER"])):
         time.sleep(2.0)
@@ -57,7 +57,7 @@ def test_all_ranks_end_with_a_sentence_when(victim, end, sentence):
 
 def join(rank, ranks):
     """Rank 1 has joined the others long before rank 0 has, and gives no sign any more."""
-    start_beats._SILENT_SECONDS = SILENT_SECONDS
+    start_beats.SILENT_SECONDS = SILENT_SECONDS
     store = root_store(rank, ranks, timedelta(seconds=60))
     with StartBeats(store, rank, ranks, Path(os.environ["FOLDER"])):
         time.sleep(1.0 if rank else SILENT_SECONDS + 2)

@@ -35,7 +35,7 @@ def test_shares_are_of_the_recorded_time_of_one_lane():
 
 
 def test_totals_know_all_spans_while_only_the_latest_are_kept(monkeypatch):
-    monkeypatch.setattr(timeline_module, "_KEPT_SPANS", 2)
+    monkeypatch.setattr(timeline_module, "KEPT_SPANS", 2)
     timeline = Timeline()
     for number in range(5):
         timeline.add(Span("encoder", COMPUTE, "forward", "train", 0, number, 0.0, 1.0))

@@ -26,7 +26,7 @@ from flowtrain_lightning.trainer.preemption import LIGHTNINGS_BROADCAST
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
 from tests.pool.faults import slowness
-from tests.runtime.rehearsal import Stage, least_bytes
+from tests.runtime.interleaving import Interleaving, least_bytes
 from tests.tiny import tiny_data, write_records
 
 STEPS = 12
@@ -204,7 +204,7 @@ def test_features_of_steps_that_are_skipped_are_not_taken_for_those_of_others(fo
 @settings(max_examples=40)
 @given(st.integers(2, 4), st.integers(0, 5), st.integers(0, 12), st.integers(0, 1 << 30))
 def test_ranks_that_need_each_other_agree_on_work_ahead_in_every_order_of_events(ranks, batches, grants, seed):
-    stage, chance = Stage(ranks + 1, seed), random.Random(seed)
+    interleaving, chance = Interleaving(ranks + 1, seed), random.Random(seed)
     encoded: list[list[int]] = [[] for _ in range(ranks)]
     room, is_over, sums = [0] * ranks, [False] * ranks, [defaultdict(int) for _ in range(2)]
 
@@ -215,7 +215,7 @@ def test_ranks_that_need_each_other_agree_on_work_ahead_in_every_order_of_events
             return ("a step", len(encoded[rank])) if len(encoded[rank]) < batches else None
 
         def encode(_: Any, number: int) -> None:
-            stage.gather(rank, range(ranks), f"forward {number}")
+            interleaving.gather(rank, range(ranks), f"forward {number}")
             encoded[rank].append(number)
             room[rank] -= 1
 
@@ -223,21 +223,21 @@ def test_ranks_that_need_each_other_agree_on_work_ahead_in_every_order_of_events
             number = next(rounds)
             for total, vote in zip(sums, votes.tolist(), strict=True):
                 total[number] += vote
-            stage.gather(rank, range(ranks), "vote")
+            interleaving.gather(rank, range(ranks), "vote")
             return torch.tensor([total[number] for total in sums])
 
         work_ahead = AheadTogether(find, lambda *_: room[rank] > 0, encode, sum_votes)
         while (again := work_ahead(is_over[rank])) or not is_over[rank]:
-            stage.poll(rank, sleeps=not again)
+            interleaving.poll(rank, sleeps=not again)
 
     def grant() -> None:
         for rank in chance.choices(range(ranks), k=grants):
-            stage.inbox[rank].append(partial(room.__setitem__, rank, room[rank] + 1))
-            stage.poll(ranks, sleeps=False)
+            interleaving.inbox[rank].append(partial(room.__setitem__, rank, room[rank] + 1))
+            interleaving.poll(ranks, sleeps=False)
         for rank in range(ranks):
-            stage.inbox[rank].append(partial(is_over.__setitem__, rank, True))
+            interleaving.inbox[rank].append(partial(is_over.__setitem__, rank, True))
 
-    stage.play([*(partial(encode_ahead, rank) for rank in range(ranks)), grant])
+    interleaving.run([*(partial(encode_ahead, rank) for rank in range(ranks)), grant])
     assert all(numbers == encoded[0] for numbers in encoded)
 
 

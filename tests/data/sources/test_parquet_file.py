@@ -36,17 +36,17 @@ def test_rows_are_found_in_any_order(tmp_path, small_pieces):
 
 
 def test_batches_that_end_before_their_length_are_joined(tmp_path, small_pieces, monkeypatch):
-    of_equal_length = parquet_file._of_equal_length
+    iter_batches = parquet.ParquetFile.iter_batches
     cut = (1, 5, 2, 7, 3, 4)
 
-    def split(batches, rows):
-        whole = pyarrow.Table.from_batches(batches).combine_chunks()
+    def split(file, **settings):
+        whole = pyarrow.Table.from_batches(iter_batches(file, **settings)).combine_chunks()
         starts = [sum(cut[:number]) for number in range(len(cut))] + list(range(sum(cut), whole.num_rows))
         ends = [*starts[1:], whole.num_rows]
         parts = (whole.slice(start, end - start) for start, end in zip(starts, ends, strict=True))
-        return of_equal_length((part.to_batches()[0] for part in parts), rows)
+        return (part.to_batches()[0] for part in parts)
 
-    monkeypatch.setattr(parquet_file, "_of_equal_length", split)
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", split)
     found = pieces_of(tmp_path / "d.parquet", ROWS)
     assert [found.row(0, row) for row in range(90)] == ROWS
 

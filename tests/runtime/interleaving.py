@@ -1,4 +1,4 @@
-"""Plays all ranks of a step in one process: the real lanes on a pool whose messages a random order delivers."""
+"""Runs all ranks of a step in one process: the real lanes on a pool whose messages a random order delivers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.runtime.late_copies import LateCopies, read_after_copies
 SPEC = FeatureSpec(((2,),), (torch.float64,))
 
 
-class Stage:
+class Interleaving:
     """Lets one rank run at a time; where a rank polls, chance says who goes on. Raises when nobody can."""
 
     def __init__(self, ranks: int, seed: int) -> None:
@@ -41,7 +41,7 @@ class Stage:
         self.inbox: list[deque[Callable[[], None]]] = [deque() for _ in range(ranks)]
         self.failure: BaseException | None = None
 
-    def play(self, parts: Sequence[Callable[[], None]]) -> None:
+    def run(self, parts: Sequence[Callable[[], None]]) -> None:
         """Runs one part per rank to its end."""
         threads = [threading.Thread(target=self._run, args=item, daemon=True) for item in enumerate(parts)]
         for thread in threads:
@@ -110,16 +110,16 @@ class Stage:
             self._turn[self._chance.choice(able)].set()
 
 
-class StagePool:
-    """One rank's pool, with the real bookkeeping of room and messages that a stage delivers."""
+class DeliveredPool:
+    """One rank's pool, with the real bookkeeping of room and messages that come in a random order."""
 
-    def __init__(self, stage: Stage, pools: list[StagePool], rank: int, nbytes: int) -> None:
-        self._stage, self._pools, self._rank = stage, pools, rank
+    def __init__(self, interleaving: Interleaving, pools: list[DeliveredPool], rank: int, nbytes: int) -> None:
+        self._interleaving, self._pools, self._rank = interleaving, pools, rank
         self._parts = {False: MemoryRegion(0, nbytes), True: MemoryRegion(0, nbytes)}
-        self._published: dict[Key, StageLease] = {}
+        self._published: dict[Key, DeliveredLease] = {}
 
     def poll(self, timeout: float = 0.0) -> bool:
-        return self._stage.poll(self._rank, sleeps=timeout > 0)
+        return self._interleaving.poll(self._rank, sleeps=timeout > 0)
 
     is_settled = True
 
@@ -140,27 +140,27 @@ class StagePool:
             return None
 
         def give_back() -> None:
-            self._pools[reader]._send(self._rank, lambda: part.free(offset))
+            self._pools[reader].send(self._rank, lambda: part.free(offset))
 
-        lease = StageLease(tuple(tensor.detach().clone() for tensor in tensors), give_back)
-        self._send(reader, lambda: self._pools[reader].publish(key, lease))
+        lease = DeliveredLease(tuple(tensor.detach().clone() for tensor in tensors), give_back)
+        self.send(reader, lambda: self._pools[reader].publish(key, lease))
         return offset
 
-    def publish(self, key: Key, lease: StageLease) -> None:
+    def publish(self, key: Key, lease: DeliveredLease) -> None:
         assert key not in self._published
         self._published[key] = lease
 
     def arrived(self, keys: Iterable[Key]) -> list[Key]:
         return [key for key in keys if key in self._published]
 
-    def get(self, key: Key) -> StageLease | None:
+    def get(self, key: Key) -> DeliveredLease | None:
         return self._published.pop(key, None)
 
-    def _send(self, rank: int, message: Callable[[], None]) -> None:
+    def send(self, rank: int, message: Callable[[], None]) -> None:
         if rank == self._rank:
             message()
         else:
-            self._stage.inbox[rank].append(message)
+            self._interleaving.inbox[rank].append(message)
 
     @property
     def is_empty(self) -> bool:
@@ -168,7 +168,7 @@ class StagePool:
 
 
 @dataclass
-class StageLease:
+class DeliveredLease:
     tensors: tuple[Tensor, ...]
     release: Callable[[], None]
 
@@ -255,8 +255,8 @@ def direct_gradients(plan: StepPlan) -> tuple[Tensor, Tensor]:
     return tuple(_gradient([getattr(compute, half)]) for half in ("encoder", "backbone"))
 
 
-class Rehearsal:
-    """A step of a plan on all its ranks.
+class InterleavedStep:
+    """A step of a plan that has run on all its ranks.
 
     Args:
         plan: the step's plan.
@@ -287,9 +287,9 @@ class Rehearsal:
         backbone_ranks = tuple(range(backbones))
         encoder_ranks = tuple(range(encoders)) if colocated else tuple(range(backbones, ranks))
         both_lanes = tuple((rank, rank) for rank in range(min(encoders, backbones) if colocated else 0))
-        stage = Stage(ranks, seed)
-        self.pools: list[StagePool] = []
-        self.pools += [StagePool(stage, self.pools, rank, part_bytes) for rank in range(ranks)]
+        interleaving = Interleaving(ranks, seed)
+        self.pools: list[DeliveredPool] = []
+        self.pools += [DeliveredPool(interleaving, self.pools, rank, part_bytes) for rank in range(ranks)]
         self.compute = []
         for _ in range(ranks):
             copies = [LateCopies() for _ in range(2)]
@@ -301,11 +301,11 @@ class Rehearsal:
             def gather(role: str, what: str, rank: int = rank) -> None:
                 if role in sharing and (what != "forward" or pads_forwards):
                     peers = [other for other in of_role[role] if (other in backbone_ranks) == (rank in backbone_ranks)]
-                    stage.gather(rank, peers, f"{role} {what}")
+                    interleaving.gather(rank, peers, f"{role} {what}")
 
             def sum_backbone(rank: int = rank) -> None:
                 if rank in backbone_ranks and not sharing:
-                    stage.gather(rank, backbone_ranks, "sum of the backbone")
+                    interleaving.gather(rank, backbone_ranks, "sum of the backbone")
 
             self.compute[rank].gather, self.compute[rank].sum_backbone = gather, sum_backbone
             part = RankShard(
@@ -335,7 +335,7 @@ class Rehearsal:
                 parts.append(partial(run_in_order, context, dict(lanes), order, step))
             else:
                 parts.append(partial(_run_and_sum, context, lanes, step))
-        stage.play(parts)
+        interleaving.run(parts)
 
     def gradient(self, half: str) -> Tensor:
         """The gradient of a half, over all ranks."""
