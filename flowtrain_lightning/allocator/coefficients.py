@@ -27,8 +27,8 @@ class Efficiency:
         update: share of the memory bandwidth, by the optimizer, if it read and wrote each number once.
         exchange: share of links and network, by collectives.
         contention: seconds by which a second of hidden exchange slows the computing that hides it; both want memory.
-        jitter: standard deviation of a device's time for the same work, as a share of it. Ranks that meet wait for the
-            slowest.
+        jitter: standard deviation of a device's time for the same work, as a share of it. Ranks in lockstep wait for
+            the slowest.
         launch: seconds that starting a layer's kernels takes, forward; twice that backward. Where kernels are shorter
             than that, starting them is what takes the time.
     """

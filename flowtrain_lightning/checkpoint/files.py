@@ -94,10 +94,10 @@ def write_bytes(data: bytes, path: Path) -> None:
 
 
 def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial-{_place()}-{os.getpid()}-{next(_numbers)}")
+    return path.with_name(f".{path.name}.partial-{_process_space()}-{os.getpid()}-{next(_numbers)}")
 
 
-def _place() -> str:
+def _process_space() -> str:
     """Where this process has its number: the host, and the number's space there (0 where a system has no such)."""
     space = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()}-{space.stat().st_ino if space.exists() else 0}"
@@ -108,10 +108,10 @@ def _is_leftover(found: str, saved: str) -> bool:
     parts = _PARTIAL.fullmatch(found)
     if parts is None:
         return False
-    name, place, process = parts.groups()
+    name, space, process = parts.groups()
     if name == saved:
         return True
-    return place == _place() and (int(process) == os.getpid() or not _is_alive(int(process)))
+    return space == _process_space() and (int(process) == os.getpid() or not _is_alive(int(process)))
 
 
 def _is_alive(process: int) -> bool:

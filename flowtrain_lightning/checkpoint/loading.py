@@ -195,8 +195,8 @@ def _read_dictionary(
     checkpoint = {**index.lightning, "flowtrain": index.run, **_read_objects(path, OBJECTS, index, weights_only)}
     _check_places(path, checkpoint, (*index.tensors, *index.values))
     if not optimizers:
-        for place in ("optimizer_states", WEIGHTS["current"]):
-            checkpoint.pop(place, None)
+        for key in ("optimizer_states", WEIGHTS["current"]):
+            checkpoint.pop(key, None)
     states = checkpoint.get("optimizer_states", [])
 
     def reads(key: str) -> bool:

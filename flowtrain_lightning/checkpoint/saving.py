@@ -148,9 +148,9 @@ def _take_halves(
         role = role_of(name, halves)
         if role in own:
             own[role][key] = value
-    for place in WEIGHTS.values() & checkpoint.keys():
-        weights: dict[str, Any] = checkpoint[place]
-        checkpoint[place] = {name: value for name, value in weights.items() if role_of(name, halves) is None}
+    for key in WEIGHTS.values() & checkpoint.keys():
+        weights: dict[str, Any] = checkpoint[key]
+        checkpoint[key] = {name: value for name, value in weights.items() if role_of(name, halves) is None}
     if optimizers is not None:
         checkpoint["optimizer_states"] = [{"state": {}, "param_groups": state["param_groups"]} for state in optimizers]
     checkpoint["flowtrain"] = {

@@ -14,8 +14,8 @@ averages, those from which training goes on."""
 
 def with_keys(checkpoint: Mapping[str, Any], optimizers: Sequence[NamedState]) -> Iterator[tuple[str, str, Any]]:
     """For each weight and entry: ``weights.NAME`` or ``optimizer.NUMBER.NAME#ENTRY``, the name, and the value."""
-    for kind, place in WEIGHTS.items():
-        for name, value in checkpoint.get(place, {}).items():
+    for kind, key in WEIGHTS.items():
+        for name, value in checkpoint.get(key, {}).items():
             yield f"{kind}.{name}", name, value
     for number, optimizer in enumerate(optimizers):
         for name, entries in optimizer["state"].items():

@@ -67,20 +67,20 @@ def _gathers_weights(half: nn.Module) -> bool:
 
 
 def _append(batch: PackedBatch, tokens: Tensor) -> PackedBatch:
-    """One more token at the end of every sequence; places of media move along. Padding is dropped."""
+    """One more token at the end of every sequence; positions of media move along. Padding is dropped."""
     ends = batch.cu_seqlens[1 : len(batch.samples) + 1].long()
     used = int(ends[-1])
     sequence_of = torch.repeat_interleave(
         torch.arange(len(ends), device=ends.device), torch.diff(batch.cu_seqlens[: len(batch.samples) + 1]).long()
     )
-    old_places = torch.arange(used, device=ends.device) + sequence_of
-    new_places = ends + torch.arange(len(ends), device=ends.device)
+    old_positions = torch.arange(used, device=ends.device) + sequence_of
+    new_positions = ends + torch.arange(len(ends), device=ends.device)
     grown = used + len(ends)
 
     def spread(old: Tensor, new: Tensor) -> Tensor:
         out = old.new_empty(grown)
-        out[old_places] = old[:used]
-        out[new_places] = new.to(old.dtype)
+        out[old_positions] = old[:used]
+        out[new_positions] = new.to(old.dtype)
         return out
 
     return replace(
@@ -88,7 +88,7 @@ def _append(batch: PackedBatch, tokens: Tensor) -> PackedBatch:
         tokens=spread(batch.tokens, tokens),
         labels=batch.labels.new_full((grown,), IGNORED_LABEL),
         position_ids=spread(batch.position_ids, batch.position_ids[ends - 1] + 1),
-        cu_seqlens=torch.cat([batch.cu_seqlens[:1], (new_places + 1).to(batch.cu_seqlens.dtype)]),
+        cu_seqlens=torch.cat([batch.cu_seqlens[:1], (new_positions + 1).to(batch.cu_seqlens.dtype)]),
         max_seqlen=batch.max_seqlen + 1,
-        media_positions={name: old_places[places] for name, places in batch.media_positions.items()},
+        media_positions={name: old_positions[positions] for name, positions in batch.media_positions.items()},
     )

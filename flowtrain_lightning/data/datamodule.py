@@ -267,11 +267,11 @@ class FlowDataModule(L.LightningDataModule):
         """Changes with the content of the files of a stage: ranks that plan the same steps have the same."""
         return fingerprint([self._source(name).fingerprint for name in self._wanted(stage)])
 
-    def place(self, stage: str) -> Path:
+    def path(self, stage: str) -> Path:
         """The path beside which the index of a stage's first data is kept; of a source of one's own the folder."""
         if isinstance(self.files[stage].sources[0], SampleSource):
             return Path.cwd() / stage
-        return open_stores(self.files[stage].sources[0])[0].place
+        return open_stores(self.files[stage].sources[0])[0].path
 
     def record(self, stage: str, sample: int) -> Record:
         """The record that a sample of ``"train"``, ``"val"``, ``"test"`` or ``"predict"`` is."""

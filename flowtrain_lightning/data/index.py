@@ -132,7 +132,7 @@ def _folder_name(path: Path) -> str:
 
 
 def _cache_files(store: RecordStore, measure: Measure, cache_dir: str | Path | None) -> list[Path]:
-    path = store.place
+    path = store.path
     folders = cache_folders(path) if cache_dir is None else [Path(cache_dir) / _folder_name(path)]
     return [folder / f"{path.name}.{measure.fingerprint}.npz" for folder in folders]
 

@@ -54,24 +54,24 @@ def token_sequence(
 
 def _with_media(given: GivenTokens, record: Record, media_ids: tuple[int, ...], rows: IntArray) -> TokenSequence:
     """Every media item with as many tokens as it has rows of features; cut before the first one without rows."""
-    places = np.flatnonzero(np.isin(given.ids, media_ids))
+    positions = np.flatnonzero(np.isin(given.ids, media_ids))
     images = len(record.media)
-    if len(places) == images:  # one token an image: repeated for every row
+    if len(positions) == images:  # one token an image: repeated for every row
         ids, learned = given.ids, given.learned
         if len(rows) < images:
-            ids, learned = ids[: places[len(rows)]], learned[: places[len(rows)]]
-            places = places[: len(rows)]
+            ids, learned = ids[: positions[len(rows)]], learned[: positions[len(rows)]]
+            positions = positions[: len(rows)]
         counts = np.ones(len(ids), dtype=np.int64)
-        counts[places] = rows
-        starts = (np.cumsum(counts) - counts)[places]
+        counts[positions] = rows
+        starts = (np.cumsum(counts) - counts)[positions]
         return _sequence(np.repeat(ids, counts), np.repeat(learned, counts), starts, rows)
-    if len(rows) == images and len(places) == rows.sum():
-        starts = places[np.cumsum(rows) - rows]
-        if (places == np.repeat(starts - np.cumsum(rows) + rows, rows) + np.arange(len(places))).all():
+    if len(rows) == images and len(positions) == rows.sum():
+        starts = positions[np.cumsum(rows) - rows]
+        if (positions == np.repeat(starts - np.cumsum(rows) + rows, rows) + np.arange(len(positions))).all():
             return _sequence(given.ids, given.learned, starts, rows)
     called = ", ".join(map(str, media_ids))
     raise DataError(
-        f"{record.where}: its 'input_ids' have {len(places)} image tokens ({called}), but its {images} images need "
+        f"{record.where}: its 'input_ids' have {len(positions)} image tokens ({called}), but its {images} images need "
         f"{images} (one for each) or {int(rows.sum())} (one for each row of features, those of an image together)."
     )
 

@@ -1,4 +1,4 @@
-"""What each family's processor writes where its chat template leaves a place for an image or a video."""
+"""What each family's processor writes where its chat template has a placeholder for an image or a video."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class ImageWords:
     """How an image stands in the text of one family.
 
     Attributes:
-        place: what the chat template writes for an image.
+        placeholder: what the chat template writes for an image.
         token: stands for rows of features; where several follow each other it is written once, and said how often.
         tiled: what is written depends on how the image was cut into tiles, not only on how many rows it has.
         write: rows of features, rows and columns of tiles -> the text, and how often each ``token`` in it stands.
         videos: how a video stands there; None where the family takes none.
     """
 
-    place: str
+    placeholder: str
     token: str
     tiled: bool
     write: Callable[[int, tuple[int, int]], tuple[str, list[int]]]
@@ -88,9 +88,9 @@ def image_words(config: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Ima
             )
 
 
-def _run(token: str, place: str | None = None, before: str = "", after: str = "") -> ImageWords:
+def _run(token: str, placeholder: str | None = None, before: str = "", after: str = "") -> ImageWords:
     """All rows of features one after another."""
-    return ImageWords(place or token, token, False, lambda rows, tiles: (f"{before}{token}{after}", [rows]))
+    return ImageWords(placeholder or token, token, False, lambda rows, tiles: (f"{before}{token}{after}", [rows]))
 
 
 def _tiles(token: str, border: str, whole: str) -> ImageWords:

@@ -70,9 +70,9 @@ class ProcessorTemplate:
         if words.tiled and tiles is None:
             raise ValueError("What is written for an image depends on its tiles; give ProcessorTemplate(tiles=...).")
         of_videos = {} if words.videos is None else {words.videos.token: "video"}
-        self._places = {words.place: "image", **of_videos}
-        self._place = re.compile("|".join(map(re.escape, self._places)))
-        needed = {words.place: "an image", words.token: "an image", **dict.fromkeys(of_videos, "a video")}
+        self._placeholders = {words.placeholder: "image", **of_videos}
+        self._placeholder = re.compile("|".join(map(re.escape, self._placeholders)))
+        needed = {words.placeholder: "an image", words.token: "an image", **dict.fromkeys(of_videos, "a video")}
         missing = [name for name in needed if name not in self._special.ids]
         if missing:
             raise ValueError(
@@ -93,7 +93,7 @@ class ProcessorTemplate:
     @cached_property
     def fingerprint(self) -> str:
         """Changes whenever some conversation would be written differently."""
-        words = [self._words.place, *self._words.write(4, (1, 1))]
+        words = [self._words.placeholder, *self._words.write(4, (1, 1))]
         if self._words.videos is not None:
             words += self._words.videos.write(4, (0.5, 1.5))
         return fingerprint([self._template, words, open_tokenizer(self._given).fingerprint])
@@ -244,12 +244,12 @@ class ProcessorTemplate:
             at += len(said.strip())
         if _LISTED in text:
             raise ValueError("the chat template does not take the text of one of its roles as a list of parts")
-        for place, kind in self._places.items():
+        for placeholder, kind in self._placeholders.items():
             items = sum(part["type"] == kind for part in parts)
-            places = text.count(place)
-            if places != items:
+            count = text.count(placeholder)
+            if count != items:
                 raise ValueError(
-                    f"the chat template writes {place!r} {places} times, but the record has {items} {kind}s"
+                    f"the chat template writes {placeholder!r} {count} times, but the record has {items} {kind}s"
                 )
 
     # ---- from text to tokens --------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class ProcessorTemplate:
         self, written: _Written, record: Record, rows: IntArray, videos: VideoProcessor | None
     ) -> TokenSequence:
         """The text with its media written out; tokens that overlap a learned span are learned."""
-        pieces = _split(written, self._place)
+        pieces = _split(written, self._placeholder)
         text, spans, starts, counts = "", [], [], []
         for number, (piece, learned) in enumerate(pieces):
             told, moved = self._told(piece, learned)
@@ -334,11 +334,11 @@ class ProcessorTemplate:
         return TokenSequence(tokens, shifted_labels(tokens, is_learned), first_tokens[: len(rows)], rows, positions)
 
 
-def _split(written: _Written, place: re.Pattern[str]) -> list[tuple[str, list[tuple[int, int]]]]:
-    """The text between the places of media, each piece with the parts of the learned spans that lie in it."""
+def _split(written: _Written, placeholder: re.Pattern[str]) -> list[tuple[str, list[tuple[int, int]]]]:
+    """The text between the placeholders of media, each piece with the parts of the learned spans that lie in it."""
     pieces, text = [], written.text
-    places = [(0, 0), *(found.span() for found in place.finditer(text)), (len(text), len(text))]
-    for (_, start), (end, _) in pairwise(places):
+    spans = [(0, 0), *(found.span() for found in placeholder.finditer(text)), (len(text), len(text))]
+    for (_, start), (end, _) in pairwise(spans):
         within = [(max(first, start) - start, min(last, end) - start) for first, last in written.learned]
         pieces.append((text[start:end], [(first, last) for first, last in within if first < last]))
     return pieces

@@ -237,9 +237,9 @@ def media_offsets(
     item = torch.repeat_interleave(torch.arange(len(count)), count)
     within = torch.arange(int(end[-1])) - (end - count)[item]
     time = ((within // area[item]) * pace[item]).long()
-    place, wide = within % area[item], blocks[item, 1]
+    position, wide = within % area[item], blocks[item, 1]
     ahead = torch.zeros_like(within).index_copy(0, end - 1, count - blocks.max(dim=1).values)
-    return torch.stack([time - within, place // wide - within, place % wide - within, ahead], dim=1)
+    return torch.stack([time - within, position // wide - within, position % wide - within, ahead], dim=1)
 
 
 def mrope_positions(batch: PackedBatch, modality: str, offsets: Tensor | None) -> Tensor:

@@ -283,7 +283,7 @@ def is_mutable(func: Any) -> bool:
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors among the arguments that an operation writes."""
     found: list[Any] = []
-    for place, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
+            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
     return found

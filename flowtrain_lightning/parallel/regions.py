@@ -122,10 +122,10 @@ def cover_exactly_once(shape: Sequence[int], regions: Sequence[Region]) -> bool:
     ends = starts + sizes
     if (starts < 0).any() or (sizes < 1).any() or (ends > np.array(shape, dtype=np.int64)).any():
         return False
-    meets = np.ones((len(regions), len(regions)), dtype=bool)
+    overlaps = np.ones((len(regions), len(regions)), dtype=bool)
     for dim in range(dims):
-        meets &= (starts[:, None, dim] < ends[None, :, dim]) & (starts[None, :, dim] < ends[:, None, dim])
-    return int(meets.sum()) == len(regions)  # each meets itself
+        overlaps &= (starts[:, None, dim] < ends[None, :, dim]) & (starts[None, :, dim] < ends[:, None, dim])
+    return int(overlaps.sum()) == len(regions)  # each overlaps itself
 
 
 def _ends(region: Region) -> tuple[int, ...]:

@@ -85,8 +85,8 @@ def divide_layers(modules: Mapping[str, nn.Module], plan: TensorPlan, mesh: Devi
                 stack.gather_input(layer)
             case _:
                 parallelize_module(layer, mesh, _checked_style(name, layer, style, mesh.size(), stack))
-    for places in tied:
-        _tie_again(places)
+    for owners in tied:
+        _tie_again(owners)
     return [(owner, own) for owner, own in summed if not isinstance(owner.get_parameter(own), DTensor)]
 
 
@@ -147,21 +147,21 @@ def _checked_style(
 
 
 def _tied_parameters(modules: Iterable[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
-    """Owners and names of each parameter that stands in several places."""
-    places: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    """Owners and names of each parameter that several modules own."""
+    owners: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for owner in dict.fromkeys(part for module in modules for part in module.modules()):
         for name, parameter in owner.named_parameters(recurse=False):
-            places[id(parameter)].append((owner, name))
-    return [of_one for of_one in places.values() if len(of_one) > 1]
+            owners[id(parameter)].append((owner, name))
+    return [of_one for of_one in owners.values() if len(of_one) > 1]
 
 
-def _tie_again(places: list[tuple[nn.Module, str]]) -> None:
-    """Make one parameter of those in ``places``, which were one before they were divided.
+def _tie_again(owners: list[tuple[nn.Module, str]]) -> None:
+    """Make one parameter of those in ``owners``, which were one before they were divided.
 
     Raises:
         ValueError: they are divided differently.
     """
-    (first, name), *others = places
+    (first, name), *others = owners
     weight = first.get_parameter(name)
     for owner, own in others:
         other = owner.get_parameter(own)

@@ -101,11 +101,11 @@ def _want_gradient(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in _tensors((args, kwargs))):
         return None
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    for place, value in given.items():
+    for key, value in given.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            given[place] = value.detach().requires_grad_()
+            given[key] = value.detach().requires_grad_()
             break
-    return tuple(given[place] for place in range(len(args))), {name: given[name] for name in kwargs}
+    return tuple(given[index] for index in range(len(args))), {name: given[name] for name in kwargs}
 
 
 def _gathered_with(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -59,7 +59,7 @@ def _meeting(work: StepWork, encoder: Layout) -> StepWork:
     together = encoder.data // encoder.replicas
     if together == 1 or not encoder.sums_in_step:
         return work
-    met: list[list[EncoderWork]] = []
+    joint: list[list[EncoderWork]] = []
     for first in range(0, encoder.data, together):
         group = work.encoder_batches[first : first + together]
         at: dict[int, list[EncoderWork]] = {}
@@ -71,8 +71,8 @@ def _meeting(work: StepWork, encoder: Layout) -> StepWork:
             slowest = [replace(each, backward=backward[each.position]) for each in batches]
             if encoder.gathers_weights:
                 slowest = [replace(each, forward=forward[each.position]) for each in slowest]
-            met.append(slowest)
-    return StepWork(work.microbatches, met)
+            joint.append(slowest)
+    return StepWork(work.microbatches, joint)
 
 
 def _step_work(plan: StepPlan, costs: LayoutCosts, kept_batches: int, lockstep: bool) -> StepWork:

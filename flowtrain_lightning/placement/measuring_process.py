@@ -125,7 +125,7 @@ def _measure(deadline: float) -> Profile:
 def _kept_files(data: FlowDataModule, origin: ProfileOrigin) -> Iterator[Path]:
     """Where a profile of this origin may be kept: beside the index of the training data."""
     name = f"profile.{fingerprint(asdict(origin))}.json"
-    folders = cache_folders(data.place("train")) if data.index.cache_dir is None else [Path(data.index.cache_dir)]
+    folders = cache_folders(data.path("train")) if data.index.cache_dir is None else [Path(data.index.cache_dir)]
     yield from (folder / name for folder in folders)
 
 

@@ -97,8 +97,8 @@ class HuggingFaceRows:
         return f"data set {info.dataset_name or self._identity}" + (f", {self._rows.split}" if self._rows.split else "")
 
     @property
-    def place(self) -> Path:
-        """Where there is no folder, so that its index goes to the user's cache."""
+    def path(self) -> Path:
+        """In no folder that exists, so that its index goes to the user's cache."""
         return Path("/data sets of Hugging Face") / self._identity
 
     @property

@@ -47,7 +47,7 @@ class IndexedSource:
         table = index_table(store, measure, config.cache_dir, measurer)
         store.hold(table.content)
         if len(table) == 0:
-            raise DataError(f"{store.place}: there is no record in it.")
+            raise DataError(f"{store.path}: there is no record in it.")
         self._locations = table.locations
         long = np.flatnonzero(table.readable & (table.sizes.tokens > token_budget))
         sizes, emptied = table.sizes, np.empty(0, np.int64)
@@ -62,10 +62,10 @@ class IndexedSource:
         self.fingerprint = fingerprint([table.content, measure.prompt, np.flatnonzero(~kept).tolist()])
         self.summary = self._summary(table, too_long, token_budget, long, emptied, measure.prompt)
         if len(self) == 0:
-            raise DataError(f"{store.place}: no record is left to use. {self.summary}")
+            raise DataError(f"{store.path}: no record is left to use. {self.summary}")
         if not measure.prompt and not self._sizes.targets.any():
             raise DataError(
-                f"{store.place}: nothing would be learned from it, since in no record the assistant says anything. "
+                f"{store.path}: nothing would be learned from it, since in no record the assistant says anything. "
                 "Call the role that answers 'assistant'."
             )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.data.data_error import DataError
@@ -25,11 +24,6 @@ class JsonFile(DataFile):
     def name(self) -> str:
         """What messages call it."""
         return self.path.name
-
-    @property
-    def place(self) -> Path:
-        """The path beside which its index is kept."""
-        return self.path
 
     def locate(self) -> Iterator[Location]:
         """Where each record lies.

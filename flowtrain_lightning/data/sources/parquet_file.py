@@ -45,11 +45,6 @@ class ParquetFile(DataFile):
         """What messages call it."""
         return self.path.name
 
-    @property
-    def place(self) -> Path:
-        """The path beside which its index is kept."""
-        return self.path
-
     def locate(self) -> Iterator[Location]:
         """Where each record lies."""
         for group in range(self._metadata.num_row_groups):

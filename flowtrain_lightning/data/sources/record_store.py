@@ -24,7 +24,7 @@ class RecordStore(Protocol):
         ...
 
     @property
-    def place(self) -> Path:
+    def path(self) -> Path:
         """The path beside which its index is kept."""
         ...
 

@@ -38,11 +38,6 @@ class TarShard(DataFile):
         """What messages call it."""
         return self.path.name
 
-    @property
-    def place(self) -> Path:
-        """The path beside which its index is kept."""
-        return self.path
-
     def locate(self) -> Iterator[Location]:
         """Where each record lies.
 
