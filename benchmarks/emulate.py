@@ -116,7 +116,10 @@ def plan_job(ranks: int, temporary: Path, steps: int, quick: bool, encoder_ranks
 
 
 def run_schedule(job: EmulatedJob) -> dict[str, float]:
-    """One run: seconds of a step, measured and ideal, and what lanes spent in a step, in seconds per rank."""
+    """One run: seconds of a step, measured and ideal, and what lanes spent in a step, in seconds per rank.
+
+    ``delay_seconds`` are those of a step in which ranks, all together, could have run but had no processor.
+    """
     folder = job.folder
     folder.mkdir(parents=True)
     schedules.expect_encoders(folder, job.encoder_ranks)
@@ -131,6 +134,7 @@ def run_schedule(job: EmulatedJob) -> dict[str, float]:
         "ideal_seconds": (ideal[-1] - ideal[job.warmup - 1]) / job.steps,
         "samples_per_second": job.global_batch_size / measured,
         "cores_busy": ranks[0]["cores_busy"],
+        "delay_seconds": sum(rank["delay_seconds"] for rank in ranks) / job.steps,
         **_cpu_per_microbatch(ranks),
         **_spent(ranks, job.steps),
     }

@@ -38,6 +38,7 @@ class Meter(L.Callback):
         self._spent: list[FloatArray] = []  # CPU time of this thread, user and system, at each step's end
         self._aside: list[FloatArray] = []  # of it, what is the benchmark's own affair
         self._metering = np.zeros(2)
+        self._delays: list[float] = []
         self._ends: list[float] = []
         self._busy: list[float] = []
         self._family: list[float] = []
@@ -53,6 +54,7 @@ class Meter(L.Callback):
         self._ends.append(time.monotonic())
         self._busy.append(busy_seconds())
         self._family.append(family_seconds())
+        self._delays.append(delay_seconds())
         if len(self._ends) > self._warmup:
             for name, count in contents(batch).items():
                 self._counts[name] += count
@@ -73,6 +75,7 @@ class Meter(L.Callback):
             "user_seconds": user,
             "system_seconds": system,
             "aside_seconds": float(aside.sum()),
+            "delay_seconds": self._delays[-1] - self._delays[first],
             "counts": self._counts,
             "lanes": lanes(trainer, window),
         }
@@ -118,6 +121,12 @@ def thread_seconds() -> tuple[float, float]:
     """CPU time of the calling thread so far, user and system: of a rank's training thread, without its loader's."""
     used = resource.getrusage(resource.RUSAGE_THREAD)
     return used.ru_utime, used.ru_stime
+
+
+def delay_seconds() -> float:
+    """How long the calling thread could have run so far, but had no processor; 0 where the system does not tell."""
+    statistics = Path("/proc/thread-self/schedstat")
+    return int(statistics.read_text().split()[1]) / 1e9 if statistics.exists() else 0.0
 
 
 def family_seconds() -> float:

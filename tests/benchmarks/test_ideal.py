@@ -75,4 +75,6 @@ def test_four_real_ranks_take_what_the_simulation_says_to_three_percent(schedule
     monkeypatch.setattr(emulate, "MICROBATCH_SECONDS", 0.4)
     job = emulate.plan_job(4, tmp_path, 3, quick=False)
     found = emulate.run_schedule(replace(job, schedule=schedule, warmup=1, folder=tmp_path / "run"))
-    assert found["step_seconds"] == pytest.approx(found["ideal_seconds"], rel=0.03), found
+    # Where other programs keep a rank from running, the step takes that much longer at most.
+    longest = 1.03 * found["ideal_seconds"] + found["delay_seconds"]
+    assert 0.97 * found["ideal_seconds"] < found["step_seconds"] < longest, found
