@@ -3,12 +3,14 @@
 import inspect
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from flowtrain_lightning import attention
 from flowtrain_lightning.attention import (
     by_flash_attention,
     by_torch,
@@ -132,12 +134,17 @@ def test_version_3_of_flash_attn_comes_before_version_2_on_hopper_gpus_alone(
 def test_half_precision_takes_flash_attn_where_it_is_installed_else_pytorchs_kernel(
     monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
-    def kernel() -> None: ...
+    def kernel(query: Tensor, *_: Any, **options: Any) -> Tensor:
+        return query[:0]
 
     found = SimpleNamespace(flash_attn_varlen_func=kernel) if installed else None
     monkeypatch.setitem(sys.modules, "flash_attn", found)
     device = torch.device("meta", 1 + installed)  # which no other test asks for: a choice is made once per device
     assert kernel_for(device) == (__name__ if installed else "torch")
+    monkeypatch.setattr(attention, "kernel_for", lambda _: kernel_for(device))
+    inputs = [x.detach().to("meta", torch.bfloat16) for x in packed()]
+    output = varlen_attention(*inputs, CU_SEQLENS.to("meta"), max(LENGTHS), causal=True)
+    assert len(output) == (0 if installed else sum(LENGTHS)), "what that kernel gives"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
