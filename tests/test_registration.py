@@ -36,7 +36,8 @@ assert "flowtrain_lightning.strategy" not in sys.modules
 """
 
 IN_TURN = """
-import json, os, sys, traceback, torch, torchmetrics  # which Lightning imports; they take most of its time
+import json, os, sys, traceback
+import torch._dynamo, torchmetrics  # which Lightning imports; they take nearly all of its time
 failed = {}
 for name, script in json.load(sys.stdin).items():
     end, beginning = os.pipe()

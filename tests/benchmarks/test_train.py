@@ -8,6 +8,8 @@ import pytest
 
 from tests.benchmarks.running import run
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -48,7 +50,6 @@ def test_the_table_has_ratios_and_the_results_name_machine_and_versions(trained)
     assert (out / "train.png").stat().st_size > 10_000
 
 
-@pytest.mark.full
 def test_emulated_steps_take_at_least_as_long_as_the_ideal_schedule(emulated):
     _, results, _ = emulated
     assert set(results["runs"]) == {"flowtrain", "sharded", "batch-synchronous", "mixed", "uniform"}
@@ -57,21 +58,18 @@ def test_emulated_steps_take_at_least_as_long_as_the_ideal_schedule(emulated):
         assert figures["step_seconds"] > 0.95 * figures["ideal_seconds"], schedule
 
 
-@pytest.mark.full
 def test_encoding_a_whole_step_first_is_never_the_better_ideal(emulated):
     _, results, _ = emulated
     ideal = {schedule: figures["ideal_seconds"] for schedule, (figures,) in results["runs"].items()}
     assert ideal["batch-synchronous"] > ideal["flowtrain"]
 
 
-@pytest.mark.full
 def test_the_emulation_draws_its_schedules(emulated):
     printed, _, out = emulated
     assert "overhead" in printed
     assert (out / "emulate-2.png").stat().st_size > 10_000
 
 
-@pytest.mark.full
 def test_the_emulation_tells_the_cpu_time_of_ranks_per_microbatch(emulated):
     printed, results, _ = emulated
     assert "ranks' CPU ms per microbatch" in printed

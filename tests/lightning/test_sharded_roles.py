@@ -13,7 +13,7 @@ from tests.forks import Job, read_down, run_jobs
 from tests.lightning.sharded import SHARDED, TENSOR
 from tests.tiny import write_records
 
-LAYOUTS = ["2+2", "colocated 2"]
+LAYOUTS = [pytest.param("2+2", marks=pytest.mark.full), "colocated 2"]
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_the_same_shards_bit_for_bit(tmp_pa
     [
         (("2+2", SHARDED), ("1+1", {})),
         pytest.param(("1+2", {}), ("2+2", SHARDED), marks=pytest.mark.full),
-        (("colocated 2", SHARDED), ("1+4", SHARDED)),
+        pytest.param(("colocated 2", SHARDED), ("1+4", SHARDED), marks=pytest.mark.full),
         (("1+2", TENSOR), ("1+1", {})),
         pytest.param(("1+1", {}), ("1+2", TENSOR), marks=pytest.mark.full),
     ],
