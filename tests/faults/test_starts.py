@@ -18,6 +18,9 @@ from tests.faults.verdict import (
     settings_for,
 )
 
+SECONDS = 600.0
+"""The longest that a job may take: on a machine short of memory fresh processes need minutes for imports alone."""
+
 
 @pytest.mark.parametrize(
     "fault",
@@ -31,7 +34,7 @@ from tests.faults.verdict import (
     ids=named,
 )
 def test_ranks_that_lightning_started_end_together(fault, job):
-    ended = run_script(job(fault, **settings_for(fault, FRESH_HANG_TIMEOUT)))
+    ended = run_script(job(fault, deadline=SECONDS, **settings_for(fault, FRESH_HANG_TIMEOUT)))
     assert_all_ended(ended, fault)
     assert_all_told(ended, fault)
 
@@ -46,7 +49,7 @@ def test_ranks_that_lightning_started_end_together(fault, job):
     ids=named,
 )
 def test_ranks_that_torchrun_started_end_together(fault, job):
-    ended = run_script(job(fault, **settings_for(fault, FRESH_HANG_TIMEOUT)), torchrun=True)
+    ended = run_script(job(fault, deadline=SECONDS, **settings_for(fault, FRESH_HANG_TIMEOUT)), torchrun=True)
     assert_all_ended(ended, fault)
     assert_all_told(ended, fault)
 
@@ -54,7 +57,7 @@ def test_ranks_that_torchrun_started_end_together(fault, job):
 @pytest.mark.full
 def test_torchrun_restarts_a_killed_job_which_resumes_from_the_last_checkpoint(job):
     fault = Fault("kill", ENCODER, "train", step=5)
-    ended = run_script(job(fault, ckpt_path="last", deadline=400.0), torchrun=True, restarts=1)
+    ended = run_script(job(fault, ckpt_path="last", deadline=SECONDS), torchrun=True, restarts=1)
     assert_goes_on(ended, done=4)
     assert ended.left == []
     assert [ended.steps(rank) for rank in (FIRST, BACKBONE)] == [[0, 1, 2, 3, 4, 5, 4, 5]] * 2

@@ -11,10 +11,8 @@ import pytest
 
 from tests.lightning.layout_runs import launch
 
-pytestmark = pytest.mark.timeout(400)
-
-SECONDS = 150
-"""The longest wait on a busy machine."""
+SECONDS = 600
+"""The longest wait: on a machine short of memory a fresh process needs minutes for its imports alone."""
 
 FLOWTRAIN = str(Path(sys.executable).with_name("flowtrain"))
 
