@@ -24,6 +24,7 @@ ON_HOST = {"offload": "optimizer"}
 QUICK = [
     Case("2+2", {"encoder": ZERO1, "backbone": ZERO2}, "32-true", clip=0.2),
     Case("2+2", {"encoder": {**ZERO2, "recompute": "full"}, "backbone": FSDP}, "32-true", {"encoder_activations": 0}),
+    Case("2+2", {"encoder": ZERO2, "backbone": ZERO2}, "32-true", freeze=True),
     Case("colocated 2", {"encoder": ZERO3, "backbone": ZERO3}, "32-true", {"encoder_activations": 0}),
     Case("colocated 2", {"encoder": {**ZERO3, **ON_HOST}, "backbone": {**ZERO2, **ON_HOST}}, "32-true", clip=0.2),
 ]
@@ -47,7 +48,6 @@ LONG = (
     ]
     + [
         Case("colocated 2", {"encoder": ZERO2, "backbone": ZERO1}, "32-true", clip=0.2),
-        Case("2+2", {"encoder": ZERO2, "backbone": ZERO2}, "32-true", freeze=True),
         Case("2+2", {"encoder": ZERO3, "backbone": ZERO3}, "32-true", clip=0.2),
         Case("2+2", {"encoder": ZERO3, "backbone": ZERO3}, "32-true", freeze=True),
         Case("1+1", {"encoder": ZERO3, "backbone": ZERO3}, "32-true"),

@@ -38,7 +38,7 @@ QUICK = [
     divided("colocated 4", FSDP, {**TENSOR, "recompute": "full"}, kept=0),
     divided("1+4", {}, {**CONTEXT, "recompute": "full"}, clip=0.2),
     divided("1+4", {}, {"context": 4}, freeze=True),
-    divided("colocated 4", TENSOR, {**TENSOR_ACROSS, "recompute": "full"}, "32-true", tokens=True),
+    divided("colocated 4", TENSOR, {**TENSOR_ACROSS, "recompute": "full"}, "32-true", tokens=True, clip=0.2),
 ]
 LONG = [
     divided("2+2", TENSOR, TENSOR, "32-true", clip=0.2),

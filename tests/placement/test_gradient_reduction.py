@@ -21,7 +21,6 @@ def test_summing_more_takes_longer_and_leaves_no_process():
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.full
 def test_a_process_that_is_in_a_process_group_can_measure_too(tmp_path):
     alone = not dist.is_initialized()
     if alone:
