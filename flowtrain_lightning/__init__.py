@@ -24,6 +24,7 @@ _MODULES = {
     "PoolSettings": "flowtrain_lightning.runtime.pool_capacity",
     "RoleLayout": "flowtrain_lightning.allocator",
     "TokenSteps": "flowtrain_lightning.data",
+    "check": "flowtrain_lightning.packing_check",
     "export_checkpoint": "flowtrain_lightning.checkpoint",
 }
 """Public name -> the module that has it. ``__init__.pyi`` tells type checkers and editors the same."""

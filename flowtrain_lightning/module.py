@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, StepBatch
+from flowtrain_lightning.packing_check import Coupling
+from flowtrain_lightning.packing_check.first_fit import check_before_fit
 from flowtrain_lightning.parallel import TensorPlan, clip_to_norm, clip_to_value
 from flowtrain_lightning.parallel.context_parallel import shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.fully_shard import shard_repeated_blocks
@@ -89,11 +91,13 @@ class FlowModule(L.LightningModule):
             the guide on projectors.
         max_new_tokens: how many tokens ``generate`` adds at most.
         end_token: the id at which ``generate`` ends a sequence, or None.
+        couples: what of it may couple samples of a batch, see `flowtrain_lightning.check`; by default nothing.
     """
 
     halves: Mapping[str, tuple[str, ...]] = {"encoder": ("encoder",), "backbone": ("backbone",)}
     max_new_tokens: int = 32
     end_token: int | None = None
+    couples: Collection[Coupling] = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +107,7 @@ class FlowModule(L.LightningModule):
         self._unfilled: dict[str, UnfilledWeights] = {}
         self._runner: StepRunner | None = None
         self._logging = _LoggingPlace()
+        self._checked = False
 
     # ---- what a user writes -------------------------------------------------------------------------------------
 
@@ -253,9 +258,13 @@ class FlowModule(L.LightningModule):
     def configure_model(self) -> None:
         """Builds the halves that live on this rank, and the others without memory.
 
+        Before a first fit it is checked that packing does not change what the module learns.
+
         Raises:
+            PackingCheckError: packing changes it.
             RuntimeError: another half is needed than the module was built with on this rank.
         """
+        self._check_packing()
         if self._built is None or self._unfilled:
             self._unfilled = build_halves(self, self._local_roles, self._in_parts)
             check_halves(self)
@@ -359,6 +368,15 @@ class FlowModule(L.LightningModule):
             super().log(name, loss.new_tensor(value), **options)
         return loss
 
+    def _check_packing(self) -> None:
+        try:
+            trainer = self.trainer
+        except RuntimeError:
+            return  # there is none: the module is built by hand
+        if not self._checked:
+            check_before_fit(self, trainer, {*self.couples, *getattr(trainer.strategy, "couples", ())})
+            self._checked = True
+
     # ---- who runs the steps --------------------------------------------------------------------------------------
 
     @property
@@ -388,6 +406,10 @@ class FlowModule(L.LightningModule):
         """Before others train them: what this rank had of them, if it was whole, would become stale."""
         drop_absent_roles(self, self._local_roles)
         self._built = self._local_roles
+
+    def mark_checked(self) -> None:
+        """Says that it needs no packing check: it is a copy that is being checked."""
+        self._checked = True
 
     def attach_runner(self, runner: StepRunner | None) -> None:
         """The strategy says who runs the steps (None: plain Lightning)."""

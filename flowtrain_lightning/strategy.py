@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
@@ -28,6 +28,7 @@ from flowtrain_lightning.checkpoint.background import BackgroundSave
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.packing_check import Coupling, refuse_unknown_couplings
 from flowtrain_lightning.parallel.deepspeed_partition import held_state, showing_shapes
 from flowtrain_lightning.parallel.groups import collective_backend
 from flowtrain_lightning.parallel.halves import without_absent_halves
@@ -88,6 +89,9 @@ class FlowTrainStrategy(ParallelStrategy):
             Beyond that it waits, or where waiting would block computes a forward again; with 0, each runs twice. More
             memory, less waiting.
         pool: bytes, tier and network of the pool.
+        couples: what may couple samples of a batch, which the packing check else refuses: ``"random"`` numbers that a
+            batch draws, ``"batch_norm"``, ``"encode"``, ``"backbone"``, ``"loss"``. Gradients then depend on the
+            layout.
         background_saving: checkpoints are copied to host memory and written while training goes on. A checkpoint takes
             its name when it is whole, which is before the next one is saved, or ``fit`` ends.
         hang_timeout: seconds without any progress of any rank after which all ranks end with an error.
@@ -111,6 +115,7 @@ class FlowTrainStrategy(ParallelStrategy):
         ranks_per_device: int = 1,
         encoder_activations: int = 4,
         pool: PoolSettings | None = None,
+        couples: Collection[Coupling] = (),
         background_saving: bool = False,
         hang_timeout: float = 600.0,
         timeout: float = 1800.0,
@@ -130,6 +135,8 @@ class FlowTrainStrategy(ParallelStrategy):
         self.ranks_per_device = ranks_per_device
         self.encoder_activations = encoder_activations
         self.pool = pool
+        refuse_unknown_couplings(couples)
+        self.couples = tuple(couples)
         self.background_saving = background_saving
         self.hang_timeout = hang_timeout
         self.timeout = timedelta(seconds=timeout)

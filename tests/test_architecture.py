@@ -18,7 +18,7 @@ NAME = PACKAGE.name
 
 PLANNING = {"packing", "allocator"}
 RANKS = {*PLANNING, "pool", "data", "parallel", "compute"}
-RUNS = {*RANKS, "checkpoint", "module", "runtime"}
+RUNS = {*RANKS, "checkpoint", "packing_check", "module", "runtime"}
 STARTS = {*RUNS, "placement", "trainer", "strategy"}
 
 ROOMS = {
@@ -31,6 +31,7 @@ ROOMS = {
     "parallel": {"allocator", "attention", "ports"},
     "compute": RANKS,
     "checkpoint": RANKS - {"pool", "compute"},
+    "packing_check": RANKS - {"allocator", "pool"},
     "module": RUNS - {"packing", "pool", "runtime"},
     "runtime": RUNS - {"checkpoint"},
     "placement": RUNS - {"pool"},

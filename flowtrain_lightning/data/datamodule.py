@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 import weakref
@@ -173,6 +174,18 @@ class FlowDataModule(L.LightningDataModule):
         """Take what is read by from this model, where it was not given and no Trainer says which model it is."""
         self._reader = module
 
+    def apart(self) -> FlowDataModule:
+        """A copy without its Trainer, which deals steps to one rank and reads streams from their beginning.
+
+        What the model that is trained says it reads stays: it may name tokenizer, template and images.
+        """
+        alone = copy.copy(self)
+        if self.trainer is not None:
+            alone.read_as(self.trainer.lightning_module)
+        alone.trainer = None
+        alone._sources = {name: each for name, each in self._sources.items() if not isinstance(each, StreamSource)}
+        return alone
+
     def _of_model(self, name: str) -> Any:
         """What the model that is trained says it reads, in its attribute ``processor``; None where it does not."""
         module = self._reader if self.trainer is None else self.trainer.lightning_module
@@ -210,7 +223,7 @@ class FlowDataModule(L.LightningDataModule):
         self._training = self._resume = None
         announce_compilation(rank_zero_info)
         if self.trainer is not None:
-            settings = self._planned_by()
+            settings = self.settings
             _refuse_unlike_ranks(self.trainer.global_rank, settings, self.trainer.strategy.broadcast(settings))
         for name in self._wanted(stage):
             self._sources[name] = self._open(name)
@@ -281,7 +294,8 @@ class FlowDataModule(L.LightningDataModule):
         names = self.files if stage is None else _STAGES[stage]
         return [name for name in names if name in self.files]
 
-    def _planned_by(self) -> dict[str, str]:
+    @property
+    def settings(self) -> dict[str, str]:
         """What the steps follow from, beside the files: how it reads, by the names of the arguments."""
         names = ("token_budget", "global_batch_size", "seed", "shuffle", "images", "videos", "template")
         index = replace(self.index, cache_dir=None)  # which every node may have elsewhere

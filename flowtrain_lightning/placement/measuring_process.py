@@ -27,7 +27,6 @@ from flowtrain_lightning.data.index import cache_folders
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.placement.module_profile import origin_of, profile_module
 from flowtrain_lightning.placement.profile import Profile, ProfileError, ProfileOrigin, read_profile, write_profile
-from flowtrain_lightning.placement.run_costs import dealt_to_nobody
 from flowtrain_lightning.runtime.process_end import die_with_parent
 
 _PROFILE_VARIABLE = "FLOWTRAIN_PROFILE"
@@ -74,7 +73,7 @@ def measure_if_asked(trainer: L.Trainer, module: FlowModule) -> None:
         return
     parent, _, path = os.environ.pop(_PROFILE_VARIABLE).partition(":")
     die_with_parent(parent=int(parent))
-    data = dealt_to_nobody(trainer.datamodule)  # type: ignore[attr-defined]
+    data = trainer.datamodule.apart()  # type: ignore[attr-defined]
     origin = origin_of(module, data, trainer.strategy.root_device, str(trainer.precision))  # as the run finds it
     profile = profile_module(
         module,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -15,22 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from flowtrain_lightning.allocator.flops import MODEL_BACKWARD
 from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.packing_check import detached_copy
 
 _META = torch.device("meta")
 _IN_PLACE = ("__setitem__", "index_copy_", "index_add_", "index_put_", "scatter_", "masked_scatter_", "copy_")
-
-
-def detached_copy(module: FlowModule, weights: Mapping[int, nn.Parameter] | None = None) -> FlowModule:
-    """A copy of the module that belongs to no Trainer.
-
-    Args:
-        module: built or not.
-        weights: ``id`` of a parameter -> what the copy has in its stead.
-    """
-    instead: dict[int, Any] = dict(weights or {})  # what is found here is not copied
-    with suppress(RuntimeError):
-        instead[id(module.trainer)] = None
-    return copy.deepcopy(module, instead)
 
 
 def copy_on_meta(module: FlowModule) -> FlowModule:

@@ -22,12 +22,13 @@ from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import Observation, fit_cost, predict
+from flowtrain_lightning.packing_check import detached_copy
 from flowtrain_lightning.parallel.halves import build_halves, half_parameters
 from flowtrain_lightning.placement.flop_counter import count_flops
 from flowtrain_lightning.placement.gradient_reduction import measure_reduction
 from flowtrain_lightning.placement.half_timing import HalfTimes, profiling_trainer, time_halves
 from flowtrain_lightning.placement.layer_extrapolation import extrapolate_layers
-from flowtrain_lightning.placement.meta_device import copy_on_meta, detached_copy
+from flowtrain_lightning.placement.meta_device import copy_on_meta
 from flowtrain_lightning.placement.probes import Probe, load_probes
 from flowtrain_lightning.placement.profile import (
     FlopModel,

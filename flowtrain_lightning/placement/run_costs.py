@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,25 +44,13 @@ def rank_shard(allocation: Allocation, rank: int, nodes: int = 1) -> RankShard:
     )
 
 
-def dealt_to_nobody(data: FlowDataModule) -> FlowDataModule:
-    """A copy of a data module without its Trainer, which says how steps are dealt to ranks.
-
-    What the model that is trained says it reads stays: it may name tokenizer, template and images.
-    """
-    alone = copy.copy(data)
-    if data.trainer is not None:
-        alone.read_as(data.trainer.lightning_module)
-    alone.trainer = None
-    return alone
-
-
 def first_steps(data: FlowDataModule) -> PlanSteps:
     """Plans the steps that a data module would begin to train on, for any allocation; its own state stays as it is.
 
     Raises:
         DataError: the data cannot be used.
     """
-    alone = dealt_to_nobody(data)
+    alone = data.apart()
     if type(data).prepare_data is not FlowDataModule.prepare_data:
         alone.prepare_data()  # of a subclass: it may make the files
     return partial(_plan_steps, alone.train_dataloader().steps)

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-_RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+from flowtrain_lightning.packing_check import dropout_settings
+
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _OF_EXPERTS = "auxiliary losses of experts"
 _EXPERTS = re.compile("moe|router|expert", re.IGNORECASE)
@@ -37,8 +38,7 @@ def not_layout_invariant(module: nn.Module) -> list[str]:
 
 
 def _reason(layer: nn.Module) -> str | None:
-    dropout = layer.p if isinstance(layer, _RANDOM) else getattr(layer, "dropout", 0.0)
-    if isinstance(dropout, float) and dropout > 0:
+    if dropout_settings(layer):
         return "random masks"
     if isinstance(layer, _BATCH):
         return "batch statistics"

@@ -1,0 +1,161 @@
+"""The packing check: what a module learns from packed samples is the sum of what it learns from each alone."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+
+from flowtrain_lightning.data import FlowDataModule
+from flowtrain_lightning.packing_check import findings as say
+from flowtrain_lightning.packing_check.checked_module import (
+    checked_copy,
+    default_dtype,
+    freeze_batch_norms,
+    on_the_host,
+)
+from flowtrain_lightning.packing_check.course import Course
+from flowtrain_lightning.packing_check.diagnosis import backbone_finding, encoder_finding, label_findings
+from flowtrain_lightning.packing_check.findings import BACKBONE, ENCODE, Finding
+from flowtrain_lightning.packing_check.passes import FeaturesOfItems, Pass, Passes
+from flowtrain_lightning.packing_check.random_draws import kept_random_states
+from flowtrain_lightning.packing_check.rounding import EXACT
+from flowtrain_lightning.packing_check.samples import CheckedSamples, Item, load_samples
+
+_PADDING = 8
+"""Tokens of padding behind a microbatch, where the data module adds some."""
+
+
+@dataclass
+class CheckReport:
+    """What a check found.
+
+    Attributes:
+        samples: how many samples were packed together.
+        media: how many media items.
+        findings: ways in which packing changes the result.
+        hints: sentences on what may be meant so.
+        seconds: that it took.
+    """
+
+    samples: int
+    media: int
+    findings: list[Finding] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def check_packing(module: Any, data: FlowDataModule, trainer: L.Trainer) -> CheckReport:
+    """Compares samples that are packed with the same samples one by one: features, loss, count and every gradient.
+
+    It runs the user's methods on a copy, on the CPU and in float64 (in float32 where they take nothing else), with a
+    few real samples: in both orders, and each a second time, so that what is kept between calls shows.
+
+    Args:
+        module: a `FlowModule`, built or not.
+        data: belongs to no Trainer; has training data.
+        trainer: which the copy may ask for settings.
+
+    Raises:
+        NotCheckable: the module does not fit into memory, even with fewer blocks.
+        DataError: the training data cannot be read.
+        Exception: whatever the user's methods raise for one sample alone.
+    """
+    start = time.perf_counter()
+    padding = _PADDING if data.packing.pad_to_budget else 0
+    with kept_random_states(), on_the_host():
+        samples = load_samples(data)
+        copied = checked_copy(module, trainer)
+        normed = freeze_batch_norms(copied)
+        try:
+            report = _report(copied, samples, torch.float64, padding)
+        except Exception:  # such as of an operation that takes float32 alone; what else it is, comes again
+            report = _report(copied, samples, torch.float32, padding)
+    report.findings[:0] = _of_batch_norms(copied, normed)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _report(copied: Any, samples: CheckedSamples, dtype: torch.dtype, padding: int) -> CheckReport:
+    copied.to(dtype)
+    report = CheckReport(len(samples.samples), len(samples.media))
+    passes = Passes(copied, samples, dtype, padding)
+    features: FeaturesOfItems = {}
+    with ExitStack() as inside:
+        inside.enter_context(default_dtype(dtype))
+        inside.enter_context(torch.enable_grad())
+        inside.enter_context(torch.autocast("cpu", enabled=False))
+        if "torch._dynamo" in sys.modules:  # which takes seconds to import, and has compiled nothing where it is not
+            inside.enter_context(torch.compiler.set_stance("force_eager"))
+        for modality in samples.modalities:
+            _check_encoder(passes, modality, samples.of_modality(modality), features, report)
+        _check_backbone(passes, range(len(samples.samples)), features, report)
+    return report
+
+
+def _check_encoder(
+    passes: Passes, modality: str, items: Sequence[Item], features: FeaturesOfItems, report: CheckReport
+) -> None:
+    """Checks `encode`, and leaves in ``features`` what it gives for each item alone: its last pass."""
+
+    def run(of_module: Passes, groups: Sequence[Sequence[Item]]) -> Pass:
+        found, of_items = of_module.encode(modality, groups)
+        if of_module is passes:
+            features.update(of_items)
+        return found
+
+    course = Course(passes, run, items, ENCODE)
+    course.run()
+    report.findings += course.findings
+    if course.difference is not None:
+        with course.draws:
+            report.findings.append(encoder_finding(passes, modality, items, course.difference))
+
+
+def _check_backbone(passes: Passes, members: Sequence[int], features: FeaturesOfItems, report: CheckReport) -> None:
+    """Checks `merge`, the backbone and `loss`, with the features that came of each media item alone."""
+    course = Course(passes, lambda of_module, groups: of_module.backbone(groups, features), members, BACKBONE)
+    course.run()
+    report.findings += course.findings
+    alone, packed = course.alone, course.packed
+    if packed is None:
+        return
+    if abs(packed.count - alone.count) > EXACT * max(1.0, abs(alone.count)):
+        together = f"{len(members)} samples"
+        sentence = say.COUNT.format(packed=packed.count, alone=alone.count, together=together)
+        report.findings.append(Finding("count", sentence))
+    with course.draws:
+        signs, hints = label_findings(passes, members, features)
+        report.findings += signs
+        report.hints += hints
+        if course.difference is not None:
+            mean = _is_mean(alone, packed, course.tolerance)
+            report.findings.append(
+                Finding("sum", say.MEAN.format(difference=course.difference))
+                if mean
+                else backbone_finding(passes, members, features, course.difference, course.tolerance)
+            )
+
+
+def _is_mean(alone: Pass, packed: Pass, tolerance: float) -> bool:
+    """Whether a loss is what it should be, divided by its own count."""
+    parts = [loss * count for loss, count in alone.losses]
+    scale = sum(map(abs, parts))
+    return packed.count > 1 and scale > 0 and abs(packed.loss * packed.count - sum(parts)) <= tolerance * scale
+
+
+def _of_batch_norms(module: Any, names: Sequence[str]) -> list[Finding]:
+    if not names:
+        return []
+    encoders = [path for role, paths in module.halves.items() if role != "backbone" for path in paths]
+    inside = [any(name.startswith(f"{path}.") for path in encoders) for name in names]
+    method = ENCODE.name if all(inside) else BACKBONE.name if not any(inside) else f"{ENCODE.name}, {BACKBONE.name}"
+    more = f" and {len(names) - 1} more normalise" if len(names) > 1 else " normalises"
+    layers = f"{names[0]} ({type(module.get_submodule(names[0])).__name__}){more}"
+    return [Finding("batch_norm", say.BATCH_NORM.format(method=method, layers=layers))]

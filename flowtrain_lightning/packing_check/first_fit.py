@@ -1,0 +1,64 @@
+"""The packing check of a run: on rank 0, before the first fit of a module, unless an earlier start has passed it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from flowtrain_lightning.data import FlowDataModule
+from flowtrain_lightning.packing_check.check import CheckReport, check_packing
+from flowtrain_lightning.packing_check.findings import Finding, Kind, divided, refuse
+from flowtrain_lightning.packing_check.kept_results import KeptResults
+
+
+def check_before_fit(module: Any, trainer: L.Trainer, couples: Collection[str]) -> None:
+    """Checks the module on rank 0, and refuses it on every rank alike. Every rank calls it.
+
+    Args:
+        module: a `FlowModule`, before it is built or after.
+        trainer: has module and data attached.
+        couples: what may couple samples, see `Coupling`.
+
+    Raises:
+        PackingCheckError: packing changes what the module learns, in a way that is not named.
+    """
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if trainer.state.fn != TrainerFn.FITTING or not isinstance(data, FlowDataModule) or "train" not in data.files:
+        return
+    found = _found(module, data, trainer) if trainer.global_rank == 0 else []
+    told: list[tuple[Kind, str]] = trainer.strategy.broadcast([(each.kind, each.sentence) for each in found])
+    unnamed, named = divided([Finding(kind, sentence) for kind, sentence in told], couples)
+    for finding in named:
+        rank_zero_info(f"flowtrain: samples are coupled, as couples says. {finding.sentence}")
+    refuse(type(module).__name__, unnamed)
+
+
+def _found(module: Any, data: FlowDataModule, trainer: L.Trainer) -> list[Finding]:
+    kept = KeptResults.of(module, data)
+    if (known := kept.read()) is not None:
+        return known
+    try:
+        report = check_packing(module, data.apart(), trainer)
+    except Exception as error:  # whatever it is, the run itself will say so where it matters
+        rank_zero_warn(
+            f"It could not be checked whether packing changes what {type(module).__name__} learns: "
+            f"{type(error).__name__}: {error}"
+        )
+        return []
+    kept.write(report.findings)
+    _tell(report)
+    return report.findings
+
+
+def _tell(report: CheckReport) -> None:
+    for hint in report.hints:
+        rank_zero_info(f"flowtrain: {hint}")
+    if not report.findings:
+        rank_zero_info(
+            f"flowtrain: packed equals alone: {report.samples} samples with {report.media} media items give the same "
+            f"loss and gradients together as one by one ({report.seconds:.1f} s)."
+        )

@@ -1,0 +1,107 @@
+"""Results of earlier checks, kept beside the index of the data, by all that may change them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from flowtrain_lightning.data import FlowDataModule
+from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.data.index import cache_folders
+from flowtrain_lightning.packing_check.checked_module import detached_copy
+from flowtrain_lightning.packing_check.findings import Finding
+
+
+@dataclass(frozen=True)
+class KeptResults:
+    """Where the result of one check is kept.
+
+    Attributes:
+        files: the places, in order; none where nobody can tell whether the module is the same.
+    """
+
+    files: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, module: Any, data: FlowDataModule) -> KeptResults:
+        """The places for this code, module, data and settings.
+
+        What is kept is found again by the sources of all loaded code that is not installed, the versions of what is,
+        the module as it was made, and what decides about samples.
+        """
+        made = _as_made(module)
+        code = _own_code()
+        if made is None or code is None:
+            return cls()
+        versions = [torch.__version__, L.__version__, *(_version(name) for name in ("transformers", "peft"))]
+        name = f"check.{fingerprint([made, code, versions, data.fingerprint('fit'), data.settings])}.json"
+        folders = cache_folders(data.path("train")) if data.index.cache_dir is None else [Path(data.index.cache_dir)]
+        return cls(tuple(folder / name for folder in folders))
+
+    def read(self) -> list[Finding] | None:
+        """What was found before; None where nothing is kept."""
+        for file in self.files:
+            with suppress(OSError, ValueError, TypeError):
+                return [Finding(kind, sentence) for kind, sentence in json.loads(file.read_text(encoding="utf-8"))]
+        return None
+
+    def write(self, findings: Sequence[Finding]) -> None:
+        """Keeps a result in the first place that can be written."""
+        for file in self.files:
+            with suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps([[each.kind, each.sentence] for each in findings]), encoding="utf-8")
+                return
+
+
+def _as_made(module: Any) -> str | None:
+    """A name for what the module was made with; None where it has weights already, or is of something unknown."""
+    if any(True for _ in module.parameters()):
+        return None
+    try:
+        return hashlib.blake2b(pickle.dumps(detached_copy(module)), digest_size=12).hexdigest()
+    except Exception:  # whatever objects do that are not made to be pickled
+        return None
+
+
+def _own_code() -> str | None:
+    """A name for the sources that are loaded and not installed; None where some have no file, as in a notebook."""
+    digest = hashlib.blake2b(digest_size=12)
+    try:
+        for file in sorted(_own_files()):
+            digest.update(file.encode() + b"\0" + Path(file).read_bytes() + b"\0")
+    except (OSError, _NoFileError):
+        return None
+    return digest.hexdigest()
+
+
+class _NoFileError(Exception):
+    """Code was typed in."""
+
+
+def _own_files() -> Iterator[str]:
+    installed = tuple(
+        {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {*site.getsitepackages()}
+    )
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name == "__main__" and file is None:
+            raise _NoFileError
+        if file is not None and file.endswith(".py") and not file.startswith(installed):
+            yield file
+
+
+def _version(name: str) -> str:
+    return str(getattr(sys.modules.get(name), "__version__", ""))

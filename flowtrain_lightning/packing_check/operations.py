@@ -1,0 +1,58 @@
+"""Modes that see every operation of torch: draws that all give one number, and precisions that occur.
+
+`TorchDispatchMode` is what torch's own counters of FLOPs and memory are made of, though its module has a private name:
+functions that C++ composes of others, such as dropout within attention, are seen by nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_CONSTANTS = {"randn": 0.0, "normal": 0.0, "exponential": 1.0, "rand": 0.5, "uniform": 0.5, "bernoulli": 1.0}
+"""Beginning of an operation's name -> the number that it gives."""
+
+
+class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, each number that torch draws is the same, so that runs can be compared that draw in another order.
+
+    Draws from a generator of the caller's own stay as they are. Integers are drawn as ever.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs one operation."""
+        given = dict(kwargs or {})
+        result = func(*args, **given)
+        if torch.Tag.nondeterministic_seeded not in func.tags or given.get("generator") is not None:
+            return result
+        name = func.overloadpacket.__name__
+        if name.startswith("native_dropout"):
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        constant = next((number for kind, number in _CONSTANTS.items() if name.startswith(kind)), None)
+        if constant is not None and isinstance(result, Tensor) and not name.startswith(("randint", "randperm")):
+            result.fill_(constant)
+        return result
+
+
+class SeenPrecisions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, the floating-point types of all results are noted."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs one operation."""
+        result = func(*args, **dict(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(one, Tensor) and one.is_floating_point():
+                self.seen.add(one.dtype)
+        return result

@@ -1,0 +1,259 @@
+"""The user's methods over all checked samples, grouped in one way: values, and the gradients summed over the groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.compute.compute import as_features
+from flowtrain_lightning.compute.step_metrics import MetricAccumulator
+from flowtrain_lightning.data import Features, PackedBatch
+from flowtrain_lightning.packing_check.output_rows import output_rows
+from flowtrain_lightning.packing_check.samples import CheckedSamples, Item
+
+FeaturesOfItems = dict[Item, tuple[Tensor, ...]]
+"""Media item -> its rows of each of the encoder's tensors."""
+
+
+@dataclass
+class Pass:
+    """What came of one pass.
+
+    Attributes:
+        values: name -> a tensor that must not depend on the grouping: features of an item, or gradients of an item's
+            features.
+        gradients: name of a weight -> its gradient, summed over the groups.
+        loss: summed over the groups.
+        losses: of each group, with its number of targets.
+        count: targets, summed over the groups.
+        magnitude: the groups' losses without their signs, summed.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    count: float = 0.0
+    magnitude: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the backbone gave for one microbatch.
+
+    Attributes:
+        batch: the microbatch.
+        rows: ``[tokens, width]``; None where it gives no row for each token.
+        gradient: ``[tokens, width]`` of the loss by these; None where it does not depend on them.
+    """
+
+    batch: PackedBatch
+    rows: Tensor | None
+    gradient: Tensor | None
+
+
+class Passes:
+    """Runs the methods of one copy of the module, again and again, as training does.
+
+    Args:
+        module: a copy that may be changed; see `checked_copy`.
+        samples: what it runs on.
+        dtype: of the pixels.
+        padding: tokens of padding behind what is packed together, as the data module adds them.
+    """
+
+    def __init__(self, module: Any, samples: CheckedSamples, dtype: torch.dtype, padding: int = 0) -> None:
+        self.module = module
+        self._samples = samples
+        self._dtype = dtype
+        self._padding = padding
+        self._weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+
+    def on(self, module: Any) -> Passes:
+        """The same passes on another copy of the module."""
+        return Passes(module, self._samples, self._dtype, self._padding)
+
+    def encode(
+        self, modality: str, groups: Sequence[Sequence[Item]], changed: Item | None = None
+    ) -> tuple[Pass, FeaturesOfItems]:
+        """Encodes the media items of one modality, each group in one forward, and goes backward through each.
+
+        Args:
+            modality: of the items.
+            groups: the items of each forward.
+            changed: an item that shows something else than it does.
+        """
+        found, features = Pass(), FeaturesOfItems()
+        self._forget_gradients()
+        for items in groups:
+            media = self._samples.encoder_batch(items, changed)
+            media = media.with_patches(_of_dtype(media.patches, self._dtype))
+            media = replace(media, inputs=self.module.prepare_media(media))
+            with self.module.logging_refused("encode"):
+                output = self.module.encode(media)
+            tensors = output if isinstance(output, tuple) else (output,)
+            of_items = [tensor.split(list(media.rows)) for tensor in tensors]
+            features.update({item: tuple(rows[n].detach() for rows in of_items) for n, item in enumerate(items)})
+            rows = [of_tensor[n] for of_tensor in of_items for n in range(len(items))]
+            gradients = [_cotangent(of_tensor[n], item) for of_tensor in of_items for n, item in enumerate(items)]
+            reached = [number for number, of_item in enumerate(rows) if of_item.requires_grad]
+            if reached:
+                torch.autograd.backward([rows[n] for n in reached], [gradients[n] for n in reached])
+        for item, of_item in sorted(features.items()):
+            found.values |= {f"features {level} of {_named(item)}": tensor for level, tensor in enumerate(of_item)}
+        found.gradients = self._gradients()
+        return found, features
+
+    def backbone(self, groups: Sequence[Sequence[int]], features: FeaturesOfItems) -> Pass:
+        """Runs the backbone on the samples, each group as one microbatch, and goes backward through each."""
+        found = Pass()
+        self._forget_gradients()
+        for members in groups:
+            batch = self.microbatch(members, together=len(members) > 1)
+            given, leaves = self._features_of(members, features)
+            loss, count = self.loss_of(batch, given)
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
+            for item, of_item in leaves.items():
+                found.values |= {
+                    f"the gradient of features {n} of {_named(item)}": _gradient(leaf) for n, leaf in enumerate(of_item)
+                }
+            value, targets = float(loss.detach()), float(count)
+            found.losses.append((value, targets))
+            found.loss, found.count = found.loss + value, found.count + targets
+            found.magnitude += abs(value)
+        found.gradients = self._gradients()
+        return found
+
+    def microbatch(self, members: Sequence[int], *, together: bool) -> PackedBatch:
+        """Some of the samples as one microbatch."""
+        return self._samples.microbatch(members, self._padding if together else 0)
+
+    def loss_of(self, batch: PackedBatch, features: Features) -> tuple[Tensor, Any]:
+        """The summed loss of a microbatch and the number of its targets.
+
+        Raises:
+            TypeError: `backbone_step` returned something else.
+        """
+        with self.module.logging_into(MetricAccumulator()):
+            output = self.module.backbone_step(batch, features, "train")
+        match output:
+            case (Tensor() as loss, (int() | float() | Tensor()) as count) if loss.numel() == 1:
+                return loss.reshape(()), count
+        raise TypeError(
+            f"{type(self.module).__name__}.loss (or backbone_step) returned {type(output).__name__}; return a pair: "
+            "the loss summed over the target tokens, a tensor of one element, and the number of these tokens."
+        )
+
+    def outputs(self, members: Sequence[int], features: FeaturesOfItems, batch: PackedBatch | None = None) -> Outputs:
+        """What the backbone gave for one microbatch, a row for each token, and how the loss depends on it.
+
+        Args:
+            members: the samples.
+            features: of the media items.
+            batch: in place of the samples' own microbatch, of as many tokens.
+        """
+        batch = batch or self.microbatch(members, together=len(members) > 1)
+        given, _ = self._features_of(members, features)
+        rows: list[Tensor] = []
+        with _watched_outputs(self.module, len(batch.tokens), rows):
+            loss, _ = self.loss_of(batch, given)
+        if not rows:
+            return Outputs(batch, None, None)
+        gradient = None
+        if loss.requires_grad and rows[-1].requires_grad:
+            (gradient,) = torch.autograd.grad(loss, rows[-1], allow_unused=True)
+        found = rows[-1].detach()
+        shape = (len(batch.tokens), -1)
+        return Outputs(batch, found.reshape(shape), None if gradient is None else gradient.reshape(shape))
+
+    def _features_of(
+        self, members: Sequence[int], features: FeaturesOfItems
+    ) -> tuple[Features, dict[Item, tuple[Tensor, ...]]]:
+        """The features that ``merge`` gets, and the leaves that they are made of."""
+        given: Features = {}
+        leaves: dict[Item, tuple[Tensor, ...]] = {}
+        for modality in self._samples.modalities:
+            own = self._samples.of_modality(modality)
+            items = [item for member in members for item in own if item[0] == member]
+            if items:
+                leaves |= {item: tuple(map(_leaf, features[item])) for item in items}
+                levels = range(len(features[items[0]]))
+                given |= as_features(modality, tuple(torch.cat([leaves[item][n] for item in items]) for n in levels))
+        return given, leaves
+
+    def _forget_gradients(self) -> None:
+        for weight in self._weights.values():
+            weight.grad = None
+
+    def _gradients(self) -> dict[str, Tensor]:
+        found = {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
+        self._forget_gradients()
+        return {name: gradient.to_dense() if gradient.is_sparse else gradient for name, gradient in found.items()}
+
+
+@contextmanager
+def _watched_outputs(module: Any, tokens: int, rows: list[Tensor]) -> Iterator[None]:
+    """Inside, what the user's ``loss`` is given is noted, where it has a row for each token."""
+    loss = module.loss
+
+    def noting(outputs: Any, batch: PackedBatch) -> Any:
+        found = output_rows(outputs, tokens)
+        rows.extend([] if found is None else [found])
+        return loss(outputs, batch)
+
+    module.loss = noting
+    try:
+        yield
+    finally:
+        del module.loss
+
+
+def _named(item: Item) -> str:
+    return f"media item {item[1]} of sample {item[0]}"
+
+
+def _of_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.clone().requires_grad_(tensor.is_floating_point())
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _cotangent(rows: Tensor, item: Item) -> Tensor:
+    """A gradient for the features of an item: the same in every pass."""
+    own = torch.Generator().manual_seed(1_000_003 * item[0] + item[1])
+    return torch.randn(rows.shape, generator=own, dtype=torch.float64).to(rows.dtype)
+
+
+def relative_errors(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], floor: float = 1e-6
+) -> dict[str, float]:
+    """Name -> how far a tensor is from what was expected, as law 1 of exactness measures it.
+
+    That is ``‖g − g_ref‖ / max(‖g_ref‖, floor·‖all‖)``; a tensor that is missing is zero.
+    """
+    norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
+    whole = math.hypot(*norms.values())
+    errors = {}
+    for name in {**expected, **found}:
+        if name not in found:
+            distance = norms[name]
+        elif name not in expected:
+            distance = float(found[name].norm())
+        else:
+            distance = float((found[name] - expected[name]).norm())
+        scale = max(norms.get(name, 0.0), floor * whole)
+        errors[name] = distance / scale if scale > 0 else float(distance > 0)
+    return errors

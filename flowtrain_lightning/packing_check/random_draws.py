@@ -1,0 +1,51 @@
+"""Random numbers in the user's methods: whether any are drawn from the generators of the process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from flowtrain_lightning.parallel.random_streams import random_states, restore_random_states
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Afterwards all generators of this process go on as if untouched."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        restore_random_states(states)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch's generator on the CPU, Python's and numpy's."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def draws_random_numbers(run: Callable[[], object]) -> bool:
+    """Whether a run takes numbers from a generator of the process.
+
+    A run that seeds the generator itself, from the sample say, leaves it in one state whatever it found; that is no
+    draw. Nor are those from a generator of the run's own.
+    """
+    left = []
+    for seed in (0, 1):
+        seed_all(seed)
+        before = _states()
+        run()
+        left.append(_states())
+        if left[-1] == before:
+            return False
+    return left[0] != left[1]
+
+
+def _states() -> tuple[object, ...]:
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    return bytes(torch.get_rng_state().numpy()), random.getstate(), bytes(np.asarray(keys)), position

@@ -1,0 +1,170 @@
+"""Real samples that differ in size, loaded once, to be packed together in any order or one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedMedia
+from flowtrain_lightning.data.collate import pack_media, pack_sequences
+from flowtrain_lightning.data.conversation import TokenSequence
+from flowtrain_lightning.data.dataset import SampleLoader
+from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
+from flowtrain_lightning.packing import IntArray, NameArray, SampleSizes
+
+_CANDIDATES = 2048
+"""Samples of the data among which some are chosen."""
+_READ_OF_A_STREAM = 64
+_SAMPLES = 4
+"""So many are packed at least: each but the first and the last then has a neighbour on both sides."""
+
+
+Item = tuple[int, int]
+"""A media item: its sample's place among the checked ones, and its number in it."""
+
+
+@dataclass(frozen=True)
+class LoadedSample:
+    """One sample, with its media decoded.
+
+    Attributes:
+        number: its number in the data.
+        sequence: tokens and labels.
+        media: its media items, in order.
+        modalities: ``[media items]`` the modality of each.
+    """
+
+    number: int
+    sequence: TokenSequence
+    media: tuple[LoadedMedia, ...]
+    modalities: NameArray
+
+
+@dataclass(frozen=True)
+class CheckedSamples:
+    """The samples of one check.
+
+    Attributes:
+        samples: at least two.
+    """
+
+    samples: tuple[LoadedSample, ...]
+
+    @property
+    def media(self) -> list[Item]:
+        """Owner and number in the owner of every media item, sample by sample."""
+        return [(owner, number) for owner, sample in enumerate(self.samples) for number in range(len(sample.media))]
+
+    @property
+    def modalities(self) -> list[str]:
+        """The modalities that occur."""
+        return sorted({str(name) for sample in self.samples for name in sample.modalities})
+
+    def of_modality(self, modality: str) -> list[Item]:
+        """The media items of one modality, sample by sample."""
+        return [(owner, number) for owner, number in self.media if self.samples[owner].modalities[number] == modality]
+
+    def microbatch(self, members: Sequence[int], padding: int = 0) -> PackedBatch:
+        """Some of the samples as one microbatch, in this order, with so many tokens of padding behind them."""
+        chosen = [self.samples[member] for member in members]
+        return pack_sequences(
+            [sample.sequence for sample in chosen],
+            [sample.number for sample in chosen],
+            pad_to=sum(len(sample.sequence) for sample in chosen) + padding,
+            modalities=[sample.modalities for sample in chosen],
+        )
+
+    def encoder_batch(self, items: Sequence[Item], changed: Item | None = None) -> PackedMedia:
+        """Some of the media items, all of one modality, as one encoder batch, in this order.
+
+        Args:
+            items: which.
+            changed: one of them that is shown as its own negative.
+        """
+        loaded = {(owner, number): self.samples[owner].media[number] for owner, number in items}
+        if changed is not None:
+            loaded[changed] = loaded[changed]._replace(pixels=-loaded[changed].pixels)
+        return pack_media([loaded[item] for item in items])
+
+
+def load_samples(data: FlowDataModule) -> CheckedSamples:
+    """A few small samples: with one media item, without any, with several of unlike sizes, of every modality.
+
+    Args:
+        data: has training data; belongs to no Trainer.
+
+    Raises:
+        DataError: the training data cannot be read.
+    """
+    loader = data.train_dataloader().steps.samples
+    pool, sizes = _candidates(loader, data.seed)
+    return CheckedSamples(tuple(_loaded(loader, pool[number], sizes, number) for number in choose(sizes)))
+
+
+def choose(sizes: SampleSizes) -> list[int]:
+    """Which samples are packed together: small ones that differ in tokens and in patches, one of each kind.
+
+    Args:
+        sizes: of the candidates, at least one.
+
+    Returns:
+        their numbers; one of them several times where there are too few.
+    """
+    learning = np.flatnonzero(sizes.targets > 0)
+    numbers = learning if len(learning) else np.arange(len(sizes))
+    ordered = numbers[np.argsort(sizes.tokens[numbers], kind="stable")].tolist()
+    chosen: list[int] = []
+
+    def take(candidates: Iterator[int]) -> None:
+        fresh = (number for number in candidates if number not in chosen)
+        if (found := next(fresh, None)) is not None:
+            chosen.append(found)
+
+    def patches(number: int) -> list[int]:
+        found: list[int] = sizes.media_patches[sizes.media_start[number] : sizes.media_start[number + 1]].tolist()
+        return found
+
+    take(number for number in ordered if len(patches(number)) == 1)
+    take(number for number in ordered if not patches(number))
+    take(number for number in ordered if len(set(patches(number))) > 1)
+    take(number for number in ordered if len(patches(number)) > 1)
+    known = {count for number in chosen for count in patches(number)}
+    take(number for number in ordered if patches(number) and not known.issuperset(patches(number)))
+    for modality in sizes.modalities if sizes.media_modality is not None else ():
+        owners = set(sizes.media_sample[sizes.of_modality(modality)].tolist())
+        if not owners.intersection(chosen):
+            take(number for number in ordered if number in owners)
+    while len(chosen) < min(_SAMPLES, len(ordered)):
+        lengths = {int(sizes.tokens[number]) for number in chosen}
+        unlike = [number for number in ordered if int(sizes.tokens[number]) not in lengths]
+        take(iter([*unlike, *ordered]))
+    return chosen * (1 if len(chosen) > 1 else 2)
+
+
+def _candidates(loader: SampleLoader, seed: int) -> tuple[list[int], SampleSizes]:
+    source = loader.source
+    if isinstance(source, StreamSource):
+        source.begin(0, StreamPosition())
+        pool = np.arange(len(source.lengths(0, _READ_OF_A_STREAM)), dtype=np.int64)
+    else:
+        pool = np.sort(np.random.default_rng(seed).permutation(len(source))[:_CANDIDATES])
+    return pool.tolist(), source.sizes(pool)
+
+
+def _loaded(loader: SampleLoader, sample: int, sizes: SampleSizes, number: int) -> LoadedSample:
+    own: IntArray = np.arange(sizes.media_start[number], sizes.media_start[number + 1])
+    record, rows = loader.source.record(sample), sizes.media_rows[own]
+    media = [loader.media(record, sample, place, count, 0) for place, count in enumerate(rows.tolist())]
+    return LoadedSample(
+        sample,
+        loader.sequence(record, int(sizes.tokens[number]), rows),
+        tuple(_with_floats(item) for item in media),
+        np.asarray([item.modality for item in media], dtype=np.str_),
+    )
+
+
+def _with_floats(item: LoadedMedia) -> LoadedMedia:
+    return item._replace(pixels=item.patches, normalisation=None)

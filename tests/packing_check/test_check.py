@@ -1,0 +1,57 @@
+"""The packing check: it names every module that learns something else from packed samples, and no right one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import flowtrain_lightning as flow
+from flowtrain_lightning.packing_check import report_of
+from tests.packing_check.right_modules import RIGHT
+from tests.packing_check.wrong_modules import WRONG
+from tests.tiny import TinyVLM, tiny_data, write_records
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("records")
+    write_records(folder, 24)
+    return folder
+
+
+@pytest.mark.parametrize("module", WRONG, ids=lambda module: module.__name__)
+def test_a_wrong_module_is_named_with_what_mixes(records, module):
+    kind, words = WRONG[module]
+    found = report_of(module(), tiny_data(records)).findings
+    assert any(finding.kind == kind and words in finding.sentence for finding in found), found
+
+
+@pytest.mark.parametrize("module", RIGHT, ids=lambda module: module.__name__)
+def test_a_right_module_is_not_accused_however_unusual(records, module):
+    assert flow.check(module(), tiny_data(records)) == []
+
+
+def test_tokens_without_labels_that_are_learned_from_are_a_hint(records):
+    squares = next(module for module in RIGHT if module.__name__ == "SquaresLogits")
+    (hint,) = report_of(squares(), tiny_data(records)).hints
+    assert "tokens without a label" in hint
+    assert report_of(TinyVLM(), tiny_data(records)).hints == []
+
+
+def test_the_check_leaves_module_and_generators_as_they_are(records):
+    module, before = TinyVLM(), torch.get_rng_state()
+    flow.check(module, tiny_data(records))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not list(module.parameters())
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_module_that_is_built_is_checked_as_it_is(records):
+    module = next(module for module in WRONG if module.__name__ == "SeesAll")()
+    module.configure_model()
+    weights = [weight.clone() for weight in module.parameters()]
+    assert flow.check(module, tiny_data(records))
+    assert all(map(torch.equal, weights, module.parameters()))
+    assert all(weight.grad is None and weight.dtype == torch.float32 for weight in module.parameters())
