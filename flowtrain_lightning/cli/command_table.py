@@ -35,6 +35,7 @@ COMMANDS = {
         "export_command", "write a checkpoint directory as one Lightning .ckpt file, or as a folder of Hugging Face"
     ),
     "index": Command("index_command", "measure the data ahead of a run, by several processes", starts_ranks=True),
+    "check": Command("check_command", "check that packing does not change what a module learns", starts_ranks=True),
     "profile": Command(
         "profile_command",
         "measure how long the halves of a module take on this device, and what its data ask of them",

@@ -18,7 +18,7 @@ from flowtrain_lightning.data import PackedMedia
 from flowtrain_lightning.parallel.halves import fill_half, roles_of
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 
-_WHOLE = 200_000_000
+WHOLE = 200_000_000
 """Weights of a module up to which all its blocks are checked; above it, those that are of a kind are checked once."""
 
 _FEWEST_BLOCKS = 2
@@ -126,7 +126,7 @@ def _normalised(layer: Any, batch: Tensor) -> Tensor:
 def _built_copy(module: Any, trainer: L.Trainer) -> Any:
     built = any(True for _ in module.parameters())
     shape = module if built else _on_meta(module, trainer)
-    large = shape is not None and _count(shape) > _WHOLE
+    large = shape is not None and _count(shape) > WHOLE
     if not large:
         copied = _apart(detached_copy(module), trainer)
         copied.set_local_roles(None)
@@ -215,7 +215,7 @@ def _refuse_too_large(shape: nn.Module) -> None:
         for block in list(blocks)[depth:]
         for weight in block.parameters()
     }
-    needed, free = _COPIES * 8 * (_count(shape) - sum(dropped.values())), _free_memory()
+    needed, free = _COPIES * 8 * (_count(shape) - sum(dropped.values())), free_memory()
     if free is not None and needed > free:
         raise NotCheckable(
             f"{_count(shape) / 1e9:.1f}e9 weights need {needed / 1e9:.0f} GB in float64, even with one block of every "
@@ -223,7 +223,8 @@ def _refuse_too_large(shape: nn.Module) -> None:
         )
 
 
-def _free_memory() -> int | None:
+def free_memory() -> int | None:
+    """Bytes of host memory that are free; None where nobody says."""
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))

@@ -11,17 +11,17 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import lightning as L
-import torch
 
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.index import cache_folders
 from flowtrain_lightning.packing_check.checked_module import detached_copy
 from flowtrain_lightning.packing_check.findings import Finding
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class KeptResults:
         code = _own_code()
         if made is None or code is None:
             return cls()
-        versions = [torch.__version__, L.__version__, *(_version(name) for name in ("transformers", "peft"))]
+        versions = [_version(name) for name in ("torch", "lightning", "transformers", "peft")]
         name = f"check.{fingerprint([made, code, versions, data.fingerprint('fit'), data.settings])}.json"
         folders = cache_folders(data.path("train")) if data.index.cache_dir is None else [Path(data.index.cache_dir)]
         return cls(tuple(folder / name for folder in folders))
@@ -77,10 +77,13 @@ def _as_made(module: Any) -> str | None:
 
 
 def _own_code() -> str | None:
-    """A name for the sources that are loaded and not installed; None where some have no file, as in a notebook."""
+    """A name for the sources of this package and of all loaded code that is not installed.
+
+    None where some of that has no file, as in a notebook.
+    """
     digest = hashlib.blake2b(digest_size=12)
     try:
-        for file in sorted(_own_files()):
+        for file in sorted({*_own_files(), *map(str, _PACKAGE.rglob("*.py"))}):
             digest.update(file.encode() + b"\0" + Path(file).read_bytes() + b"\0")
     except (OSError, _NoFileError):
         return None
@@ -99,9 +102,11 @@ def _own_files() -> Iterator[str]:
         file = getattr(module, "__file__", None)
         if name == "__main__" and file is None:
             raise _NoFileError
-        if file is not None and file.endswith(".py") and not file.startswith(installed):
-            yield file
+        if file is not None and file.endswith(".py") and Path(file).is_absolute() and not file.startswith(installed):
+            yield file  # torch.ops and its like say a relative one, where none is
 
 
 def _version(name: str) -> str:
-    return str(getattr(sys.modules.get(name), "__version__", ""))
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return ""

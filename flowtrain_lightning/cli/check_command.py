@@ -1,0 +1,66 @@
+"""The command ``flowtrain check``: whether packing changes what a module learns."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from flowtrain_lightning.cli.command_table import COMMANDS
+from flowtrain_lightning.cli.train_command import MISTAKES, BriefParser, configured
+from flowtrain_lightning.packing_check import CheckReport, report_of
+from flowtrain_lightning.packing_check.findings import divided
+
+__all__ = ["MISTAKES", "run"]
+
+_NAME = "flowtrain check"
+
+
+class CheckParser(BriefParser):
+    """Says in its help where the options are that make up the configuration."""
+
+    def print_help(self, *args: Any, **kwargs: Any) -> None:
+        """What ``--help`` prints."""
+        if self.prog != _NAME:  # of a class, such as `--model.help` asks for
+            super().print_help(*args, **kwargs)
+            return
+        own = argparse.ArgumentParser(
+            _NAME,
+            f"{_NAME} --config CONFIG [options]",
+            f"{COMMANDS['check'].meaning}; ends with 1 where it does",
+            "What the configuration says may also be given as options, such as --data.train data.jsonl: `flowtrain fit "
+            "--help` shows them. Of it model and data count here, and what FlowTrainStrategy(couples=...) names.",
+        )
+        own.add_argument("-c", "--config", help="the YAML file that `flowtrain fit` takes")
+        own.print_help(*args, **kwargs)
+
+
+def run() -> None:
+    """Check the module with a few samples, and print what was found. Ends with 1 where packing changes something.
+
+    Raises:
+        UsageError: jsonargparse is not installed.
+        DataError: there are no training data, or they cannot be read.
+    """
+    del sys.argv[1]  # Lightning reads the rest of the command line, where it would take this word for an option's
+    cli = configured(parser=CheckParser, run=False, save_config_callback=None, parser_kwargs={"prog": _NAME})
+    cli.trainer.datamodule = cli.datamodule
+    report = report_of(cli.model, cli.datamodule, cli.trainer)
+    couples = {*cli.model.couples, *getattr(cli.trainer.strategy, "couples", ())}
+    unnamed, named = divided(report.findings, couples)
+    print(f"{type(cli.model).__name__}, {_what_was_packed(report)}:")
+    for finding in unnamed:
+        print(f"- {finding.sentence}")
+    for finding in named:
+        print(f"- couples says that it is to be so. {finding.sentence}")
+    for hint in report.hints:
+        print(f"- hint: {hint}")
+    if not report.findings:
+        print("packed equals alone.")
+    if unnamed:
+        sys.exit(1)
+
+
+def _what_was_packed(report: CheckReport) -> str:
+    media = f" with {report.media} media items" if report.media else ""
+    return f"{report.samples} samples{media} together and one by one in {report.seconds:.1f} s"
