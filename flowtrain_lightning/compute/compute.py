@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.allocator import BACKBONE
+from flowtrain_lightning.compute.context_check import ContextCheck
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.parallel import HalfEngine
+from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.random_streams import enter_stream
 from flowtrain_lightning.pool import entry_nbytes
 
@@ -90,6 +92,11 @@ class UserMethods(Protocol):
     def logging_refused(self, where: str) -> AbstractContextManager[None]:
         """Inside, ``log`` raises."""
 
+    halves: Mapping[str, tuple[str, ...]]
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of `torch.nn.Module`."""
+
     def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, nn.Parameter]]:
         """As of `torch.nn.Module`."""
 
@@ -124,6 +131,7 @@ class Compute:
         self._module = module
         self._name = type(module).__name__
         self._convert_input = trainer.precision_plugin.convert_input
+        self._context_check = self._make_context_check()
 
     def encode(self, role: str, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
         """Features of one encoder batch, always as a tuple: ``[sum(media.rows), ...]`` each.
@@ -191,6 +199,33 @@ class Compute:
         metrics = self.metrics[stage] if batch.samples and counts else MetricAccumulator()
         with self._module.logging_into(metrics):
             output = self._call(BACKBONE, self._module.backbone_step, batch, features, stage)
+        loss, tokens = self._checked(output)
+        metrics.close_microbatch(loss, tokens)
+        return loss
+
+    def check_context(self, batch: PackedBatch, features: Features) -> None:
+        """Before the first microbatch of a step that trains: context ranks compute what one rank does.
+
+        Raises:
+            ContextError: in the first steps, they do not.
+        """
+        if self._context_check is not None:
+            self._context_check.look(batch if batch.tokens.device == self.device else self._fetched(batch), features)
+
+    def _make_context_check(self) -> ContextCheck | None:
+        engine = self._engines.get(BACKBONE)
+        if not isinstance(engine, ContextParallelHalf):
+            return None
+
+        def step(batch: PackedBatch, features: Features) -> tuple[Tensor, Any]:
+            with self._module.logging_into(MetricAccumulator()):
+                return self._checked(self._module.backbone_step(batch, features, "train"))
+
+        half = [self._module.get_submodule(path) for path in self._module.halves[BACKBONE]]
+        return ContextCheck(step, half, engine)
+
+    def _checked(self, output: Any) -> tuple[Tensor, int | float | Tensor]:
+        """What ``backbone_step`` returned for a step with a loss."""
         match output:
             case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
                 if loss.is_meta and self.device.type != "meta":
@@ -200,8 +235,7 @@ class Compute:
                     f"{self._name}.loss (or backbone_step) returned {_described(output)}; return a pair: the loss "
                     "summed over the target tokens, a tensor of one element, and the number of these tokens."
                 )
-        metrics.close_microbatch(loss, tokens)
-        return loss
+        return loss, tokens
 
     def backward(
         self,

@@ -8,17 +8,19 @@ for all tokens of its share of the heads, and back behind it, so that the kernel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from math import gcd
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowtrain_lightning.attention import Kernel, attending_by
 from flowtrain_lightning.parallel.engine import HalfEngine, StepRecord
+from flowtrain_lightning.parallel.gradients import local_part, squared_norms
+from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
 
 
 class ContextParallelHalf:
@@ -27,14 +29,34 @@ class ContextParallelHalf:
     Args:
         across: sums gradients over data-parallel and context ranks alike: each has a summand.
         group: the context ranks.
+        names: path -> parameter of the half, for messages.
+        sums_in_backward: ``across`` sums gradients in every backward, as FSDP2 does, and not once a step.
+
+    Attributes:
+        names: as given.
+        exchange: of heads for tokens.
     """
 
     in_lockstep = True
 
-    def __init__(self, across: HalfEngine, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        across: HalfEngine,
+        group: dist.ProcessGroup,
+        names: Mapping[str, nn.Parameter],
+        *,
+        sums_in_backward: bool,
+    ) -> None:
         self.parameters = across.parameters
+        self.names = names
+        self.exchange = HeadExchange(group)
         self._across = across
-        self._exchange = HeadExchange(group)
+        self._sums_in_backward = sums_in_backward
+
+    def begin_run(self) -> None:
+        """Lets the first steps from now on compare what ranks hold alike."""
+        if isinstance(self._across, TensorParallelHalf):
+            self._across.begin_run()
 
     @property
     def record(self) -> StepRecord:
@@ -52,14 +74,64 @@ class ContextParallelHalf:
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs one forward, in which `shared_tokens` shares a microbatch."""
-        with _offering(self._exchange):
+        with _offering(self.exchange):
             return self._across.call(function, *args)
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
         """Inside, one backward runs, of the microbatch that was shared last."""
-        with self._across.backward(last=last), attending_by(self._exchange):  # what is computed again attends again
+        with self._across.backward(last=last), attending_by(self.exchange):  # what is computed again attends again
             yield
+
+    @contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """Inside, forwards and backwards are tried before the first microbatch of a step; their gradients are lost."""
+        try:
+            yield
+        finally:
+            for parameter in self.parameters:
+                parameter.grad = None
+            self._across.begin_step()
+
+    def trial(self, forward: Callable[[], Tensor], factor: float, *, whole: bool) -> Tensor:
+        """One forward and its backward on trial, of a microbatch that is shared, or ``whole`` on every context rank.
+
+        Args:
+            forward: gives the loss.
+            factor: by which its gradients are multiplied.
+            whole: nothing is shared.
+
+        Returns:
+            the loss.
+        """
+        with nullcontext() if whole else _offering(self.exchange):
+            loss: Tensor = self._across.call(forward)
+        around = nullcontext() if whole else attending_by(self.exchange)
+        kind = loss.device.type
+        precise = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        with self._across.backward(last=self._sums_in_backward), around, precise:
+            if loss.requires_grad:
+                loss.backward(torch.full_like(loss, factor))  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def trial_norms(self) -> Tensor:
+        """``[parameters]``: norms of what a trial has left of gradients that are equal on all context ranks."""
+        share = 1 if self._sums_in_backward else self.exchange.ranks
+        return share * squared_norms(self.parameters).sqrt()
+
+    def summed_trial_norms(self) -> Tensor:
+        """``[parameters]``: norms of what a trial has left, of which every context rank has a summand."""
+        for parameter in self.parameters if not self._sums_in_backward else ():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                part = local_part(parameter.grad)
+                total = part.contiguous()
+                dist.all_reduce(total, group=self.exchange.group)
+                part.copy_(total)
+        if isinstance(self._across, TensorParallelHalf):
+            self._across.sum_shares()
+        return squared_norms(self.parameters).sqrt()
 
     def send_gradients(self) -> None:
         """After the step's last backward on this rank."""
@@ -79,17 +151,23 @@ class HeadExchange:
 
     Args:
         group: the context ranks.
+
+    Attributes:
+        group: as given.
+        ranks: how many these are.
+        calls: how often attention came here.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._lengths = [0] * self._ranks
+        self.ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self.calls = 0
+        self._lengths = [0] * self.ranks
 
     def share(self, tokens: int) -> slice:
         """The slice of so many tokens on which this rank computes from now on; lengths differ by one at most."""
-        each, more = divmod(tokens, self._ranks)
-        self._lengths = [each + (rank < more) for rank in range(self._ranks)]
+        each, more = divmod(tokens, self.ranks)
+        self._lengths = [each + (rank < more) for rank in range(self.ranks)]
         ends = list(accumulate(self._lengths))
         return slice(ends[self._rank] - self._lengths[self._rank], ends[self._rank])
 
@@ -105,6 +183,7 @@ class HeadExchange:
         Raises:
             ValueError: there are other tokens than this rank's, or heads that cannot be shared evenly.
         """
+        self.calls += 1
         heads, key_heads = query.shape[1], key.shape[1]
         if query.shape[0] != self._lengths[self._rank]:
             raise ValueError(
@@ -112,12 +191,12 @@ class HeadExchange:
                 f"{self._lengths[self._rank]} of them. `slice_tokens` must cut all that the backbone gets token by "
                 "token, and nothing else may be added."
             )
-        if heads % self._ranks:
+        if heads % self.ranks:
             raise ValueError(
-                f"{heads} attention heads cannot be shared by {self._ranks} context ranks evenly; take a context "
+                f"{heads} attention heads cannot be shared by {self.ranks} context ranks evenly; take a context "
                 "degree that divides them."
             )
-        repeats = self._ranks // gcd(key_heads, self._ranks)
+        repeats = self.ranks // gcd(key_heads, self.ranks)
         if heads // key_heads % repeats:
             repeats = heads // key_heads
         if repeats > 1:
@@ -128,14 +207,14 @@ class HeadExchange:
     def _to_heads(self, own: Tensor) -> Tensor:
         """``[own tokens, heads, size]`` -> ``[all tokens, own heads, size]``."""
         tokens, heads, size = own.shape
-        by_rank = own.view(tokens, self._ranks, heads // self._ranks, size).transpose(0, 1).flatten(0, 1)
-        return _traded(by_rank, [tokens] * self._ranks, self._lengths, self.group)
+        by_rank = own.view(tokens, self.ranks, heads // self.ranks, size).transpose(0, 1).flatten(0, 1)
+        return _traded(by_rank, [tokens] * self.ranks, self._lengths, self.group)
 
     def _to_tokens(self, own: Tensor) -> Tensor:
         """``[all tokens, own heads, size]`` -> ``[own tokens, heads, size]``."""
         tokens = self._lengths[self._rank]
-        by_rank = _traded(own, self._lengths, [tokens] * self._ranks, self.group)
-        return by_rank.view(self._ranks, tokens, *own.shape[1:]).transpose(0, 1).flatten(1, 2)
+        by_rank = _traded(own, self._lengths, [tokens] * self.ranks, self.group)
+        return by_rank.view(self.ranks, tokens, *own.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
 _offered: HeadExchange | None = None

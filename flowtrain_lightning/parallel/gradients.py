@@ -63,6 +63,38 @@ def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def squared_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The squared 2-norm of each parameter's gradient over the ranks that share it; 0 where there is none.
+
+    Args:
+        parameters: all ranks that share them pass the same ones.
+
+    Returns:
+        ``[parameters]`` float64.
+    """
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    device = "cpu"
+    for number, parameter in enumerate(parameters):
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(parameter, DTensor):
+            mesh, device = parameter.device_mesh, parameter.device_mesh.device_type
+            groups = tuple(
+                mesh.get_group(n) for n, place in enumerate(parameter.placements) if not place.is_replicate()
+            )
+        elif parameter.is_cuda:
+            device = "cuda"
+        by_groups.setdefault(groups, []).append(number)
+    found = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+    for groups, numbers in by_groups.items():
+        held = [local_gradient(parameters[number]) for number in numbers]
+        squares = [found.new_zeros(()) if part is None else part.double().square().sum().to(device) for part in held]
+        summed = torch.stack(squares)
+        for group in groups:
+            dist.all_reduce(summed, group=group)
+        found[numbers] = summed
+    return found
+
+
 def count_hooks(parameter: nn.Parameter) -> tuple[int, int]:
     """How many hooks wait for a parameter's gradient: before it is added to ``grad``, and after.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -150,10 +150,17 @@ def make_engine(
         )
     if layout.tensor > 1:
         assert mesh is not None
-        engine = TensorParallelHalf(engine, summed, mesh["tensor"])
+        engine = TensorParallelHalf(engine, summed, mesh["tensor"], _named(module, engine.parameters))
     if groups.context is not None:
-        engine = ContextParallelHalf(engine, groups.context)
+        names, sums = _named(module, engine.parameters), layout.shard == "fsdp"
+        engine = ContextParallelHalf(engine, groups.context, names, sums_in_backward=sums)
     return engine
+
+
+def _named(module: HalvedModule, parameters: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Path -> parameter, of these."""
+    own = {id(parameter) for parameter in parameters}
+    return {name: parameter for name, parameter in module.named_parameters() if id(parameter) in own}
 
 
 def _deepspeed_half(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flowtrain_lightning.parallel.engine import HalfEngine, StepRecord
+from flowtrain_lightning.parallel.equal_copies import (
+    EqualCopies,
+    forgotten_in_plan,
+    unequal_weights,
+    whole_on_tensor_ranks,
+)
 from flowtrain_lightning.parallel.gradients import local_part
 
 
@@ -26,15 +32,29 @@ class TensorParallelHalf:
         across: what data-parallel ranks do with what this rank holds.
         summed: owner and name of each parameter of which every tensor rank has a summand of the gradient.
         mesh: the tensor ranks, in one dimension.
+        names: path -> parameter of the half, for messages.
     """
 
     in_lockstep = True
 
-    def __init__(self, across: HalfEngine, summed: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        across: HalfEngine,
+        summed: Sequence[tuple[nn.Module, str]],
+        mesh: DeviceMesh,
+        names: Mapping[str, nn.Parameter],
+    ) -> None:
         self.parameters = across.parameters
         self._across = across
         self._summed = [owner.get_parameter(name) for owner, name in summed]
         self._mesh = mesh
+        self._whole = {name: weight for name, weight in names.items() if whole_on_tensor_ranks(weight)}
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Lets the first steps from now on compare what tensor ranks hold alike."""
+        self._copies = EqualCopies(self._whole, self._mesh.get_group(), self._mesh.device_type)
+        self._begins = True
 
     @property
     def record(self) -> StepRecord:
@@ -47,7 +67,15 @@ class TensorParallelHalf:
         return self._across.trains
 
     def begin_step(self) -> None:
-        """Before the first forward of a step that trains."""
+        """Before the first forward of a step that trains.
+
+        Raises:
+            ValueError: before the first step of a run weights differ that tensor ranks should hold alike.
+        """
+        if self._begins:
+            self._begins = False
+            if found := self._copies.compare_weights():
+                raise ValueError(unequal_weights(found))
         self._across.begin_step()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -63,8 +91,19 @@ class TensorParallelHalf:
         self._across.send_gradients()
 
     def finish_gradients(self, scale: float) -> None:
-        """Sums over data-parallel ranks, and over tensor ranks what each has a summand of."""
+        """Sums over data-parallel ranks, and over tensor ranks what each has a summand of.
+
+        Raises:
+            ValueError: in the first steps, gradients of a weight differ that tensor ranks hold whole.
+        """
         self._across.finish_gradients(scale)
+        self.sum_shares()
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if found := self._copies.compare_gradients(gradients):
+            raise ValueError(forgotten_in_plan(found))
+
+    def sum_shares(self) -> None:
+        """Sums over tensor ranks the gradients of which each has a summand."""
         by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         for parameter in self._summed:
             if parameter.grad is not None:

@@ -96,6 +96,8 @@ class BackboneLane:
             merged |= as_features(modality, tensors)
         context.enter(f"compute microbatch {number}", step)
         start = context.timeline.start()
+        if step.stage == "train" and number == 0:
+            context.compute.check_context(packed, merged)
         result = context.compute.microbatch(
             packed,
             merged,

@@ -14,10 +14,12 @@ from flowtrain_lightning.allocator import BACKBONE, ROLES
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import HalfEngine, broadcast_half
+from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
 from flowtrain_lightning.parallel.halves import fill_half, half_tensors
 from flowtrain_lightning.parallel.layouts import RoleGroups, make_engine, make_groups
 from flowtrain_lightning.parallel.replicate import broadcast_copies
+from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.trainer.callback_refusals import refuse_averages_of_runs
 from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers_of_shares
@@ -55,6 +57,9 @@ class HalfEngines:
             if not any(engine.in_lockstep for engine in engines.values()):
                 return engines
             self._sharded = module, engines
+        for engine in self._sharded[1].values():
+            if isinstance(engine, TensorParallelHalf | ContextParallelHalf):
+                engine.begin_run()
         return self._sharded[1]
 
     def take_optimizers(

@@ -1,0 +1,317 @@
+"""Context ranks must compute what one rank computes alone: compared in the first steps of a run, by values.
+
+Whatever looks at other tokens without asking the other ranks gives another gradient: attention that is not
+`varlen_attention`, a convolution or a norm across tokens, positions that were not sliced. So a piece of the first
+microbatch is run shared, and whole on every rank, and the gradient of each weight is compared. The bound comes from the
+module itself: it is run whole a second time with every layer's output changed by a rounding error.
+
+Trials leave nothing behind: not gradients, logged values, buffers, random streams or the modules' mode. Gradients of
+two runs are subtracted as they accumulate, so no copy of them is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from flowtrain_lightning.allocator import BACKBONE
+from flowtrain_lightning.data import Features, PackedBatch
+from flowtrain_lightning.data.batch import IGNORED_LABEL
+from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
+from flowtrain_lightning.parallel.random_streams import enter_stream, random_states, restore_random_states
+
+STEPS = 2
+"""That are looked at: what a module keeps between calls shows in the second one."""
+
+_LEAST_TOKENS = 256
+_TIMES_ROUNDING = 3.0
+_MANY = 64  # elements whose norm says how large rounding is
+
+
+class ContextError(ValueError):
+    """Context ranks compute something else than one rank would."""
+
+
+Stepping = Callable[[PackedBatch, Features], tuple[Tensor, Any]]
+"""One microbatch, whose logged values are lost -> the summed loss and number of target tokens."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What one run of a piece gave.
+
+    Attributes:
+        loss: summed.
+        tokens: how many targets it says it has.
+        features: gradients of the features, in order.
+    """
+
+    loss: float
+    tokens: float
+    features: list[Tensor]
+
+
+class ContextCheck:
+    """Compares what context ranks compute together with what each of them computes alone.
+
+    Args:
+        step: the user's.
+        half: modules of the backbone.
+        engine: of the backbone.
+    """
+
+    def __init__(self, step: Stepping, half: Sequence[nn.Module], engine: ContextParallelHalf) -> None:
+        self._step = step
+        self._engine = engine
+        self._half = half
+        self._steps_left = STEPS
+        self._reached = False  # attention has come to the exchange of heads
+
+    def look(self, batch: PackedBatch, features: Features) -> None:
+        """Before the first microbatch of a training step, on all ranks that run it.
+
+        Args:
+            batch: the microbatch; without samples where it is there for the other ranks only.
+            features: of it.
+
+        Raises:
+            ContextError: names the weight whose gradient differs most, by how much, and what to do.
+        """
+        if self._steps_left == 0:
+            return
+        self._steps_left -= 1  # whatever comes of it, so that all ranks look equally often
+        ranks = self._engine.exchange.ranks
+        piece, given = cut(batch, features, max(len(batch.tokens) // ranks, _LEAST_TOKENS))
+        states = random_states()
+        with _evaluating(self._half), _kept_buffers(self._half), self._engine.on_trial():
+            found = self._differences(piece, given, 1.0 if batch.samples else 0.0)
+        restore_random_states(states)
+        if found:
+            raise ContextError(self._sentence(found))
+
+    def _differences(self, piece: PackedBatch, given: Features, factor: float) -> dict[str, tuple[float, float]]:
+        """What differs -> by how much, and how much rounding changes it, relative.
+
+        The whole runs on every context rank, so that each counts for its share.
+        """
+        engine = self._engine
+        share = factor / engine.exchange.ranks
+        with _rounded_otherwise() as coarsest:
+            other = self._run(piece, given, share, "other rounding", whole=True)
+        norms = engine.trial_norms()
+        whole = self._run(piece, given, -share, "whole", whole=True)
+        rounding = engine.trial_norms()
+        for parameter in engine.parameters:
+            parameter.grad = None
+        self._run(piece, given, share, "whole", whole=True)
+        calls = engine.exchange.calls
+        shared = self._run(piece, given, -factor, "whole", whole=False)
+        self._reached = engine.exchange.calls > calls
+        differences = engine.summed_trial_norms()
+        names = {id(parameter): name for name, parameter in engine.names.items()}
+        paths = [f"the gradient of {names.get(id(parameter), 'a weight')!r}" for parameter in engine.parameters]
+        measured = dict(zip(paths, zip(*map(Tensor.tolist, (norms, rounding, differences)), strict=True), strict=True))
+        measured |= self._of_features(other, whole, shared)
+        counts = [parameter.numel() for parameter in engine.parameters] + [each.numel() for each in whole.features]
+        total = math.hypot(*(norm for norm, _, _ in measured.values()))
+        if total == 0 or not math.isfinite(total):
+            return {}
+        of_rounding = math.hypot(*(changed for _, changed, _ in measured.values()))
+        error = coarsest()
+        found = {}
+        for (name, (norm, changed, difference)), count in zip(measured.items(), counts, strict=True):
+            slack = error * norm + 0.1 * of_rounding
+            if count < _MANY:  # such a norm is a matter of chance
+                slack += _TIMES_ROUNDING * norm * of_rounding / total + of_rounding
+            if difference > _TIMES_ROUNDING * changed + slack:
+                scale = max(norm, 1e-6 * total)
+                found[name] = difference / scale, changed / scale
+        found |= self._of_loss(other, whole, shared, error, piece.tokens.device)
+        return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+
+    def _of_features(self, *trials: _Trial) -> dict[str, tuple[float, float, float]]:
+        """Norm, change by rounding and difference of the gradients of the features."""
+        found = {}
+        for number, (other, whole, shared) in enumerate(zip(*(trial.features for trial in trials), strict=True)):
+            measures = (other, other - whole, whole - shared)
+            norm, changed, difference = (float(torch.linalg.vector_norm(each.double())) for each in measures)
+            found[f"the gradient of tensor {number} of the features"] = norm, changed, difference
+        return found
+
+    def _of_loss(
+        self, other: _Trial, whole: _Trial, shared: _Trial, error: float, device: torch.device
+    ) -> dict[str, tuple[float, float]]:
+        """The sum of the ranks' losses and of their target tokens, where these are not those of the whole."""
+        sums = torch.tensor([shared.loss, shared.tokens], dtype=torch.float64, device=device)
+        dist.all_reduce(sums, group=self._engine.exchange.group)
+        loss, tokens = sums.tolist()
+        found = {}
+        difference, changed = abs(loss - whole.loss), abs(other.loss - whole.loss)
+        if difference > _TIMES_ROUNDING * (changed + error * abs(whole.loss)):
+            found["the loss"] = difference / max(abs(whole.loss), 1e-12), changed / max(abs(whole.loss), 1e-12)
+        if abs(tokens - whole.tokens) > 1e-6 * abs(whole.tokens):
+            found["the number of target tokens"] = abs(tokens - whole.tokens) / max(abs(whole.tokens), 1.0), 0.0
+        return found
+
+    def _run(self, piece: PackedBatch, given: Features, factor: float, stream: str, *, whole: bool) -> _Trial:
+        """One forward and backward; what draws random numbers draws the same ones for the same stream."""
+        enter_stream(BACKBONE, "context check", stream)
+        leaves = {modality: _leaves(features) for modality, features in given.items()}
+        tokens = 0.0
+
+        def forward() -> Tensor:
+            nonlocal tokens
+            loss, count = self._step(piece, leaves)
+            tokens = float(count)
+            return loss
+
+        loss = self._engine.trial(forward, factor, whole=whole)
+        tensors = [each for value in leaves.values() for each in (value if isinstance(value, tuple) else (value,))]
+        scale = 1 / factor if factor else 0.0
+        gradients = [scale * leaf.grad for leaf in tensors if leaf.grad is not None]
+        return _Trial(float(loss), tokens, gradients)
+
+    def _sentence(self, found: Mapping[str, tuple[float, float]]) -> str:
+        name, (difference, rounding) = next(iter(found.items()))
+        more = f", and {len(found) - 1} more differ" if len(found) > 1 else ""
+        none = "No attention reached the exchange of heads between these ranks. " if not self._reached else ""
+        ranks = self._engine.exchange.ranks
+        return (
+            f"The backbone's {ranks} context ranks compute something else together than one rank computes from the "
+            f"same samples: {name} differs by {difference:.1e} of its norm, of which rounding explains {rounding:.0e}"
+            f"{more}. {none}Each rank has some of a sequence's tokens, so whatever looks at other tokens must be "
+            "`flowtrain_lightning.varlen_attention`, in every layer, and `slice_tokens` must cut all that there is of "
+            "each token, positions included. Convolutions, scans, norms and pooling across tokens see this rank's "
+            "tokens only. Use `varlen_attention` there, or give the backbone a layout without a context degree."
+        )
+
+
+def cut(batch: PackedBatch, features: Features, most: int) -> tuple[PackedBatch, Features]:
+    """A piece of a microbatch that takes no more room whole than a rank's share of all of it.
+
+    Args:
+        batch: the microbatch.
+        features: of it.
+        most: tokens of the piece, at most.
+
+    Returns:
+        its first sequences with a target that fit, or the end of one, and their features. No picture is cut.
+    """
+    if len(batch.tokens) <= most:
+        return batch, features
+    targets, bounds = batch.targets.tolist(), batch.cu_seqlens.tolist()
+    first = targets[0] if targets else 0
+    number = next(n for n, end in enumerate(bounds[1:]) if first < end)
+    start, stop = bounds[number], bounds[number + 1]
+    if stop - start > most:
+        stop = min(stop, next((last + 2 for last in reversed(targets) if last < stop), stop))
+        start = _after_media(batch, max(start, stop - most), stop)
+    else:
+        stop = max(end for end in bounds if start < end <= start + most)
+    return _section(batch, features, start, stop)
+
+
+def _after_media(batch: PackedBatch, start: int, stop: int) -> int:
+    """``start``, or the end of the run of media tokens in whose midst it is."""
+    media = {place for places in batch.media_positions.values() for place in places.tolist()}
+    if start - 1 not in media:
+        return start
+    return next((place for place in range(start, stop) if place not in media), stop - 1)
+
+
+def _section(batch: PackedBatch, features: Features, start: int, stop: int) -> tuple[PackedBatch, Features]:
+    own = slice(start, stop)
+    first = int((batch.cu_seqlens <= start).sum()) - 1
+    bounds = torch.unique(batch.cu_seqlens.clamp(start, stop) - start)
+    begins = torch.repeat_interleave(bounds[:-1], bounds.diff()).to(batch.position_ids.dtype)
+    labels = batch.labels[own].clone()
+    labels[bounds[1:].long() - 1] = IGNORED_LABEL  # of a sequence that was cut; of whole ones it is
+    inside = {name: (places >= start) & (places < stop) for name, places in batch.media_positions.items()}
+    positions = {name: places[inside[name]] - start for name, places in batch.media_positions.items()}
+    kept = {
+        name: tuple(each[inside[name]] for each in rows) if isinstance(rows, tuple) else rows[inside[name]]
+        for name, rows in features.items()
+    }
+    piece = replace(
+        batch,
+        tokens=batch.tokens[own],
+        labels=labels,
+        position_ids=torch.arange(stop - start, device=begins.device, dtype=begins.dtype) - begins,
+        cu_seqlens=bounds,
+        max_seqlen=int(bounds.diff().max()),
+        media_positions=positions,
+        samples=batch.samples[first : first + len(bounds) - 1],
+        targets=torch.nonzero(labels != IGNORED_LABEL).flatten(),
+    )
+    return piece, kept
+
+
+def _leaves(features: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    if isinstance(features, tuple):
+        return tuple(each.detach().requires_grad_(each.requires_grad) for each in features)
+    return features.detach().requires_grad_(features.requires_grad)
+
+
+@contextmanager
+def _rounded_otherwise() -> Iterator[Callable[[], float]]:
+    """Inside, what modules return is changed by a rounding error of its type, so that all that follows rounds anew.
+
+    Yields:
+        the largest of these errors, relative, so far.
+    """
+    coarsest = 0.0
+
+    def change(module: nn.Module, args: Any, output: Any) -> Any:
+        nonlocal coarsest
+        if type(output) is not Tensor or not output.is_floating_point():
+            return None
+        error = torch.finfo(output.dtype).eps
+        coarsest = max(coarsest, error)
+        draws = torch.rand_like(output, dtype=torch.promote_types(output.dtype, torch.float32))
+        return output * (1 + error * (2 * draws - 1)).to(output.dtype)
+
+    handle = register_module_forward_hook(change)
+    try:
+        yield lambda: coarsest
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, dropout is off."""
+    training = [part for module in modules for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+@contextmanager
+def _kept_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Behind it, buffers are as they were."""
+    kept = [
+        (owner, name, buffer, buffer.detach().clone())
+        for module in modules
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for owner, name, buffer, values in kept:
+            if getattr(owner, name, None) is not buffer:
+                setattr(owner, name, buffer)
+            with torch.no_grad():
+                buffer.copy_(values)
