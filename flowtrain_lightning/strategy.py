@@ -449,7 +449,8 @@ class FlowTrainStrategy(ParallelStrategy):
         refuse_storage_options(storage_options)
         with self.job.during("save a checkpoint"):
             self._finish_saving()
-            parts = (checkpoint, filepath, self.flow_module.halves, self.allocation, self.job.groups)
+            module, buffers = self.flow_module, [name for name, _ in self.flow_module.named_buffers()]
+            parts = (checkpoint, filepath, module.halves, self.allocation, self.job.groups, buffers)
             state = self.flow_module.trainer.state
             goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
             if self.background_saving and goes_on and not self.runner.stop_requested:

@@ -10,6 +10,7 @@ import copy
 import json
 import shutil
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -50,9 +51,15 @@ class BackgroundSave:
     """
 
     def __init__(
-        self, checkpoint: dict[str, Any], filepath: Any, halves: Halves, allocation: Allocation, groups: Groups
+        self,
+        checkpoint: dict[str, Any],
+        filepath: Any,
+        halves: Halves,
+        allocation: Allocation,
+        groups: Groups,
+        buffers: Collection[str] = (),
     ) -> None:
-        part = share_out(checkpoint, filepath, halves, allocation, groups)
+        part = share_out(checkpoint, filepath, halves, allocation, groups, buffers)
         self.path = part.path
         self._part = replace(
             part,

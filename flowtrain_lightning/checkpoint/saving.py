@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,12 @@ class RankPart:
 
 
 def save_checkpoint(
-    checkpoint: dict[str, Any], filepath: Any, halves: Halves, allocation: Allocation, groups: Groups
+    checkpoint: dict[str, Any],
+    filepath: Any,
+    halves: Halves,
+    allocation: Allocation,
+    groups: Groups,
+    buffers: Collection[str] = (),
 ) -> None:
     """Writes a checkpoint directory. Every rank calls it with its own part.
 
@@ -82,6 +88,7 @@ def save_checkpoint(
         halves: see there.
         allocation: see there.
         groups: of this rank.
+        buffers: see `share_out`.
 
     Raises:
         FileNotFoundError: a rank does not see the directory: its node has another file system there.
@@ -89,7 +96,7 @@ def save_checkpoint(
         ValueError: ``filepath`` is a URL.
     """
     cross = groups.cross
-    part = share_out(checkpoint, filepath, halves, allocation, groups)
+    part = share_out(checkpoint, filepath, halves, allocation, groups, buffers)
     try:
         with written_together(part.path, cross):
             parts = part.write()
@@ -107,7 +114,12 @@ def save_checkpoint(
 
 
 def share_out(
-    checkpoint: dict[str, Any], filepath: Any, halves: Halves, allocation: Allocation, groups: Groups
+    checkpoint: dict[str, Any],
+    filepath: Any,
+    halves: Halves,
+    allocation: Allocation,
+    groups: Groups,
+    buffers: Collection[str] = (),
 ) -> RankPart:
     """Settles who writes what of a checkpoint, and makes the directory in which it is written. Every rank calls it.
 
@@ -118,6 +130,7 @@ def share_out(
         halves: role -> module paths.
         allocation: recorded, so that a resume can tell whether the layout is the same.
         groups: of this rank.
+        buffers: names in the ``state_dict`` that are no parameters.
 
     Raises:
         FileNotFoundError: a rank does not see the directory.
@@ -133,7 +146,8 @@ def share_out(
     refuse_unseen(temporary, cross)
     states = cross.gather_messages(random_states())
     own = _take_halves(checkpoint, halves, allocation, cross.rank)
-    mine = _share_out(own, cross)
+    firsts = {role: allocation.ranks[role][0] for role in own}
+    mine = _share_out(own, {f"{kind}.{name}" for kind in WEIGHTS for name in buffers}, firsts, cross)
     values = {role: {key: value for key, value in own[role].items() if key in mine} for role in own}
     return RankPart(path, temporary, cross.rank, values, checkpoint, states)
 
@@ -161,18 +175,29 @@ def _take_halves(
     return own
 
 
-def _share_out(own: dict[str, dict[str, Any]], cross: CrossGroup) -> set[str]:
+def _share_out(
+    own: dict[str, dict[str, Any]], buffers: Collection[str], firsts: Mapping[str, int], cross: CrossGroup
+) -> set[str]:
     """What this rank writes of what it holds: one of the ranks that hold a value, or a part of a tensor, alike.
 
-    Which one follows from the key, so that they share the work.
+    Which one follows from the key, so that they share the work. Buffers are those of the role's first rank: forwards
+    may have written them, on every rank otherwise.
+
+    Args:
+        own: role -> key -> value.
+        buffers: keys of buffers.
+        firsts: role -> its first rank.
+        cross: all ranks.
     """
     held: dict[str, Any] = {}
     for value_of in own.values():
         for key, value in value_of.items():
             held[key] = _place(value)
     of_ranks = [json.loads(text) for text in cross.gather_messages(json.dumps(held))]
-    mine = set()
+    mine = {key for role, value_of in own.items() if firsts[role] == cross.rank for key in value_of if key in buffers}
     for key, region in held.items():
+        if key in buffers:
+            continue
         holders = [rank for rank, other in enumerate(of_ranks) if key in other and other[key] == region]
         if holders[zlib.crc32(key.encode()) % len(holders)] == cross.rank:
             mine.add(key)

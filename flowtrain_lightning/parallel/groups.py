@@ -74,6 +74,10 @@ class Groups:
                 self._of_roles[role] = dist.new_group(self.ranks_of(role))
         return self._of_roles[role]
 
+    def between_steps(self, role: str) -> dist.ProcessGroup | None:
+        """The group of a role for what its ranks send when no step runs; None is the default group."""
+        return None if len(self.ranks_of(role)) == self.role_ranks else self.of_role(role)
+
     def ranks_of(self, role: str) -> list[int]:
         """The ranks of a role, numbered within the default group."""
         return list(self._parts[role].ranks if role in self._parts else range(self.role_ranks))

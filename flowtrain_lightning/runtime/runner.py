@@ -19,6 +19,7 @@ from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.parallel.halves import half_parameters
 from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.parallel.role_buffers import RoleBuffers
 from flowtrain_lightning.pool import PoolCounters
 from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.encoder_checks import FrozenEncoder, UnusedFeatures
@@ -83,6 +84,10 @@ class RoleRunner:
         needs_others = job.allocation.placement == "mixed" and any(layouts[role].shares_weights for role in encoders)
         self._frozen_works_ahead = bool(self._listeners) and not needs_others
         self._engines = {role: engines[role] for role in self._roles}
+        device = trainer.strategy.root_device
+        self._buffers = {
+            role: RoleBuffers(module, role, job.groups.between_steps(role), device) for role in self._roles
+        }
         self._in_lockstep = [role for role, engine in self._engines.items() if engine.in_lockstep]
         self._modalities = {role: modality_of(role) for role in encoders}
         self._parameters = list(module.parameters())
@@ -195,6 +200,8 @@ class RoleRunner:
         step = Step(batch, program, stage, self._indices[stage], bool(training), frozen)
         self._indices[stage] += 1
         self._page.enter("begin the step", step.index)
+        for buffers in self._buffers.values():
+            buffers.share()
         # Features that encoder ranks have published for later steps are void where the rest of an epoch is skipped,
         # and where a frozen encoder begins to train.
         ahead = self._ahead.get(stage)
@@ -223,6 +230,9 @@ class RoleRunner:
 
     def _run_lanes(self, step: Step, context: LaneContext, outputs: list[Any]) -> None:
         spec = self._compute.spec if step.plan.entries else None
+        looked_at = self._buffers.get(self._encoder or "") if self._frozen_works_ahead and not step.trains else None
+        if looked_at is not None:
+            looked_at.note()
         lanes: list[tuple[str, Schedule]] = []
         if BACKBONE in self._roles:
             lanes.append((BACKBONE, self._backbone_lane.run(step, spec, outputs)))
@@ -232,6 +242,8 @@ class RoleRunner:
             run_in_order(context, dict(lanes), step.program.lane_order.order(step.trains), step)
         else:
             run_schedule(context, lanes, step)
+        if looked_at is not None and step.executed[str(self._encoder)]:
+            looked_at.look()
         for role in self._in_lockstep:
             engine = self._engines[role]
             record = engine.record if step.stage == "train" else StepRecord()
@@ -261,7 +273,12 @@ class RoleRunner:
             return Step(following, program, step.stage, step.index + distance, trains=False)
 
         lane = self._encoder_lane
-        find, fits = partial(lane.find_ahead, later, steps_left), partial(lane.fits_ahead, spec=spec)
+        buffers = self._buffers[str(self._encoder)]
+
+        def fits(step: Step, number: int) -> bool:
+            return buffers.may_work_ahead and lane.fits_ahead(step, number, spec=spec)
+
+        find = partial(lane.find_ahead, later, steps_left)
         if self._encoder not in self._in_lockstep:
             return AheadAlone(find, fits, lane.encode_ahead)
         return AheadTogether(find, fits, lane.encode_ahead, partial(self._vote, context, step))

@@ -1,0 +1,102 @@
+"""Buffers of a half: every step begins with those of the role's first rank on all of its ranks, as under DDP.
+
+A forward may write buffers, such as running statistics, counters or averages, and each rank of a role sees other
+samples. So one rank's buffers count: those of the first. They are what a checkpoint holds. Buffers that are not in a
+module's state dict (``persistent=False``), such as caches, belong to each rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flowtrain_lightning.parallel.gradients import local_part
+from flowtrain_lightning.parallel.halves import HalvedModule, role_of
+
+_LOOKS = 3
+"""So often a frozen half is asked whether its forwards write buffers."""
+
+
+class RoleBuffers:
+    """The buffers of one role that a checkpoint holds, as this rank has them.
+
+    Args:
+        module: its halves are in their layouts.
+        role: whose half it is; buffers that lie on no half are shared by the ranks of every role.
+        group: of the role; None is the default group.
+        device: on which the group communicates.
+    """
+
+    def __init__(self, module: HalvedModule, role: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        assert isinstance(module, nn.Module)
+        self._group = group
+        self._device = device
+        self._alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+        self._owners = {
+            name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name in persistent_buffers(module)
+            if role_of(name, module.halves) in (role, None) and not module.get_buffer(name).is_meta
+        }
+        self._kinds = {name: _kind(buffer) for name, buffer in self._held()}
+        self._before: list[Tensor] = []  # the forwards of now
+        self._looks_left = _LOOKS if self._owners else 0
+        self.written = False
+
+    def share(self) -> None:
+        """Gives every rank of the role the buffers of the first one. All of them call it, between steps.
+
+        Raises:
+            ValueError: a buffer has another shape or type than before, so that ranks may differ.
+        """
+        if self._alone or not self._owners:
+            return
+        by_type: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for name, buffer in self._held():
+            if _kind(buffer) != self._kinds[name]:
+                raise ValueError(
+                    f"The buffer {name!r} was {self._kinds[name]} when training began and is {_kind(buffer)} now. "
+                    "Ranks of a role take the buffers of its first rank, and a checkpoint holds these, so they keep "
+                    "shape and type. Register it with persistent=False if each rank may have its own, such as a cache."
+                )
+            by_type[buffer.dtype].append(local_part(buffer.detach()))
+        for parts in by_type.values():
+            flat = torch.cat([part.reshape(-1) for part in parts]).to(self._device)
+            dist.broadcast(flat, group_src=0, group=self._group)
+            for part, values in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
+                part.copy_(values.view_as(part))
+
+    def note(self) -> None:
+        """Before a step's forwards of a frozen half, which are looked at in the first steps."""
+        if self._looks_left > 0 and not self.written:
+            self._before = [buffer.detach().clone() for _, buffer in self._held()]
+
+    def look(self) -> None:
+        """After these forwards: whether they have written a buffer."""
+        if self._looks_left > 0 and not self.written:
+            self._looks_left -= 1
+            pairs = zip(self._before, self._held(), strict=True)
+            self.written = any(before.shape != now.shape or not before.equal(now) for before, (_, now) in pairs)
+            self._before = []
+
+    @property
+    def may_work_ahead(self) -> bool:
+        """Whether forwards may run before their step: what they write would depend on how early that is."""
+        return not self._owners or (self._looks_left < _LOOKS and not self.written)
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        for name, (owner, own_name) in self._owners.items():
+            yield name, owner.get_buffer(own_name)
+
+
+def persistent_buffers(module: nn.Module) -> list[str]:
+    """Names of the buffers that the module's state dict holds, in its order."""
+    buffers = {name for name, _ in module.named_buffers()}
+    return [name for name in module.state_dict() if name in buffers]
+
+
+def _kind(buffer: Tensor) -> str:
+    return f"{list(buffer.shape)} {buffer.dtype}"
