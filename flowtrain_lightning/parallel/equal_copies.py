@@ -57,7 +57,8 @@ class EqualCopies:
             gradients: all that this rank holds; what is small beside their norm may be rounding.
         """
         self._steps += 1
-        pending = {name: self._weights[name] for name, left in self._times_left.items() if left > 0}
+        wanted = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
+        pending = {name: weight for name, weight in wanted.items() if self._times_left[name] > 0}
         if not pending or self._steps > STEPS:
             return {}
         held = [_gradient(weight) for weight in pending.values()]
@@ -119,10 +120,10 @@ def forgotten_in_plan(differences: Differences) -> str:
     lines = ", ".join(f'"{module}": "replicated_with_grad_allreduce"' for module in dict.fromkeys(modules))
     return (
         f"The gradient of {_named(differences)}, though each of them holds the whole weight: it is that of the rank's "
-        "own share of the heads, of the width or of the tokens, and the ranks' weights would drift apart. If the module "
-        f"sees this rank's share only, as a norm of each head does, write {lines} in tensor_plan. If it sees what all "
-        "ranks see, something else differs between ranks that compute the same samples, such as random numbers of a "
-        "generator of your own, or a condition on the rank."
+        "own share of the heads, of the width or of the tokens, and the ranks' weights would drift apart. If the "
+        f"module sees this rank's share only, as a norm of each head does, write {lines} in tensor_plan. If it sees "
+        "what all ranks see, something else differs between ranks that compute the same samples, such as random "
+        "numbers of a generator of your own, or a condition on the rank."
     )
 
 

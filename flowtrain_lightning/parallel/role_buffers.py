@@ -18,7 +18,7 @@ from flowtrain_lightning.parallel.gradients import local_part
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 
 _LOOKS = 3
-"""So often a frozen half is asked whether its forwards write buffers."""
+"""Steps in which a half's forwards are asked whether they write buffers."""
 
 
 class RoleBuffers:
@@ -42,9 +42,9 @@ class RoleBuffers:
             if role_of(name, module.halves) in (role, None) and not module.get_buffer(name).is_meta
         }
         self._kinds = {name: _kind(buffer) for name, buffer in self._held()}
-        self._before: list[Tensor] = []  # the forwards of now
+        self._before: dict[str, Tensor] = {}  # the forwards of now
         self._looks_left = _LOOKS if self._owners else 0
-        self.written = False
+        self._written = False
 
     def share(self) -> None:
         """Gives every rank of the role the buffers of the first one. All of them call it, between steps.
@@ -70,22 +70,26 @@ class RoleBuffers:
                 part.copy_(values.view_as(part))
 
     def note(self) -> None:
-        """Before a step's forwards of a frozen half, which are looked at in the first steps."""
-        if self._looks_left > 0 and not self.written:
-            self._before = [buffer.detach().clone() for _, buffer in self._held()]
+        """Before the forwards of a training step, which are looked at in the first steps."""
+        if self._looks_left > 0 and not self._written:
+            self._before = {name: buffer.detach().clone() for name, buffer in self._held()}
 
-    def look(self) -> None:
-        """After these forwards: whether they have written a buffer."""
-        if self._looks_left > 0 and not self.written:
-            self._looks_left -= 1
-            pairs = zip(self._before, self._held(), strict=True)
-            self.written = any(before.shape != now.shape or not before.equal(now) for before, (_, now) in pairs)
-            self._before = []
+    def look(self) -> str | None:
+        """After these forwards: a buffer that they have written, told once."""
+        if self._looks_left == 0 or self._written:
+            return None
+        self._looks_left -= 1
+        before, self._before = self._before, {}
+        for name, buffer in self._held():
+            if _kind(buffer) != self._kinds[name] or not buffer.equal(before[name]):
+                self._written = True
+                return name
+        return None
 
     @property
     def may_work_ahead(self) -> bool:
         """Whether forwards may run before their step: what they write would depend on how early that is."""
-        return not self._owners or (self._looks_left < _LOOKS and not self.written)
+        return not self._owners or (self._looks_left < _LOOKS and not self._written)
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
         for name, (owner, own_name) in self._owners.items():

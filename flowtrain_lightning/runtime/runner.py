@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -33,6 +34,8 @@ from flowtrain_lightning.runtime.schedule import STAGES, LaneContext, Schedule, 
 from flowtrain_lightning.runtime.step_end import Note, StepEnd
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, DeviceClock, Timeline
 from flowtrain_lightning.runtime.working_ahead import AheadAlone, AheadTogether, WorkAhead
+
+_log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
 
 
 class RoleRunner:
@@ -230,9 +233,9 @@ class RoleRunner:
 
     def _run_lanes(self, step: Step, context: LaneContext, outputs: list[Any]) -> None:
         spec = self._compute.spec if step.plan.entries else None
-        looked_at = self._buffers.get(self._encoder or "") if self._frozen_works_ahead and not step.trains else None
-        if looked_at is not None:
-            looked_at.note()
+        if step.stage == "train":
+            for buffers in self._buffers.values():
+                buffers.note()
         lanes: list[tuple[str, Schedule]] = []
         if BACKBONE in self._roles:
             lanes.append((BACKBONE, self._backbone_lane.run(step, spec, outputs)))
@@ -242,13 +245,23 @@ class RoleRunner:
             run_in_order(context, dict(lanes), step.program.lane_order.order(step.trains), step)
         else:
             run_schedule(context, lanes, step)
-        if looked_at is not None and step.executed[str(self._encoder)]:
-            looked_at.look()
+        if step.stage == "train":
+            self._look_at_buffers(step)
         for role in self._in_lockstep:
             engine = self._engines[role]
             record = engine.record if step.stage == "train" else StepRecord()
             for number in self._step_end.compare(step, role, record):
                 engine.parameters[number].grad = None
+
+    def _look_at_buffers(self, step: Step) -> None:
+        """Says, on the first rank of a role, that its forwards write buffers."""
+        for role, buffers in self._buffers.items():
+            written = buffers.look() if step.executed[role] else None
+            if written is not None and self._job.is_first(role):
+                _log.info(
+                    f"flowtrain: forwards of the {role} write buffers, such as {written!r}. Every step begins with "
+                    "those of the role's first rank, which follow its samples, so they differ a little between layouts."
+                )
 
     def _end(self, step: Step, context: LaneContext, batch_idx: int, note: Note | None) -> StepReport:
         steps_left = self._steps_left(step.stage, batch_idx) if self._frozen_works_ahead and not step.trains else 0

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from flowtrain_lightning.compute.context_check import cut
+from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
+from flowtrain_lightning.data.collate import pack_sequences
+from flowtrain_lightning.data.conversation import TokenSequence
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
@@ -55,3 +61,40 @@ def test_rounding_and_unusual_modules_are_no_difference(train, kind, role, preci
     for rank in train(kind, "1+4", role, precision):
         assert not rank["said"]
         assert len(rank["steps"]) == 4
+
+
+def packed(*lengths: int, media: int = 4) -> PackedBatch:
+    """Sequences that begin with a token, then rows of media, and end with five targets."""
+    sequences = []
+    for length in lengths:
+        labels = np.full(length, IGNORED_LABEL)
+        labels[-6:-1] = 7
+        places = np.arange(1, 1 + media)
+        sequences.append(TokenSequence(np.arange(length), labels, places[:1], np.array([media]), places))
+    return pack_sequences(sequences, range(len(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "tokens", "media", "samples"),
+    [
+        ((20, 20, 20), 64, 60, [1, 2, 3, 4, 21, 22, 23, 24, 41, 42, 43, 44], (0, 1, 2)),
+        ((20, 20, 20), 45, 40, [1, 2, 3, 4, 21, 22, 23, 24], (0, 1)),
+        ((40, 20), 10, 10, [], (0,)),
+        ((40, 20), 37, 35, [], (0,)),
+        ((40, 20), 39, 39, [0, 1, 2, 3], (0,)),
+    ],
+    ids=["all", "whole sequences", "the end of one", "behind a picture", "with a picture"],
+)
+def test_the_piece_that_is_compared_takes_a_rank_s_share_and_cuts_no_picture(lengths, most, tokens, media, samples):
+    batch = packed(*lengths)
+    rows = torch.arange(4 * len(lengths), dtype=torch.float64)[:, None]
+    piece, features = cut(batch, {"image": (rows, rows + 0.5)}, most)
+    assert len(piece.tokens) == tokens
+    assert piece.samples == samples
+    assert piece.media_positions["image"].tolist() == media
+    assert [len(level) for level in features["image"]] == [len(media)] * 2
+    assert len(piece.targets) == 5 * len(samples)
+    assert piece.labels[piece.targets].tolist() == [7] * len(piece.targets)
+    assert piece.max_seqlen == max(piece.cu_seqlens.diff())
+    again = [place for length in piece.cu_seqlens.diff().tolist() for place in range(length)]
+    assert piece.position_ids.tolist() == again
