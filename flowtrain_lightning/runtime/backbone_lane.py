@@ -95,9 +95,9 @@ class BackboneLane:
                 tensor.requires_grad_(modality in step.answered and tensor.is_floating_point())
             merged |= as_features(modality, tensors)
         context.enter(f"compute microbatch {number}", step)
-        start = context.timeline.start()
         if step.stage == "train" and number == 0:
             context.compute.check_context(packed, merged)
+        start = context.timeline.start()
         result = context.compute.microbatch(
             packed,
             merged,

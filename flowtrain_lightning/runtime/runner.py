@@ -88,9 +88,10 @@ class RoleRunner:
         self._frozen_works_ahead = bool(self._listeners) and not needs_others
         self._engines = {role: engines[role] for role in self._roles}
         device = trainer.strategy.root_device
-        self._buffers = {
-            role: RoleBuffers(module, role, job.groups.between_steps(role), device) for role in self._roles
-        }
+        # Where roles share a default group, all of its ranks ask for the groups of all roles.
+        asked = job.allocation.roles if job.allocation.placement == "mixed" else self._roles
+        groups = {role: job.groups.between_steps(role) for role in asked}
+        self._buffers = {role: RoleBuffers(module, role, groups[role], device) for role in self._roles}
         self._in_lockstep = [role for role, engine in self._engines.items() if engine.in_lockstep]
         self._modalities = {role: modality_of(role) for role in encoders}
         self._parameters = list(module.parameters())

@@ -14,7 +14,8 @@ from tests.forks import Job, read_down, run_jobs
 
 FSDP, ZERO = {"shard": "fsdp"}, {"shard": "deepspeed-2"}
 CASES = [
-    ("2+2", {}, False),
+    ("2+1", {}, False),
+    pytest.param("2+2", {}, False, marks=pytest.mark.full),
     pytest.param("colocated 2", {"encoder": FSDP, "backbone": FSDP}, False, marks=pytest.mark.full),
     pytest.param("2+2", {"encoder": ZERO, "backbone": {"shard": "deepspeed-3"}}, False, marks=pytest.mark.full),
     pytest.param("mixed 1+2", {}, False, marks=pytest.mark.full),

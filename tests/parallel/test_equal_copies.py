@@ -33,7 +33,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         pytest.param("head norm", "backbone.block.head_norm", 0, marks=pytest.mark.full),
         ("one head norm", "backbone.more.*.head_norm", 0),
-        ("adapter", "backbone.more.*.head_norm.first", 1),
+        pytest.param("adapter", "backbone.more.*.head_norm.first", 1, marks=pytest.mark.full),
     ],
 )
 def test_a_plan_that_forgets_a_weight_is_refused_with_the_line_to_write(train, kind, module, after):
