@@ -113,10 +113,11 @@ def train(
 ) -> None:
     """Trains, saves in between, and validates at the end; or goes on from what another run saved."""
     notes = Notes(folder)
+    precision = "32-true" if "deepspeed" in str(roles) else "64-true"
     trainer = trainer_for(
         layout,
         strategy={"roles": roles},
-        precision="64-true",
+        precision=precision,
         max_steps=STEPS,
         check_val_every_n_epoch=None,
         val_check_interval=STEPS,
