@@ -44,7 +44,7 @@ from flowtrain_lightning.placement.measuring_process import measure_if_asked
 from flowtrain_lightning.placement.request import make_request
 from flowtrain_lightning.placement.run_costs import rank_shard
 from flowtrain_lightning.pool import NetworkChoice, TierChoice
-from flowtrain_lightning.runtime.health import process_health
+from flowtrain_lightning.runtime.health import LAUNCHER, process_health
 from flowtrain_lightning.runtime.job import Job, collective_timeout
 from flowtrain_lightning.runtime.pool_capacity import PoolSettings
 from flowtrain_lightning.runtime.process_end import die_with_parent
@@ -266,8 +266,9 @@ class FlowTrainStrategy(ParallelStrategy):
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         reset_seed()
         self.set_world_ranks()
-        store = self._root_store() if self.num_nodes > 1 else None
-        with self._health.starting(self.fault_folder, self.global_rank, self.world_size, store):
+        tell_each_other = self.num_nodes > 1 or (self.world_size > 1 and LAUNCHER not in os.environ)
+        store = self._root_store() if tell_each_other else None
+        with self._health.starting(self.fault_folder, self.global_rank, self.world_size, self.hang_timeout, store):
             self._decision = self._choose_allocation()
             remember_allocation(module, self._decision.allocation)
             self._job = Job(

@@ -11,7 +11,7 @@ rank's shard of it; `dataloader.py` gives it out, with `workers.py` where other 
 from flowtrain_lightning.data.batch import IGNORED_LABEL, Clip, Features, PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.conversation import ChatTemplate, Template, TokenSequence
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.data.dataloader import StepLoader
+from flowtrain_lightning.data.dataloader import LOADING_THREAD, StepLoader
 from flowtrain_lightning.data.datamodule import FlowDataModule
 from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.formats import Record
@@ -40,6 +40,7 @@ from flowtrain_lightning.packing import Entry, SampleSizes, StepPlan
 
 __all__ = [
     "IGNORED_LABEL",
+    "LOADING_THREAD",
     "ChatTemplate",
     "Clip",
     "DataError",

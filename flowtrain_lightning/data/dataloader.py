@@ -25,6 +25,9 @@ from flowtrain_lightning.data.workers import SharedMemoryBatch, end_with_starter
 _PREFETCHED = 2
 """Steps that each worker plans and loads ahead."""
 
+LOADING_THREAD = "load the next step"
+"""Begins the name of the thread that brings the next batch."""
+
 Prepare = Callable[[StepBatch], object]
 """Works out what a step needs that follows from its plan, while the step before runs."""
 
@@ -180,7 +183,7 @@ class StepLoader:
     def _load_next(self, batches: Iterator[SharedMemoryBatch | None]) -> Future[_Delivery | None]:
         """Let the thread bring the next batch, or None at the epoch's end."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="load the next step")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=LOADING_THREAD)
         self._coming = self._thread.submit(_next_batch, batches, self._prepare, self._prepare_media)
         return self._coming
 

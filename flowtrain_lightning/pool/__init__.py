@@ -30,7 +30,7 @@ from flowtrain_lightning.pool.status_board import (
     first_fault,
     has_ended,
 )
-from flowtrain_lightning.pool.status_page import State, Status, StatusPage
+from flowtrain_lightning.pool.status_page import State, Status, StatusPage, is_stopped
 from flowtrain_lightning.pool.transport import NetworkChoice
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "first_fault",
     "has_ended",
     "interface_of",
+    "is_stopped",
     "map_memory",
     "open_device_tier",
     "runtime_of",

@@ -19,7 +19,7 @@ _ERROR_BYTES = 16 * 1024
 
 # Words of 64 bits, counted from the page's start. Each is stored whole, so a reader never sees half of one.
 _PID, _STATE, _STEP, _PROGRESS, _HEARTBEAT, _HEARTBEAT_TIME, _SIGTERM, _BLAMES, _FAILED_TIME = range(9)
-_LABEL_LENGTH, _PHASE_LENGTH, _ERROR_LENGTH, _VERSION, _IN_COLLECTIVE, _BEGUN = range(9, 15)
+_LABEL_LENGTH, _PHASE_LENGTH, _ERROR_LENGTH, _VERSION, _IN_COLLECTIVE, _BEGUN, _LOADING = range(9, 16)
 # Texts, in bytes from the page's start.
 _LABEL, _PHASE, _ERROR = 1024, 2048, 4096
 
@@ -55,6 +55,7 @@ class Status:
         error: the first error with its traceback, if it failed; if it blames another rank, what is wrong with that one.
         failed_time: when it failed, in seconds of ``time.monotonic()``; 0 unless it did.
         in_collective: whether it is in a collective of ``torch.distributed``, whatever its phase.
+        loading: whether its main thread waits for its data loader, whatever its phase.
         begun: how many steps it has begun, of all stages.
         lost: a verb and what belongs to it, when it runs on another host and nothing more will come from it.
     """
@@ -73,13 +74,14 @@ class Status:
     error: str
     failed_time: float
     in_collective: bool
+    loading: bool = False
     begun: int = 0
     lost: str = ""
 
     @property
     def waits(self) -> bool:
         """Whether it only waits for others."""
-        return self.in_collective or self.phase.startswith("wait")
+        return not self.loading and (self.in_collective or self.phase.startswith("wait"))
 
 
 class StatusPage:
@@ -196,9 +198,15 @@ class StatusPage:
         self._words[_HEARTBEAT_TIME] = time.monotonic_ns()
         self._words[_HEARTBEAT] += 1
 
-    def tell_collective(self, inside: bool) -> None:
-        """Say whether the rank is in a collective, where nobody could enter a phase for it. Counts as no progress."""
-        self._words[_IN_COLLECTIVE] = int(inside)
+    def tell_main_thread(self, *, in_collective: bool = False, loading: bool = False) -> None:
+        """Say what the main thread waits for, where nobody could enter a phase for it. Counts as no progress.
+
+        Args:
+            in_collective: for other ranks, in a collective.
+            loading: for its own data loader.
+        """
+        self._words[_IN_COLLECTIVE] = int(in_collective)
+        self._words[_LOADING] = int(loading)
 
     @property
     def sigterm(self) -> bool:
@@ -243,16 +251,13 @@ class StatusPage:
             error=self._text(_ERROR, _ERROR_LENGTH, _ERROR_BYTES),
             failed_time=words[_FAILED_TIME] / 1e9,
             in_collective=bool(words[_IN_COLLECTIVE]),
+            loading=bool(words[_LOADING]),
             begun=words[_BEGUN],
         )
 
     def stopped(self) -> bool:
         """Whether its process is stopped, by SIGSTOP or by a debugger."""
-        try:
-            state = Path(f"/proc/{self._words[_PID]}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return False
-        return state in "Tt"
+        return is_stopped(self._words[_PID])
 
     def _text(self, start: int, length: int, limit: int) -> str:
         nbytes = min(max(self._words[length], 0), limit)
@@ -267,6 +272,15 @@ class StatusPage:
         if len(self._phases) >= 1024:
             self._phases.clear()  # phases that carry a number would fill it for ever
         return self._phases.setdefault(phase, _encoded(phase))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host lives but is stopped, by SIGSTOP or by a debugger."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in "Tt"
 
 
 def _encoded(text: str) -> bytes:

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from flowtrain_lightning.runtime.process_tree import descendants
+
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
 _TIE = f"""
@@ -77,11 +79,7 @@ def _end_after_fault() -> None:
 
 def end_children(spared: Collection[int] = ()) -> None:
     """Kill the processes that descend from this one, but for ``spared``: ranks, which end by themselves."""
-    parents = _parents()
-    heirs = [os.getpid()]
-    for parent in heirs:
-        heirs.extend(child for child, of in parents.items() if of == parent and child not in spared)
-    for child in heirs[1:]:
+    for child in descendants(os.getpid(), spared):
         with suppress(OSError):
             os.kill(child, signal.SIGKILL)
 
@@ -115,13 +113,3 @@ def tied_to_this_process(command: Sequence[str]) -> list[str]:
 def outlive_parent() -> None:
     """From now on the end of this process's parent is no longer its own end."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(0), 0, 0, 0)
-
-
-def _parents() -> dict[int, int]:
-    """The parent of every process that can be seen."""
-    parents = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError, IndexError, ValueError):  # it ended while we looked
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    return parents

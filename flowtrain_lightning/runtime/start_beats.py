@@ -1,4 +1,4 @@
-"""While ranks of several nodes find each other: ends this one, with a sentence, when another one has ended."""
+"""While ranks that nobody looks after find each other: ends this one, with a sentence, when another one has ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _counts = itertools.count()
 
 
 class StartBeats:
-    """A context manager for the time in which nothing else tells of the ranks of other nodes.
+    """A context manager for the time in which nothing else tells of the ranks of other nodes, or of other starters.
 
     Every rank leaves a sign of life in the job's store, again and again, until it has joined the others. Rank 0
     looks at all of them, every rank at what rank 0 or another one says went wrong. All ranks enter equally often.
@@ -83,8 +83,8 @@ class StartBeats:
                 silent = self._silent()
                 if silent is not None:
                     self._put(
-                        f"Rank {silent} has ended, or its node, during start-up: nothing was heard of it for "
-                        f"{SILENT_SECONDS:.0f} s."
+                        f"Rank {silent} has ended or was stopped, or its node has, during start-up: nothing was "
+                        f"heard of it for {SILENT_SECONDS:.0f} s."
                     )
                 fault = self._store.get(_FAULT).decode() if self._store.check([_FAULT]) else None
             except RuntimeError as error:

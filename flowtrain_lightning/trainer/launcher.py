@@ -23,6 +23,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from flowtrain_lightning.parallel.job_secret import offer_secret
 from flowtrain_lightning.runtime.health import LAUNCHER, HealthMonitor
 from flowtrain_lightning.runtime.process_end import tied_to_this_process
+from flowtrain_lightning.runtime.watched_process import WatchedProcess
 
 
 class RankLauncher(_SubprocessScriptLauncher):
@@ -70,8 +71,8 @@ class RankLauncher(_SubprocessScriptLauncher):
                 offer_secret()
             self._call_children_scripts()
             rank = self.cluster_environment.global_rank()
-            codes = {child: process.poll for child, process in enumerate(self.procs, start=rank + 1)}
-            self._health.watch_processes(rank, codes)
+            children = [WatchedProcess(process.pid, process.poll) for process in self.procs]
+            self._health.watch_processes(rank, dict(enumerate(children, start=rank + 1)))
         return function(*args, **kwargs)
 
     def _call_children_scripts(self) -> None:

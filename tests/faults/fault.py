@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ PLACES = (
     "between",  # in a callback after a step
     "validation",  # as "train", in a validation step
     "save",  # while the rank flushes a file of a checkpoint to the disk
+    "load",  # while the rank changes an image that it loads; the step counts as many images as a step has samples
     "anywhere",  # so many calls of functions after the first step
 )
 
@@ -40,10 +42,12 @@ class Fault:
         kind: ``"kill"`` and ``"stop"`` (signals), ``"kill late"`` (when others wait for the rank already), ``"raise"``
             and ``"exit"`` (Python exceptions), ``"raise twice"`` (a callback that hears of the first exception raises
             another one), ``"vanish"`` (the process ends at once with exit code 0, ``os._exit``), ``"loop"`` and
-            ``"sleep"`` (no end), ``"kill worker"`` (a process that loads data for the rank), ``"full disk"`` and
-            ``"no memory"`` (the system says so), ``"wrong data"`` (somebody writes the training file anew), ``"clock
-            jump"`` (the wall clock is set on by a day), ``"lost network"`` (nothing passes between the two hosts any
-            more), ``"lost node"`` (everything that torchrun has started on this node is killed, and torchrun itself).
+            ``"sleep"`` (no end), ``"hold"`` (no end, and no other thread of the process gets to run), ``"kill worker"``
+            and ``"stop worker"`` (a process that loads data for the rank), ``"stop starter"`` (the process that has
+            started the rank), ``"full disk"`` and ``"no memory"`` (the system says so), ``"wrong data"`` (somebody
+            writes the training file anew), ``"clock jump"`` (the wall clock is set on by a day), ``"lost network"``
+            (nothing passes between the two hosts any more), ``"lost node"`` (everything that torchrun has started on
+            this node is killed, and torchrun itself).
         rank: the global rank that breaks.
         place: one of ``PLACES``.
         step: ``trainer.global_step`` at that moment, where there is one.
@@ -94,8 +98,12 @@ class Fault:
             os._exit(0)
         elif self.kind == "sleep":
             time.sleep(600)
-        elif self.kind == "kill worker":
+        elif self.kind == "hold":
+            ctypes.PyDLL(None).sleep(600)  # as an extension in C does that never releases the interpreter's lock
+        elif self.kind in ("kill worker", "stop worker"):
             for worker in multiprocessing.active_children():
-                worker.kill()
+                os.kill(worker.pid, signal.SIGKILL if self.kind == "kill worker" else signal.SIGSTOP)
+        elif self.kind == "stop starter":
+            os.kill(os.getppid(), signal.SIGSTOP)
         while self.kind == "loop":
             pass

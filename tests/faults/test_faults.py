@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 
 import pytest
 
@@ -43,6 +44,8 @@ EVERY_CLASS_ONCE = [
     Fault("exit", BACKBONE, "between", step=3),
     Fault("vanish", ENCODER, "train", step=3),
     Fault("kill worker", ENCODER, "train", step=2),
+    Fault("hold", ENCODER, "train", step=3),
+    Fault("stop worker", BACKBONE, "train", step=2),
 ]
 
 MATRIX = (
@@ -58,9 +61,13 @@ MATRIX = (
     + [
         Fault(kind, rank, place, step=3)
         for kind, rank, place in itertools.product(
-            ("loop", "sleep", "exit", "vanish", "kill worker"), (FIRST, BACKBONE, ENCODER), ("train", "between")
+            ("loop", "sleep", "hold", "exit", "vanish", "kill worker", "stop worker"),
+            (FIRST, BACKBONE, ENCODER),
+            ("train", "between"),
         )
     ]
+    + [Fault("hold", rank, place, step) for rank in LABELS for place, step in (("wait", 3), ("save", 4), ("build", 0))]
+    + [Fault(kind, ENCODER, "load", step=2) for kind in ("sleep", "loop")]
     + [Fault("full disk", rank, "save", step=4) for rank in (FIRST, BACKBONE, ENCODER)]
     + [Fault("sleep", rank, "build") for rank in (FIRST, BACKBONE, ENCODER)]
 )
@@ -94,18 +101,30 @@ def test_after_a_kill_in_a_checkpoint_fit_goes_on_from_the_one_before(rank, fork
     [
         (ENCODER, "kill"),
         (ENCODER, "vanish"),
+        (BACKBONE, "stop"),
         *(pytest.param(r, k, marks=pytest.mark.full) for r in LABELS for k in ("kill", "raise", "vanish")),
     ],
 )
 def test_a_rank_that_ends_before_it_has_met_the_others_ends_them(rank, kind, forks, job):
-    ended = forks.run(job(fault := Fault(kind, rank, "start")))
+    strategy = {"encoder_ranks": 1, "hang_timeout": HANG_TIMEOUT}
+    ended = forks.run(job(fault := Fault(kind, rank, "start"), strategy=strategy))
     assert (ended.left, ended.finished) == ([], {})
     assert ended.code != 0 or (rank, kind) == (FIRST, "vanish")
     if rank != FIRST:
         assert_told_at_start(ended, fault)
 
 
-@pytest.mark.parametrize("kind", ["raise", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("kill", "stop"))])
+def test_the_rank_that_starts_the_others_is_named_when_it_is_stopped_meanwhile(forks, job):
+    strategy = {"encoder_ranks": 1, "hang_timeout": HANG_TIMEOUT}
+    ended = forks.run(job(Fault("stop starter", ENCODER, "start"), strategy=strategy))
+    assert (ended.left, ended.finished, ended.code) == ([], {}, -signal.SIGKILL)
+    for rank in (BACKBONE, ENCODER):
+        assert ended.files[rank].startswith("Rank 0 (backbone 0) was stopped during start-up"), ended.files
+
+
+@pytest.mark.parametrize(
+    "kind", ["raise", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("kill", "stop", "hold"))]
+)
 def test_colocated_ranks_end_together_too(kind, forks, job):
     strategy = {"placement": "colocated", "hang_timeout": HANG_TIMEOUT}
     ended = forks.run(job(Fault(kind, 1, "train", step=3), ranks=2, strategy=strategy))
@@ -131,10 +150,11 @@ def test_mixed_ranks_end_together_too(rank, label, forks, job):
     ("layout", "kind"),
     [
         ("fsdp", "kill"),
+        ("fsdp", "hold"),
         *(pytest.param("fsdp", kind, marks=pytest.mark.full) for kind in ("raise", "loop")),
         *(
             pytest.param(*each, marks=pytest.mark.full)
-            for each in itertools.product(("tensor", "context"), ("kill", "raise", "loop"))
+            for each in itertools.product(("tensor", "context"), ("kill", "raise", "loop", "hold"))
         ),
     ],
 )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from PIL import Image
 
 import flowtrain_lightning as flow
 from tests.exactness.modules import Divided
@@ -20,7 +23,7 @@ from tests.faults.fault import Fault
 from tests.hosts import enter
 from tests.tiny import tiny_data
 
-STEPS = 6
+STEPS, SAMPLES = 6, 4
 HOST_OF = (0, 0, 1)
 """Where each rank runs in a job on two hosts."""
 
@@ -44,6 +47,18 @@ class RankFault:
         """The fault happens here, if it is due."""
         if self.fault is not None and self.fault.is_due(self.rank, place, step):
             self.fault.happen(self.folder)
+
+    def augment(self) -> Callable[[Image.Image, Any], Image.Image] | None:
+        """What changes images while they are loaded, where the fault is to happen there; none elsewhere."""
+        if self.fault is None or self.fault.place != "load":
+            return None
+        images = itertools.count()
+
+        def change(image: Image.Image, _: Any) -> Image.Image:
+            self.pass_by("load", next(images) // SAMPLES)
+            return image
+
+        return change
 
     def begin_counting(self) -> None:
         """From now on functions are counted until the fault happens, if it is one that may happen anywhere."""
@@ -160,7 +175,8 @@ def main() -> None:
         enable_model_summary=False,
         callbacks=[Places(rank_fault), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True)],
     )
-    data = tiny_data(folder / "data", global_batch_size=4, num_workers=settings["workers"])
+    loading = {"num_workers": settings["workers"], "augment": rank_fault.augment()}
+    data = tiny_data(folder / "data", global_batch_size=SAMPLES, **loading)
     trainer.fit(Model(), data, ckpt_path=settings["ckpt_path"])
     rank_fault.note("finished", trainer.global_step)
     if rank_fault.rank == 0:

@@ -45,7 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 PLACES = {
     **dict.fromkeys(("kill", "stop"), ("build", "train", "wait", "between", "validation", "save", "anywhere")),
     "raise": ("build", "train", "between", "validation", "save"),
-    **dict.fromkeys(("exit", "vanish", "loop", "sleep", "kill worker"), ("train", "between")),
+    **dict.fromkeys(("exit", "vanish", "loop", "sleep", "hold", "kill worker", "stop worker"), ("train", "between")),
     "full disk": ("save",),
     "no memory": ("train", "between", "validation", "save"),
     "wrong data": ("between",),
@@ -86,7 +86,7 @@ def draw(seed: int) -> Trial:
     choose = random.Random(seed)
     kind, rank = choose.choice(list(PLACES)), choose.choice(list(LABELS))
     place = choose.choice(PLACES[kind])
-    started = kind == "kill worker"  # which has started by step 2, and is needed again before the last one
+    started = kind.endswith("worker")  # which has started by step 2, and is needed again before the last one
     moments = range(1, 3) if kind == "wrong data" else MOMENTS.get(place, range(1, STEPS))  # more is to be read then
     step = choose.choice(range(2, 5) if started else moments)
     calls = int(10 ** choose.uniform(1, 5.3)) if place == "anywhere" else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from flowtrain_lightning.pool.between_hosts.hosts_thread import UNREACHABLE_SECONDS
@@ -24,6 +25,8 @@ CAUSES = {
     "vanish": "died (process",
     "loop": "made no progress for",
     "sleep": "made no progress for",
+    "hold": "was held for",
+    "stop worker": "waits for its data loader, for",
     "kill worker": "failed",
     "full disk": "failed",
     "no memory": "failed",
@@ -39,7 +42,7 @@ HANG_TIMEOUT, START_TIMEOUT = 5.0, 10.0
 FRESH_HANG_TIMEOUT, SLOW_START = 8.0, 60.0
 """The same for ranks that are healthy but slow, since three interpreters have just started on two busy cores."""
 
-HANGS = ("stop", "loop", "sleep")
+HANGS = ("stop", "loop", "sleep", "hold", "stop worker")
 """Faults that take as long to be noticed."""
 
 
@@ -51,7 +54,7 @@ def settings_for(fault: Fault, hang_timeout: float = HANG_TIMEOUT) -> dict[str, 
     """Limits where the fault is a hang, and workers that load data where they break or must end with their rank."""
     start = START_TIMEOUT if fault.place == "build" else SLOW_START * slowness()
     limits = {"hang_timeout": hang_timeout, "timeout": start} if fault.kind in HANGS else {}
-    workers = int(fault.kind == "kill worker" or fault.place in ("wait", "between"))
+    workers = int(fault.kind.endswith("worker") or fault.place in ("wait", "between"))
     return {"strategy": {"encoder_ranks": 1, **limits}, "workers": workers}
 
 
@@ -67,6 +70,7 @@ def phase(fault: Fault) -> str:
         "between": "between steps' of step",
         "validation": f"{work} (val)' of step",
         "save": "save a checkpoint' of step",
+        "load": "between steps' of step",
         "anywhere": "in phase '",
     }[fault.place]
 
@@ -91,7 +95,8 @@ def assert_all_ended(ended: Ended, fault: Fault) -> None:
 
 def assert_all_told(ended: Ended, fault: Fault) -> None:
     """Every survivor said, on stderr and in its file, who is to blame, doing what, and why; and nobody else's name."""
-    blame = f"Rank {fault.rank} ({LABELS[fault.rank]}) {CAUSES[fault.kind]}"
+    cause = CAUSES["stop worker"] if fault.place == "load" else CAUSES[fault.kind]
+    blame = f"Rank {fault.rank} ({LABELS[fault.rank]}) {cause}"
     told = sentences(ended.said)
     assert len(told) >= len(LABELS) - 1
     assert all(sentence.startswith(blame) for sentence in told), told
@@ -99,7 +104,7 @@ def assert_all_told(ended: Ended, fault: Fault) -> None:
     assert set(ended.files) - {fault.rank} == survivors
     for text in ended.files.values():
         assert text.startswith(blame), text
-        assert fault.kind == "kill worker" or phase(fault) in text.splitlines()[0], text
+        assert fault.kind.endswith("worker") or phase(fault) in text.splitlines()[0], text
         if fault.kind == "raise":
             assert "in happen" in text, "the traceback of the rank that failed"
             assert "ValueError: a fault of the test" in text
@@ -107,6 +112,10 @@ def assert_all_told(ended: Ended, fault: Fault) -> None:
             assert "dataloader" in text.lower()
         if fault.kind == "no memory":
             assert "can't allocate memory" in text
+        if fault.kind == "hold":
+            assert "keeps the interpreter's lock" in text
+        if fault.kind == "stop worker":
+            assert re.search(r"Its worker process(es [\d, ]+are| \d+ is) stopped\.", text.splitlines()[0]), text
     if fault.kind in ("loop", "sleep"):
         assert "in happen" in ended.files[fault.rank], "where it hangs"
 
@@ -134,8 +143,9 @@ def assert_told_of_network(ended: Ended) -> None:
 
 def assert_told_at_start(ended: Ended, fault: Fault) -> None:
     """Rank 0 said which of the ranks that it had started did not come."""
-    code = {"kill": -9, "raise": 1, "vanish": 0}[fault.kind]
-    blame = f"Rank {fault.rank} ({LABELS[fault.rank]}) ended with exit code {code} during"
+    codes = {"kill": -9, "raise": 1, "vanish": 0}
+    how = "was stopped" if fault.kind == "stop" else f"ended with exit code {codes[fault.kind]}"
+    blame = f"Rank {fault.rank} ({LABELS[fault.rank]}) {how} during"
     assert [sentence[: len(blame)] for sentence in sentences(ended.said)] == [blame]
     assert ended.files[FIRST].startswith(blame)
 

@@ -41,11 +41,18 @@ def test_after_a_phase_within_another_it_is_in_the_former_but_not_after_an_error
 
 def test_a_rank_in_a_collective_waits_whatever_its_phase(page):
     page.enter("between steps", 4)
-    page.tell_collective(True)
+    page.tell_main_thread(in_collective=True)
     assert page.read().waits
-    page.tell_collective(False)
+    page.tell_main_thread()
     assert not page.read().waits
     assert page.progress == 1
+
+
+def test_a_rank_that_waits_for_its_own_loader_waits_for_nobody_else(page):
+    page.enter("wait for the backbone to end the step", 4)
+    assert page.read().waits
+    page.tell_main_thread(loading=True)
+    assert (page.read().waits, page.read().loading) == (False, True)
 
 
 def test_phases_steps_and_progress_are_seen_by_whoever_maps_it():

@@ -1,5 +1,6 @@
 """Ranks end together: real processes that are killed, stopped, hang or fail."""
 
+import bdb
 import io
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from flowtrain_lightning.pool import PeerFailed, Pool
 from flowtrain_lightning.runtime.health import HealthMonitor
 from flowtrain_lightning.runtime.process_end import die_with_parent, say_fault
+from flowtrain_lightning.runtime.watched_process import WatchedProcess
 from tests.leftovers import abandoned_files, newly_abandoned_files
 from tests.pool.faults import slowness
 from tests.pool.ranks import join_job
@@ -226,8 +228,39 @@ def alone(rank, ranks):
     mesh.close()
 
 
-def test_a_single_rank_is_left_alone():
+def test_the_error_of_a_single_rank_is_left_to_its_user():
     (result,) = run_ranks(alone, 1)
+    assert (result.code, result.err) == (0, "")
+
+
+def hangs_alone(rank, ranks):
+    mesh, _, health = start(rank, ranks)
+    mesh.page.enter("compute microbatch 3", 7)
+    time.sleep(600)
+    health.leave()
+
+
+def test_a_single_rank_that_hangs_ends_and_says_where():
+    with Ranks(hangs_alone, 1) as ranks:
+        (result,) = ranks.wait(60)
+        assert result.code == 1
+        for text in (fault(ranks, 0), result.err):
+            assert "Rank 0 (backbone 0) made no progress for" in text
+            assert "in phase 'compute microbatch 3' of step 7" in text
+        assert "time.sleep(600)" in fault(ranks, 0)
+
+
+def is_debugged(rank, ranks):
+    """The main thread stands in a debugger for longer than the limit, as at a breakpoint."""
+    mesh, _, health = start(rank, ranks)
+    mesh.page.enter("compute microbatch 3", 7)
+    bdb.Bdb().runcall(time.sleep, 2 * HANG)
+    health.leave()
+    mesh.close()
+
+
+def test_a_single_rank_at_a_breakpoint_is_not_ended():
+    (result,) = run_ranks(is_debugged, 1)
     assert (result.code, result.err) == (0, "")
 
 
@@ -280,11 +313,12 @@ def starts_another(rank, ranks, code, needed):
     os.chdir(folder())  # where a rank outside of fit writes what ended it
     health = HealthMonitor()
     health.name_ranks(["backbone 0", "encoder 0"])
+    child = WatchedProcess(os.getpid(), lambda: int(code))
     if needed:
-        with health.starting(folder(), 0, 2):
-            health.watch_processes(0, {1: lambda: int(code)})
+        with health.starting(folder(), 0, 2, HANG):
+            health.watch_processes(0, {1: child})
             time.sleep(1)
-    health.watch_processes(0, {1: lambda: int(code)})
+    health.watch_processes(0, {1: child})
     time.sleep(1)
     print("went on")
 
@@ -314,7 +348,7 @@ def ends_behind_a_goodbye(rank, ranks):
     """A child that ends with an error while the ranks are connected: its status page tells more than its code."""
     mesh, pool, health = start(rank, ranks)
     if rank == 0:
-        health.watch_processes(0, {1: lambda: 3})
+        health.watch_processes(0, {1: WatchedProcess(os.getpid(), lambda: 3)})
         time.sleep(1)
     health.leave()
     pool.close()

@@ -12,6 +12,7 @@ from flowtrain_lightning.parallel.job_store import root_store
 from flowtrain_lightning.runtime import start_beats
 from flowtrain_lightning.runtime.health import process_health
 from flowtrain_lightning.runtime.start_beats import StartBeats
+from flowtrain_lightning.runtime.watched_process import WatchedProcess
 from tests.ports import free_port
 from tests.processes import assert_all_good, run_ranks
 
@@ -43,7 +44,11 @@ def start(rank, ranks, victim, end):
     [
         (1, "raise", "Rank 1 failed during start-up: ValueError: no such file"),
         (0, "raise", "Rank 0 failed during start-up: ValueError: no such file"),
-        (2, "kill", "Rank 2 has ended, or its node, during start-up: nothing was heard of it for 5 s."),
+        (
+            2,
+            "kill",
+            "Rank 2 has ended or was stopped, or its node has, during start-up: nothing was heard of it for 5 s.",
+        ),
         (0, "kill", "Rank 0, or whoever keeps what ranks tell each other at the start, has ended"),
     ],
     ids=["a rank raises", "rank 0 raises", "a rank is killed", "rank 0 is killed"],
@@ -71,8 +76,8 @@ def meet_in_vain(rank, ranks):
     """Rank 1 is the first one of a node on which rank 2 was killed before it had met anybody."""
     store = root_store(rank, ranks, timedelta(seconds=60))
     if rank == 1:
-        process_health().watch_processes(1, {2: lambda: -9})
-    with process_health().starting(Path(os.environ["FOLDER"]), rank, ranks, store):
+        process_health().watch_processes(1, {2: WatchedProcess(os.getpid(), lambda: -9)})
+    with process_health().starting(Path(os.environ["FOLDER"]), rank, ranks, 600, store):
         time.sleep(60)
 
 

@@ -13,8 +13,8 @@ from flowtrain_lightning.pool.status_page import State, Status, StatusPage
 
 _SILENT_SECONDS = 5.0  # without a page: that process does not get to run, or nothing gets through
 # pid, state, step, progress, heartbeat, seconds since it, seconds since the failure (negative without one), sigterm,
-# rank to blame or -1, in a collective, begun steps, bytes of label, phase and error
-_NUMBERS = struct.Struct("<qBqqqddBqBqIII")
+# rank to blame or -1, in a collective, waiting for its loader, begun steps, bytes of label, phase and error
+_NUMBERS = struct.Struct("<qBqqqddBqBBqIII")
 
 
 def encode_status(status: Status) -> bytes:
@@ -32,6 +32,7 @@ def encode_status(status: Status) -> bytes:
         status.sigterm,
         -1 if status.blames is None else status.blames,
         status.in_collective,
+        status.loading,
         status.begun,
         *map(len, texts),
     )
@@ -46,7 +47,7 @@ def decode_status(rank: int, ranks: int, message: bytes | bytearray) -> Status:
     """
     if len(message) < _NUMBERS.size:
         raise PoolError(f"Rank {rank} sent a status page that is cut off.")
-    pid, state, step, progress, heartbeat, age, failed, sigterm, blames, collective, begun, *lengths = (
+    pid, state, step, progress, heartbeat, age, failed, sigterm, blames, collective, loading, begun, *lengths = (
         _NUMBERS.unpack_from(message)
     )
     if state > State.FAILED or not -1 <= blames < ranks or _NUMBERS.size + sum(lengths) != len(message):
@@ -71,6 +72,7 @@ def decode_status(rank: int, ranks: int, message: bytes | bytearray) -> Status:
         error=texts[2],
         failed_time=now - failed if failed >= 0 else 0.0,
         in_collective=bool(collective),
+        loading=bool(loading),
         begun=begun,
     )
 
