@@ -47,7 +47,7 @@ from flowtrain_lightning.pool import NetworkChoice, TierChoice
 from flowtrain_lightning.runtime.health import LAUNCHER, process_health
 from flowtrain_lightning.runtime.job import Job, collective_timeout
 from flowtrain_lightning.runtime.pool_capacity import PoolSettings
-from flowtrain_lightning.runtime.process_end import die_with_parent
+from flowtrain_lightning.runtime.process_end import die_with_parent, remove_faults
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.runner import RoleRunner
 from flowtrain_lightning.trainer.half_engines import HalfEngines
@@ -217,8 +217,7 @@ class FlowTrainStrategy(ParallelStrategy):
     @property
     def fault_folder(self) -> Path:
         """Where ``fault-rank<rank>.txt`` is written."""
-        root = str(self.flow_module.trainer.default_root_dir)
-        return Path() if "://" in root else Path(root)
+        return _fault_folder(self.flow_module.trainer)
 
     def set_world_ranks(self) -> None:
         """Called by Lightning when the cluster environment is known."""
@@ -230,7 +229,7 @@ class FlowTrainStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._launcher = self._rank_launcher = RankLauncher(
-            self.cluster_environment, self._health, self.num_processes, self.num_nodes, self._check_before_start
+            self.cluster_environment, self._health, self.num_processes, self.num_nodes, self._before_start
         )
         if not self.cluster_environment.creates_processes_externally:
             return
@@ -239,13 +238,15 @@ class FlowTrainStrategy(ParallelStrategy):
         else:
             self._health.watch_launcher(self.global_rank, first=self.global_rank - self.local_rank)
 
-    def _check_before_start(self, trainer: L.Trainer) -> None:
-        """Raises where it would be in vain to start the other ranks."""
+    def _before_start(self, trainer: L.Trainer) -> None:
+        """Raises where the other ranks could not run, and else removes what a former start has said of faults."""
         refuse_foreign_module(trainer.lightning_module)
         refuse_unsupported(trainer)
         refuse_unmet_nodes(trainer)
         halves = self.flow_module.halves
         self._request.answer(self.num_nodes * self.num_processes, self.num_nodes, self.ranks_per_device, halves)
+        if self.num_nodes == 1:
+            remove_faults(_fault_folder(trainer))  # here, since a rank may fail before it could remove its own
 
     # ---- start and end ------------------------------------------------------------------------------------------
 
@@ -497,6 +498,11 @@ class FlowTrainStrategy(ParallelStrategy):
             remove_checkpoint(filepath)
         else:
             self._saving.remove_afterwards(Path(filepath))
+
+
+def _fault_folder(trainer: L.Trainer) -> Path:
+    root = str(trainer.default_root_dir)
+    return Path() if "://" in root else Path(root)
 
 
 def _is_absent(value: Any) -> bool:

@@ -23,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from flowtrain_lightning.pool import Mesh
 from flowtrain_lightning.runtime.joined_ranks import Fault, JoinedRanks
 from flowtrain_lightning.runtime.main_thread import loading_stack, main_stack
-from flowtrain_lightning.runtime.process_end import end_at_once, end_children, outlive_parent, say_fault
+from flowtrain_lightning.runtime.process_end import end_at_once, end_children, outlive_parent, remove_faults, say_fault
 from flowtrain_lightning.runtime.start_beats import StartBeats
 from flowtrain_lightning.runtime.watched_process import WatchedProcess, parent_process
 
@@ -71,7 +71,7 @@ class HealthMonitor:
     def starting(
         self, folder: Path, rank: int, ranks: int, hang_timeout: float, store: Store | None = None
     ) -> Iterator[None]:
-        """Inside, this rank needs the others, and its process ends when one of them does.
+        """Inside, this rank needs the others, and its process ends when one of them does. Removes former fault files.
 
         Args:
             folder: where ``fault-rank<rank>.txt`` is written.
@@ -81,6 +81,9 @@ class HealthMonitor:
             store: of a job whose ranks nobody has started who looks after them, through which they hear of each other.
         """
         self._rank, self._folder, self._needs_others, self._hang_timeout = rank, folder, True, hang_timeout
+        remove_faults(folder, rank, rank + 1)  # others may have failed by now, and said so
+        if rank == 0:
+            remove_faults(folder, ranks)
         if store is None:
             yield
             return

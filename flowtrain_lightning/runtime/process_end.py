@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 from collections.abc import Collection, Sequence
@@ -51,6 +53,21 @@ def say_fault(text: str, folder: str | os.PathLike[str], rank: int) -> None:
             unfinished.replace(file)
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+def remove_faults(folder: str | os.PathLike[str], first: int = 0, end: int | None = None) -> None:
+    """Remove the files of an earlier run that failed: those in the folder are of the run that was started last.
+
+    Args:
+        folder: where they lie.
+        first: the first rank whose file goes.
+        end: the rank after the last one; None for all that follow.
+    """
+    for file in Path(folder).glob("fault-rank*"):
+        found = re.fullmatch(r"fault-rank(\d+)\.(txt|unfinished)", file.name)
+        if found is not None and first <= int(found[1]) < (math.inf if end is None else end):
+            with suppress(OSError):  # of another user, say: the run itself needs none of them
+                file.unlink()
 
 
 def _gist(text: str) -> str:

@@ -264,6 +264,14 @@ def test_a_single_rank_at_a_breakpoint_is_not_ended():
     assert (result.code, result.err) == (0, "")
 
 
+def test_a_start_removes_the_faults_of_the_run_before_but_not_those_of_other_ranks_of_its_own(tmp_path):
+    for rank in range(4):
+        say_fault("Rank 3 failed.", tmp_path, rank)
+    (tmp_path / "fault-ranks.txt").touch()
+    with HealthMonitor().starting(tmp_path, 0, 2, HANG):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["fault-rank1.txt", "fault-ranks.txt"]
+
+
 def child_of(rank, ranks):
     die_with_parent()
     mark("child")
