@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import lightning as L
 import torch
@@ -29,6 +29,7 @@ from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing_check import Coupling, refuse_unknown_couplings
+from flowtrain_lightning.packing.setting_values import check_setting
 from flowtrain_lightning.parallel.deepspeed_partition import held_state, showing_shapes
 from flowtrain_lightning.parallel.groups import collective_backend
 from flowtrain_lightning.parallel.halves import without_absent_halves
@@ -43,7 +44,6 @@ from flowtrain_lightning.placement.choose_allocation import (
 from flowtrain_lightning.placement.measuring_process import measure_if_asked
 from flowtrain_lightning.placement.request import make_request
 from flowtrain_lightning.placement.run_costs import rank_shard
-from flowtrain_lightning.pool import NetworkChoice, TierChoice
 from flowtrain_lightning.runtime.health import LAUNCHER, process_health
 from flowtrain_lightning.runtime.job import Job, collective_timeout
 from flowtrain_lightning.runtime.pool_capacity import PoolSettings
@@ -63,6 +63,8 @@ from flowtrain_lightning.trainer.refusals import (
     refuse_unmet_nodes,
     refuse_unsupported,
 )
+
+_MOST_SECONDS = 365 * 86400.0
 
 
 class FlowTrainStrategy(ParallelStrategy):
@@ -122,21 +124,22 @@ class FlowTrainStrategy(ParallelStrategy):
     ) -> None:
         refuse_other_systems()
         super().__init__()
-        pool = pool or PoolSettings()
-        if ranks_per_device < 1:
-            raise ValueError(f"ranks_per_device is {ranks_per_device}; at least 1 process must use each device.")
-        if encoder_activations < 0:
-            raise ValueError(f"encoder_activations is {encoder_activations}; it counts batches, from 0.")
-        if pool.tier not in get_args(TierChoice):
-            raise ValueError(f"The pool's tier is {pool.tier!r}; it is 'auto', 'host' or 'device'.")
-        if pool.network not in get_args(NetworkChoice):
-            raise ValueError(f"The pool's network is {pool.network!r}; it is 'auto' or 'nixl'.")
+        owner = type(self).__name__
+        check_setting(owner, "encoder_ranks", encoder_ranks, int | None, least=1)
+        check_setting(owner, "ranks_per_device", ranks_per_device, int, least=1)
+        check_setting(owner, "encoder_activations", encoder_activations, int, least=0)
+        check_setting(owner, "pool", pool, PoolSettings | None)
+        check_setting(owner, "background_saving", background_saving, bool)
+        for name, seconds in (("hang_timeout", hang_timeout), ("timeout", timeout)):
+            check_setting(owner, name, seconds, float, above=0)
+            if seconds > _MOST_SECONDS:
+                raise ValueError(f"{owner} got {name}={seconds}; give at most {_MOST_SECONDS:.0f} seconds, a year.")
         self.num_nodes = 1
         self.ranks_per_device = ranks_per_device
         self.encoder_activations = encoder_activations
-        self.pool = pool
         refuse_unknown_couplings(couples)
         self.couples = tuple(couples)
+        self.pool = pool or PoolSettings()
         self.background_saving = background_saving
         self.hang_timeout = hang_timeout
         self.timeout = timedelta(seconds=timeout)

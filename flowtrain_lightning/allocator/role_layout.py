@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from flowtrain_lightning.packing.setting_values import check_settings
+
 ENCODER = "encoder"
 """The role that turns media into features."""
 
@@ -179,6 +181,9 @@ class RoleLayout:
         context: ranks that share every sequence, see `Layout`.
         offload: what lies in host memory; weights only where they are sharded by FSDP2, the optimizer's states alone
             only with DeepSpeed.
+
+    Raises:
+        AllocationError: one of them is impossible.
     """
 
     shard: Sharding = "replicate"
@@ -187,6 +192,9 @@ class RoleLayout:
     tensor: int = 1
     context: int = 1
     offload: Offload = "none"
+
+    def __post_init__(self) -> None:
+        check_settings(self, least=dict.fromkeys(("replicas", "tensor", "context"), 1), error=AllocationError)
 
     def over(self, ranks: int) -> Layout:
         """The layout of so many ranks.

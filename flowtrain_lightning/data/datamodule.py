@@ -41,6 +41,7 @@ from flowtrain_lightning.data.token_stream import TokenSteps, TokenStream, strea
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing.compiled import announce_compilation
+from flowtrain_lightning.packing.setting_values import check_setting
 
 # Without a validation file there is no loader, on purpose, so this advice would mislead.
 warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
@@ -112,6 +113,18 @@ class FlowDataModule(L.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
+        owner = type(self).__name__
+        for name, count, least in (
+            ("token_budget", token_budget, 1),
+            ("global_batch_size", global_batch_size, 1),
+            ("num_workers", num_workers, 0),
+        ):
+            check_setting(owner, name, count, int, least)
+        check_setting(owner, "seed", seed, int | None, least=0)
+        check_setting(owner, "shuffle", shuffle, bool)
+        check_setting(owner, "token_steps", token_steps, TokenSteps | None)
+        check_setting(owner, "packing", packing, PackingConfig | None)
+        check_setting(owner, "index", index, IndexConfig | None)
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self.files = {stage: mixture_of(stage, data) for stage, data in given.items() if data is not None}
         self.token_budget = token_budget

@@ -15,6 +15,7 @@ from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.image_files import ImageError, decode, flatten
 from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.data.media_files import MediaFile
+from flowtrain_lightning.packing.setting_values import check_settings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -55,6 +56,8 @@ class ImageProcessor:
     fixed_size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        counts = ("patch_size", "merge_size", "min_pixels", "max_pixels", "channels", "fixed_size")
+        check_settings(self, least=dict.fromkeys(counts, 1), above={"std": 0})
         if self.channels not in (1, 3):
             raise ValueError(f"ImageProcessor got channels={self.channels}; give 1 (grey) or 3 (colour).")
         if len(self.mean) != self.channels or len(self.std) != self.channels:

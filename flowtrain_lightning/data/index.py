@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
@@ -23,6 +23,7 @@ from flowtrain_lightning.data.measurers import Measurer, measure_store, this_pro
 from flowtrain_lightning.data.measuring import Measure, Unreadable, measured_media
 from flowtrain_lightning.data.sources.record_store import RecordStore, locations_of
 from flowtrain_lightning.packing import IntArray, SampleSizes
+from flowtrain_lightning.packing.setting_values import check_settings
 
 TooLong = Literal["error", "drop", "truncate"]
 
@@ -48,12 +49,7 @@ class IndexConfig:
     cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
-        for name, given, known in (
-            ("too_long", self.too_long, get_args(TooLong)),
-            ("unreadable", self.unreadable, get_args(Unreadable)),
-        ):
-            if given not in known:
-                raise ValueError(f"{name} is {given!r}; give one of {', '.join(map(repr, known))}.")
+        check_settings(self)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from typing import Any
 
 from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.packing import DEFAULT_COST, SYNC_EVERY, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
+from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
 from flowtrain_lightning.packing.microbatches import arrange, as_microbatches
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep
+from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.packing.step_plan import Microbatches
 from flowtrain_lightning.packing.step_planner import plan_step
 
@@ -39,8 +40,7 @@ class PackingConfig:
     pad_to_budget: bool = False
 
     def __post_init__(self) -> None:
-        if self.sync_every not in (None, *SYNC_EVERY):
-            raise ValueError(f"sync_every is {self.sync_every!r}; give one of {', '.join(map(repr, SYNC_EVERY))}.")
+        check_settings(self)
         for name, given in (("cost", self.cost), ("encoder_cost", self.encoder_cost)):
             if given is not None and self.profile is not None:
                 raise ValueError(

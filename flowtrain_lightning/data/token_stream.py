@@ -23,6 +23,7 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.sampler import Sampling, epoch_order
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState, StreamStep
+from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.packing.stream_packer import StreamPacker
 
 _MEASURED_STEPS = 16
@@ -50,13 +51,7 @@ class TokenSteps:
     max_delay: int = 8
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("microbatches", self.microbatches, 1),
-            ("balance_group", self.balance_group, 1),
-            ("max_delay", self.max_delay, 0),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}.")
+        check_settings(self, least={"microbatches": 1, "balance_group": 1, "max_delay": 0})
 
 
 class TokenStream:

@@ -19,6 +19,7 @@ from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.data.media_files import VideoFile
 from flowtrain_lightning.data.video_files import VideoError, VideoHeader, decode_frames, read_video_header
 from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.packing.setting_values import check_settings
 
 _FEWEST_PIXELS_MORE = 1.05
 """A frame's share of all pixels is never below this many times ``min_pixels``, by Qwen's rule."""
@@ -80,8 +81,9 @@ class VideoProcessor:
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
 
     def __post_init__(self) -> None:
-        if not self.fps > 0:
-            raise ValueError(f"{type(self).__name__} got fps={self.fps}; give how many frames a second are taken.")
+        counts = ("patch_size", "merge_size", "temporal_patch_size", "min_frames", "max_frames", "min_pixels")
+        least = dict.fromkeys((*counts, "max_pixels", "total_pixels"), 1)
+        check_settings(self, least=least, above={"fps": 0, "std": 0})
         if not self.temporal_patch_size <= self.min_frames <= self.max_frames:
             raise ValueError(
                 f"{type(self).__name__} got min_frames={self.min_frames} and max_frames={self.max_frames}; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,10 @@ class CostModel:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not (is_number and math.isfinite(value) and value >= 0):
                 raise ValueError(
-                    f"The {field.name} coefficient of a cost model is {value}; it must be a finite number >= 0."
+                    f"The {field.name} coefficient of a cost model is {value!r}; it must be a finite number >= 0."
                 )
 
     def of_each(self, lengths: IntArray) -> FloatArray:

@@ -12,6 +12,7 @@ from torch import nn
 from flowtrain_lightning.allocator import encoder_of
 from flowtrain_lightning.compute.compute import Compute, FeatureSpec
 from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.pool import (
     DeviceTier,
@@ -45,11 +46,17 @@ class PoolSettings:
         tier: where features and gradients of GPUs lie: ``"auto"`` in GPU memory between ranks that prove at start that
             they can read it there, ``"host"`` in host memory, ``"device"`` as ``"auto"`` or not at all.
         network: how they pass between hosts: ``"auto"`` over TCP, ``"nixl"`` as that package finds (extra `nixl`).
+
+    Raises:
+        ValueError: one of them is impossible.
     """
 
     bytes: int | None = None
     tier: TierChoice = "auto"
     network: NetworkChoice = "auto"
+
+    def __post_init__(self) -> None:
+        check_settings(self, least={"bytes": 1})
 
 
 class PoolCapacity:

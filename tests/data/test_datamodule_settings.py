@@ -16,14 +16,14 @@ from tests.data.support import IMAGES, TEMPLATE, Letters, Recorder, data_module,
 @pytest.mark.parametrize(
     ("section", "change", "words"),
     [
-        (TokenSteps, {"microbatches": 0}, "microbatches is 0; it must be at least 1"),
-        (TokenSteps, {"microbatches": 2, "balance_group": 0}, "balance_group is 0"),
-        (TokenSteps, {"microbatches": 2, "max_delay": -1}, "max_delay is -1; it must be at least 0"),
-        (PackingConfig, {"sync_every": "pipeline"}, "sync_every is 'pipeline'; give one of 'microbatch', 'step'"),
+        (TokenSteps, {"microbatches": 0}, "microbatches=0; give a whole number of at least 1"),
+        (TokenSteps, {"microbatches": 2, "balance_group": 0}, "balance_group=0"),
+        (TokenSteps, {"microbatches": 2, "max_delay": -1}, "max_delay=-1; give a whole number of at least 0"),
+        (PackingConfig, {"sync_every": "pipeline"}, "sync_every='pipeline'; give 'step' or 'microbatch' or None"),
         (PackingConfig, {"profile": "p.json", "cost": CostModel(1.0, 0.0, 0.0)}, "cost models, but cost was given as"),
         (PackingConfig, {"profile": "p.json", "encoder_cost": CostModel(1.0, 0.0, 0.0)}, "but encoder_cost was given"),
-        (IndexConfig, {"too_long": "cut"}, "too_long is 'cut'; give one of 'error', 'drop', 'truncate'"),
-        (IndexConfig, {"unreadable": "skip"}, "unreadable is 'skip'; give one of 'error', 'drop'"),
+        (IndexConfig, {"too_long": "cut"}, "too_long='cut'; give 'error', 'drop' or 'truncate'"),
+        (IndexConfig, {"unreadable": "skip"}, "unreadable='skip'; give 'error' or 'drop'"),
     ],
 )
 def test_a_section_refuses_values_that_mean_nothing(section, change, words):
