@@ -96,7 +96,8 @@ class FlowTrainStrategy(ParallelStrategy):
             layout.
         background_saving: checkpoints are copied to host memory and written while training goes on. A checkpoint takes
             its name when it is whole, which is before the next one is saved, or ``fit`` ends.
-        hang_timeout: seconds without any progress of any rank after which all ranks end with an error.
+        hang_timeout: seconds without any progress of any rank after which all ranks end with an error, and for which a
+            process may be stopped while ranks start. A single rank ends, too, unless it stands in a debugger.
         timeout: seconds without any progress of any rank before all have begun their first step, after which all ranks
             end with an error: preparing data and building the model may take longer than a step.
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from flowtrain_lightning.checkpoint.files import take_name, temporary_name, write_file
@@ -36,12 +37,14 @@ def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool
 def plain_file(source: str | Path, weights_only: bool | None = None) -> Iterator[Path]:
     """Inside, a plain ``.ckpt`` file with what ``load_from_checkpoint`` needs of a checkpoint directory.
 
-    The file lies in the system's temporary folder (``TMPDIR``) and is about as large as the weights.
+    The file lies in the system's temporary folder (``TMPDIR``) and is about as large as the weights. It has no name
+    there, so that nothing stays when the process is killed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plain.ckpt"
-        write_file(read_checkpoint(Path(source), weights_only=weights_only, optimizers=False), path)
-        yield path
+    checkpoint = read_checkpoint(Path(source), weights_only=weights_only, optimizers=False)
+    with tempfile.TemporaryFile() as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        yield Path(f"/proc/self/fd/{file.fileno()}")
 
 
 class FlowCheckpointIO(TorchCheckpointIO):

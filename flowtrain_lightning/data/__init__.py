@@ -4,8 +4,8 @@ Begin with `datamodule.py` (from settings to loaders) and `batch.py` (what ranks
 records lie, `formats.py` and `given_tokens.py` what one means; `conversation.py`, `tokenization.py` and
 `sample_tokens.py` make tokens of it, `image_files.py` and `image_processor.py`, `video_files.py` and
 `video_processor.py` patches; `measuring.py` and `index.py` know sizes; `sampler.py` and `token_stream.py` say which
-samples are in a step; `step_packing.py` and `dataset.py` plan and load one
-rank's shard of it; `dataloader.py` gives it out, with `workers.py` where other processes load.
+samples are in a step; `step_packing.py` and `dataset.py` plan and load one rank's shard of it; `dataloader.py` gives it
+out, with `workers.py` and `worker_channels.py` where other processes load.
 """
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL, Clip, Features, PackedBatch, PackedMedia, RankShard, StepBatch

@@ -20,7 +20,7 @@ from flowtrain_lightning.data.batch import PackedMedia, StepBatch
 from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.sampler import StepSampler
 from flowtrain_lightning.data.step_packing import CostChange
-from flowtrain_lightning.data.workers import SharedMemoryBatch, end_with_starter, fork_lock
+from flowtrain_lightning.data.workers import SharedMemoryBatch, WorkerStart, fork_lock
 
 _PREFETCHED = 2
 """Steps that each worker plans and loads ahead."""
@@ -227,7 +227,7 @@ class StepLoader:
             pin_memory=self._pin_memory,
             prefetch_factor=_PREFETCHED if self._num_workers else None,
             persistent_workers=self._num_workers > 0,
-            worker_init_fn=end_with_starter,
+            worker_init_fn=WorkerStart(self._num_workers),
             # A generator of its own: the loader must not draw from the stream that the model's dropout reads.
             generator=torch.Generator(),
         )

@@ -12,12 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowtrain_lightning.data.batch import StepBatch
+from flowtrain_lightning.data.worker_channels import WorkerChannel, channel
 
 _ALIGNMENT = 64
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
@@ -118,8 +120,45 @@ fork_lock = ForkLock()
 """The lock of this process."""
 
 
-def end_with_starter(_: int) -> None:
-    """Let this worker end when the thread that started it does; a ``worker_init_fn``.
+_own_channel: WorkerChannel | None = None
+"""In a worker: what it sends its steps through."""
+
+
+class WorkerStart:
+    """What each worker of a loader does first; a ``worker_init_fn``.
+
+    Args:
+        workers: how many there are.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._channels = [WorkerChannel() for _ in range(workers)]
+
+    def __call__(self, worker: int) -> None:
+        """Called in the process of the worker of this number."""
+        global _own_channel
+        _own_channel = self._channels[worker]
+        end_with_starter()
+
+
+def _reduce(batch: SharedMemoryBatch) -> Any:
+    """How a batch is pickled for another process: a worker sends its block through the channel."""
+    if _own_channel is None or not batch.block.numel():
+        return batch.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    sent = (_own_channel.number, _own_channel.send(batch.block), batch.block.numel())
+    return _receive, (sent, batch.body, batch.layout, batch.stream)
+
+
+def _receive(sent: tuple[int, int, int], body: bytes, layout: Any, stream: dict[str, Any] | None) -> SharedMemoryBatch:
+    number, token, nbytes = sent
+    return SharedMemoryBatch(body, channel(number).receive(token, nbytes), layout, stream)
+
+
+ForkingPickler.register(SharedMemoryBatch, _reduce)
+
+
+def end_with_starter() -> None:
+    """Let this worker end when the thread that started it does.
 
     PyTorch's workers notice a dead parent after seconds, and not while they load; the kernel tells them at once. It
     counts the thread that started them as their parent: for a Trainer, the one that runs its loop.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from fractions import Fraction
 
 import pytest
 import torch
 
 from flowtrain_lightning import FlowCheckpointIO
-from flowtrain_lightning.checkpoint import export, read_checkpoint
+from flowtrain_lightning.checkpoint import export, plain_file, read_checkpoint
 from flowtrain_lightning.cli import main
 from tests.checkpoint.conftest import saved_alone, seen_by
 from tests.checkpoint.test_resume import same
@@ -33,6 +34,13 @@ def test_load_from_checkpoint_gives_the_whole_module_with_its_hyperparameters(st
     assert same(dict(module.state_dict()), weights)
     assert module.hparams["optimizer"] == "sgd"
     assert module.hparams["lr"] == 1e-2
+
+
+def test_what_load_from_checkpoint_reads_has_no_name_that_a_killed_process_could_leave(straight, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with plain_file(straight / "ended.ckpt") as path:
+        assert torch.load(path, weights_only=False)["state_dict"]
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_load_from_checkpoint_takes_arguments_in_their_place(straight, weights):

@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -15,6 +16,7 @@ import torch
 
 from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.dataset import StepDataset
+from flowtrain_lightning.data.worker_channels import WorkerChannel
 from flowtrain_lightning.data.workers import SharedMemoryBatch
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.packing.step_planner import plan_step
@@ -96,6 +98,28 @@ def test_workers_stay_for_the_next_epoch_and_end_with_the_loader(loader_of):
     loader.close()
     assert not (children() - before) & first
     assert len(read(loader)) == 5
+
+
+def test_killed_workers_leave_no_file_and_their_steps_can_still_be_read(loader_of, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    before = children()
+    loader = loader_of(num_workers=2)
+    steps = iter(loader)
+    step = next(steps)
+    sums = [int(packed.tokens.sum()) for packed in step.microbatches]
+    for worker in children() - before:
+        os.kill(worker, signal.SIGKILL)
+    loader.close()
+    assert [int(packed.tokens.sum()) for packed in step.microbatches] == sums
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_channel_skips_blocks_that_nobody_asked_for():
+    channel = WorkerChannel()
+    tokens = [channel.send(torch.full((8,), value, dtype=torch.uint8)) for value in (1, 2, 3)]
+    assert channel.receive(tokens[2], 8).tolist() == [3] * 8
 
 
 def test_workers_die_with_their_parent(tmp_path):

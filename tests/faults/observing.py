@@ -190,12 +190,8 @@ def _orphans_adopted() -> Iterator[None]:
 
 
 def _temporary_files(folder: Path) -> list[str]:
-    """What the job left in its folder of temporary files.
-
-    Two that are not ours do not count: that of torchrun's logs, which it leaves there, and the empty one that Python's
-    multiprocessing makes for workers and leaves there when they are killed.
-    """
-    return [str(path) for path in folder.iterdir() if not path.name.startswith(("torchelastic_", "pymp-"))]
+    """What the job left in its folder of temporary files, but for that of torchrun's logs, which it leaves there."""
+    return [str(path) for path in folder.iterdir() if not path.name.startswith("torchelastic_")]
 
 
 def _listeners(port: int) -> list[str]:
