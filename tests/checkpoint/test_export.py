@@ -36,7 +36,7 @@ def test_load_from_checkpoint_gives_the_whole_module_with_its_hyperparameters(st
     assert module.hparams["lr"] == 1e-2
 
 
-def test_what_load_from_checkpoint_reads_has_no_name_that_a_killed_process_could_leave(straight, tmp_path, monkeypatch):
+def test_load_from_checkpoint_leaves_no_file_even_where_it_is_killed(straight, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with plain_file(straight / "ended.ckpt") as path:
         assert torch.load(path, weights_only=False)["state_dict"]

@@ -264,7 +264,7 @@ def test_a_single_rank_at_a_breakpoint_is_not_ended():
     assert (result.code, result.err) == (0, "")
 
 
-def test_a_start_removes_the_faults_of_the_run_before_but_not_those_of_other_ranks_of_its_own(tmp_path):
+def test_a_start_removes_fault_files_of_the_run_before_but_none_of_its_own(tmp_path):
     for rank in range(4):
         say_fault("Rank 3 failed.", tmp_path, rank)
     (tmp_path / "fault-ranks.txt").touch()
