@@ -54,8 +54,8 @@ def main_stack() -> str:
 def loading_stack() -> str:
     """The same of the thread that loads for the main thread; empty where none does."""
     frames = sys._current_frames()
-    loading = (thread.ident for thread in threading.enumerate() if thread.name.startswith(LOADING_THREAD))
-    found = (frames[ident] for ident in loading if ident in frames)
+    loading = [thread.ident for thread in threading.enumerate() if thread.name.startswith(LOADING_THREAD)]
+    found = [frames[ident] for ident in loading if ident is not None and ident in frames]
     return "".join(line for frame in found for line in traceback.format_stack(frame))
 
 

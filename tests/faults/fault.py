@@ -102,6 +102,7 @@ class Fault:
             ctypes.PyDLL(None).sleep(600)  # as an extension in C does that never releases the interpreter's lock
         elif self.kind in ("kill worker", "stop worker"):
             for worker in multiprocessing.active_children():
+                assert worker.pid is not None
                 os.kill(worker.pid, signal.SIGKILL if self.kind == "kill worker" else signal.SIGSTOP)
         elif self.kind == "stop starter":
             os.kill(os.getppid(), signal.SIGSTOP)
