@@ -6,7 +6,7 @@ import io
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.formats import Record, parse
@@ -15,6 +15,7 @@ from flowtrain_lightning.data.record_turns import MARKERS
 from flowtrain_lightning.data.sources.data_file import DataFile
 from flowtrain_lightning.data.sources.json_file import decoded_json
 from flowtrain_lightning.data.sources.record_store import Location
+from flowtrain_lightning.data.sources.tar_members import BLOCK, members_of, members_within
 from flowtrain_lightning.packing import IntArray
 
 _ENDINGS = {
@@ -22,7 +23,6 @@ _ENDINGS = {
     "video": ("asf", "avi", "flv", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "ogv", "webm", "wmv"),
 }
 _WORDS = ("json", "txt")
-_BLOCK = 512
 
 
 class TarShard(DataFile):
@@ -44,14 +44,18 @@ class TarShard(DataFile):
         Raises:
             DataError: it is no tar file, or a compressed or damaged one.
         """
+        files = _RecordFiles(self.path)
         with self.open() as file:
             key, start, end = "", 0, 0
-            for member in _members(file, self.path):
-                if _key(member) != key:
+            for member in members_of(file, self.path):
+                if _key_of(member.name) != key:
                     if end > start:
                         yield start, end - start
-                    key, start = _key(member), member.offset
-                end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
+                    key, start = _key_of(member.name), member.offset
+                    files.begin(key)
+                files.add(member.name)
+                end = member.offset_data + -(-member.size // BLOCK) * BLOCK
+            files.end()
             if end > start:
                 yield start, end - start
 
@@ -68,7 +72,7 @@ class TarShard(DataFile):
         found = []
         for number, (offset, length) in enumerate(locations.tolist(), first):
             content = io.BytesIO(self.read(offset, length))
-            members = {member.name: _content(content, member) for member in _members(content, self.path)}
+            members = {member.name: _content(content, member) for member in members_within(content, self.path, length)}
             found.append(self._record(number, members))
         return found
 
@@ -105,10 +109,61 @@ class TarShard(DataFile):
             text = content.decode()
         except UnicodeDecodeError as error:
             raise DataError(f"{where}: its text is not valid UTF-8 ({error}).") from error
+        if "\0" in text:
+            raise DataError(f"{where}: its text holds bytes of zero, so it is damaged; copy or write the shard anew.")
         asked = {"role": "user", "content": "".join(MARKERS[kind] * len(names[kind]) for kind in MARKERS)}
         if not asked["content"]:
             return {"text": text}
         return {"messages": [asked, {"role": "assistant", "content": text}]}
+
+
+class _RecordFiles:
+    """The files of each record of a shard, by their endings. Refuses a record that would lose some of them.
+
+    Args:
+        path: of the shard, for messages.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._key = ""
+        self._endings: set[str] = set()
+        self._known: dict[str, frozenset[str]] = {}
+        self._kinds: dict[frozenset[str], frozenset[str]] = {}  # most records have the same: each is kept once
+
+    def begin(self, key: str) -> None:
+        """Another record begins."""
+        self.end()
+        self._key, self._endings = key, set()
+
+    def add(self, name: str) -> None:
+        """The record has this file."""
+        ending = _ending(name)
+        if ending in self._endings:
+            raise DataError(
+                f"{self._path}: its record {self._key!r:.200} has two files that end with '.{ending}', of which one "
+                "would be dropped. Give every record a name of its own, and every file of a record an ending of its "
+                "own, such as '.0.png' and '.1.png'."
+            )
+        self._endings.add(ending)
+
+    def end(self) -> None:
+        """The record has no more files."""
+        found = frozenset(self._endings)
+        before = self._known.get(self._key)
+        # Shards that were joined may have two whole records of one name; two parts of one have no ending in common.
+        if before is not None and not found & before:
+            raise DataError(
+                f"{self._path}: the files of its record {self._key!r:.200} do not follow each other: "
+                f"{_told(found)} and {_told(before)} stand apart. Write the files of a record one after another (tar "
+                "--sort=name)."
+            )
+        if found:
+            self._known[self._key] = self._kinds.setdefault(found, found)
+
+
+def _told(endings: frozenset[str]) -> str:
+    return ", ".join(f".{ending}" for ending in sorted(endings))
 
 
 def _in_order(fields: dict[str, Any], kind: str, names: list[str]) -> dict[str, Any]:
@@ -130,27 +185,8 @@ def _names_one(parts: list[Any], kind: str) -> bool:
     )
 
 
-def _members(file: BinaryIO, path: Path) -> Iterator[tarfile.TarInfo]:
-    """The files of a tar file in order, but for hidden ones, as WebDataset has it: macOS puts such beside others."""
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                if member.isfile() and not member.name.rpartition("/")[2].startswith("."):
-                    yield member
-    except (tarfile.TarError, OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(
-            f"{path}: it is no tar file that can be read at any place ({error}); unpack a compressed one first."
-        ) from error
-
-
 def _content(file: io.BytesIO, member: tarfile.TarInfo) -> bytes:
     return file.getvalue()[member.offset_data : member.offset_data + member.size]
-
-
-def _key(member: tarfile.TarInfo) -> str:
-    return _key_of(member.name)
 
 
 def _key_of(name: str) -> str:

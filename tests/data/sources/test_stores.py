@@ -193,9 +193,8 @@ def test_hidden_files_of_a_shard_are_no_part_of_it(tmp_path):
     assert [record.written for record in store.records(0, locations_of(store))] == ["first", "second"]
 
 
-@pytest.mark.parametrize("names", [("0.jpg", "1.jpg", "0.txt", "1.txt"), ("a.v1.jpg", "a.v1.txt")])
-def test_how_a_shard_tells_its_records_apart_is_said_where_none_is_whole(tmp_path, names):
-    store = TarShard(write_tar(tmp_path / "d.tar", dict.fromkeys(names, b"")))
+def test_how_a_shard_tells_its_records_apart_is_said_where_none_is_whole(tmp_path):
+    store = TarShard(write_tar(tmp_path / "d.tar", dict.fromkeys(("a.v1.jpg", "a.v1.txt"), b"")))
     with pytest.raises(DataError, match=r"neither \.json nor \.txt, only .*\. The files of a record follow each other"):
         store.records(0, locations_of(store))
 
