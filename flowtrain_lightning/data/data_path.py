@@ -1,11 +1,18 @@
-"""Where data lie: a local path, or an address behind ``fsspec``."""
+"""Where data lie: a local path, or an address behind ``fsspec``; and which addresses a record may name."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.data.data_error import DataError
+
+PROTOCOLS = frozenset({"file", "local", "gs", "gcs", "hf", "s3", "s3a"})
+"""Kinds of addresses that a record may name: local files, and stores that only its user's own access opens. Others make
+the machine that reads ask whom the record names (http, ftp), or open archives and lists of addresses (zip, reference).
+"""
 
 
 def data_path(given: str | Path) -> Path:
@@ -34,3 +41,46 @@ def data_path(given: str | Path) -> Path:
 def is_local(path: Path) -> bool:
     """Whether the operating system can open it."""
     return isinstance(path, Path)
+
+
+def protocols_of(address: str) -> list[str]:
+    """The kinds of an address, several where ``fsspec`` chains them: ``["zip", "s3"]`` of ``zip://a.png::s3://b/c.zip``.
+
+    Kinds are written in small letters, in any way else as they stand, so that what is no kind is not taken for one.
+    """
+    return [part.partition("://")[0].lower() for part in address.split("::")]
+
+
+def named_protocols(given: Iterable[str]) -> frozenset[str]:
+    """Kinds of addresses that a user allows records to name, beside `PROTOCOLS`.
+
+    Raises:
+        DataError: one is unknown to ``fsspec``, or needs a library that is not installed.
+    """
+    if isinstance(given, str):
+        raise DataError(f"protocols is {given!r}; give a list of kinds of addresses, such as [{given!r}].")
+    found = frozenset(each.lower().removesuffix("://") for each in given)
+    for protocol in sorted(found):
+        check_readable(protocol)
+    return found
+
+
+@cache
+def check_readable(protocol: str) -> None:
+    """Ask for the library of a kind of addresses.
+
+    Raises:
+        DataError: it is not installed, or there is none.
+    """
+    try:
+        import fsspec
+        import upath  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            f"addresses of the kind {protocol!r} need universal-pathlib and fsspec; install them with: "
+            "pip install 'flowtrain-lightning[data]'"
+        ) from error
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        raise DataError(f"addresses of the kind {protocol!r} cannot be read: {error}") from error

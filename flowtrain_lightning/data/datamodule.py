@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.data.conversation import ChatTemplate, Template
 from flowtrain_lightning.data.data_error import DataError
+from flowtrain_lightning.data.data_path import named_protocols
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.dataset import Augment, SampleLoader, StepDataset
 from flowtrain_lightning.data.fingerprint import fingerprint
@@ -89,6 +90,8 @@ class FlowDataModule(L.LightningDataModule):
         augment: changes training images, not videos: ``augment(image, generator)`` gets a Pillow image and a NumPy
             generator seeded from seed, epoch, sample and the image's number in it, and returns a Pillow image.
         num_workers: processes that load, for each loader.
+        protocols: kinds of addresses that records may name images and videos by, beside files, ``gs``, ``hf`` and
+            ``s3``: ``["az"]``, as ``fsspec`` calls them.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class FlowDataModule(L.LightningDataModule):
         index: IndexConfig | None = None,
         augment: Augment | None = None,
         num_workers: int = 0,
+        protocols: Sequence[str] = (),
     ) -> None:
         super().__init__()
         owner = type(self).__name__
@@ -139,6 +143,7 @@ class FlowDataModule(L.LightningDataModule):
         self.index = index or IndexConfig()
         self.augment = augment
         self.num_workers = num_workers
+        self.protocols = named_protocols(protocols)
         self._seed = seed
         self._tokenizer = tokenizer
         self._sources: dict[str, JoinedSources | StreamSource] = {}
@@ -218,14 +223,18 @@ class FlowDataModule(L.LightningDataModule):
             measurer: does the work.
 
         Returns:
-            A sentence for each store of records: how many are used, and why the others are not.
+            A sentence for each store of records: how many are used, and why the others are not; and one for each stage:
+            how many steps an epoch has, and how many samples are in none of them.
         """
         return [summary for stage in self.files for summary in self._summaries(stage, measurer)]
 
     def _summaries(self, stage: str, measurer: Measurer = this_process) -> list[str]:
         opened = self._open(stage, measurer)
-        sources = opened.sources if isinstance(opened, JoinedSources) else ()
-        return [source.summary for source in sources if isinstance(source, IndexedSource)]
+        if isinstance(opened, StreamSource):
+            return []  # how many there are is told at its end
+        steps = self._sampling(stage, opened, RankShard.plain(0, 1))
+        told = [source.summary for source in opened.sources if isinstance(source, IndexedSource)]
+        return [*told, f"{stage}: {steps.summary}"]
 
     def setup(self, stage: str | None = None) -> None:
         """Open the indexes of a stage; every rank does.
@@ -239,7 +248,7 @@ class FlowDataModule(L.LightningDataModule):
             settings = self.settings
             _refuse_unlike_ranks(self.trainer.global_rank, settings, self.trainer.strategy.broadcast(settings))
         for name in self._wanted(stage):
-            self._sources[name] = self._open(name)
+            self._sources[name] = self._open(name, media_compared=self.trainer is not None)
 
     def train_dataloader(self) -> StepLoader:
         """Steps of training."""
@@ -313,15 +322,19 @@ class FlowDataModule(L.LightningDataModule):
         names = ("token_budget", "global_batch_size", "seed", "shuffle", "images", "videos", "template")
         index = replace(self.index, cache_dir=None)  # which every node may have elsewhere
         settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing")}
-        settings |= {"index": index, "tokenizer": self.tokenizer.fingerprint}
+        settings |= {"index": index, "tokenizer": self.tokenizer.fingerprint, "protocols": sorted(self.protocols)}
         if "train" in self.files:
             settings |= {"weights": self.files["train"].weights, "temperature": self.files["train"].temperature}
         return {name: repr(value) for name, value in settings.items()}
 
-    def _open(self, stage: str, measurer: Measurer = this_process) -> JoinedSources | StreamSource:
+    def _open(
+        self, stage: str, measurer: Measurer = this_process, *, media_compared: bool = False
+    ) -> JoinedSources | StreamSource:
         """The samples of all stores of a stage; measures those that no cache knows."""
         prompts = stage == "predict"
-        measure = Measure(self.tokenizer, self.template, self.images, self.index.unreadable, prompts, self.videos)
+        measure = Measure(
+            self.tokenizer, self.template, self.images, self.index.unreadable, prompts, self.videos, self.protocols
+        )
         sources = [each.load() if isinstance(each, HubDataset) else each for each in self.files[stage].sources]
         if any(is_stream(each) for each in sources):
             return self._open_stream(stage, sources, measure)
@@ -329,7 +342,8 @@ class FlowDataModule(L.LightningDataModule):
             [source]
             if isinstance(source, SampleSource)
             else [
-                IndexedSource(store, measure, self.token_budget, self.index, measurer) for store in open_stores(source)
+                IndexedSource(store, measure, self.token_budget, self.index, measurer, media_compared=media_compared)
+                for store in open_stores(source)
             ]
             for source in sources
         ]

@@ -19,6 +19,7 @@ from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.loaded_media import LoadedMedia, OwnMedia
 from flowtrain_lightning.data.measuring import unusable
 from flowtrain_lightning.data.media_files import MediaError, VideoFile
+from flowtrain_lightning.data.media_status import refuse_rewritten
 from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.sample_source import SampleSource
@@ -96,7 +97,7 @@ class SampleLoader:
             epoch: the epoch, for augmentation.
 
         Raises:
-            DataError: the media item cannot be decoded, or has another size.
+            DataError: the media item cannot be decoded, or is another one than was measured.
         """
         item = record.media[number]
         try:
@@ -109,7 +110,9 @@ class SampleLoader:
                 augment = self._augmentation(sample, number, epoch)
                 loaded = self.images.load_pixels(item, augment, alone=len(record.media) == 1)
         except MediaError as error:
+            refuse_rewritten(item, number, record)
             raise unusable(item, record, error) from error
+        refuse_rewritten(item, number, record)
         if loaded.rows != rows:
             kind = loaded.modality if loaded.clip is None else "video"
             raise DataError(

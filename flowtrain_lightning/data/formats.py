@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowtrain_lightning.data.completion import COMPLETED, Completion
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.data.data_path import data_path
+from flowtrain_lightning.data.data_path import PROTOCOLS, check_readable, protocols_of
 from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.loaded_media import OwnMedia
-from flowtrain_lightning.data.media_files import EncodedMedia, MediaFile, VideoFile
+from flowtrain_lightning.data.media_files import EncodedMedia, MediaAddress, MediaFile, VideoFile
 from flowtrain_lightning.data.record_turns import ASSISTANT, MARKERS, Turn, conversation_of, is_reference, refuse_halves
 from flowtrain_lightning.data.understood import NotUnderstoodError, check_media, check_other_names, written_beside_turns
 
@@ -22,9 +21,6 @@ _A_FILE = {"image": "an image file", "video": "a video file"}
 
 _LONGEST_PATH = 4096
 """Characters that systems take."""
-
-_ON_THE_WEB = re.compile(r"(.*::)?https?://")
-"""Also behind another address, as fsspec chains them: ``simplecache::https://...``."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +37,8 @@ class Record:
         others: what the record holds beside its turns for the template to write: ``tools``, say.
         written: what is not a conversation: text alone, which is learned as it stands, a prompt and its completion,
             or token ids.
+        status: of each media item size and time of change of its file when it was measured, see `MediaStatus`; empty
+            before.
     """
 
     where: str
@@ -50,6 +48,7 @@ class Record:
     fields: dict[str, Any]
     others: Mapping[str, Any] = field(default_factory=dict)
     written: str | Completion | GivenTokens | None = None
+    status: tuple[tuple[int, int], ...] = ()
 
     @property
     def files(self) -> tuple[MediaFile | VideoFile, ...]:
@@ -228,19 +227,17 @@ def _file(item: Any, kind: str, where: str, file_of: Callable[[str], MediaFile])
             f"{where}: the {kind} {item[:40]!r}... has {len(item)} characters, more than a path can have. Write bytes "
             f"in base64 as 'data:{kind}/...;base64,' and what you have there."
         )
-    if _ON_THE_WEB.match(item):
-        raise DataError(
-            f"{where}: the {kind} {item[:60]!r} is no file. {kind.capitalize()}s are read from files; save it as one, "
-            "and name its path."
-        )
     return _at_address(item, kind, where) if "://" in item else file_of(item)
 
 
-def _at_address(item: str, kind: str, where: str) -> MediaFile:
-    try:
-        return data_path(item)
-    except DataError as error:
-        raise DataError(f"{where}: its {kind} {error}") from error
+def _at_address(item: str, kind: str, where: str) -> MediaAddress:
+    """An address; whether records may name such is asked when it is opened, so that a record can be left out for it."""
+    for protocol in PROTOCOLS.intersection(protocols_of(item)):
+        try:
+            check_readable(protocol)  # a library that is missing is no fault of the record
+        except DataError as error:
+            raise DataError(f"{where}: its {kind} {item[:60]!r} cannot be opened: {error}") from error
+    return MediaAddress(item)
 
 
 def _embedded(address: str, kind: str, where: str) -> bytes:

@@ -13,6 +13,7 @@ import numpy as np
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.measuring import Measure, MeasuredRecords, concatenated, measure_records
+from flowtrain_lightning.data.media_status import MediaStatus
 from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.packing import IntArray
 
@@ -55,6 +56,7 @@ def measure_store(
         np.concatenate([np.empty(0, bool), *(part.usable for part in found)]),
         concatenated([part.sizes for part in found]),
         sum(part.animated for part in found),
+        MediaStatus.joined([part.status for part in found]),
     )
 
 
@@ -73,7 +75,7 @@ def this_process(store: RecordStore, windows: Iterable[Window], measure: Measure
     """Measures here and now; see `Measurer`."""
     with ThreadPoolExecutor() as threads:
         for first, locations in windows:
-            yield measure_records(store.records(first, locations), measure, threads)
+            yield measure_records(store.records(first, locations), measure, threads, store.path.parent)
 
 
 def processes(count: int) -> Measurer:
@@ -106,7 +108,8 @@ class Worker(NamedTuple):
 
     def records(self, first: int, locations: IntArray) -> MeasuredRecords:
         """The sizes of a window of records."""
-        return measure_records(self.store.records(first, locations), self.measure, self.threads)
+        records = self.store.records(first, locations)
+        return measure_records(records, self.measure, self.threads, self.store.path.parent)
 
 
 _workers: list[Worker] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.image_files import decode, read_header
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.loaded_media import OwnMedia
-from flowtrain_lightning.data.media_files import MediaError, MediaFile, VideoFile
+from flowtrain_lightning.data.media_files import MediaAddress, MediaError, MediaFile, VideoFile
+from flowtrain_lightning.data.media_status import MediaStatus
 from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.video_files import decode_frames, read_video_header
@@ -27,7 +29,7 @@ from flowtrain_lightning.packing import IMAGE, IntArray, NameArray, SampleSizes
 
 Unreadable = Literal["error", "drop"]
 
-_FORMAT = 4
+_FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Measure:
             decodes each media item as it will be used, and marks such records.
         prompt: measure what ``predict`` reads.
         videos: which frames of a video are taken and how large they become; None: records may have no videos.
+        protocols: kinds of addresses that records may name beside those that any may, see `MediaAddress`.
     """
 
     tokenizer: Tokenizer
@@ -50,17 +53,36 @@ class Measure:
     unreadable: Unreadable
     prompt: bool
     videos: VideoProcessor | None = None
+    protocols: frozenset[str] = frozenset()
 
     @property
     def fingerprint(self) -> str:
         """Changes with anything that may change a size."""
         videos = None if self.videos is None else self.videos.fingerprint
         rule = [self.template.fingerprint, self.images.fingerprint, videos, self.unreadable, self.prompt]
-        return fingerprint([_FORMAT, self.tokenizer.fingerprint, rule])
+        return fingerprint([_FORMAT, self.tokenizer.fingerprint, rule, sorted(self.protocols)])
+
+    def reaching(self, record: Record) -> Record:
+        """The record with its addresses as far as they may be opened."""
+        if not self.protocols or not any(isinstance(_file_of(item), MediaAddress) for item in record.media):
+            return record
+        return replace(record, media=tuple(_reaching(item, self.protocols) for item in record.media))
 
     def sequence(self, record: Record, rows: IntArray) -> TokenSequence:
         """The tokens and labels of a record whose media have so many rows of features."""
         return token_sequence(record, self.template, self.tokenizer, rows, prompt=self.prompt, videos=self.videos)
+
+
+def _file_of(item: MediaFile | VideoFile | OwnMedia) -> MediaFile | OwnMedia:
+    return item.file if isinstance(item, VideoFile) else item
+
+
+def _reaching(item: MediaFile | VideoFile | OwnMedia, protocols: frozenset[str]) -> MediaFile | VideoFile | OwnMedia:
+    file = _file_of(item)
+    if not isinstance(file, MediaAddress):
+        return item
+    file = replace(file, named=protocols)
+    return VideoFile(file) if isinstance(item, VideoFile) else file
 
 
 class MeasuredMedia(NamedTuple):
@@ -71,12 +93,14 @@ class MeasuredMedia(NamedTuple):
         rows: ``[media items]`` rows of features of each.
         usable: all of them can be used; else they are left out here.
         animated: how many are animated images.
+        status: their files.
     """
 
     patches: IntArray
     rows: IntArray
     usable: bool
     animated: int
+    status: MediaStatus
 
 
 class _Size(NamedTuple):
@@ -94,30 +118,39 @@ class MeasuredRecords(NamedTuple):
         usable: ``[records]`` False where a media item cannot be used; the sizes are then 0.
         sizes: the sizes of all records.
         animated: images that are animated.
+        status: the files of all media items.
     """
 
     usable: NDArray[np.bool_]
     sizes: SampleSizes
     animated: int
+    status: MediaStatus
 
 
-def measured_media(record: Record, measure: Measure) -> MeasuredMedia:
+def measured_media(record: Record, measure: Measure, folder: Path = Path()) -> MeasuredMedia:
     """The sizes of a record's media.
+
+    Args:
+        record: the record.
+        measure: what decides the sizes.
+        folder: of the data, to which the names of files are relative.
 
     Raises:
         DataError: one cannot be used, and such records are not to be left out.
     """
     sizes = []
+    # Taken before reading: what is rewritten meanwhile is refused when it is loaded.
+    status = MediaStatus.of(record.files, folder)
     for item in record.files:
         try:
             sizes.append(_measured(item, record, measure))
         except MediaError as error:
             if measure.unreadable == "drop":
                 nothing = np.empty(0, np.int64)
-                return MeasuredMedia(nothing, nothing, False, 0)
+                return MeasuredMedia(nothing, nothing, False, 0, MediaStatus.none())
             raise unusable(item, record, error) from error
     table = np.asarray(sizes, np.int64).reshape(-1, 3)
-    return MeasuredMedia(table[:, 0], table[:, 1], True, int(table[:, 2].sum()))
+    return MeasuredMedia(table[:, 0], table[:, 1], True, int(table[:, 2].sum()), status)
 
 
 def unusable(item: MediaFile | VideoFile | OwnMedia, record: Record, error: MediaError) -> DataError:
@@ -153,23 +186,27 @@ def _measured_video(video: VideoFile, record: Record, measure: Measure) -> _Size
     return _Size(sampled.patches, measure.videos.rows_of_features(sampled))
 
 
-def measure_records(records: Sequence[Record], measure: Measure, threads: Executor) -> MeasuredRecords:
+def measure_records(
+    records: Sequence[Record], measure: Measure, threads: Executor, folder: Path = Path()
+) -> MeasuredRecords:
     """The sizes of records.
 
     Args:
         records: the records.
         measure: what decides the sizes.
         threads: which hide the latency of opening media; tokenizers need not be safe in threads.
+        folder: of the data, to which the names of files are relative.
 
     Raises:
         DataError: a record or (unless left out) a media item cannot be used.
     """
-    with_media = threads.map(lambda record: measured_media(record, measure), [r for r in records if r.media])
+    records = [measure.reaching(record) for record in records]
+    with_media = threads.map(lambda record: measured_media(record, measure, folder), [r for r in records if r.media])
     nothing = np.empty(0, np.int64)
     usable, columns, rows, patches = [], [], [nothing], [nothing]
-    animated = 0
+    animated, status = 0, []
     for record in records:
-        media = next(with_media) if record.media else MeasuredMedia(nothing, nothing, True, 0)
+        media = next(with_media) if record.media else MeasuredMedia(nothing, nothing, True, 0, MediaStatus.none())
         tokens = targets = items = 0
         if media.usable:
             sequence = measure.sequence(record, media.rows)
@@ -179,6 +216,7 @@ def measure_records(records: Sequence[Record], measure: Measure, threads: Execut
         columns.append((tokens, targets, items))
         rows.append(media.rows[:items])
         patches.append(media.patches[:items])
+        status.append(media.status.first(items))
     table = np.asarray(columns, dtype=np.int64).reshape(-1, 3).T.copy()
     sizes = SampleSizes(
         tokens=table[0],
@@ -187,7 +225,7 @@ def measure_records(records: Sequence[Record], measure: Measure, threads: Execut
         media_rows=np.concatenate(rows),
         media_patches=np.concatenate(patches),
     )
-    return MeasuredRecords(np.asarray(usable, dtype=bool), sizes, animated)
+    return MeasuredRecords(np.asarray(usable, dtype=bool), sizes, animated, MediaStatus.joined(status))
 
 
 def concatenated(parts: Sequence[SampleSizes]) -> SampleSizes:

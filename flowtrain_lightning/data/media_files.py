@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from flowtrain_lightning.data.data_path import PROTOCOLS, data_path, is_local, protocols_of
+
 
 class MediaError(ValueError):
     """A media item that cannot be used; the message says why, without naming the record."""
@@ -31,9 +33,45 @@ class EncodedMedia:
         return self.name
 
 
+@dataclass(frozen=True)
+class MediaAddress:
+    """A media item at an address that a record names.
+
+    Attributes:
+        address: such as ``s3://bucket/cat.png``.
+        named: kinds of addresses that the user allows beside `PROTOCOLS`.
+    """
+
+    address: str
+    named: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.address
+
+    def path(self) -> Path:
+        """Where it is.
+
+        Raises:
+            MediaError: records may not name addresses of this kind.
+        """
+        kinds = protocols_of(self.address)
+        refused = next((kind for kind in kinds if kind not in PROTOCOLS | self.named), None)
+        if refused is not None:
+            known = ", ".join(sorted(PROTOCOLS | self.named))
+            raise MediaError(
+                f"records may not name addresses of the kind {refused!r:.40}, only of {known}, lest a record "
+                "decides what this machine opens and waits for; save it as a file and name its path or, where you "
+                f"trust the data, allow the kind: FlowDataModule(protocols=[{refused!r:.40}])"
+            )
+        first, rest = self.address.split("://", 1)
+        found = data_path(f"{first.lower()}://{rest}")
+        in_a_folder = kinds in (["file"], ["local"])
+        return Path(found.path) if in_a_folder else found  # type: ignore[attr-defined]
+
+
 _EMPTY = "it is empty: there is not one byte in it"
 
-MediaFile = Path | EncodedMedia
+MediaFile = Path | EncodedMedia | MediaAddress
 """Where a media item is."""
 
 
@@ -65,6 +103,7 @@ def opened(file: MediaFile, error: type[MediaError]) -> Iterator[BinaryIO]:
         yield io.BytesIO(file.content)
         return
     try:
+        file = file.path() if isinstance(file, MediaAddress) else file
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for somebody who writes into it
             raise error("it is a folder" if stat.S_ISDIR(found.st_mode) else "it is a pipe or a device, and no file")
@@ -73,9 +112,15 @@ def opened(file: MediaFile, error: type[MediaError]) -> Iterator[BinaryIO]:
         stream = file.open("rb")
     except FileNotFoundError:
         raise error("there is no such file") from None
-    except MediaError:
+    except error:
         raise
-    except (OSError, ValueError) as failure:  # a ValueError: the name holds a zero byte
+    except MediaError as failure:
+        raise error(str(failure)) from None
+    except (
+        Exception
+    ) as failure:  # a ValueError: the name holds a zero byte; behind an address, whatever its library has
+        if not isinstance(failure, OSError | ValueError) and isinstance(file, Path) and is_local(file):
+            raise
         raise error(f"it cannot be opened ({failure})") from failure
     with stream:
         yield stream

@@ -55,6 +55,21 @@ class Sampling:
         return whole if self.drop_last or rest == 0 else whole + 1
 
     @property
+    def summary(self) -> str:
+        """What an epoch is, for the log."""
+        samples = sum(self.lengths)
+        whole, rest = divmod(samples, self.global_batch_size)
+        steps = told_number(self.steps, "step")
+        told = f"{told_number(samples, 'sample')} make {steps} of global_batch_size={self.global_batch_size} an epoch"
+        if rest == 0:
+            return f"{told}, none left out."
+        if not self.drop_last:
+            return f"{told}, the last of {rest}."
+        which = "others each time" if self.shuffle else "the same each time"
+        advice = "" if whole > 1 else "; a lower global_batch_size leaves fewer out"
+        return f"{told}; {told_number(rest, 'sample')} left out of each, {which}{advice}."
+
+    @property
     def shares(self) -> tuple[int, ...]:
         """Samples that each source gives to an epoch: by largest remainder, the earlier source first."""
         if self.weights is None:
@@ -75,6 +90,11 @@ class Sampling:
         """``[global_batch_size]``, or fewer in an epoch's last step: its samples, counted over the sources in order."""
         start = step * self.global_batch_size
         return epoch_order(self, epoch)[start : start + self.global_batch_size]
+
+
+def told_number(number: int, of: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number} {of}" if number == 1 else f"{number} {of}s"
 
 
 @lru_cache(maxsize=2)

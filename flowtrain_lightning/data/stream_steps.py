@@ -11,7 +11,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_info
 
+from flowtrain_lightning.data.data_error import DataError
+from flowtrain_lightning.data.sampler import told_number
 from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
 from flowtrain_lightning.data.token_stream import saved_stream, stream_state
 from flowtrain_lightning.packing import CostModel, IntArray
@@ -54,7 +57,7 @@ class StreamSteps:
         self._global_batch_size = global_batch_size
         self._drop_last = drop_last
         self._start = start
-        self._epoch = -1
+        self._epoch = self._told = -1
         self._next = 0
         self._packer: StreamPacker | None = None
 
@@ -63,6 +66,7 @@ class StreamSteps:
 
         Raises:
             StreamEnded: the epoch ended before.
+            DataError: it has no step.
         """
         if epoch != self._epoch or step < self._next:
             self._begin(epoch, step)
@@ -108,15 +112,40 @@ class StreamSteps:
         if self._packer is not None:
             found = next(self._packer, None)
             if found is None:
-                raise StreamEnded
+                raise self._ended(len(self._packer.left()))
             self._next += 1
             return found
         start = self._next * self._global_batch_size
         count = len(self._source.lengths(start, start + self._global_batch_size))
         if count == 0 or (self._drop_last and count < self._global_batch_size):
-            raise StreamEnded
+            raise self._ended(count)
         self._next += 1
         return np.arange(start, start + count, dtype=np.int64)
+
+    def _ended(self, left: int) -> StreamEnded:
+        """The end of an epoch, which is told once.
+
+        Args:
+            left: samples that are in no step.
+
+        Raises:
+            DataError: the epoch has no step at all.
+        """
+        what = f"global_batch_size={self._global_batch_size}"
+        if self.settings is not None:
+            what = f"microbatches={self.settings.microbatches} of token_budget={self.settings.token_budget}"
+        if self._next == 0:
+            raise DataError(
+                f"{self._source.summary}. These are too few for one step of {what}, so an epoch would have none; lower "
+                "it, or give more data."
+            )
+        if self._told != self._epoch:
+            rank_zero_info(
+                f"{self._source.summary}; {told_number(self._next, 'step')} of {what}, "
+                f"{told_number(left, 'sample')} left out at the end of epoch {self._epoch}."
+            )
+            self._told = self._epoch
+        return StreamEnded()
 
     def _oldest(self) -> int:
         """The first sample that a later step may have."""

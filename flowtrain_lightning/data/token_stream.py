@@ -12,15 +12,17 @@ from there.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.data.sampler import Sampling, epoch_order
+from flowtrain_lightning.data.sampler import Sampling, epoch_order, told_number
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState, StreamStep
 from flowtrain_lightning.packing.setting_values import check_settings
@@ -83,6 +85,17 @@ class TokenStream:
         """Microbatches of a step, over all ranks."""
         return self.settings.microbatches
 
+    @property
+    def summary(self) -> str:
+        """What an epoch is, for the log."""
+        samples, steps = len(self._tokens), told_number(self.steps, "step")
+        told = f"{told_number(samples, 'sample')} make {steps} of microbatches={self.microbatches} an epoch"
+        if self._sampling.shuffle:
+            return f"{told}; those that fill none go on into the next epoch."
+        taken = islice(StreamPacker(self.settings, self._lengths), self.steps)
+        left = samples - sum(int((step.samples < samples).sum()) for step in taken)
+        return f"{told}; {told_number(left, 'sample')} left out of each, the same each time."
+
     def step(self, epoch: int, step: int) -> StreamStep:
         """A step of an epoch; its samples are positions in the stream, see :meth:`samples`."""
         # Unshuffled, every epoch is the same, so each begins the stream anew.
@@ -109,7 +122,13 @@ class TokenStream:
         """What decides which samples are in a step, beside the data; in JSON types."""
         weights = self._sampling.weights and list(self._sampling.weights)
         order = {"weights": weights, "seed": self._sampling.seed, "shuffle": self._sampling.shuffle}
-        return {"batch_unit": "tokens", "steps_of_an_epoch": self.steps, **order, **asdict(self.settings)}
+        found = {"steps_of_an_epoch": self.steps, "sizes_of_samples": self._sizes}
+        return {"batch_unit": "tokens", **found, **order, **asdict(self.settings)}
+
+    @cached_property
+    def _sizes(self) -> str:
+        """Changes with any sample's tokens, and so wherever images were changed in size: steps are then others."""
+        return hashlib.blake2b(self._tokens.tobytes(), digest_size=12).hexdigest()
 
     def resumed_from(self, state: Mapping[str, Any], start: StreamState, unset_settings: Set[str]) -> TokenStream:
         """This stream from a checkpoint's state on, with its settings as far as the user has set none."""

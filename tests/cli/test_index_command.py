@@ -27,7 +27,8 @@ def index(monkeypatch, tmp_path, capsys):
 
 def test_the_data_of_a_training_are_indexed_beside_them_and_counted(index, tmp_path):
     text = index("--processes", "2")
-    assert text.startswith("train.jsonl: 12 of 12 records used.\nIndexed in ")
+    assert text.startswith("train.jsonl: 12 of 12 records used.\ntrain: 12 samples make ")
+    assert "\nIndexed in " in text
     (kept,) = (tmp_path / ".flowtrain").iterdir()
     measured = kept.stat().st_mtime_ns
     index("--processes", "1")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flowtrain_lightning.data import ChatTemplate, DataError, ImageProcessor, RankShard
+from flowtrain_lightning.data.measurers import this_process
 from tests.data.support import (
     TOKEN_STEPS,
     Recorder,
@@ -187,3 +188,46 @@ def test_real_data_are_read_from_end_to_end(real_data, tmp_path):
     batch = next(iter(data.val_dataloader()))
     assert sum(packed.tokens.eq(6).sum() for packed in batch.microbatches) == batch.plan.sizes.media_rows.sum()
     assert sum(len(media.patches) for media in batch.encoder_batches) == batch.plan.sizes.media_patches.sum()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"global_batch_size": 8},
+            "train: 18 samples make 2 steps of global_batch_size=8 an epoch; 2 samples left out of each, others each "
+            "time.",
+        ),
+        (
+            {"global_batch_size": 16, "shuffle": False},
+            "train: 18 samples make 1 step of global_batch_size=16 an epoch; 2 samples left out of each, the same each "
+            "time; a lower global_batch_size leaves fewer out.",
+        ),
+        ({"global_batch_size": 9}, "train: 18 samples make 2 steps of global_batch_size=9 an epoch, none left out."),
+    ],
+)
+def test_the_steps_of_an_epoch_and_the_samples_in_none_are_told(file, tmp_path, caplog, changes, told):
+    with caplog.at_level("INFO"):
+        steps = trained(tmp_path, data_module(file, **changes), max_epochs=1)
+    assert told in [record.message for record in caplog.records]
+    assert told.split(" make ")[1].startswith(f"{len(steps)} step")
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_steps_of_an_epoch_of_microbatches_and_the_samples_in_none_are_told(file, tmp_path, caplog, shuffle):
+    data = data_module(file, token_steps=TOKEN_STEPS, shuffle=shuffle)
+    with caplog.at_level("INFO"):
+        steps = trained(tmp_path, data, max_epochs=1)
+    (told,) = (record.message for record in caplog.records if record.message.startswith("train: "))
+    assert told.startswith(f"train: 18 samples make {len(steps)} steps of microbatches=2 an epoch; ")
+    left = 18 - len({sample for _, _, samples in steps for sample in samples})
+    assert told.endswith(
+        "those that fill none go on into the next epoch."
+        if shuffle
+        else f"{left} samples left out of each, the same each time."
+    )
+
+
+def test_validation_leaves_no_sample_out_and_says_so(file):
+    (*_, told) = data_module(val=file).index_ahead(this_process)
+    assert told == "val: 18 samples make 5 steps of global_batch_size=4 an epoch, the last of 2."

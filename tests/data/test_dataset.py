@@ -216,17 +216,19 @@ def test_augmentation_draws_from_seed_epoch_sample_and_image_alone(samples):
     assert drawn == once
 
 
-def test_an_image_that_broke_after_indexing_is_named(samples):
+def test_an_image_that_was_broken_behind_its_header_before_indexing_is_named(samples):
     path = samples.source.record(1).images[0]
     path.write_bytes(path.read_bytes()[:-40])
+    samples = replace(samples, source=IndexedSource(samples.source.store, MEASURE, 64, IndexConfig()))
     with pytest.raises(DataError, match=r"record 2 \(id 'r1'\): image .*1_0\.png cannot be used: it is damaged"):
         image(samples, 1)
 
 
 def test_an_image_that_changed_its_size_after_indexing_is_named(samples):
-    write_image(samples.source.record(1).images[0], 16, 16)
+    record = replace(samples.source.record(1), status=())  # as of what lies behind an address
+    write_image(record.images[0], 16, 16)
     with pytest.raises(DataError, match=r"record 2 .*gives 16 rows of features, but gave 2.*Delete the index"):
-        image(samples, 1)
+        samples.media(record, 1, 0, 2, 0)
 
 
 def rewrite(path):

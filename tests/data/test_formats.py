@@ -246,18 +246,6 @@ BROKEN = {
         '{"images": ["a"], "messages": [{"role": "user", "content": [{"type": "image", "path": "b"}]}]}',
         "within its turns and beside them",
     ),
-    "address": (
-        '{"images": ["https://a.org/b.png"], "messages": [{"role": "user", "content": "<image>"}]}',
-        r"image 'https://a\.org/b\.png' is no file",
-    ),
-    "address behind another": (
-        '{"images": ["simplecache::https://a.org/b.png"], "messages": [{"role": "user", "content": "<image>"}]}',
-        r"image 'simplecache::https://a\.org/b\.png' is no file",
-    ),
-    "unknown address": (
-        '{"images": ["nowhere://b.png"], "messages": [{"role": "user", "content": "<image>"}]}',
-        r"record 2: its image nowhere://b\.png: this kind of address cannot be read",
-    ),
     "broken bytes": (
         '{"messages": [{"role": "user", "content": [{"type": "image", "url": "data:image/png;base64,A"}]}]}',
         "image 'data:image/png;base64,A' cannot be read",

@@ -18,6 +18,9 @@ from flowtrain_lightning.packing import IntArray
 
 _HASHED_ROWS = 1000
 
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""With which a stream of Arrow's ends."""
+
 
 @dataclass(frozen=True)
 class HubDataset:
@@ -69,6 +72,31 @@ def is_saved(name: str | Path) -> bool:
     return any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
 
 
+def _refuse_cut(path: Path) -> None:
+    """Arrow's reader takes the end of a file, and zeros in it, for the end of its rows.
+
+    Raises:
+        DataError: its rows end before the file does, or without the mark of their end.
+    """
+    import pyarrow
+
+    if not path.is_file():
+        return
+    try:
+        with pyarrow.memory_map(str(path)) as file:
+            rows = sum(batch.num_rows for batch in pyarrow.ipc.open_stream(file))  # which reads where they lie alone
+            end = file.tell()
+            file.seek(max(file.size() - len(_ARROW_END), 0))
+            whole = end == file.size() and file.read() == _ARROW_END
+    except (OSError, ValueError) as error:  # pyarrow's own are both
+        raise DataError(f"{path}: it is no Arrow file that can be read ({error}).") from error
+    if not whole:
+        raise DataError(
+            f"{path}: it was cut or damaged: behind {rows} rows there is not the mark of their end, so rows may be "
+            "missing. Copy the folder again, or save or load the data set anew."
+        )
+
+
 class HuggingFaceRows:
     """The rows of a ``datasets.Dataset``. A location is the row's number, and 0.
 
@@ -78,7 +106,7 @@ class HuggingFaceRows:
         dataset: the data set.
 
     Raises:
-        DataError: its rows are changed when they are read, which would be passed over.
+        DataError: its rows are changed when they are read, which would be passed over; or one of its files was cut.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -87,6 +115,8 @@ class HuggingFaceRows:
                 "The data set has a transform of its own (with_transform), which is not called here: rows are read as "
                 "they lie. Change them by dataset.map(...), and images by FlowDataModule(augment=...)."
             )
+        for file in dataset.cache_files:
+            _refuse_cut(Path(file["filename"]))
         self._rows = dataset.with_format("arrow")
         self._first: str | None = None
 

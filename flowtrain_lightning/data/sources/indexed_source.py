@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from flowtrain_lightning.data.data_error import DataError
@@ -10,6 +12,7 @@ from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.index import IndexConfig, IndexTable, TooLong, index_table
 from flowtrain_lightning.data.measurers import Measurer, this_process
 from flowtrain_lightning.data.measuring import Measure
+from flowtrain_lightning.data.media_status import status_of
 from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
@@ -24,6 +27,7 @@ class IndexedSource:
         config: what happens to a longer one (one that is cut is left out if no target is left), and where the index
             is kept.
         measurer: measures the store, where no index of it is kept.
+        media_compared: another process of this machine has just looked whether files of media have changed.
 
     Attributes:
         store: the records.
@@ -41,14 +45,18 @@ class IndexedSource:
         token_budget: int,
         config: IndexConfig,
         measurer: Measurer = this_process,
+        *,
+        media_compared: bool = False,
     ) -> None:
         self.store = store
+        self._measure = measure
         too_long = config.too_long
-        table = index_table(store, measure, config.cache_dir, measurer)
+        table = index_table(store, measure, config.cache_dir, measurer, media_compared=media_compared)
         store.hold(table.content)
         if len(table) == 0:
             raise DataError(f"{store.path}: there is no record in it.")
         self._locations = table.locations
+        self._media_start, self._media_found = table.sizes.media_start, table.media_found
         long = np.flatnonzero(table.readable & (table.sizes.tokens > token_budget))
         sizes, emptied = table.sizes, np.empty(0, np.int64)
         if len(long) and too_long == "error":
@@ -78,10 +86,12 @@ class IndexedSource:
 
     def record(self, sample: int) -> Record:
         """The record that this sample is."""
-        return self._read(int(self._records[sample]))
+        number = int(self._records[sample])
+        start, end = self._media_start[number : number + 2].tolist()
+        return replace(self._read(number), status=status_of(self._media_found[start:end]))
 
     def _read(self, number: int) -> Record:
-        return self.store.records(number, self._locations[number : number + 1])[0]
+        return self._measure.reaching(self.store.records(number, self._locations[number : number + 1])[0])
 
     def _refuse(self, number: int, table: IndexTable, token_budget: int) -> None:
         start, end = table.sizes.media_start[number : number + 2].tolist()

@@ -18,7 +18,10 @@ from flowtrain_lightning.data.sources.tar_shard import TarShard
 _KINDS: dict[str, Callable[[Path], RecordStore]] = {".parquet": ParquetFile, ".tar": TarShard}
 """Endings of files that are not JSON."""
 
-_COMPRESSED = (".bz2", ".gz", ".xz", ".zip", ".zst")
+_COMPRESSED = (
+    ".7z", ".br", ".bz2", ".gz", ".lz4", ".lzma", ".snappy", ".tbz", ".tbz2", ".tgz", ".txz", ".tzst", ".xz", ".z",
+    ".zip", ".zst", ".zstd",
+)  # fmt: skip
 _TABLES = {".arrow": "'arrow'", ".csv": "'csv'", ".tsv": "'csv', sep='\\t'"}
 """Endings of files that are not read, and with which arguments ``datasets.load_dataset`` reads them."""
 

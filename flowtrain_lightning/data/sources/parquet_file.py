@@ -37,6 +37,9 @@ class ParquetFile(DataFile):
         super().__init__(path)
         with self.open() as file, _explained(path):
             self._metadata: Any = _parquet().ParquetFile(file).metadata
+            groups = range(self._metadata.num_row_groups)
+            if self._metadata.num_rows != sum(self._metadata.row_group(group).num_rows for group in groups):
+                raise ValueError("its row groups have other rows than it says")
         self._warn_of_large_groups()
         self._rows = RowPieces(self.open, self._metadata)
 
@@ -204,7 +207,11 @@ class RowPieces:
         import pyarrow.parquet
 
         file = pyarrow.parquet.ParquetFile(
-            self._open_file(), metadata=self._metadata, pre_buffer=False, buffer_size=_READ_AHEAD
+            self._open_file(),
+            metadata=self._metadata,
+            pre_buffer=False,
+            buffer_size=_READ_AHEAD,
+            page_checksum_verification=True,
         )
         rows = self._rows_of_a_piece(group)
         batches = file.iter_batches(batch_size=rows, row_groups=[group])

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record, parse
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measuring import Measure, concatenated, measure_records
+from flowtrain_lightning.data.media_status import status_of
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 _READ_AT_ONCE = 64
@@ -80,12 +83,14 @@ class StreamSource:
         self._first = 0
         self._read = 0
         self._ended = False
+        self._left_out: Counter[str] = Counter()
 
     def begin(self, epoch: int, position: StreamPosition) -> None:
         """Read an epoch from a position on."""
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(epoch)
         self._window.clear()
+        self._left_out.clear()
         self._first, self._read, self._ended = position.sample, position.read, False
         self._rows = islice(iter(self._stream), position.read, None)
 
@@ -111,6 +116,17 @@ class StreamSource:
         number = sample - self._first
         return StreamPosition(sample, self._window[number].read if number < len(self._window) else self._read)
 
+    @property
+    def samples(self) -> int:
+        """Samples of this epoch that were read so far, with those before the position from which it was begun."""
+        return self._first + len(self._window)
+
+    @property
+    def summary(self) -> str:
+        """How many rows of this epoch were read and used, and why others were not, as far as this run has read them."""
+        left_out = [f"{count} {reason}" for reason, count in self._left_out.items()]
+        return ", ".join([f"{self.name}: {self._read} rows read, {self.samples} of them used", *left_out])
+
     def forget(self, before: int) -> None:
         """Let go of the samples before this one, which nobody asks for any more."""
         while self._window and self._first < before:
@@ -131,6 +147,10 @@ class StreamSource:
                 for number, record in enumerate(records):
                     sizes = found.sizes.select(np.asarray([number]))
                     fitting = self._fitting(record, sizes) if found.usable[number] else None
+                    if not found.usable[number]:
+                        self._leave_out(record, "dropped for an image or a video that cannot be used")
+                    media = slice(*found.sizes.media_start[number : number + 2].tolist())
+                    record = replace(record, status=status_of(found.status.found[media]))
                     if fitting is not None:
                         self._window.append(_Held(self._read + number, record, fitting))
                 self._read += len(records)
@@ -149,7 +169,12 @@ class StreamSource:
 
     def _parsed(self, row: Any, number: int) -> Record:
         fields = row.to_pylist()[0] if hasattr(row, "to_pylist") else row
-        return parse(fields, self.name, number, Path)
+        return self._measure.reaching(parse(fields, self.name, number, Path))
+
+    def _leave_out(self, record: Record, reason: str) -> None:
+        self._left_out[reason] += 1
+        if self._left_out[reason] == 1:
+            rank_zero_warn(f"{record.where}: {reason}. How many are is told at the end of the stream's epoch.")
 
     def _fitting(self, record: Record, sizes: SampleSizes) -> SampleSizes | None:
         """The sizes of a sample that fits into the budget or was cut to it; None leaves it out."""
@@ -157,6 +182,7 @@ class StreamSource:
         if tokens <= self._token_budget:
             return sizes
         if self._too_long == "drop":
+            self._leave_out(record, f"dropped as longer than token_budget={self._token_budget}")
             return None
         if self._too_long == "error":
             raise DataError(
@@ -165,6 +191,7 @@ class StreamSource:
             )
         sequence = self._measure.sequence(record, sizes.media_rows).cut(self._token_budget)
         if sequence.targets == 0 and not self._measure.prompt:
+            self._leave_out(record, f"dropped since no target was left within token_budget={self._token_budget}")
             return None
         media = len(sequence.media_rows)
         return SampleSizes(

@@ -2,11 +2,11 @@
 
 import pytest
 
-from flowtrain_lightning.data import DataError, IndexConfig
+from flowtrain_lightning.data import DataError, IndexConfig, TokenSteps
 from flowtrain_lightning.data.sources import stream_source
 from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
 from tests.data.sources.test_resuming import Lines
-from tests.data.support import MEASURE, SaveAlways, data_module, message_record, trained, write_image
+from tests.data.support import MEASURE, TOKEN_STEPS, SaveAlways, data_module, message_record, trained, write_image
 
 ROWS = [message_record(number, "ask", "a" * (1 + number % 9), []) for number in range(150)]
 
@@ -98,3 +98,30 @@ def test_what_cannot_be_a_stream_is_refused():
         given = Lines(ROWS) if changes else [Lines(ROWS), Lines(ROWS)]
         with pytest.raises(DataError, match=words):
             data_module(given, **changes).setup("fit")
+
+
+@pytest.mark.parametrize("token_steps", [None, TOKEN_STEPS])
+def test_at_the_end_of_a_stream_it_is_told_what_was_left_out(tmp_path, caplog, token_steps):
+    rows = [*ROWS[:18], message_record(18, "ask", "a" * 99, []), message_record(19, "ask", "a", ["images/none.png"])]
+    data = data_module(Lines(rows), too_long="drop", unreadable="drop", token_steps=token_steps)
+    with caplog.at_level("INFO"), pytest.warns(UserWarning, match=r"record \d+ .*: dropped .* told at the end"):
+        steps = trained(tmp_path, data, max_epochs=1, num_sanity_val_steps=0)
+    (told,) = (record.message for record in caplog.records if "rows read" in record.message)
+    left = 18 - sum(len(samples) for _, _, samples in steps)
+    assert told.startswith("stream Lines: 20 rows read, 18 of them used, 1 dropped ")
+    assert "1 dropped as longer than token_budget=64" in told
+    assert "1 dropped for an image or a video that cannot be used" in told
+    assert f"; {len(steps)} step{'' if len(steps) == 1 else 's'} of " in told
+    assert f"{left} sample{'' if left == 1 else 's'} left out at the end of epoch 0." in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"global_batch_size": 200}, "150 rows read, 150 of them used. These are too few for one step of global_batch"),
+        ({"token_steps": TokenSteps(microbatches=200)}, "too few for one step of microbatches=200 of token_budget=64"),
+    ],
+)
+def test_a_stream_that_is_too_short_for_one_step_is_refused(tmp_path, changes, words):
+    with pytest.raises(DataError, match=words):
+        trained(tmp_path, data_module(Lines(ROWS), **changes), max_epochs=1)
