@@ -73,7 +73,7 @@ def check_readable(protocol: str) -> None:
         DataError: it is not installed, or there is none.
     """
     try:
-        import fsspec
+        import fsspec  # type: ignore[import-untyped]
         import upath  # noqa: F401
     except ImportError as error:
         raise DataError(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.data.media_files import MediaError, VideoFile, opened
+from flowtrain_lightning.data.video_ends import is_cut
 from flowtrain_lightning.packing import IntArray
 
 FORMATS = ("asf", "avi", "flv", "gif", "matroska", "mov", "mp4", "mpeg", "mpegts", "ogg", "webm")
@@ -91,6 +92,8 @@ def _opened(video: VideoFile) -> Iterator[tuple[Any, Any]]:
     # What a file names inside of it is not opened: it could be an address, or another file of this machine.
     options = {"format_whitelist": ",".join(FORMATS), "protocol_whitelist": "none"}
     with opened(video.file, VideoError) as file:
+        if is_cut(file):
+            raise VideoError("it is damaged: the file ends before the end that it names, so it was cut")
         try:
             container = av.open(file, options=options)
         except (av.error.FFmpegError, ValueError) as error:

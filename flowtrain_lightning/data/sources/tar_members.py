@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,7 +60,7 @@ def members_within(file: BinaryIO, path: Path, length: int) -> Iterator[tarfile.
         raise DataError(f"{path}: it was changed after it was indexed; start again to index it anew.")
 
 
-def _members(file: BinaryIO, path: Path) -> Iterator[tarfile.TarInfo]:
+def _members(file: BinaryIO, path: Path) -> Generator[tarfile.TarInfo, None, int]:
     """Yields the files, and returns the place behind the last member that can be read."""
     end = 0
     try:
