@@ -233,6 +233,7 @@ class FlowDataModule(L.LightningDataModule):
         if isinstance(opened, StreamSource):
             return []  # how many there are is told at its end
         steps = self._sampling(stage, opened, RankShard.plain(0, 1))
+        assert not isinstance(steps, StreamSteps), "only a stream has these"
         told = [source.summary for source in opened.sources if isinstance(source, IndexedSource)]
         return [*told, f"{stage}: {steps.summary}"]
 
