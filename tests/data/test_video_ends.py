@@ -1,4 +1,4 @@
-"""A video file that was cut is refused, where its format says how long it is: it is not shown shorter without a word."""
+"""A video file that was cut is refused where its format says how long it is, and not shown shorter without a word."""
 
 import io
 
