@@ -79,7 +79,7 @@ def test_a_shard_of_which_any_stretch_is_zeros_is_refused_or_has_all_records(tmp
             whole_or_refused(tmp_path / "zeros.tar", whole[:place] + zeros + whole[place + len(zeros) :], expected)
 
 
-def test_a_shard_whose_end_was_lost_to_zeros_is_refused_where_they_are_more_than_any_writer_adds(tmp_path):
+def test_a_shard_that_ends_with_more_zeros_than_any_writer_adds_is_refused(tmp_path):
     whole = write_tar(tmp_path / "whole.tar", members(40)).read_bytes()
     end = -(-len(whole.rstrip(b"\0")) // BLOCK) * BLOCK
     expected = read(tmp_path / "whole.tar")
