@@ -64,8 +64,12 @@ def test_a_list_that_names_other_files_is_no_video(tmp_path):
 def test_a_video_that_ends_before_its_header_says_so_is_refused(tmp_path):
     write_clip(tmp_path / "a.avi", 40, 32, 32, 10)
     content = (tmp_path / "a.avi").read_bytes()
-    (tmp_path / "cut.avi").write_bytes(content[: len(content) // 2])
+    half = len(content) // 2
     video = VideoFile(tmp_path / "cut.avi")
+    video.file.write_bytes(content[:half])
+    with pytest.raises(VideoError, match="so it was cut"):
+        read_video_header(video)
+    video.file.write_bytes(content[:4] + (half - 8).to_bytes(4, "little") + content[8:half])  # it says to end there
     assert read_video_header(video).frames == 40
     with pytest.raises(VideoError, match=r"(only .* can|cannot) be decoded"):
         list(decode_frames(video, np.array([0, 39])))
