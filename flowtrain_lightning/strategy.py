@@ -28,8 +28,8 @@ from flowtrain_lightning.checkpoint.background import BackgroundSave
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.module import FlowModule
-from flowtrain_lightning.packing_check import Coupling, refuse_unknown_couplings
 from flowtrain_lightning.packing.setting_values import check_setting
+from flowtrain_lightning.packing_check import Coupling, refuse_unknown_couplings
 from flowtrain_lightning.parallel.deepspeed_partition import held_state, showing_shapes
 from flowtrain_lightning.parallel.groups import collective_backend
 from flowtrain_lightning.parallel.halves import without_absent_halves
