@@ -202,6 +202,14 @@ class FlowModule(L.LightningModule):
             arguments = self.slice_tokens(self.merge(batch, with_summed_gradients(features)), own)
             return self.loss(backbone(**arguments), batch.slice_tokens(own))
 
+    def step_alone(self, batch: PackedBatch, features: Features) -> tuple[Tensor, int | Tensor] | None:
+        """One sample as it was computed before anything was changed for packing; only the packing check asks for it.
+
+        By default None: `backbone_step` on one sample is that. A module whose attention is another one than its model's
+        own returns what the model itself gives: the summed loss and the number of target tokens.
+        """
+        return None
+
     def generate(self, batch: PackedBatch, features: Features) -> list[tuple[int, list[int]]]:
         """Greedy continuation of every sequence, at most ``max_new_tokens`` up to ``end_token``.
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.data import PackedBatch
-from flowtrain_lightning.models.packed_attention import NAME, sequence_bounds
+from flowtrain_lightning.models.packed_attention import own_attention, sequence_bounds
 
 
 def takes_cache(text: Any, batch: PackedBatch, arguments: Mapping[str, Any]) -> bool:
@@ -53,7 +52,7 @@ def generate_with_cache(
         do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0
     )
     bounds, generated = batch.cu_seqlens.tolist(), []
-    with _own_attention(text):
+    with own_attention(text):
         for number, sample in enumerate(batch.samples):
             span = slice(bounds[number], bounds[number + 1])
             embeddings = arguments["inputs_embeds"][:, span]
@@ -65,13 +64,3 @@ def generate_with_cache(
             )[0].tolist()
             generated.append((sample, new[: next((at for at, token in enumerate(new) if token in ends), len(new))]))
     return generated
-
-
-@contextmanager
-def _own_attention(text: Any) -> Iterator[None]:
-    """Inside, a text model attends by PyTorch's own attention, which takes a cache."""
-    text.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        text.set_attn_implementation(NAME)

@@ -17,6 +17,7 @@ from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.cross_entropy import summed_cross_entropy
 from flowtrain_lightning.data import Features, FlowDataModule, PackedBatch
 from flowtrain_lightning.models.cached_generation import generate_with_cache, takes_cache
+from flowtrain_lightning.models.own_forward import own_outputs, takes_features
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.processor import Processor, copy_processor, processor_of
 from flowtrain_lightning.models.projector import ProjectingModule
@@ -214,6 +215,18 @@ class HuggingFaceVLM(ProjectingModule):
         _refuse_seeing_ahead(self.model)
         pack_attention(self._text)
 
+    def step_alone(self, batch: PackedBatch, features: Features) -> tuple[Tensor, int] | None:
+        """One sample by the model's own forward and masks, for the packing check.
+
+        None where the model does not take given features, and for a class that brings masks of its own.
+        """
+        if type(self).pack_backbone is not HuggingFaceVLM.pack_backbone:
+            return None
+        projected = self.projected(features)
+        positions = self.merge(batch, features)["position_ids"]
+        outputs = own_outputs(self.model, self._text, batch, projected, positions)
+        return None if outputs is None else self.loss(outputs, batch)
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and converts the weights, but leaves tables of frequencies as exact as they were built.
 
@@ -350,12 +363,13 @@ class HuggingFaceVLM(ProjectingModule):
 def _refuse_seeing_ahead(model: Any) -> None:
     """Refuses decoders in which tokens see those behind them, as Gemma 3's and PaliGemma's images: they need a mask.
 
-    Such models are told by ``token_type_ids`` which tokens these are.
+    Such models are told by ``token_type_ids`` which tokens these are. One whose forward takes given features is run
+    beside the packed one by the packing check, which sees what is lost.
 
     Raises:
         ValueError: the model is one.
     """
-    if "token_type_ids" in inspect.signature(model.forward).parameters:
+    if "token_type_ids" in inspect.signature(model.forward).parameters and not takes_features(model):
         raise ValueError(
             f"In {type(model).__name__} the tokens of an image see each other, whichever comes first. Packed attention "
             "has no mask for that, and training without it would be wrong without a word. Say which tokens see which: "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +46,16 @@ def pack_attention(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "is_causal") and "cu_seqlens" in inspect.signature(module.forward).parameters:
             module.register_forward_pre_hook(_keep_whole, with_kwargs=True)
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """Inside, a packed model attends by PyTorch's own attention, which takes masks and a cache."""
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)
 
 
 def sequence_bounds(batch: PackedBatch) -> dict[str, Tensor | int]:

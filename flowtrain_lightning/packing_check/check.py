@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
@@ -28,6 +28,8 @@ from flowtrain_lightning.packing_check.random_draws import kept_random_states
 from flowtrain_lightning.packing_check.rounding import EXACT
 from flowtrain_lightning.packing_check.samples import CheckedSamples, Item, load_samples
 
+_OWN_KERNELS = 1e-5
+"""Relative error that attention by other kernels may make, some of which compute in float32 whatever they are given."""
 _PADDING = 8
 """Tokens of padding behind a microbatch, where the data module adds some."""
 
@@ -123,6 +125,12 @@ def _check_backbone(passes: Passes, members: Sequence[int], features: FeaturesOf
     course = Course(passes, lambda of_module, groups: of_module.backbone(groups, features), members, BACKBONE)
     course.run()
     report.findings += course.findings
+    with course.draws:
+        by_itself = passes.alone(members, features)
+        if by_itself is not None and (difference := course.compare(by_itself, least=_OWN_KERNELS)) is not None:
+            report.findings.append(
+                Finding("backbone", say.NOT_ITS_OWN.format(difference=replace(difference, other="by itself")))
+            )
     alone, packed = course.alone, course.packed
     if packed is None:
         return

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.compute.whole_module import WholeModule
-from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.parallel.halves import fill_half, roles_of
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 
@@ -53,6 +53,9 @@ class CheckedModule(WholeModule, Protocol):
 
     def prepare_media(self, media: PackedMedia) -> Mapping[str, Tensor]:
         """What ``encode`` needs that follows from sizes alone."""
+
+    def step_alone(self, batch: PackedBatch, features: Features) -> Any:
+        """One sample as it was computed before anything was changed for packing; None where that is nothing else."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
         """Outputs of the backbone -> the summed loss and the number of targets."""

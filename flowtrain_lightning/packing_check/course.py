@@ -88,15 +88,15 @@ class Course(Generic[T]):
         return None
 
     def _compare(self, packed: Pass, turned: Pass, again: Pass) -> None:
-        if (difference := self._between(again, 1)) is not None:
+        if (difference := self.compare(again, 1)) is not None:
             self._note(self._method.kind, say.STATE, difference=difference)
             return
-        self.difference = self._between(packed, len(self._items))
-        if self.difference is None and (difference := self._between(turned, len(self._items))) is not None:
+        self.difference = self.compare(packed, len(self._items))
+        if self.difference is None and (difference := self.compare(turned, len(self._items))) is not None:
             self._note(self._method.kind, say.STATE, difference=difference)
 
-    def _between(self, other: Pass, together: int) -> Difference | None:
-        """How far a pass is from one by one; None where rounding explains it."""
+    def compare(self, other: Pass, together: int = 1, least: float = 0.0) -> Difference | None:
+        """How far a pass is from one by one; None where rounding explains it, or where it is no more than ``least``."""
         alone = self.alone
         errors = relative_errors(alone.values, other.values) | relative_errors(alone.gradients, other.gradients)
         of_loss = abs(other.loss - alone.loss) / loss_scale(alone)
@@ -106,8 +106,8 @@ class Course(Generic[T]):
             apart = [[item] for item in self._items]
             self._bounds = rounding_bounds(self._passes, lambda passes: self._run_on(passes, apart))
             self.tolerance = self._bounds.of_loss
-        beyond = {name: error for name, error in errors.items() if not error <= self._bounds.of(name)}
-        if not beyond and of_loss <= self._bounds.of_loss:
+        beyond = {name: error for name, error in errors.items() if not error <= max(least, self._bounds.of(name))}
+        if not beyond and of_loss <= max(least, self._bounds.of_loss):
             return None
         worst = max(beyond, key=lambda name: beyond[name], default="")
         has_loss = bool(alone.losses)

@@ -109,6 +109,7 @@ class Difference:
         worst: name of the tensor that is furthest off; empty where only the loss is.
         error: its relative error.
         values_differ: features or the loss differ, and not gradients alone.
+        other: how the first loss came about.
     """
 
     together: int
@@ -117,11 +118,12 @@ class Difference:
     worst: str
     error: float
     values_differ: bool
+    other: str = "packed"
 
     def __str__(self) -> str:
         parts = []
         if self.packed is not None and self.alone is not None:
-            parts.append(f"loss {self.packed:.7g} packed, {self.alone:.7g} in sum one by one")
+            parts.append(f"loss {self.packed:.7g} {self.other}, {self.alone:.7g} in sum one by one")
         if self.worst:
             parts.append(f"{self.worst} {share(self.error)} off")
         return "; ".join(parts)
@@ -153,6 +155,11 @@ BACKBONE_PLACE = (
 LOSS_COUPLES = (
     "loss: the loss of a sample changes with the others in its microbatch, though the backbone's outputs for it do not "
     "({difference}). Return a sum over tokens in which no term has parts of two samples."
+)
+NOT_ITS_OWN = (
+    "merge or backbone: even one sample alone gives something else than the model's own forward does ({difference}). "
+    "That sees something that packed attention does not show it, such as tokens of an image that see those behind "
+    "them, or positions by a rule of its own. Define pack_backbone and merge so that they do, as GemmaVLM does."
 )
 SOMETHING_COUPLES = (
     "backbone_step: what a sample teaches changes with the others in its microbatch ({difference}). Attention, "

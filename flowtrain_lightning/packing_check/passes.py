@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +16,9 @@ from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.packing_check.output_rows import output_rows
 from flowtrain_lightning.packing_check.samples import CheckedSamples, Item
+
+Step = Callable[[PackedBatch, Features], "tuple[Tensor, Any] | None"]
+"""A microbatch and its features -> the summed loss and the number of its targets."""
 
 FeaturesOfItems = dict[Item, tuple[Tensor, ...]]
 """Media item -> its rows of each of the encoder's tensors."""
@@ -112,12 +115,23 @@ class Passes:
 
     def backbone(self, groups: Sequence[Sequence[int]], features: FeaturesOfItems) -> Pass:
         """Runs the backbone on the samples, each group as one microbatch, and goes backward through each."""
+        found = self._over(groups, features, self.loss_of)
+        assert found is not None
+        return found
+
+    def alone(self, members: Sequence[int], features: FeaturesOfItems) -> Pass | None:
+        """Runs each sample by itself as it was computed before anything was changed for packing, if that differs."""
+        return self._over([[member] for member in members], features, self.module.step_alone)
+
+    def _over(self, groups: Sequence[Sequence[int]], features: FeaturesOfItems, step: Step) -> Pass | None:
         found = Pass()
         self._forget_gradients()
         for members in groups:
             batch = self.microbatch(members, together=len(members) > 1)
             given, leaves = self._features_of(members, features)
-            loss, count = self.loss_of(batch, given)
+            if (output := step(batch, given)) is None:
+                return None
+            loss, count = output
             if loss.requires_grad:
                 torch.autograd.backward(loss)
             for item, of_item in leaves.items():
@@ -244,16 +258,20 @@ def relative_errors(
 
     That is ``‖g − g_ref‖ / max(‖g_ref‖, floor·‖all‖)``; a tensor that is missing is zero.
     """
-    norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
+    norms = {name: _norm(tensor) for name, tensor in expected.items()}
     whole = math.hypot(*norms.values())
     errors = {}
     for name in {**expected, **found}:
         if name not in found:
             distance = norms[name]
         elif name not in expected:
-            distance = float(found[name].norm())
+            distance = _norm(found[name])
         else:
-            distance = float((found[name] - expected[name]).norm())
+            distance = _norm(found[name] - expected[name])
         scale = max(norms.get(name, 0.0), floor * whole)
         errors[name] = distance / scale if scale > 0 else float(distance > 0)
     return errors
+
+
+def _norm(tensor: Tensor) -> float:
+    return float((tensor if tensor.is_floating_point() else tensor.double()).norm())

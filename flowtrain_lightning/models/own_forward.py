@@ -1,0 +1,77 @@
+"""One sample as transformers computes it by itself: its own forward, its own masks, features that are given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.data import Features, PackedBatch
+from flowtrain_lightning.models.packed_attention import own_attention
+
+
+def takes_features(model: Any) -> bool:
+    """Whether the model's forward takes what an encoder gave: then it can be run beside the packed one."""
+    return "mm_encoder_outputs" in inspect.signature(_whole(model).forward).parameters
+
+
+def own_outputs(model: Any, text: Any, batch: PackedBatch, features: Features, positions: Tensor) -> Any:
+    """The outputs of the whole model for one sequence; None where it does not take these features.
+
+    Args:
+        model: of ``transformers``, for images and text.
+        text: its text model, whose attention is packed.
+        batch: one sequence.
+        features: modality -> ``[rows, width]`` as they take the places of tokens.
+        positions: what the packed text model gets as ``position_ids``.
+    """
+    whole = _whole(model)
+    known = inspect.signature(whole.forward).parameters
+    if any(not isinstance(rows, Tensor) for rows in features.values()) or not takes_features(model):
+        return None
+    given: dict[str, Any] = {"input_ids": batch.tokens[None], "use_cache": False}
+    inside = torch.zeros_like(batch.tokens)
+    for places in batch.media_positions.values():
+        inside[places] = 1
+    given |= {name: inside[None] for name in ("token_type_ids", "mm_token_type_ids") if name in known}
+    if positions.ndim > 2:  # of a rule of the model's own, which asks for sizes of images
+        given["position_ids"] = positions
+    with own_attention(text), _kept_activations(whole):
+        for outputs in _forms(features):
+            try:
+                return whole(**given, **({"mm_encoder_outputs": outputs} if outputs else {}))
+            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+                continue  # families keep features in unlike forms
+    return None
+
+
+@contextmanager
+def _kept_activations(model: Any) -> Iterator[None]:
+    """Inside, nothing is left to be computed again in the backward, which would attend as the packed model does."""
+    layers = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
+
+
+def _whole(model: Any) -> Any:
+    return getattr(model, "model", model)
+
+
+def _forms(features: Features) -> Iterator[dict[str, Any]]:
+    """Features in the forms in which families hand them on: rows, a tuple of rows, rows of one image."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    if not features:
+        yield {}
+        return
+    for form in (lambda rows: rows, lambda rows: (rows,), lambda rows: rows[None]):
+        yield {name: BaseModelOutputWithPooling(pooler_output=form(rows)) for name, rows in features.items()}
