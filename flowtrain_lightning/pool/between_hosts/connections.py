@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakSet
 
 import zmq
@@ -55,6 +58,64 @@ class Listener:
         self._socket.close()
 
 
+class ConnectionEvent(NamedTuple):
+    """The begin or the end of a connection.
+
+    Attributes:
+        kind: ``zmq.EVENT_ACCEPTED``, ``_CONNECTED``, ``_DISCONNECTED`` or ``_CLOSED`` (it could not be made).
+        descriptor: of the connection; once it has ended the next one may get the number.
+        endpoint: where this rank connected, or its own where somebody else did.
+    """
+
+    kind: int
+    descriptor: int
+    endpoint: str
+
+
+class ConnectionEvents:
+    """Connections of a socket that begin and end, in the order in which they do. Build it with `of`.
+
+    Args:
+        socket: on which ZeroMQ tells of them.
+
+    Attributes:
+        socket: has something to read when something has happened.
+        open: descriptors of the connections that are open, as far as events were taken.
+    """
+
+    _KINDS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+    _EVENT = struct.Struct("=Hi")
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self.open: set[int] = set()
+
+    @classmethod
+    def of(cls, router: zmq.Socket[bytes]) -> ConnectionEvents:
+        """Those of a socket whose context has one I/O thread, as it has by itself: several would mix up the order."""
+        name = f"inproc://flowtrain-{secrets.token_hex(16)}"
+        router.monitor(name, cls._KINDS)
+        socket: zmq.Socket[bytes] = router.context.socket(zmq.PAIR)
+        # Else ZeroMQ's thread would wait where a crowd of strangers comes and nobody reads, and so would closing.
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(name)
+        return cls(socket)
+
+    def take(self) -> Iterator[ConnectionEvent]:
+        """What has happened since the last call, whole or in part."""
+        while True:
+            try:
+                numbers, endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event = ConnectionEvent(*self._EVENT.unpack(numbers), endpoint.decode())
+            if event.kind in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
+                self.open.add(event.descriptor)
+            elif event.kind == zmq.EVENT_DISCONNECTED:
+                self.open.discard(event.descriptor)
+            yield event
+
+
 @dataclass(eq=False)
 class RemoteConnections:
     """All connections to ranks of other hosts. Used by one thread at a time.
@@ -62,15 +123,15 @@ class RemoteConnections:
     Attributes:
         rank: the calling rank.
         router: through which all messages pass, each behind the `identity` of its connection.
-        monitor: tells of connections that end.
+        events: tell of connections that end.
         listeners: at which they came.
-        ends: descriptor -> peer, of each connection.
+        ends: descriptor -> peer, of each connection that was open when the last event was taken.
         early: what came from peers that were ready before this rank.
     """
 
     rank: int
     router: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
+    events: ConnectionEvents
     listeners: tuple[Listener, ...]
     ends: dict[int, int]
     early: list[list[zmq.Frame]]
@@ -86,7 +147,7 @@ class RemoteConnections:
     def close(self) -> None:
         """Close all; what is not sent is lost."""
         _open.discard(self)
-        close_sockets(self.router, self.monitor, self.listeners)
+        close_sockets(self.router, self.events, self.listeners)
 
 
 def identity(rank: int, purpose: Purpose) -> bytes:
@@ -94,10 +155,10 @@ def identity(rank: int, purpose: Purpose) -> bytes:
     return f"{rank}/{purpose.value}".encode()
 
 
-def close_sockets(router: zmq.Socket[bytes], monitor: zmq.Socket[bytes], listeners: Iterable[Listener]) -> None:
+def close_sockets(router: zmq.Socket[bytes], events: ConnectionEvents, listeners: Iterable[Listener]) -> None:
     """Close these, and the context that is theirs alone."""
     router.disable_monitor()
-    monitor.close(linger=0)
+    events.socket.close(linger=0)
     router.close(linger=0)
     router.context.term()
     for listener in listeners:

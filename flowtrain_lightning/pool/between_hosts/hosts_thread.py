@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from flowtrain_lightning.pool.between_hosts.connections import RemoteConnections, identity
 from flowtrain_lightning.pool.between_hosts.peer_messages import WINDOWS, EntryReceiver, Outbox, Purpose
@@ -134,9 +133,9 @@ class HostsThread:
         os.close(self._wake_event)
 
     def _run(self) -> None:
-        router, monitor = self._connections.router, self._connections.monitor
+        router, ends = self._connections.router, self._connections.events.socket
         poller = zmq.Poller()
-        for each in (router, monitor, self._wake_event):
+        for each in (router, ends, self._wake_event):
             poller.register(each, zmq.POLLIN)
         for message in self._connections.early:
             self._accept(*message)
@@ -149,8 +148,8 @@ class HostsThread:
                 os.eventfd_read(self._wake_event)
             if router in events:
                 self._receive(router)
-            if monitor in events:
-                self._notice_end(monitor, router)
+            if ends in events:
+                self._notice_ends(router)
 
     def _queue_page(self) -> None:
         """Queue the page when something urgent has changed or it was not sent for a while."""
@@ -221,13 +220,14 @@ class HostsThread:
         else:
             raise PoolError(f"Rank {rank} sent {record} where its status pages come.")
 
-    def _notice_end(self, monitor: zmq.Socket[bytes], router: zmq.Socket[bytes]) -> None:
-        event = parse_monitor_message(monitor.recv_multipart())
-        if event["event"] != zmq.EVENT_DISCONNECTED:
-            return  # one of those that told how the connection began
-        peer = self._connections.ends.pop(event["value"], None)
-        if peer is None:
-            return
+    def _notice_ends(self, router: zmq.Socket[bytes]) -> None:
+        for event in self._connections.events.take():
+            if event.kind == zmq.EVENT_DISCONNECTED:
+                peer = self._connections.ends.pop(event.descriptor, None)
+                if peer is not None:
+                    self._notice_end(peer, router)
+
+    def _notice_end(self, peer: int, router: zmq.Socket[bytes]) -> None:
         while self._receive(router):  # what came before the end
             pass
         silent = time.monotonic() - self._peers[peer].heard
@@ -238,7 +238,7 @@ class HostsThread:
 
 
 def _send(router: zmq.Socket[bytes], message: list[bytes | memoryview]) -> bool:
-    """Whether the message is on its way. That a connection has ended is told by the monitor."""
+    """Whether the message is on its way. That a connection has ended is an event of its own."""
     try:
         router.send_multipart(message, zmq.NOBLOCK)
     except zmq.ZMQError:

@@ -13,9 +13,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
-from flowtrain_lightning.pool.between_hosts.connections import Listener, RemoteConnections, close_sockets, identity
+from flowtrain_lightning.pool.between_hosts.connections import (
+    ConnectionEvents,
+    Listener,
+    RemoteConnections,
+    close_sockets,
+    identity,
+)
 from flowtrain_lightning.pool.between_hosts.curve import admit, curve_key
 from flowtrain_lightning.pool.between_hosts.hosts_thread import UNREACHABLE_SECONDS
 from flowtrain_lightning.pool.between_hosts.location import own_location
@@ -78,12 +83,9 @@ class RemoteRendezvous:
         self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (self._limits[1], self._limits[1]))  # a crowd of strangers may come
         self._router = self._make_router()
-        self._monitor = self._router.get_monitor_socket()
+        self._events = ConnectionEvents.of(self._router)
         self._authenticator = admit(self._router, self._keys[rank], frozenset(key.public for key in self._keys))
         try:
-            for listener, with_limit in zip(self._listeners, _WITH_LIMIT, strict=True):
-                _limit(self._router, with_limit)
-                listener.bind(self._router)
             own = (location or own_location(), address, *(str(listener.port) for listener in self._listeners))
             store.set(_host_key(rank), "\n".join(own))
             hosts = [self._ask(_host_key(peer)).split("\n") for peer in range(len(labels))]
@@ -107,23 +109,26 @@ class RemoteRendezvous:
             PeerFailed: when a peer ends meanwhile.
             PoolError: when a peer does not come in time.
         """
+        if not self.peers:
+            return None
+        for listener, with_limit in zip(self._listeners, _WITH_LIMIT, strict=True):
+            _limit(self._router, with_limit)
+            listener.bind(self._router)  # not before: each stranger who is let in takes a descriptor
         for peer in sorted(self.peers):
             if peer < self._rank:
                 self._connect(peer)
         self._meet_all(watched)
-        if not self.peers:
-            return None
         for listener in self._listeners:
             listener.shut()
         self._is_used = True
-        return RemoteConnections(self._rank, self._router, self._monitor, self._listeners, self._ends, self._early)
+        return RemoteConnections(self._rank, self._router, self._events, self._listeners, self._ends, self._early)
 
     def close(self) -> None:
         """Admit nobody any more, and close what nobody uses."""
         self._authenticator.stop()
         resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
         if not self._is_used:
-            close_sockets(self._router, self._monitor, self._listeners)
+            close_sockets(self._router, self._events, self._listeners)
 
     def _make_router(self) -> zmq.Socket[bytes]:
         router: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
@@ -164,6 +169,7 @@ class RemoteRendezvous:
         """Begin to connect to ``peer``, and send it the first word on each connection."""
         router = self._router
         router.curve_server = False
+        router.setsockopt(zmq.HANDSHAKE_IVL, 0)  # the peer may have a crowd of strangers to answer first
         router.curve_publickey, router.curve_secretkey = self._keys[self._rank]
         router.curve_serverkey = self._keys[peer].public
         for purpose in Purpose:
@@ -176,13 +182,16 @@ class RemoteRendezvous:
 
     def _say_hello(self, name: bytes) -> None:
         record = ControlRecord(Kind.HELLO, self._rank, number=len(self._labels))
-        self._router.send_multipart([name, encode_record(record)])
+        try:
+            self._router.send_multipart([name, encode_record(record)])
+        except zmq.ZMQError as error:  # its connection has ended
+            raise self._ended(int(name.decode().partition("/")[0])) from error
 
     def _meet_all(self, watched: dict[int, int]) -> None:
         """Hear from all peers on all connections, and notice when a rank ends meanwhile."""
         expected = {(peer, purpose) for peer in self.peers for purpose in Purpose}
         remote, local = zmq.Poller(), select.poll()
-        for each in (self._router, self._monitor):
+        for each in (self._router, self._events.socket):
             remote.register(each, zmq.POLLIN)
         for descriptor in watched:
             local.register(descriptor, select.POLLRDHUP)
@@ -191,11 +200,9 @@ class RemoteRendezvous:
                 raise self._missing(sorted({peer for peer, _ in expected - self._heard}))
             for descriptor, _ in local.poll(0):
                 raise self._ended(watched[descriptor])
-            events = dict(remote.poll(round(_LOOK_SECONDS * 1000)))
-            if self._router in events:
+            if self._router in dict(remote.poll(round(_LOOK_SECONDS * 1000))):
                 self._hear()
-            if self._monitor in events:
-                self._notice_end()
+            self._notice_ends()
 
     def _hear(self) -> None:
         """Take in the first word of a connection, and answer it if the other end has begun; keep what comes later.
@@ -217,31 +224,45 @@ class RemoteRendezvous:
                 "ranks that has not come yet. Is another run using the same store?"
             )
         self._heard.add(end)
-        self._ends[int(message.get(zmq.SRCFD))] = peer
+        self._find_end(int(message.get(zmq.SRCFD)), peer)
         if peer > self._rank:
             self._say_hello(name.bytes)
 
-    def _notice_end(self) -> None:
-        event = parse_monitor_message(self._monitor.recv_multipart())
-        kind, endpoint = event["event"], event["endpoint"].decode()
-        if kind == zmq.EVENT_DISCONNECTED and event["value"] in self._ends:
-            raise self._ended(self._ends[event["value"]])
-        peer = next((peer for peer in self.peers if peer < self._rank and endpoint in self._endpoints[peer]), None)
-        if peer is None:
-            return  # of a stranger: no business of ours, and no reason to end the job
-        who = self._who(peer)
-        if kind == zmq.EVENT_CLOSED:
-            raise PeerFailed(
-                f"{who} ended during start-up, or cannot be reached at {endpoint}. See its output. If there is none: "
-                "does a firewall stand between the hosts, or is it the address of another network?",
-                peer,
-            )
-        if kind in _FAILED_HANDSHAKES or kind == zmq.EVENT_DISCONNECTED:
-            raise PeerFailed(
-                f"{who} did not answer at {endpoint} during start-up as one that knows this job's secret does. See its "
-                "output.",
-                peer,
-            )
+    def _find_end(self, descriptor: int, peer: int) -> None:
+        """Learn that the connection which has this descriptor now is one of ``peer``.
+
+        A number alone says nothing: that of a stranger who has gone may be a peer's by now, while his end is still to
+        be read. All that happened before the peer's word came can be read by now, and is read first. Should the peer
+        have ended meanwhile and its number be a stranger's by now, then the stranger's end, in a few seconds, tells so.
+        """
+        self._notice_ends()
+        former = self._ends.get(descriptor)
+        if former is not None:
+            raise self._ended(former)
+        if descriptor not in self._events.open:
+            raise self._ended(peer)
+        self._ends[descriptor] = peer
+
+    def _notice_ends(self) -> None:
+        for event in self._events.take():
+            if event.kind == zmq.EVENT_DISCONNECTED and event.descriptor in self._ends:
+                raise self._ended(self._ends[event.descriptor])
+            endpoint, below = event.endpoint, (peer for peer in self.peers if peer < self._rank)
+            peer = next((peer for peer in below if endpoint in self._endpoints[peer]), None)
+            if peer is None:
+                continue  # of a stranger: no business of ours, and no reason to end the job
+            if event.kind == zmq.EVENT_CLOSED:
+                raise PeerFailed(
+                    f"{self._who(peer)} ended during start-up, or cannot be reached at {endpoint}. See its output. If "
+                    "there is none: does a firewall stand between the hosts, or is it the address of another network?",
+                    peer,
+                )
+            if event.kind == zmq.EVENT_DISCONNECTED:
+                raise PeerFailed(
+                    f"{self._who(peer)} did not answer at {endpoint} during start-up as one that knows this job's "
+                    "secret does. See its output.",
+                    peer,
+                )
 
     def _ended(self, peer: int) -> PeerFailed:
         return PeerFailed(f"{self._who(peer)} ended during start-up. See its output.", peer)
@@ -255,13 +276,6 @@ class RemoteRendezvous:
 
     def _who(self, rank: int) -> str:
         return f"Rank {rank} ({self._labels[rank]})"
-
-
-_FAILED_HANDSHAKES = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-)
 
 
 def _host_key(rank: int) -> str:

@@ -11,7 +11,7 @@ from mmap import mmap
 import pytest
 import zmq
 
-from flowtrain_lightning.pool.between_hosts.connections import RemoteConnections
+from flowtrain_lightning.pool.between_hosts.connections import ConnectionEvents, RemoteConnections
 from flowtrain_lightning.pool.between_hosts.hosts_thread import HostsThread
 from flowtrain_lightning.pool.between_hosts.remote_status import RemoteStatusPage
 from flowtrain_lightning.pool.status_page import PAGE_BYTES, StatusPage
@@ -36,7 +36,7 @@ def peer(events: zmq.Socket[bytes]) -> Iterator[RemoteStatusPage]:
     context = events.context
     monitor = context.socket(zmq.PAIR)
     monitor.connect("inproc://events")
-    connections = RemoteConnections(0, context.socket(zmq.ROUTER), monitor, (), {CONNECTION: 1}, [])
+    connections = RemoteConnections(0, context.socket(zmq.ROUTER), ConnectionEvents(monitor), (), {CONNECTION: 1}, [])
     page = RemoteStatusPage(1, "encoder 0")
     own = StatusPage(0, mmap(-1, PAGE_BYTES))
     thread = HostsThread(own, connections, {1: page}, 2, wake=lambda: None, fail=lambda sentence, rank: None)
