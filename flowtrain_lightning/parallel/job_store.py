@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from flowtrain_lightning.parallel.job_secret import ForeignMessageError, job_key
 from flowtrain_lightning.parallel.keyed_store import KeyedStore
+from flowtrain_lightning.parallel.store_connection import NoStoreError, connect_to_store
 
 _CAME, _NAMED, _KNOWN = "start/came/{}", "start/named/{}", "start/known/{}"
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.01, 0.5  # between two looks
@@ -100,7 +101,8 @@ def root_store(rank: int, ranks: int, timeout: timedelta) -> KeyedStore:
         timeout: after which a rank gives up to wait for the others, or for what they are to put there.
 
     Raises:
-        RuntimeError: rank 0, which keeps the store, does not come in time, its port is in use, or there is no secret.
+        RuntimeError: rank 0, which keeps the store, does not come in time, its port is in use, something else is where
+            it should be, or there is no secret.
     """
     if os.getpid() not in _root_stores:
         key = job_key(ranks)
@@ -121,15 +123,19 @@ def _tcp_store(rank: int, timeout: timedelta) -> Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     of_torchrun = _torchrun_keeps_it()
     listener = None if rank or of_torchrun else _loopback_listener(host, port)
-    return TCPStore(
-        host,
-        port,
-        is_master=rank == 0 and not of_torchrun,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,  # DDP may train in this process afterwards, at the same port
-        master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
-    )
+
+    def connect() -> Store:
+        return TCPStore(
+            host,
+            port,
+            is_master=rank == 0 and not of_torchrun,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # DDP may train in this process afterwards, at the same port
+            master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
+        )
+
+    return connect_to_store(connect, host, port, timeout.total_seconds())
 
 
 def _torchrun_keeps_it() -> bool:
@@ -155,7 +161,7 @@ def readable_rendezvous_errors(rank: int, ranks: int, timeout: timedelta, store:
     """Inside, errors of connections and stores become a sentence that says who is missing, or which port is in use."""
     try:
         yield
-    except ForeignMessageError:
+    except (ForeignMessageError, NoStoreError):
         raise
     except (RuntimeError, OSError) as error:
         if store is None and (getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in str(error)):
