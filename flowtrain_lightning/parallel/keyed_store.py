@@ -35,6 +35,7 @@ class KeyedStore(Store):  # type: ignore[misc]
         self.key = key
         self.inner = inner
         self._values = key.derive("store")
+        self._foreign_since: dict[str, float] = {}  # key under which `check` last found what somebody else has put
 
     @property
     def timeout(self) -> timedelta:
@@ -71,14 +72,24 @@ class KeyedStore(Store):  # type: ignore[misc]
             time.sleep(_LOOK_SECONDS)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether ranks of this job have put values for all these keys."""
+        """Whether ranks of this job have put values for all these keys.
+
+        Raises:
+            ForeignMessageError: for a minute there was only what somebody else has put, whenever this was asked.
+        """
         if not self.inner.check(list(keys)):
             return False
+        return all(map(self._is_believed, keys))
+
+    def _is_believed(self, key: str) -> bool:
         try:
-            for key in keys:
-                self._values.open(self.inner.get(key), _context(key))
+            self._values.open(self.inner.get(key), _context(key))
         except ForeignMessageError:
+            now = time.monotonic()
+            if now - self._foreign_since.setdefault(key, now) > FOREIGN_SECONDS:
+                raise
             return False
+        self._foreign_since.pop(key, None)
         return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch.distributed import DistError  # type: ignore[attr-defined]
+
 from flowtrain_lightning.pool.between_hosts.connections import RemoteConnections
 from flowtrain_lightning.pool.between_hosts.remote_rendezvous import RemoteRendezvous
 from flowtrain_lightning.pool.control_records import RECORD_BYTES, ControlRecord, Kind, decode_record, encode_record
@@ -215,7 +217,7 @@ class LocalRendezvous:
     def _tell_name(self, name: str) -> None:
         try:
             self._store.set(f"mesh/{self._rank}", name)
-        except RuntimeError as error:
+        except DistError as error:
             raise self._without_store() from error
 
     def _name_of(self, peer: int) -> str:
@@ -230,9 +232,7 @@ class LocalRendezvous:
                 for descriptor, _ in poll.poll(min(self._remaining(), _LOOK_SECONDS) * 1000):
                     raise self._ended(connected[descriptor])
             return str(self._store.get(key).decode())
-        except PoolError:
-            raise
-        except RuntimeError as error:  # from the store itself
+        except DistError as error:  # from the store itself; one that does not believe a value says so by another
             raise self._without_store() from error
 
     def _accept(self, listener: socket.socket) -> socket.socket | None:
@@ -309,7 +309,7 @@ class LocalRendezvous:
         unheard = [rank for rank in self._peers if rank not in self._passed]
         try:
             absent = [rank for rank in unheard if not self._store.check([f"mesh/{rank}"])]
-        except RuntimeError:
+        except DistError:
             return self._without_store()
         missing = [f"{rank} ({self._labels[rank]})" for rank in absent or unheard]
         return PoolError(

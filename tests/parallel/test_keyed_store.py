@@ -9,7 +9,9 @@ from torch.distributed import HashStore, PrefixStore
 
 from flowtrain_lightning.parallel import keyed_store
 from flowtrain_lightning.parallel.job_secret import ForeignMessageError, JobKey
+from flowtrain_lightning.parallel.job_store import agree_on_start
 from flowtrain_lightning.parallel.keyed_store import KeyedStore
+from flowtrain_lightning.pool import Mesh
 
 
 @pytest.fixture
@@ -63,3 +65,42 @@ def test_a_rank_that_waits_in_vain_says_that_it_did_not_believe(inner, store, mo
     words = r"'address' of the job's store was not said with this job's secret.*set FLOWTRAIN_JOB_SECRET to one value"
     with pytest.raises(ForeignMessageError, match=words):
         store.get("address")
+
+
+def test_a_rank_that_looks_again_and_again_in_vain_says_so_as_well(inner, store, monkeypatch):
+    monkeypatch.setattr(keyed_store, "FOREIGN_SECONDS", 0.3)
+    inner.set("address", b"planted")
+    end = time.monotonic() + 0.2
+    while time.monotonic() < end:
+        assert not store.check(["address"])
+    time.sleep(0.2)
+    with pytest.raises(ForeignMessageError, match="'address' of the job's store was not said with this job's secret"):
+        store.check(["address"])
+
+
+def test_a_value_that_the_rank_has_replaced_is_believed_and_a_later_fault_is_another_one(inner, store, monkeypatch):
+    monkeypatch.setattr(keyed_store, "FOREIGN_SECONDS", 0.3)
+    inner.set("address", b"planted")
+    assert not store.check(["address"])
+    store.set("address", b"true")
+    assert store.check(["address"])
+    time.sleep(0.4)
+    inner.set("address", b"planted")
+    assert not store.check(["address"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_start_that_torchrun_gives_an_overwritten_store_ends_and_says_so(inner, store, monkeypatch, rank):
+    monkeypatch.setattr(keyed_store, "FOREIGN_SECONDS", 0.3)
+    inner.set(f"start/{'came' if rank == 0 else 'named'}/1", b"planted")
+    with pytest.raises(ForeignMessageError, match="was not said with this job's secret"):
+        agree_on_start(store, rank, 2)
+
+
+@pytest.mark.parametrize("where", [{}, {"address": "127.0.0.1", "location": "host 0", "secret": "known"}])
+def test_ranks_of_a_pool_whose_store_is_overwritten_end_and_say_so(inner, store, monkeypatch, where):
+    monkeypatch.setattr(keyed_store, "FOREIGN_SECONDS", 0.3)
+    for key in ("mesh/0", "mesh/host/0"):
+        inner.set(key, b"planted")
+    with pytest.raises(RuntimeError, match="was not said with this job's secret"):
+        Mesh.connect(store, 1, 2, ["backbone 0", "encoder 0"], timeout=20, **where)

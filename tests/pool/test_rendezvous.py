@@ -35,7 +35,7 @@ def test_a_rank_waits_no_longer_than_asked_for_one_whose_name_is_not_in_the_stor
 def test_a_rank_that_loses_the_store_says_so():
     class LostStore:
         def set(self, key, value):
-            raise RuntimeError("failed to recv, got 0 bytes")
+            raise DistNetworkError("failed to recv, got 0 bytes")
 
     with pytest.raises(PoolError, match=r"Rank 1 \(encoder 0\) lost the store through which the ranks find each other"):
         Mesh.connect(LostStore(), 1, 2, labels(2))
@@ -47,7 +47,7 @@ def test_a_rank_that_loses_the_store_while_it_waits_says_so():
             pass
 
         def check(self, keys):
-            raise RuntimeError("Connection reset by peer")
+            raise DistNetworkError("Connection reset by peer")
 
     with pytest.raises(
         PoolError, match=r"Rank 0 \(backbone 0\) lost the store through which the ranks find each other"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import zmq
+from torch.distributed import DistError  # type: ignore[attr-defined]
 
 from flowtrain_lightning.pool.between_hosts.connections import (
     ConnectionEvents,
@@ -157,9 +158,7 @@ class RemoteRendezvous:
                     raise self._missing([rank for rank in ranks if not self._store.check([_host_key(rank)])])
                 time.sleep(_LOOK_SECONDS)
             return str(self._store.get(key).decode())
-        except PoolError:
-            raise
-        except RuntimeError as error:  # from the store itself
+        except DistError as error:  # from the store itself; one that does not believe a value says so by another
             raise PoolError(
                 f"{self._who(self._rank)} lost the store through which the ranks find each other. Did the rank that "
                 "keeps it, rank 0 as a rule, meet an error? See its output."
