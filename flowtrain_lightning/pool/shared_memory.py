@@ -95,7 +95,7 @@ def map_memory(descriptor: int, nbytes: int) -> mmap.mmap:
         nbytes: the size that it is said to have.
 
     Raises:
-        PoolError: when it is smaller than that, or its size could still be changed.
+        PoolError: when it is smaller than that, its size could still be changed, or this process may not map as much.
     """
     size = os.fstat(descriptor).st_size
     sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() == _seals()
@@ -104,7 +104,14 @@ def map_memory(descriptor: int, nbytes: int) -> mmap.mmap:
             f"A peer passed memory of {size:,} bytes ({'sealed' if sealed else 'not sealed'}); expected {nbytes:,} "
             "bytes whose size is sealed. Do all ranks run the same version?"
         )
-    return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    try:
+        return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    except OSError as error:
+        raise PoolError(
+            f"{nbytes:,} bytes of shared memory cannot be mapped ({error.strerror}): this process has a limit of address "
+            "space (`ulimit -v`), or too many mappings (`sysctl vm.max_map_count`). Raise it, or lower "
+            "`PoolSettings(bytes=...)`."
+        ) from error
 
 
 def first_byte_of(memory: mmap.mmap | bytearray) -> int:

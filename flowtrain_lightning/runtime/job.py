@@ -30,6 +30,7 @@ from flowtrain_lightning.pool import (
     interface_of,
 )
 from flowtrain_lightning.runtime.health import HealthMonitor
+from flowtrain_lightning.runtime.open_files import allow_open_files
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _CAUSE_SECONDS = 3.0  # in which the rank to blame says why, which this one can only do less well
@@ -69,6 +70,7 @@ class Job:
         self.rank = rank
         self.allocation = allocation
         ranks = allocation.size
+        allow_open_files(rank, ranks)
         self.labels = [_label(allocation, number) for number in range(ranks)]
         self._health = health
         health.name_ranks(self.labels)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed import FileStore, HashStore
+from torch.distributed import DistNetworkError, FileStore, HashStore
 
 from flowtrain_lightning.pool import Mesh, PoolError
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind, encode_record

@@ -2,11 +2,13 @@
 
 import fcntl
 import os
+import resource
 
 import pytest
 
 from flowtrain_lightning.pool import Key, PoolError
 from flowtrain_lightning.pool.shared_memory import Segment, available_memory, create_memory, map_memory
+from tests.processes import assert_all_good, run_ranks
 
 KEY = Key(0, 0, 0)
 
@@ -32,6 +34,32 @@ def test_more_than_the_machine_has_is_refused_with_a_sentence_at_once():
         PoolError, match=r"only [\d,]+ bytes of memory are available\. Lower `PoolSettings\(bytes=...\)`"
     ):
         create_memory("test", available_memory() + (1 << 30))
+
+
+def map_with_little_address_space(rank, ranks):
+    descriptor = create_memory("test", 64 << 20)
+    with open("/proc/self/statm") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
+    with pytest.raises(PoolError, match=r"67,108,864 bytes of shared memory cannot be mapped .*`ulimit -v`"):
+        map_memory(descriptor, 64 << 20)
+    os.close(descriptor)
+
+
+def test_a_limit_of_address_space_that_is_too_low_is_named():
+    assert_all_good(run_ranks(map_with_little_address_space, 1, 60))
+
+
+def write_with_a_limit_of_file_sizes(rank, ranks):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    with pytest.raises(
+        PoolError, match=r"asks for 2,097,152 bytes of shared memory, but the system refused it \(File too"
+    ):
+        create_memory("test", 2 << 20)
+
+
+def test_a_limit_of_file_sizes_that_is_too_low_is_named():
+    assert_all_good(run_ranks(write_with_a_limit_of_file_sizes, 1, 60))
 
 
 def test_memory_that_a_peer_could_still_shrink_is_not_mapped():

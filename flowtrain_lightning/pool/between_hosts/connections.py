@@ -108,7 +108,8 @@ class ConnectionEvents:
                 numbers, endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            event = ConnectionEvent(*self._EVENT.unpack(numbers), endpoint.decode())
+            kind, descriptor = self._EVENT.unpack(numbers)
+            event = ConnectionEvent(kind, descriptor, endpoint.decode())
             if event.kind in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
                 self.open.add(event.descriptor)
             elif event.kind == zmq.EVENT_DISCONNECTED:
