@@ -108,8 +108,8 @@ def map_memory(descriptor: int, nbytes: int) -> mmap.mmap:
         return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError as error:
         raise PoolError(
-            f"{nbytes:,} bytes of shared memory cannot be mapped ({error.strerror}): this process has a limit of address "
-            "space (`ulimit -v`), or too many mappings (`sysctl vm.max_map_count`). Raise it, or lower "
+            f"{nbytes:,} bytes of shared memory cannot be mapped ({error.strerror}): this process has a limit of "
+            "address space (`ulimit -v`), or too many mappings (`sysctl vm.max_map_count`). Raise it, or lower "
             "`PoolSettings(bytes=...)`."
         ) from error
 
