@@ -9,10 +9,13 @@ from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-_FIRST_LOOK_SECONDS = 5.0  # a store answers within milliseconds, but rank 0 may come later than the others
-_LOOK_SECONDS = 5.0  # between two looks
-_ANSWER_SECONDS = 2.0  # which a program at that port gets to say something
-_SILENT_SECONDS = 45.0
+LOOK_SECONDS = 5.0
+"""Between two looks at who is there; a store answers within milliseconds, but rank 0 may come later than the others."""
+
+SILENT_SECONDS = 45.0
+"""For so long, from the first look on, a program that lets everybody in may say nothing."""
+
+_ANSWER_SECONDS = 2.0  # which it gets to say something when it is looked at
 _WORDS = b"is this the store of a flowtrain job?\r\n\r\n"  # which closes the connection of whoever says so
 _MOST_SHOWN = 40  # bytes of an answer
 
@@ -40,7 +43,7 @@ def connect_to_store(connect: Callable[[], Store], host: str, port: int, timeout
     attempt = _Attempt(connect)
     start = time.monotonic()
     silent_since: float | None = None
-    wait = min(_FIRST_LOOK_SECONDS, timeout)
+    wait = min(LOOK_SECONDS, timeout)
     while not attempt.ended(wait):
         found = _who_is_there(host, port)
         if attempt.ended(0):
@@ -50,9 +53,9 @@ def connect_to_store(connect: Callable[[], Store], host: str, port: int, timeout
             silent_since = now if silent_since is None else silent_since
         elif found != _UNANSWERED:  # which a silent program's port is too, once its queue is full
             silent_since = None
-        if now >= start + timeout or (silent_since is not None and now >= silent_since + _SILENT_SECONDS):
+        if now >= start + timeout or (silent_since is not None and now >= silent_since + SILENT_SECONDS):
             raise RuntimeError("nobody listens") if found is None else _no_store(host, port, found, now - start)
-        wait = min(_LOOK_SECONDS, max(start + timeout - now, 0.0))
+        wait = min(LOOK_SECONDS, max(start + timeout - now, 0.0))
     if attempt.error is not None:
         found = None if "EADDRINUSE" in str(attempt.error) else _who_is_there(host, port)
         raise attempt.error if found is None else _no_store(host, port, found, time.monotonic() - start)

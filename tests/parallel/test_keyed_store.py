@@ -78,7 +78,7 @@ def test_a_rank_that_looks_again_and_again_in_vain_says_so_as_well(inner, store,
         store.check(["address"])
 
 
-def test_a_value_that_the_rank_has_replaced_is_believed_and_a_later_fault_is_another_one(inner, store, monkeypatch):
+def test_a_value_that_the_rank_has_replaced_is_believed_and_the_minute_begins_anew(inner, store, monkeypatch):
     monkeypatch.setattr(keyed_store, "FOREIGN_SECONDS", 0.3)
     inner.set("address", b"planted")
     assert not store.check(["address"])

@@ -93,7 +93,7 @@ def test_a_program_at_the_same_address_of_the_newer_kind_is_found_as_well():
 
 
 def come_with_much_time(rank, ranks, port):
-    store_connection._SILENT_SECONDS = store_connection._FIRST_LOOK_SECONDS = store_connection._LOOK_SECONDS = 1.0
+    store_connection.SILENT_SECONDS = store_connection.LOOK_SECONDS = 1.0
     come(rank, ranks, "says nothing", 3600, 30)
 
 

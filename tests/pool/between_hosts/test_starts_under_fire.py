@@ -78,7 +78,7 @@ def meet_or_fire(rank: int, processes: int, starts: int) -> None:
         fire(starts, rank)
 
 
-@pytest.mark.parametrize("starts", [4, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("starts", [3, pytest.param(100, marks=pytest.mark.full)])
 def test_every_start_ends_well_whoever_comes_to_the_ports(starts):
     with Ranks(meet_or_fire, RANKS + 2, [starts]) as started:
         assert_all_good(started.wait(600))
