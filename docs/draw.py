@@ -39,6 +39,7 @@ SHOWN: dict[str, tuple[float, str]] = {
     "parallel": (2, "a layout onto a half"),
     "compute": (1, "one batch, one process"),
     "checkpoint": (2, "by parameter name"),
+    "packing_check": (0, "packed equals alone"),
     "module": (1.5, "what a user writes"),
     "runtime": (1, "lanes, steps, health"),
     "models": (3, "of Hugging Face"),
