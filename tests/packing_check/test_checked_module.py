@@ -69,7 +69,7 @@ def test_dropout_is_known_by_what_layers_call_it():
     assert dropout_settings(attention) == ["attention_dropout"]
 
 
-def test_batch_norm_of_one_transposed_item_is_computed_right_here_whatever_torch_does():
+def test_batch_norm_of_one_transposed_item_is_right_whatever_torch_does():
     layer = nn.BatchNorm2d(4).double().eval()
     batch, gradient = torch.randn(1, 4, 5, 5).double(), torch.randn(1, 25, 4).double()
     checked_module.freeze_batch_norms(nn.Sequential(layer))
