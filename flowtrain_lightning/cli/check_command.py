@@ -44,7 +44,7 @@ def run() -> None:
     """
     del sys.argv[1]  # Lightning reads the rest of the command line, where it would take this word for an option's
     cli = configured(parser=CheckParser, run=False, save_config_callback=None, parser_kwargs={"prog": _NAME})
-    cli.trainer.datamodule = cli.datamodule
+    cli.trainer.datamodule = cli.datamodule  # type: ignore[attr-defined]
     report = report_of(cli.model, cli.datamodule, cli.trainer)
     couples = {*cli.model.couples, *getattr(cli.trainer.strategy, "couples", ())}
     unnamed, named = divided(report.findings, couples)
