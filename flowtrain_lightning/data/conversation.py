@@ -14,8 +14,10 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.record_turns import ASSISTANT, Turn
+from flowtrain_lightning.data.special_tokens import ForgedTokenError
 from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
+from flowtrain_lightning.data.written_parts import Part, parts_encoder
 from flowtrain_lightning.packing import IntArray
 
 
@@ -63,7 +65,11 @@ class TokenSequence:
 
 
 class Template(Protocol):
-    """How a conversation is written for the backbone."""
+    """How a conversation is written for the backbone.
+
+    One may also have ``media_tokens(tokenizer)``: the tokens that stand for rows of features, and their ids. Records of
+    token ids or of text alone may hold none of them without media; else they may hold no ``image_id``.
+    """
 
     @property
     def fingerprint(self) -> str:
@@ -118,9 +124,23 @@ def turns_to_write(turns: tuple[Turn, ...], prompt: bool) -> tuple[Turn, ...]:
 
 
 class _Piece(NamedTuple):
-    """Some text of a rendered conversation, or one media item (``text`` is None), and whether it is learned."""
+    """Some text of a rendered conversation, or one media item (``text`` is None).
+
+    Attributes:
+        text: the text.
+        learned: it is learned.
+        own: it is the template's, not the record's.
+    """
 
     text: str | None
+    learned: bool
+    own: bool = True
+
+
+class _Joined(NamedTuple):
+    """Neighbouring texts, or one media item (``parts`` is None), and whether it is learned."""
+
+    parts: list[Part] | None
     learned: bool
 
 
@@ -129,7 +149,7 @@ class ChatTemplate:
     """How a conversation is written for the backbone. The defaults are Qwen's.
 
     A turn is its role's header, its text and ``end``; in assistant turns text and ``end`` carry loss, nothing else
-    does. ``between`` follows every turn.
+    does. ``between`` follows every turn. Special tokens that a record's texts spell are plain text.
 
     Attributes:
         headers: what begins a turn, by role.
@@ -168,16 +188,21 @@ class ChatTemplate:
         """The tokens and labels of a record, see `Template`.
 
         Raises:
-            DataError: the record has a role without header, or what only a model's own template could write.
+            DataError: the record has a role without header, or what only a model's own template could write, or a
+                text that the tokenizer cannot be kept from reading special tokens out of.
             ValueError: the vocabulary has no image token.
         """
         self._refuse_unwritten(record)
         ids: list[int] = []
         learned: list[bool] = []
         starts: list[int] = []
+        encoder = parts_encoder(tokenizer, self._words, self.media_tokens(tokenizer))
         for piece in _joined(self._pieces(record, prompt)):
-            if piece.text is not None:
-                added = tokenizer.encode(piece.text) if piece.text else []
+            if piece.parts is not None:
+                try:
+                    added = encoder.encode(piece.parts)
+                except ForgedTokenError as error:
+                    raise DataError(f"{record.where}: {error}.") from None
             elif len(starts) == len(rows):
                 break
             else:
@@ -208,7 +233,7 @@ class ChatTemplate:
                 yield _Piece(self.before_image, False)
                 yield _Piece(None, False)
                 yield _Piece(self.after_image, False)
-            yield _Piece(text, learned)
+            yield _Piece(text, learned, own=False)
         yield _Piece(self.end, learned)
 
     def _header(self, role: str, record: Record) -> str:
@@ -232,6 +257,15 @@ class ChatTemplate:
                 "out, or give the template of a model that can: FlowDataModule(template=...)."
             )
 
+    @property
+    def _words(self) -> tuple[str, ...]:
+        return (*self.headers.values(), self.end, self.between, self.begin, self.before_image, self.after_image)
+
+    def media_tokens(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """The tokens that stand for rows of features, and their ids; empty where the vocabulary has none."""
+        found = tokenizer.token_to_id(self.image_token)
+        return {} if found is None else {self.image_token: found}
+
     def image_id(self, tokenizer: Tokenizer) -> int:
         """The id of ``image_token``.
 
@@ -247,13 +281,16 @@ class ChatTemplate:
         return found
 
 
-def _joined(pieces: Iterator[_Piece]) -> Iterator[_Piece]:
-    """Neighbouring texts as one, where both or neither are learned: they are then encoded as they will be read."""
-    held = _Piece("", False)
+def _joined(pieces: Iterator[_Piece]) -> Iterator[_Joined]:
+    """Neighbouring texts together, where both or neither are learned: they are then encoded as they will be read."""
+    held: list[Part] = []
+    learned = False
     for piece in pieces:
-        if piece.text is not None and held.text is not None and (piece.learned == held.learned or not piece.text):
-            held = _Piece(held.text + piece.text, held.learned)
-            continue
-        yield held
-        held = piece
-    yield held
+        if piece.text is None or (piece.text and piece.learned != learned):
+            yield _Joined(held, learned)
+            held, learned = [], piece.learned
+        if piece.text is None:
+            yield _Joined(None, False)
+        elif piece.text:
+            held.append(Part(piece.text, piece.own))
+    yield _Joined(held, learned)

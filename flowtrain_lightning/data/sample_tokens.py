@@ -10,7 +10,8 @@ from flowtrain_lightning.data.conversation import Template, TokenSequence, shift
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.given_tokens import GivenTokens
-from flowtrain_lightning.data.tokenization import Tokenizer
+from flowtrain_lightning.data.special_tokens import ForgedTokenError
+from flowtrain_lightning.data.tokenization import AdaptedTokenizer, Tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing import IntArray
 
@@ -37,19 +38,54 @@ def token_sequence(
         videos: which frames of a video are taken.
 
     Raises:
-        DataError: the record has what the template cannot write, or other tokens than images.
+        DataError: the record has what the template cannot write, other tokens than images, or ids beyond the
+            vocabulary.
     """
     written = record.written
     if written is None:
         return template.sequence(record, tokenizer, rows, prompt=prompt, videos=videos)
     if isinstance(written, Completion):
-        return _sequence(*written.tokens(tokenizer, prompt=prompt), rows[:0], rows[:0])
+        media = getattr(template, "media_tokens", lambda _: {})(tokenizer)
+        try:
+            ids, learned = written.tokens(tokenizer, media, prompt=prompt)
+        except ForgedTokenError as error:
+            raise DataError(f"{record.where}: {error}.") from None
+        return _sequence(ids, learned, rows[:0], rows[:0])
     if isinstance(written, str):
         ids = np.asarray(tokenizer.encode(written), dtype=np.int64)
+        _refuse_media(ids, "'text' spells", record, template, tokenizer)
         return _sequence(ids, np.ones(len(ids), dtype=bool), rows[:0], rows[:0])
+    _refuse_beyond(written.ids, record, tokenizer)
     if not record.media:
+        _refuse_media(written.ids, "'input_ids' hold", record, template, tokenizer)
         return _sequence(written.ids, written.learned, rows[:0], rows[:0])
     return _with_media(written, record, written.media_ids or (template.image_id(tokenizer),), rows)
+
+
+def _refuse_media(ids: IntArray, hold: str, record: Record, template: Template, tokenizer: Tokenizer) -> None:
+    """Refuses tokens that stand for features where a record has no media that would give some."""
+    if hasattr(template, "media_tokens"):
+        of_media = list(template.media_tokens(tokenizer).values())
+    else:
+        try:
+            of_media = [template.image_id(tokenizer)]
+        except ValueError:  # a model of text alone
+            return
+    found = ids[np.isin(ids, of_media)]
+    if len(found):
+        raise DataError(
+            f"{record.where}: its {hold} {len(found)} tokens that stand for an image or a video ({found[0]}), but it "
+            "has none. Name its images ('images'), write text with images as 'messages', or take the tokens out."
+        )
+
+
+def _refuse_beyond(ids: IntArray, record: Record, tokenizer: Tokenizer) -> None:
+    """Refuses ids that no token has; of a tokenizer of one's own nothing tells them."""
+    if isinstance(tokenizer, AdaptedTokenizer) and int(ids.max()) >= tokenizer.size:
+        raise DataError(
+            f"{record.where}: its 'input_ids' hold {int(ids.max())}, but the ids of the tokenizer end with "
+            f"{tokenizer.size - 1}. Give the tokenizer that made them: FlowDataModule(tokenizer=...)."
+        )
 
 
 def _with_media(given: GivenTokens, record: Record, media_ids: tuple[int, ...], rows: IntArray) -> TokenSequence:

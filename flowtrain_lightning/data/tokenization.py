@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from flowtrain_lightning.data.fingerprint import fingerprint
+from flowtrain_lightning.data.special_tokens import unknown_id
 
 
 @runtime_checkable
@@ -67,7 +69,41 @@ def _from_file(path: Path) -> Tokenizer:
     return _Fast(file.read_text(encoding="utf-8"))
 
 
-class _Fast:
+class AddedToken(NamedTuple):
+    """A token that is looked for before all others: its id, and whether the tokenizer calls it special."""
+
+    id: int
+    special: bool
+
+
+class AdaptedTokenizer:
+    """A tokenizer of a package, of which more is known than `Tokenizer` says.
+
+    Args:
+        tokenizer: the package's.
+        backend: the ``tokenizers.Tokenizer`` that does the work; None where none does.
+        added: tokens that it looks for before all others, by their ids.
+        unknown: the id of what the vocabulary lacks.
+
+    Attributes:
+        backend: the same.
+        added_tokens: by their text.
+        unknown: the same.
+    """
+
+    def __init__(self, tokenizer: Any, backend: Any, added: Mapping[int, Any], unknown: int | None) -> None:
+        self._tokenizer = tokenizer
+        self.backend = backend
+        self.added_tokens = {str(token.content): AddedToken(number, token.special) for number, token in added.items()}
+        self.unknown = unknown
+
+    @cached_property
+    def size(self) -> int:
+        """One more than the highest id."""
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+
+
+class _Fast(AdaptedTokenizer):
     """A tokenizer of the ``tokenizers`` package, from its JSON text."""
 
     def __init__(self, definition: str) -> None:
@@ -77,11 +113,12 @@ class _Fast:
             raise ImportError(
                 "Reading a tokenizer.json needs tokenizers; install it with: pip install 'flowtrain-lightning[data]'"
             ) from error
-        self._tokenizer: Any = tokenizers.Tokenizer.from_str(definition)
+        tokenizer = tokenizers.Tokenizer.from_str(definition)
         # A tokenizer.json may carry these from another use; both would change sequences silently.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.fingerprint = fingerprint(self._tokenizer.to_str())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        super().__init__(tokenizer, tokenizer, tokenizer.get_added_tokens_decoder(), unknown_id(tokenizer))
+        self.fingerprint = fingerprint(tokenizer.to_str())
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -99,12 +136,12 @@ class _Fast:
         return found
 
 
-class _HuggingFace:
+class _HuggingFace(AdaptedTokenizer):
     """A tokenizer of the ``transformers`` package."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
+        backend, added = getattr(tokenizer, "backend_tokenizer", None), getattr(tokenizer, "added_tokens_decoder", {})
+        super().__init__(tokenizer, backend, added, tokenizer.unk_token_id)
         definition = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
         self.end: str | None = getattr(tokenizer, "eos_token", None)
         self.fingerprint = fingerprint([type(tokenizer).__name__, definition, self.end])

@@ -16,9 +16,10 @@ from flowtrain_lightning.data.conversation import shifted_labels, turns_to_write
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.media_files import MediaFile, VideoFile
 from flowtrain_lightning.data.record_turns import ASSISTANT
+from flowtrain_lightning.data.special_tokens import ForgedTokenError, SpecialTokens, around
 from flowtrain_lightning.data.video_files import read_video_header
 from flowtrain_lightning.models.image_words import ImageWords
-from flowtrain_lightning.models.special_tokens import IntArray, SpecialTokens
+from flowtrain_lightning.packing import IntArray
 
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
@@ -61,7 +62,14 @@ class ProcessorTemplate:
         self._given = tokenizer
         self._template = template
         self._tiles = tiles
-        self._special = SpecialTokens(tokenizer)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(
+                f"{type(tokenizer).__name__} is not a fast tokenizer, which tells where in a text each token lies. "
+                "Take the model's fast tokenizer (AutoTokenizer gives it)."
+            )
+        self._special = SpecialTokens(backend)
+        self._around = around(lambda text: tokenizer.encode(text, add_special_tokens=False), tokenizer.encode)
         if words.videos is not None and words.videos.token not in self._special.ids:
             words = replace(words, videos=None)  # a model that was trained for images alone
         self._words = words
@@ -83,12 +91,15 @@ class ProcessorTemplate:
     def __repr__(self) -> str:
         return f"ProcessorTemplate({self.fingerprint})"
 
+    def media_tokens(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """The tokens that stand for rows of features, and their ids."""
+        self._check(tokenizer)
+        return {name: self._special.ids[name] for name in self._row_tokens}
+
     @cached_property
-    def _row_ids(self) -> list[int]:
-        """The tokens that stand for rows of features."""
+    def _row_tokens(self) -> list[str]:
         videos = self._words.videos
-        names = [self._words.token] if videos is None else [self._words.token, videos.token]
-        return [self._special.ids[name] for name in names]
+        return [self._words.token] if videos is None else [self._words.token, videos.token]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -129,7 +140,10 @@ class ProcessorTemplate:
             written = self._written(turns, record, prompt)
         except ValueError as error:
             raise DataError(f"{record.where}: {error}.") from None
-        return self._tokens(written, record, rows, videos)
+        try:
+            return self._tokens(written, record, rows, videos)
+        except ForgedTokenError as error:
+            raise DataError(f"{record.where}: {error}.") from None
 
     def _check(self, tokenizer: Tokenizer) -> None:
         if tokenizer.token_to_id(self._words.token) != self._special.ids[self._words.token]:
@@ -210,10 +224,6 @@ class ProcessorTemplate:
         for kind, text in zip(("", *turn.kinds), turn.texts, strict=True):
             content += [{"type": kind}] if kind else []
             content += [{"type": "text", "text": self._special.hidden(text)}] if text else []
-        if turn.kinds and self._special.spells("".join(turn.texts)):
-            whole = "".join(part.get("text", "") for part in content)
-            if self._special.spells(whole):
-                raise ValueError("its text spells a special token once its media are taken out; change the text")
         if not content and not turn.others:  # templates ask what a turn without tool calls begins with
             content = [{"type": "text", "text": ""}]
         return {"role": self._special.hidden(turn.role), "content": content, **self._known(turn.others)}
@@ -270,8 +280,8 @@ class ProcessorTemplate:
                 starts.append(len(text))
                 text += self._special.told(words)
                 counts += often
-        around = ([], []) if self._begins_itself(written.text) else (self._special.before, self._special.after)
-        return self._expanded(text, spans, starts, counts, rows, around)
+        outside = ([], []) if self._begins_itself(written.text) else self._around
+        return self._expanded(text, spans, starts, counts, rows, outside)
 
     def _words_for(
         self, item: MediaFile | VideoFile, rows: int, videos: VideoProcessor | None
@@ -311,17 +321,17 @@ class ProcessorTemplate:
         starts: list[int],
         counts: list[int],
         rows: IntArray,
-        around: tuple[list[int], list[int]],
+        outside: tuple[list[int], list[int]],
     ) -> TokenSequence:
         """Tokens of a text in which a media item's token stands once for several, each written as often as it counts.
 
         The first media item of which no rows are known ends the sequence.
         """
-        (before, behind), (ids, begin, end) = around, self._special.encode(text)
+        (before, behind), (ids, begin, end) = outside, self._special.encode(text)
         learned = np.zeros(len(ids), dtype=bool)
         for first, last in spans:
             learned |= (begin < last) & (end > first)
-        media = np.isin(ids, self._row_ids)
+        media = np.isin(ids, [self._special.ids[name] for name in self._row_tokens])
         often = np.ones(len(ids), dtype=np.int64)
         often[media] = counts
         first_tokens = (np.cumsum(often) - often)[np.searchsorted(begin, starts)] + len(before)

@@ -60,7 +60,9 @@ def test_an_image_that_the_assistant_shows_is_not_learned_but_its_words_are():
 
 def test_the_image_token_written_in_a_text_stands_for_no_feature():
     found = sequence_of(("user", "<I><image>"), rows=(1,))
-    assert found.media_positions.tolist() == [4]
+    assert text_of(found.tokens) == "<B><U><I>[<I>]<E>"
+    assert found.media_positions.tolist() == [6]
+    assert (found.tokens == 6).sum() == 1
 
 
 def test_a_prompt_ends_with_the_header_of_the_last_assistant_turn():
@@ -116,20 +118,13 @@ def test_a_cut_sequence_is_made_again_from_its_remaining_media_alone(limit):
 
 
 def test_the_default_template_is_qwens():
-    rendered = []
-
-    class Listening(Letters):
-        def encode(self, text):
-            rendered.append(text)
-            return [9]
-
+    class OfQwen(Letters):
         def token_to_id(self, token):
-            rendered.append(token)
-            return 6
+            return 6 if token == "<|image_pad|>" else None
 
     turns = (("user", "<image>\nWhat?"), ("assistant", "This."))
-    ChatTemplate().sequence(record(*turns), Listening(), np.array([1]))
-    assert "".join(rendered) == (
+    found = ChatTemplate().sequence(record(*turns), OfQwen(), np.array([1]))
+    assert text_of(found.tokens).replace("<I>", "<|image_pad|>") == (
         "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>\nWhat?<|im_end|>\n"
         "<|im_start|>assistant\nThis.<|im_end|>\n"
     )
