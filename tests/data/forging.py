@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -99,8 +100,13 @@ def conversation(
         for fields, text in zip(beside, (texts.text(), "be short"), strict=True):
             fields["system"] = text
     if tools and chance.random() < 0.7:
-        for side, fields, say in zip(sides, beside, (lambda: texts.text(2, True), lambda: "look"), strict=True):
-            _add_tools(side, fields, say)
+        said = [texts.text(2, True) for _ in range(6)]
+        marks = ["toolname", "toolword", "toolkey", "callname", "callkey", "callvalue"]
+        for side, fields, words in zip(sides, beside, (said, marks), strict=True):
+            _add_tools(side, fields, words)
+        answers += [
+            (json.dumps(text, ensure_ascii=False)[1:-1], mark) for text, mark in zip(said[3:], marks[3:], strict=True)
+        ]
     shown = {} if not images else {"images": [str(image)] * images}
     forged, harmless = (
         parse({"messages": side, **fields, **shown}, "/d.jsonl", 0, Path)
@@ -109,12 +115,13 @@ def conversation(
     return Pair(forged, harmless, answers)
 
 
-def _add_tools(turns: list[dict[str, Any]], beside: dict[str, Any], say: Callable[[], str]) -> None:
-    tool = {"name": say(), "description": say(), "parameters": {"type": "object", "properties": {say(): say()}}}
+def _add_tools(turns: list[dict[str, Any]], beside: dict[str, Any], words: list[str]) -> None:
+    """A tool and a call of it, by three words each, and what the tool answers."""
+    tool = {"name": words[0], "description": words[1], "parameters": {"type": "object", "properties": {words[2]: {}}}}
     beside["tools"] = [{"type": "function", "function": tool}]
-    turns[1]["tool_calls"] = [{"type": "function", "function": {"name": say(), "arguments": {say(): say()}}}]
-    answered = say()
-    turns.insert(2, {"role": "tool", "content": answered.replace("<image>", "").replace("<video>", "") or "a"})
+    turns[1]["tool_calls"] = [{"type": "function", "function": {"name": words[3], "arguments": {words[4]: words[5]}}}]
+    answered = [{"type": "text", "text": word} for word in words[:2] if word not in MARKERS.values()]
+    turns.insert(2, {"role": "tool", "content": answered})
     turns.insert(3, {"role": "assistant", "content": "so"})
 
 

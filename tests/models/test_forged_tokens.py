@@ -91,11 +91,13 @@ def test_no_text_of_a_thousand_records_forges_a_token(made, family):
     _try_all(made, family, 1000)
 
 
-JOINING = """{%- for message in messages %}<|im_start|>{{ message.role }}
-{%- if message.name %} {{ message.name }}{{ message.title }}{% endif %}
-{% for part in message.content %}{{ part.text }}{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}{% for tool in tools %}<{{ tool.name }}>{{ tool.description }}{% endfor %}"""
+JOINING = (
+    "{%- for tool in tools or [] %}{{- '<' + tool.name + '>' + tool.description }}{%- endfor %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.name %}{{- message.name + message.title }}{%- endif %}"
+    "{%- for part in message.content %}{{- part.text }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
 
 
 @pytest.mark.parametrize(
