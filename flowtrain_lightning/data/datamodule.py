@@ -30,6 +30,7 @@ from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measurers import Measurer, this_process
 from flowtrain_lightning.data.measuring import Measure
+from flowtrain_lightning.data.record_fields import ignored_names
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.hugging_face import HubDataset
 from flowtrain_lightning.data.sources.indexed_source import IndexedSource
@@ -92,6 +93,8 @@ class FlowDataModule(L.LightningDataModule):
         num_workers: processes that load, for each loader.
         protocols: kinds of addresses that records may name images and videos by, beside files, ``gs``, ``hf`` and
             ``s3``: ``["az"]``, as ``fsspec`` calls them.
+        ignore_columns: fields of records, or endings of files in a tar shard, that are as if they were not there. What
+            may mean something and is not read, such as ``label`` or a column of images, is refused otherwise.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class FlowDataModule(L.LightningDataModule):
         augment: Augment | None = None,
         num_workers: int = 0,
         protocols: Sequence[str] = (),
+        ignore_columns: Sequence[str] = (),
     ) -> None:
         super().__init__()
         owner = type(self).__name__
@@ -129,6 +133,7 @@ class FlowDataModule(L.LightningDataModule):
         check_setting(owner, "token_steps", token_steps, TokenSteps | None)
         check_setting(owner, "packing", packing, PackingConfig | None)
         check_setting(owner, "index", index, IndexConfig | None)
+        self.ignore_columns = ignored_names(ignore_columns)
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self.files = {stage: mixture_of(stage, data) for stage, data in given.items() if data is not None}
         self.token_budget = token_budget
@@ -324,6 +329,7 @@ class FlowDataModule(L.LightningDataModule):
         index = replace(self.index, cache_dir=None)  # which every node may have elsewhere
         settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing")}
         settings |= {"index": index, "tokenizer": self.tokenizer.fingerprint, "protocols": sorted(self.protocols)}
+        settings["ignore_columns"] = sorted(self.ignore_columns)
         if "train" in self.files:
             settings |= {"weights": self.files["train"].weights, "temperature": self.files["train"].temperature}
         return {name: repr(value) for name, value in settings.items()}
@@ -334,7 +340,14 @@ class FlowDataModule(L.LightningDataModule):
         """The samples of all stores of a stage; measures those that no cache knows."""
         prompts = stage == "predict"
         measure = Measure(
-            self.tokenizer, self.template, self.images, self.index.unreadable, prompts, self.videos, self.protocols
+            self.tokenizer,
+            self.template,
+            self.images,
+            self.index.unreadable,
+            prompts,
+            self.videos,
+            self.protocols,
+            self.ignore_columns,
         )
         sources = [each.load() if isinstance(each, HubDataset) else each for each in self.files[stage].sources]
         if any(is_stream(each) for each in sources):
@@ -344,7 +357,7 @@ class FlowDataModule(L.LightningDataModule):
             if isinstance(source, SampleSource)
             else [
                 IndexedSource(store, measure, self.token_budget, self.index, measurer, media_compared=media_compared)
-                for store in open_stores(source)
+                for store in open_stores(source, self.ignore_columns)
             ]
             for source in sources
         ]

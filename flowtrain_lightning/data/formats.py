@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flowtrain_lightning.data.completion import COMPLETED, Completion
@@ -14,8 +15,9 @@ from flowtrain_lightning.data.data_path import PROTOCOLS, check_readable, protoc
 from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.loaded_media import OwnMedia
 from flowtrain_lightning.data.media_files import EncodedMedia, MediaAddress, MediaFile, VideoFile
+from flowtrain_lightning.data.record_fields import check_meaning, check_pictures, form_of, written_beside_turns
 from flowtrain_lightning.data.record_turns import ASSISTANT, MARKERS, Turn, conversation_of, is_reference, refuse_halves
-from flowtrain_lightning.data.understood import NotUnderstoodError, check_media, check_other_names, written_beside_turns
+from flowtrain_lightning.data.understood import NotUnderstoodError, check_media, check_other_names
 
 _A_FILE = {"image": "an image file", "video": "a video file"}
 
@@ -89,7 +91,13 @@ class Record:
         return sum(len(file.content) for file in files if isinstance(file, EncodedMedia))
 
 
-def parse(fields: Any, store: object, number: int, file_of: Callable[[str], MediaFile]) -> Record:
+def parse(
+    fields: Any,
+    store: object,
+    number: int,
+    file_of: Callable[[str], MediaFile],
+    ignored: Collection[str] = (),
+) -> Record:
     """What one JSON value means.
 
     Args:
@@ -97,38 +105,45 @@ def parse(fields: Any, store: object, number: int, file_of: Callable[[str], Medi
         store: where it lies, for messages.
         number: its number there, from 0.
         file_of: finds the image or video that a record calls by some name.
+        ignored: fields that are as if they were not there.
 
     Raises:
         DataError: it is of none of the kinds that are known, or markers and images disagree, or it holds what would
             change what is learned and is not obeyed.
     """
     try:
-        return _parsed(fields, f"{store}, record {number + 1}", number, file_of)
+        return _parsed(fields, f"{store}, record {number + 1}", number, file_of, ignored)
     except RecursionError as error:
         raise DataError(f"{store}, record {number + 1}: it is nested too deep to be understood.") from error
 
 
-def _parsed(fields: Any, where: str, number: int, file_of: Callable[[str], MediaFile]) -> Record:
+def _parsed(
+    fields: Any, where: str, number: int, file_of: Callable[[str], MediaFile], ignored: Collection[str]
+) -> Record:
     if not isinstance(fields, dict):
         raise DataError(f"{where}: expected a JSON object, got {type(fields).__name__}.")
-    there = {key: value for key, value in fields.items() if value is not None}
+    there = {key: value for key, value in fields.items() if value is not None and key not in ignored}
     name = str(there.get("id", number + 1))
     where = f"{where} (id {name!r:.80})" if "id" in there else where
     try:
-        others = written_beside_turns(there)
+        form = form_of(there)
+        check_meaning(there, form)
         beside = {kind: _beside(there, kind, where) for kind in MARKERS}
         conversation = conversation_of(there, len(beside["image"]), where)
         for kind in MARKERS:
             if not beside[kind] and (conversation is None or not conversation[1][kind]):
                 check_other_names(there, kind)
         if conversation is None:
-            return _without_turns(there, where, name, beside, file_of)
+            record = replace(_without_turns(there, where, name, beside, file_of), fields=fields)
+        else:
+            turns, named = conversation
+            media = {kind: iter(_of_kind(kind, turns, named[kind], beside[kind], where, file_of)) for kind in MARKERS}
+            in_order = tuple(next(media[kind]) for turn in turns for kind in turn.kinds)
+            record = Record(where, name, turns, in_order, fields, written_beside_turns(there))
+        check_pictures(there, form, [str(item) for item in record.media])
     except NotUnderstoodError as error:
         raise DataError(f"{where}: {error}.") from None
-    turns, named = conversation
-    media = {kind: iter(_of_kind(kind, turns, named[kind], beside[kind], where, file_of)) for kind in MARKERS}
-    in_order = tuple(next(media[kind]) for turn in turns for kind in turn.kinds)
-    return Record(where, name, turns, in_order, fields, others)
+    return record
 
 
 def _of_kind(

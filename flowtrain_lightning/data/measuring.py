@@ -45,6 +45,7 @@ class Measure:
         prompt: measure what ``predict`` reads.
         videos: which frames of a video are taken and how large they become; None: records may have no videos.
         protocols: kinds of addresses that records may name beside those that any may, see `MediaAddress`.
+        ignored: fields of records that are as if they were not there.
     """
 
     tokenizer: Tokenizer
@@ -54,13 +55,22 @@ class Measure:
     prompt: bool
     videos: VideoProcessor | None = None
     protocols: frozenset[str] = frozenset()
+    ignored: frozenset[str] = frozenset()
 
     @property
     def fingerprint(self) -> str:
         """Changes with anything that may change a size."""
         videos = None if self.videos is None else self.videos.fingerprint
-        rule = [self.template.fingerprint, self.images.fingerprint, videos, self.unreadable, self.prompt]
-        return fingerprint([_FORMAT, self.tokenizer.fingerprint, rule, sorted(self.protocols)])
+        rule = [
+            self.template.fingerprint,
+            self.images.fingerprint,
+            videos,
+            self.unreadable,
+            self.prompt,
+            sorted(self.protocols),
+            sorted(self.ignored),
+        ]
+        return fingerprint([_FORMAT, self.tokenizer.fingerprint, rule])
 
     def reaching(self, record: Record) -> Record:
         """The record with its addresses as far as they may be opened."""

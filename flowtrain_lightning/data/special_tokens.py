@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from flowtrain_lightning.packing import IntArray
+IntArray = NDArray[np.int64]
 
 _FIRST = 0xF0000
 """The first character of Unicode's supplementary private use area, which nobody's text holds."""

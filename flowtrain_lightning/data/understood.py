@@ -1,22 +1,15 @@
-"""What else a record may hold: what is obeyed, what a template may write, and what is refused by name."""
+"""What turns, parts of them and media may hold: what is obeyed, what a template writes, what is refused by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-_MODALITIES = ("audio", "audios")
-_PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images", "margin")
 _SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width", "detail")
 _FRAMES = ("fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pixels", "video_start", "video_end")
-_WRITING = ("documents", "chat_template", "chat_template_kwargs", "enable_thinking", "reasoning_content", "channel")
-_WEIGHTS = ("weight", "loss_scale", "channel_weights")
 
 _LEARNED = ("weight", "loss")
 """Under which a turn may say that it is not learned."""
-
-_WRITTEN = ("tools",)
-"""What stands beside the turns and is for the template to write."""
 
 _PART = frozenset({"type", "image", "video", "path", "url", "image_url", "video_url", "text", "bytes"})
 
@@ -35,18 +28,6 @@ def system_of(fields: Mapping[str, Any]) -> str | None:
     if system is not None and not isinstance(system, str):
         raise NotUnderstoodError(f"its 'system' must be a string, but is a {type(system).__name__}")
     return system or None
-
-
-def written_beside_turns(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record holds for the template to write beside its turns, such as ``tools``.
-
-    Raises:
-        NotUnderstoodError: it holds what nothing here obeys.
-    """
-    for name in (*_MODALITIES, *_PREFERENCES, *_SIZES, *_FRAMES, *_WRITING, *_WEIGHTS):
-        if fields.get(name) not in (None, [], {}, ""):
-            raise NotUnderstoodError(f"it holds {name!r}, which is not supported; take it out")
-    return {name: fields[name] for name in _WRITTEN if fields.get(name)}
 
 
 def check_other_names(fields: Mapping[str, Any], kind: str) -> None:

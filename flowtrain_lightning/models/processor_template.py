@@ -16,10 +16,9 @@ from flowtrain_lightning.data.conversation import shifted_labels, turns_to_write
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.media_files import MediaFile, VideoFile
 from flowtrain_lightning.data.record_turns import ASSISTANT
-from flowtrain_lightning.data.special_tokens import ForgedTokenError, SpecialTokens, around
+from flowtrain_lightning.data.special_tokens import ForgedTokenError, IntArray, SpecialTokens, around
 from flowtrain_lightning.data.video_files import read_video_header
 from flowtrain_lightning.models.image_words import ImageWords
-from flowtrain_lightning.packing import IntArray
 
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 

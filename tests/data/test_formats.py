@@ -1,10 +1,12 @@
 """Records are read in every form that people write, and a broken one is named."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from flowtrain_lightning.data import DataError, JsonFile, Turn
+from flowtrain_lightning.data.formats import parse
 from flowtrain_lightning.data.sources.record_store import locations_of
 from tests.data.support import message_record, records_in, write_records
 
@@ -148,11 +150,20 @@ def test_images_without_a_marker_stand_before_the_first_question(tmp_path, recor
     assert [turn.text for turn in found.turns if turn.role == "user"] == ["What<image>?"]
 
 
-def test_token_ids_and_text_alone_are_taken_before_what_they_were_made_of(tmp_path):
-    made_of = {"prompt": "a", "completion": "b"}
-    records = [{"input_ids": [1, 2], **made_of}, {"text": "ab", **made_of}]
-    tokens, text = records_in(write_records(tmp_path / "d.jsonl", records))
-    assert (tokens.turns, text.turns, text.written) == ((), (), "ab")
+@pytest.mark.parametrize(
+    ("record", "two"),
+    [
+        ({"messages": [USER, ANSWER], "conversations": [USER, ANSWER]}, ("messages", "conversations")),
+        ({"messages": [USER, ANSWER], "text": "a"}, ("messages", "text")),
+        ({"input_ids": [1, 2], "prompt": "a", "completion": "b"}, ("input_ids", "prompt")),
+        ({"text": "ab", "prompt": "a", "completion": "b"}, ("prompt", "text")),
+    ],
+)
+def test_a_record_of_two_forms_is_refused_unless_one_is_ignored(record, two):
+    with pytest.raises(DataError, match=rf"'{two[0]}' and '{two[1]}', .*ignore_columns=\['{two[1]}'\]"):
+        parse(record, "d.jsonl", 0, Path)
+    parse(record, "d.jsonl", 0, Path, ignored=[two[1]])
+    parse({**record, two[1]: None}, "d.jsonl", 0, Path)
 
 
 def test_a_record_without_images_needs_no_entry_for_them(tmp_path):

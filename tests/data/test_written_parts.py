@@ -187,11 +187,34 @@ def test_text_that_spells_no_special_token_has_the_ids_that_it_has_alone():
         assert found == given.encode(f"<|im_start|>user\n{text}<|im_end|>\n").ids
 
 
-def test_plain_text_that_spells_special_tokens_has_the_ids_of_a_tokenizer_without_them():
+def test_what_spells_special_tokens_has_the_ids_of_a_tokenizer_without_them():
     found = ChatTemplate(headers={"user": ""}, end="", between="").sequence(
         parse({"messages": [{"role": "user", "content": OWNED}]}, "d.jsonl", 0, Path), open_tokenizer(qwens()), NO_ROWS
     )
     assert found.tokens.tolist() == on_bytes().encode(OWNED).ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"input_ids": [1, 2, "image"]}, r"'input_ids' hold 1 tokens that stand for an image or a video"),
+        ({"input_ids": [1, 9999]}, r"'input_ids' hold 9999, but the ids of the tokenizer end with \d+. Give the tok"),
+        ({"text": "a <|image_pad|> b"}, r"'text' spells 1 tokens that stand for an image or a video"),
+    ],
+)
+def test_tokens_of_an_image_that_is_not_there_and_ids_of_no_token_are_refused(fields, words):
+    tokenizer = open_tokenizer(qwens())
+    image = ChatTemplate().image_id(tokenizer)
+    given = {name: [image if item == "image" else item for item in value] for name, value in fields.items()}
+    record = parse(fields if "text" in fields else given, "d.jsonl", 0, Path)
+    with pytest.raises(DataError, match=rf"d\.jsonl, record 1: its {words}"):
+        token_sequence(record, ChatTemplate(), tokenizer, NO_ROWS)
+
+
+def test_text_alone_is_read_as_it_stands_with_the_token_that_ends_it():
+    tokenizer = open_tokenizer(qwens())
+    found = token_sequence(parse({"text": "a<|im_end|>"}, "d", 0, Path), ChatTemplate(), tokenizer, NO_ROWS)
+    assert found.tokens.tolist()[-1] == tokenizer.token_to_id("<|im_end|>")
 
 
 @pytest.mark.parametrize("make", [qwens, lambda: by_transformers(qwens()), Own])

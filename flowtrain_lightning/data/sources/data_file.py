@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,16 +17,19 @@ class DataFile:
 
     Args:
         path: the file.
+        ignored: fields of its records that are as if they were not there.
 
     Attributes:
         path: the file.
+        ignored: the same.
 
     Raises:
         DataError: there is no such file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ignored: Collection[str] = ()) -> None:
         self.path = path
+        self.ignored = ignored
         self._status = self.status()
         self._held: str | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,12 +104,13 @@ class HuggingFaceRows:
 
     Args:
         dataset: the data set.
+        ignored: columns that are as if they were not there.
 
     Raises:
         DataError: its rows are changed when they are read, which would be passed over; or one of its files was cut.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, ignored: Collection[str] = ()) -> None:
         if dataset.format["type"] == "custom":
             raise DataError(
                 "The data set has a transform of its own (with_transform), which is not called here: rows are read as "
@@ -118,6 +119,7 @@ class HuggingFaceRows:
         for file in dataset.cache_files:
             _refuse_cut(Path(file["filename"]))
         self._rows = dataset.with_format("arrow")
+        self._ignored = ignored
         self._first: str | None = None
 
     @property
@@ -155,7 +157,7 @@ class HuggingFaceRows:
             return []
         rows = locations[:, 0]
         found = self._rows[int(rows[0]) : int(rows[-1]) + 1].to_pylist()
-        return [parse(row, self.name, number, Path) for number, row in enumerate(found, first)]
+        return [parse(row, self.name, number, Path, self._ignored) for number, row in enumerate(found, first)]
 
     def status(self) -> list[int]:
         """Numbers that change when the rows do."""

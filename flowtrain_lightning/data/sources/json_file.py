@@ -56,7 +56,7 @@ class JsonFile(DataFile):
 
     def _record(self, number: int, content: bytes) -> Record:
         where = f"{self.path}, record {number + 1}"
-        return parse(decoded_json(content, where), self.path, number, self.path.parent.joinpath)
+        return parse(decoded_json(content, where), self.path, number, self.path.parent.joinpath, self.ignored)
 
     def _locate_lines(self) -> Iterator[Location]:
         offset = 0

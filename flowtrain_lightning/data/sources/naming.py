@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from flowtrain_lightning.data.sources.parquet_file import ParquetFile
 from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.data.sources.tar_shard import TarShard
 
-_KINDS: dict[str, Callable[[Path], RecordStore]] = {".parquet": ParquetFile, ".tar": TarShard}
+_KINDS: dict[str, Callable[[Path, Collection[str]], RecordStore]] = {".parquet": ParquetFile, ".tar": TarShard}
 """Endings of files that are not JSON."""
 
 _COMPRESSED = (
@@ -110,8 +110,12 @@ def is_stream(source: Any) -> bool:
     return hasattr(source, "__iter__") and not hasattr(source, "__len__") and not isinstance(source, str | Path)
 
 
-def open_stores(source: Any) -> list[RecordStore]:
+def open_stores(source: Any, ignored: Collection[str] = ()) -> list[RecordStore]:
     """The stores of one source.
+
+    Args:
+        source: what a user names.
+        ignored: fields of records that are as if they were not there.
 
     Raises:
         DataError: it is nothing of the kinds that :class:`Mixture` lists, or cannot be opened.
@@ -121,9 +125,9 @@ def open_stores(source: Any) -> list[RecordStore]:
     if isinstance(source, str | Path) and is_saved(source):
         source = HubDataset(str(source)).load()
     if isinstance(source, str | Path):
-        return [_opened(path) for path in _files(data_path(source))]
+        return [_opened(path, ignored) for path in _files(data_path(source))]
     if hasattr(source, "with_format") and hasattr(source, "__len__"):
-        return [HuggingFaceRows(source)]
+        return [HuggingFaceRows(source, ignored)]
     if isinstance(source, Mapping):
         raise DataError(
             "A record is no data by itself. Write records into a file, one a line, or make a data set of them: "
@@ -135,7 +139,7 @@ def open_stores(source: Any) -> list[RecordStore]:
     )
 
 
-def _opened(path: Path) -> RecordStore:
+def _opened(path: Path, ignored: Collection[str]) -> RecordStore:
     ending = path.suffix.lower()
     if ending in _COMPRESSED and path.is_file():
         raise DataError(f"{path}: it is compressed, but records are read at their places in a file; unpack it first.")
@@ -144,7 +148,7 @@ def _opened(path: Path) -> RecordStore:
             f"{path}: files of this kind are not read. Load it with datasets.load_dataset({_TABLES[ending]}, "
             "data_files=...), make its rows such records as docs/data.md shows, by map, and give what comes of it."
         )
-    return _KINDS.get(ending, JsonFile)(path)
+    return _KINDS.get(ending, JsonFile)(path, ignored)
 
 
 def _files(path: Path) -> list[Path]:

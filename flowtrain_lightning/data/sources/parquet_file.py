@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -33,8 +33,8 @@ class ParquetFile(DataFile):
         DataError: there is no such file, it is no Parquet file, or pyarrow is not installed.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, ignored: Collection[str] = ()) -> None:
+        super().__init__(path, ignored)
         with self.open() as file, _explained(path):
             self._metadata: Any = _parquet().ParquetFile(file).metadata
             groups = range(self._metadata.num_row_groups)
@@ -71,7 +71,7 @@ class ParquetFile(DataFile):
         for number, (group, row) in enumerate(locations.tolist(), first):
             with _explained(self.path):
                 fields = self._rows.row(group, row)
-            found.append(parse(fields, self.path, number, self.path.parent.joinpath))
+            found.append(parse(fields, self.path, number, self.path.parent.joinpath, self.ignored))
         return found
 
     def _warn_of_large_groups(self) -> None:

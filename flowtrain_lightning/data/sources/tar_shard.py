@@ -96,13 +96,23 @@ class TarShard(DataFile):
                 if of_kind and not any(name in fields for name in (kind, f"{kind}s", "text")):
                     fields |= _in_order(fields, kind, of_kind)
 
+        unread = {name for of_kind in names.values() for name in of_kind if _ending(name) not in self.ignored}
+
         def file_of(named: str) -> EncodedMedia:
             for name in (named, endings.get(named)):
                 if name in members and _ending(name) not in _WORDS:
+                    unread.discard(name)
                     return EncodedMedia(name, members[name])
             raise DataError(f"{where} ({key}): {named!r}, which it names, is not in the shard beside it.")
 
-        return parse(fields, self.path, number, file_of)
+        record = parse(fields, self.path, number, file_of, self.ignored)
+        if unread:
+            name = min(unread)
+            raise DataError(
+                f"{where} ({key}): {name!r} lies beside it in the shard, but is not read; name it in the record, take "
+                f"it out, or say that it means nothing: FlowDataModule(ignore_columns=[{_ending(name)!r}])."
+            )
+        return record
 
     def _caption(self, content: bytes, where: str, names: dict[str, list[str]]) -> dict[str, Any]:
         try:
