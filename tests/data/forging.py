@@ -104,9 +104,8 @@ def conversation(
         marks = ["toolname", "toolword", "toolkey", "callname", "callkey", "callvalue"]
         for side, fields, words in zip(sides, beside, (said, marks), strict=True):
             _add_tools(side, fields, words)
-        answers += [
-            (json.dumps(text, ensure_ascii=False)[1:-1], mark) for text, mark in zip(said[3:], marks[3:], strict=True)
-        ]
+        as_json = (json.dumps(text, ensure_ascii=False)[1:-1] for text in said[4:])
+        answers += zip([said[3], *as_json], marks[3:], strict=True)
     shown = {} if not images else {"images": [str(image)] * images}
     forged, harmless = (
         parse({"messages": side, **fields, **shown}, "/d.jsonl", 0, Path)
