@@ -45,7 +45,7 @@ def token_sequence(
     if written is None:
         return template.sequence(record, tokenizer, rows, prompt=prompt, videos=videos)
     if isinstance(written, Completion):
-        media = getattr(template, "media_tokens", lambda _: {})(tokenizer)
+        media: dict[str, int] = getattr(template, "media_tokens", lambda _: {})(tokenizer)
         try:
             ids, learned = written.tokens(tokenizer, media, prompt=prompt)
         except ForgedTokenError as error:

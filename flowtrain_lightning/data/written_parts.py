@@ -56,14 +56,15 @@ class PartsEncoder:
         ids = self._plain(text, whole)
         if self._adapted is None and not any(_has_marks(part.text) for part in parts if not part.own):
             return ids
-        if not self._found(ids):
+        found = self._found(ids)
+        if not found:
             return ids
         before, behind = self._around if whole else ([], [])
         expected = self._found(before)
         for part in parts:
             expected += self._found_in_words(part.text) if part.own else []
         expected += self._found(behind)
-        if self._found(ids) == expected:
+        if found == expected:
             return ids
         told = [*before, *self._apart(parts), *behind]
         if len(self._found(told)) > len(expected):
@@ -107,7 +108,8 @@ class PartsEncoder:
         """The special ones of some ids."""
         if self._adapted is None:
             return [number for number in ids if number in self._media_ids or self._is_left_out(number)]
-        return [number for number in ids if number in self._special_ids]
+        special = self._special_ids
+        return [number for number in ids if number in special]
 
     def _found_in_words(self, text: str) -> list[int]:
         if text not in self._specials_of:
