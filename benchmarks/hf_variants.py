@@ -141,7 +141,7 @@ def fit(job: Job, callbacks: list[L.Callback]) -> None:
         logger=False,
         default_root_dir=job.folder,
     )
-    trainer.fit(model.module, data)
+    trainer.fit(model, data)
 
 
 class _LightningWatch(L.Callback):

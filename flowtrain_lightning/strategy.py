@@ -26,6 +26,7 @@ from flowtrain_lightning.allocator import BACKBONE, Allocation, Placement, RoleL
 from flowtrain_lightning.checkpoint import load_checkpoint, load_half, remove_checkpoint, save_checkpoint
 from flowtrain_lightning.checkpoint.background import BackgroundSave
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
+from flowtrain_lightning.compute.whole_module import refuse_all_frozen
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing.setting_values import check_setting
@@ -85,7 +86,8 @@ class FlowTrainStrategy(ParallelStrategy):
             the allocation on which it was saved, unless a file is given here.
         roles: role -> its layout, where ``encoder_ranks`` or ``placement`` says who does what:
             ``{"backbone": RoleLayout(shard="fsdp")}`` shards the backbone's weights over its ranks, and
-            ``RoleLayout(tensor=2)`` lets pairs of them share every layer. Others hold whole copies.
+            ``RoleLayout(tensor=2)`` lets pairs of them share every layer. Others hold whole copies. A plain dictionary
+            does as well: ``{"backbone": {"shard": "fsdp"}}``.
         ranks_per_device: processes that share one device.
         encoder_activations: encoder batches per rank whose activations a trainable encoder keeps for its backward.
             Beyond that it waits, or where waiting would block computes a forward again; with 0, each runs twice. More
@@ -114,7 +116,7 @@ class FlowTrainStrategy(ParallelStrategy):
         placement: Placement | None = None,
         allocation: Allocation | str | Path | None = None,
         profile: str | Path = "auto",
-        roles: dict[str, RoleLayout] | None = None,
+        roles: Mapping[str, RoleLayout | Mapping[str, Any]] | None = None,
         ranks_per_device: int = 1,
         encoder_activations: int = 4,
         pool: PoolSettings | None = None,
@@ -322,6 +324,7 @@ class FlowTrainStrategy(ParallelStrategy):
         module = self.flow_module
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
+            refuse_all_frozen(module)
             module.drop_absent_roles()
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -385,9 +388,7 @@ class FlowTrainStrategy(ParallelStrategy):
             self.flow_module.attach_runner(None)
             self.flow_module.set_local_roles(None)  # until another run says otherwise, as plain Lightning does not
             with without_absent_halves(self.flow_module, self._job.roles):
-                # A module that lies on no half was refused: its weights may have no memory to move.
-                if not any(parameter.is_meta for parameter in self.flow_module.parameters()):
-                    self.flow_module.cpu()
+                self._weights_to_host()
         self._engines.release()
         for optimizer in self._named_optimizers:
             optimizer.to_host()
@@ -396,6 +397,17 @@ class FlowTrainStrategy(ParallelStrategy):
             self.cluster_environment.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
+
+    def _weights_to_host(self) -> None:
+        if any(weight.is_meta for weight in self.flow_module.parameters()):
+            return  # a module that lies on no half was refused: its weights may have no memory to move
+        try:
+            self.flow_module.cpu()
+        except RuntimeError:
+            # PyTorch moves no shard that a graph holds, as that of a step in which the user's code has failed. What is
+            # raised here would be told in place of that failure.
+            if self.flow_module.trainer.state.status != TrainerStatus.INTERRUPTED:
+                raise
 
     # ---- across all roles, at step boundaries -------------------------------------------------------------------
 

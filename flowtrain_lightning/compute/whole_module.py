@@ -50,6 +50,7 @@ class WholeModuleRunner:
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """All microbatches forward and backward; returns the mean loss over target tokens, detached."""
         refuse_accumulation(self.trainer)
+        refuse_all_frozen(self._module)
         self._silence_ddp()
         self._compute.metrics["train"].clear()
         self._module.zero_grad(set_to_none=True)
@@ -124,6 +125,19 @@ def refuse_accumulation(trainer: L.Trainer) -> None:
         raise ValueError(
             f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) was given, but a FlowModule's step "
             "already accumulates over its microbatches. Leave it at 1 and raise FlowDataModule(global_batch_size=...)."
+        )
+
+
+def refuse_all_frozen(module: HalvedModule) -> None:
+    """Raises where `fit` would change nothing.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    if not any(weight.requires_grad for _, weight in module.named_parameters()):
+        raise ValueError(
+            f"All weights of {type(module).__name__} are frozen, so that fit would train nothing. Leave "
+            "requires_grad_(True) on what is to train, add adapters, or call Trainer.validate or predict."
         )
 
 

@@ -14,7 +14,7 @@ from flowtrain_lightning.models.llava import LlavaVLM
 from flowtrain_lightning.models.onevision import OnevisionVLM
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.paligemma import PaliGemmaVLM
-from flowtrain_lightning.models.pretrained import Pretrained, from_pretrained, module_class
+from flowtrain_lightning.models.pretrained import from_pretrained, module_class
 from flowtrain_lightning.models.processor import Processor, processor_of, template_of
 from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.qwen import QwenVLM
@@ -29,7 +29,6 @@ __all__ = [
     "LlavaVLM",
     "OnevisionVLM",
     "PaliGemmaVLM",
-    "Pretrained",
     "Processor",
     "ProcessorTemplate",
     "Qwen3Videos",

@@ -6,9 +6,8 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,7 @@ from flowtrain_lightning.data import Features, FlowDataModule, PackedBatch
 from flowtrain_lightning.models.cached_generation import generate_with_cache, takes_cache
 from flowtrain_lightning.models.own_forward import own_outputs, takes_features
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
-from flowtrain_lightning.models.processor import Processor, copy_processor, processor_of
-from flowtrain_lightning.models.projector import ProjectingModule
+from flowtrain_lightning.models.processor import copy_processor
 from flowtrain_lightning.models.published_config import (
     end_token,
     image_token_id,
@@ -28,6 +26,8 @@ from flowtrain_lightning.models.published_config import (
     read_generation,
     read_in_this_thread,
 )
+from flowtrain_lightning.models.reading import ReadingModule
+from flowtrain_lightning.models.refused_arguments import refuse_other_arguments
 from flowtrain_lightning.models.tensor_plans import decoder_plan, perceptron_plan
 from flowtrain_lightning.models.trained_weights import (
     PRECISION,
@@ -39,7 +39,7 @@ from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.blocks import Compile, compile_blocks
 
 
-class HuggingFaceVLM(ProjectingModule):
+class HuggingFaceVLM(ReadingModule):
     """What all families share: built by ``transformers``, packed attention, loss at target tokens only, AdamW.
 
     A subclass says which ``families`` it trains, names the ``halves`` by path and defines ``encode``; `QwenVLM` and
@@ -80,6 +80,11 @@ class HuggingFaceVLM(ProjectingModule):
     """
 
     families: ClassVar[tuple[str, ...]] = ()
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        """Refuses arguments that ``transformers`` would take here, in sentences on what they are called."""
+        refuse_other_arguments(cls.__init__, cls.__name__, settings)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -140,12 +145,6 @@ class HuggingFaceVLM(ProjectingModule):
 
     # ---- what it reads ------------------------------------------------------------------------------------------
 
-    @cached_property
-    def processor(self) -> Processor | None:
-        """The model's own tokenizer, chat template and images, for the data module; None of a model without name."""
-        source = self.hparams["processor"]
-        return source and processor_of(source, self.hparams["min_pixels"], self.hparams["max_pixels"])
-
     def setup(self, stage: str) -> None:
         """Refuses data that write images by another token than the model looks for, and weights that do not fit.
 
@@ -183,10 +182,11 @@ class HuggingFaceVLM(ProjectingModule):
         if self._source is not None and torch.get_default_device().type != "meta":
             # Lightning's device would be taken for a device_map, which needs accelerate.
             with torch.device("cpu"), read_in_this_thread() if self.holds_parts else nullcontext():
-                self.model = Maker.from_pretrained(self._source, dtype=dtype)
+                self.model = Maker.from_pretrained(self._source, dtype=dtype, trust_remote_code=False)
             self._keep_apart()
         else:
-            self.model = Maker.from_config(read_config(self.hparams["model"]), dtype=dtype)
+            config = read_config(self.hparams["model"])
+            self.model = Maker.from_config(config, dtype=dtype, trust_remote_code=False)
         if self.hparams["generation"] is not None:
             self.model.generation_config = GenerationConfig(**self.hparams["generation"])
         self.model.train()  # from_pretrained leaves it in evaluation mode

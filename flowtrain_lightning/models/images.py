@@ -11,6 +11,7 @@ from typing import Any
 
 from flowtrain_lightning.data import ImageProcessor
 from flowtrain_lightning.models.huggingface_images import HuggingFaceImages, OnevisionImages
+from flowtrain_lightning.models.published_config import read_config, without_foreign_code
 
 
 def images_of(model: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessor:
@@ -27,10 +28,11 @@ def images_of(model: str | Path, min_pixels: int | None = None, max_pixels: int 
     Raises:
         ValueError: its image processor is of another kind, or computes pixels in another way.
     """
-    from transformers import AutoConfig, AutoImageProcessor
+    from transformers import AutoImageProcessor
 
-    processor = AutoImageProcessor.from_pretrained(model, backend="pil")
-    config = AutoConfig.from_pretrained(model)
+    with without_foreign_code(model):
+        processor = AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)
+    config = read_config(model)
     bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     given = {name: pixels for name, pixels in bounds.items() if pixels is not None}
     kind = type(processor).__name__.removesuffix("Pil").removesuffix("ImageProcessor")

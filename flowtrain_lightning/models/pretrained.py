@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain_lightning.data import ImageProcessor, Tokenizer, VideoProcessor
 from flowtrain_lightning.models.gemma import GemmaVLM
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.internvl import InternVLM
 from flowtrain_lightning.models.llava import LlavaVLM
 from flowtrain_lightning.models.onevision import OnevisionVLM
 from flowtrain_lightning.models.paligemma import PaliGemmaVLM
-from flowtrain_lightning.models.processor_template import ProcessorTemplate
+from flowtrain_lightning.models.published_config import read_settings
 from flowtrain_lightning.models.qwen import QwenVLM
 from flowtrain_lightning.models.smolvlm import SmolVLM
 
@@ -28,51 +26,33 @@ _TRAINED: tuple[type[HuggingFaceVLM], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Pretrained:
-    """A pretrained model.
+def from_pretrained(model: str | Path, **settings: Any) -> HuggingFaceVLM:
+    """A model of Hugging Face that trains, with its own tokenizer, chat template, image and video processor.
 
-    Attributes:
-        module: what is trained. A `FlowDataModule` that is trained with it and names no tokenizer, template, images or
-            videos takes those below by itself.
-        tokenizer: text to ids and back.
-        template: how the model's conversations are written.
-        images: what becomes of the model's images.
-        videos: what becomes of its videos; None of a model that takes none.
-    """
-
-    module: HuggingFaceVLM
-    tokenizer: Tokenizer
-    template: ProcessorTemplate
-    images: ImageProcessor
-    videos: VideoProcessor | None
-
-
-def from_pretrained(model: str | Path, **settings: Any) -> Pretrained:
-    """A model of Hugging Face with its own tokenizer, chat template, image and video processor.
+    ``Trainer.fit`` takes it as it is. A `FlowDataModule` that is trained with it and names no tokenizer, template,
+    images or videos takes those that the module has under these names.
 
     Args:
         model: the model's name or folder.
-        settings: arguments of the `HuggingFaceVLM` that trains it, such as ``lr`` or ``frozen``.
+        settings: arguments of the `HuggingFaceVLM` that trains it, such as ``lr`` or ``frozen``. ``recompute`` may be
+            called ``gradient_checkpointing``, as in ``transformers``.
 
     Raises:
-        ValueError: there is no such folder, no module here trains its family, or its files lack something.
+        ImportError: transformers is not installed.
+        TypeError: it is no name or folder, or a setting is not one of that `HuggingFaceVLM`.
+        ValueError: there is no such model, no module here trains its family, or its files lack something.
     """
-    from transformers import AutoConfig
-
-    _refuse_missing_folder(model)
-    module = module_class(AutoConfig.from_pretrained(model).model_type)(model, **settings)
-    processor = module.processor
-    assert processor is not None, "a model that has a name has a processor"
-    return Pretrained(module, processor.tokenizer, processor.template, processor.images, processor.videos)
-
-
-def _refuse_missing_folder(model: str | Path) -> None:
-    """Refuses what can only be a folder and is not there, of which transformers says that it is no name on the Hub."""
-    if (isinstance(model, Path) or model.startswith(("/", ".", "~"))) and not Path(model).is_dir():
-        raise ValueError(
-            f"There is no folder {model}; give the folder of a model, or its name on the Hugging Face Hub."
+    if not isinstance(model, str | Path):
+        raise TypeError(
+            f"from_pretrained takes the name or folder of a model, but got a {type(model).__name__}. A model in memory "
+            "is saved first, model.save_pretrained(folder); of a config alone a class of flow.models is made, such as "
+            "QwenVLM(config)."
         )
+    if "recompute" not in settings and "gradient_checkpointing" in settings:
+        settings["recompute"] = settings.pop("gradient_checkpointing")
+    module = module_class(read_settings(model)["model_type"])(model, **settings)
+    _ = module.processor  # what cannot be read is told now
+    return module
 
 
 def module_class(family: str) -> type[HuggingFaceVLM]:

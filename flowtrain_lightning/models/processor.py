@@ -13,6 +13,7 @@ from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
 from flowtrain_lightning.models.image_words import image_words
 from flowtrain_lightning.models.images import images_of
 from flowtrain_lightning.models.processor_template import ProcessorTemplate, Tiles
+from flowtrain_lightning.models.published_config import read_config, refuse_missing_transformers
 from flowtrain_lightning.models.videos import videos_of
 
 _PALIGEMMA_TEMPLATE = """
@@ -109,10 +110,11 @@ def copy_processor(model: str | Path, folder: Path) -> None:
 
 
 def _tokenizer(model: str | Path) -> Any:
+    refuse_missing_transformers()
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{model} has no tokenizer that transformers can open. Name a folder that has one, as QwenVLM(..., "
@@ -122,9 +124,9 @@ def _tokenizer(model: str | Path) -> Any:
 
 
 def _template(model: str | Path, tokenizer: Any, tiles: Tiles | None) -> ProcessorTemplate:
-    from transformers import AutoConfig, ProcessorMixin
+    from transformers import ProcessorMixin
 
-    config = AutoConfig.from_pretrained(model)
+    config = read_config(model)
     # Its settings alone: most processors cannot be built without torchvision, which only their videos need.
     settings: dict[str, Any] = {}
     with suppress(OSError):  # a model whose processor has no file of its own

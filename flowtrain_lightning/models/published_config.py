@@ -1,4 +1,4 @@
-"""Reads what a name or folder of Hugging Face says of its model."""
+"""Reads what a name or folder of Hugging Face says of its model. No code that comes with a model runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_QUANTIZED = ("quantization_config", "compression_config")
+
 
 def image_token_id(config: Any) -> int:
     """The token that stands for a row of features of an image, by either name that configs have for it."""
@@ -15,21 +17,119 @@ def image_token_id(config: Any) -> int:
     return int(config.image_token_index) if found is None else found
 
 
+def read_settings(model: str | Path) -> dict[str, Any]:
+    """The config.json of a name or folder, as plain data.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: there is no such model, or its config.json cannot be read or names no ``model_type``.
+    """
+    refuse_missing_transformers()
+    from transformers import PretrainedConfig
+
+    refuse_missing_folder(model)
+    try:
+        settings: dict[str, Any] = PretrainedConfig.get_config_dict(model)[0]
+    except OSError as error:
+        if Path(model).is_dir():
+            raise ValueError(f"The folder {model} has no config.json that can be read: {error}") from error
+        raise ValueError(
+            f"No model {str(model)!r} was found: {Path.cwd()} has no such folder, and the Hugging Face Hub gave none "
+            f"({str(error).splitlines()[0]}) Check the spelling, the connection and the token of a private model."
+        ) from error
+    if not settings.get("model_type"):
+        raise ValueError(f"The config.json of {model} names no model_type, so it is unknown which family it is of.")
+    return settings
+
+
 def read_config(model: str | Path | Mapping[str, Any] | Any) -> Any:
     """The ``transformers`` config of what a user gave.
 
     Raises:
         ImportError: transformers is not installed.
+        TypeError: it is a model, or something else of which no config is known.
+        ValueError: there is no such model, ``transformers`` does not know its family, or its weights are quantized.
+    """
+    refuse_missing_transformers()
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(model, str | Path):
+        settings = read_settings(model)
+        _refuse_quantized(settings, str(model))
+        with without_foreign_code(model):
+            return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    if isinstance(model, Mapping):
+        if "model_type" not in model:
+            raise ValueError("The config that was given as a dictionary has no 'model_type', such as 'qwen2_5_vl'.")
+        _refuse_quantized(model, "The config")
+        return AutoConfig.for_model(**model)
+    if not isinstance(model, PretrainedConfig):
+        raise TypeError(
+            f"The model is given as a {type(model).__name__}, but every rank builds its own part of it. Give the name "
+            "or folder that it was loaded from (model.save_pretrained(folder) writes one), or, to begin from random "
+            "weights, its config (model.config)."
+        )
+    _refuse_quantized(model.to_dict(), "The config")
+    return model
+
+
+@contextmanager
+def without_foreign_code(model: str | Path) -> Iterator[None]:
+    """Inside, ``transformers`` opens something of a model; what only code of the model's own could open is refused.
+
+    Raises:
+        ValueError: the model brings code, or ``transformers`` does not know its family.
     """
     try:
-        from transformers import AutoConfig
+        yield
+    except ValueError as error:
+        if "trust_remote_code" in str(error) or "custom code" in str(error):
+            raise ValueError(
+                f"{model} can only be opened by Python code that comes with it (auto_map), which flowtrain never runs. "
+                "Take a model of which transformers itself has the code; parts that data need can be given one by one: "
+                "FlowDataModule(tokenizer=..., template=..., images=...)."
+            ) from error
+        raise
+
+
+def refuse_missing_transformers() -> None:
+    """Raises where ``transformers`` is not installed.
+
+    Raises:
+        ImportError: says how to install it.
+    """
+    try:
+        import transformers  # noqa: F401
     except ModuleNotFoundError as error:
         raise ImportError(
             "Models of Hugging Face need transformers; install it with: pip install 'flowtrain-lightning[transformers]'"
         ) from error
-    if isinstance(model, str | Path):
-        return AutoConfig.from_pretrained(model)
-    return AutoConfig.for_model(**model) if isinstance(model, Mapping) else model
+
+
+def refuse_missing_folder(model: str | Path) -> None:
+    """Refuses what can only be a folder and is not there, of which transformers says that it is no name on the Hub.
+
+    Raises:
+        ValueError: names the folder.
+    """
+    if (isinstance(model, Path) or model.startswith(("/", ".", "~"))) and not Path(model).is_dir():
+        raise ValueError(
+            f"There is no folder {model}; give the folder of a model, or its name on the Hugging Face Hub."
+        )
+
+
+def _refuse_quantized(settings: Mapping[str, Any], name: str) -> None:
+    """Refuses weights of a few bits, whichever part of the model has them: they would train wrongly, or not at all."""
+    for part, value in settings.items():
+        if part in _QUANTIZED and value:
+            method = (value.get("quant_method") if isinstance(value, Mapping) else None) or "unknown"
+            raise ValueError(
+                f"{name} has quantized weights ({part} with quant_method {method!r}), which are not trained here. Give "
+                "the model that it was made from, in bfloat16 or float32; to save memory freeze it and train adapters: "
+                "adapters=LoraConfig(...), frozen_in_bf16=True."
+            )
+        if isinstance(value, Mapping):
+            _refuse_quantized(value, name)
 
 
 def read_generation(source: str | Path) -> dict[str, Any] | None:

@@ -31,6 +31,9 @@ _TOKENS: Mapping[str, TensorStyle] = {
 }
 """Of all decoders: less memory for the same that ranks send, so nobody would do without."""
 
+_MAKES: Mapping[str, str] = {"num_attention_heads": "q_proj.weight", "num_key_value_heads": "k_proj.weight"}
+"""Number of heads of a decoder's config -> the weight that makes them."""
+
 _HEAD_NORMS = ("q_norm", "k_norm")
 
 _PERCEPTRONS = (
@@ -60,11 +63,12 @@ def decoder_plan(decoder: Any, head: nn.Module, names: Mapping[nn.Module, str], 
             f"{type(decoder).__name__} has a mixture of experts, which {ranks} tensor ranks cannot share today; divide "
             "the backbone by shard='fsdp' instead, among ranks that each have microbatches of their own, or by context."
         )
-    for name in ("num_attention_heads", "num_key_value_heads"):
+    for name in _MAKES:
         if getattr(config, name) % ranks:
             raise ValueError(
-                f"{type(decoder).__name__} has {name} {getattr(config, name)}, which {ranks} tensor ranks cannot share "
-                "evenly; take a tensor degree that divides it."
+                f"{type(decoder).__name__} has {name} {getattr(config, name)} (made by "
+                f"{f'{path}.layers.0.self_attn.{_MAKES[name]}'!r} and its like), which {ranks} tensor ranks cannot "
+                "share evenly; take a tensor degree that divides it."
             )
     given = getattr(config, "base_model_tp_plan", None) or {}
     layers: dict[str, TensorStyle] = {name: style for name, style in given.items() if name.startswith("layers.")}

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.data import VideoProcessor
+from flowtrain_lightning.models.published_config import read_config
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,9 @@ def videos_of(model: str | Path) -> VideoProcessor | None:
     Raises:
         ValueError: its files ask for something else than what is done here.
     """
-    from transformers import AutoConfig
     from transformers.video_processing_utils import VideoProcessorMixin  # those of the families need torchvision
 
-    family = AutoConfig.from_pretrained(model).model_type
+    family = read_config(model).model_type
     if family not in (*_QWEN2, *_QWEN3):
         return None
     settings, _ = VideoProcessorMixin.get_video_processor_dict(model)

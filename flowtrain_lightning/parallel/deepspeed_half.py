@@ -80,6 +80,7 @@ class DeepSpeedHalf:
         self._shares: dict[nn.Parameter, OptimizerShare] = {}
         self._sums: dict[Tensor, Tensor] = {}
         self._used = [False] * len(self._trained)  # by this rank in this step
+        self._left_out: set[nn.Parameter] = set()  # want a gradient, but the optimizer does not have them
         self._has_told = False
 
     @property
@@ -97,8 +98,8 @@ class DeepSpeedHalf:
             trained parameter -> which part of it the optimizer steps from now on.
 
         Raises:
-            ValueError: a weight wants a gradient, but the optimizer does not have it; or a hook waits for a gradient
-                to be added to others.
+            ValueError: the optimizer has no weight of the half, though some want a gradient; or a hook waits for a
+                gradient to be added to others.
         """
         self.release()
         trained = set(self._trained)
@@ -107,12 +108,13 @@ class DeepSpeedHalf:
         self._refuse_late_hooks()
         groups = [group for group in optimizer.param_groups if trained.intersection(group["params"])]
         of_groups = [[weight for weight in group["params"] if weight in trained] for group in groups]
-        if sum(map(len, of_groups)) < len(trained):
+        if not groups:
             raise ValueError(
-                f"{len(trained) - sum(map(len, of_groups))} weights of a half in DeepSpeed's layout want a gradient, "
-                "but the optimizer does not have them, so that nobody would sum their gradients. Give them all to the "
-                "optimizer of `configure_optimizers`, or set `requires_grad_(False)` where the half is built."
+                f"{len(trained)} weights of a half in DeepSpeed's layout want a gradient, but the optimizer has none "
+                "of them. Give them to the optimizer of `configure_optimizers`, or set `requires_grad_(False)` where "
+                "the half is built."
             )
+        self._left_out = trained.difference(*of_groups)
         self._engine, flats = start_engine(self._model, of_groups, self._group, self._device, self._stage)
         self._flats = stepped = flats
         if self._optimizer_on_host:
@@ -167,7 +169,7 @@ class DeepSpeedHalf:
                 self._drop_gradients()  # other ranks will not come to sum them
                 raise
             self._note_used()
-            self._fill_in(self._trained)
+            self._fill_in([weight for weight in self._trained if weight not in self._left_out])
         self._add_up()
 
     def send_gradients(self) -> None:
@@ -239,7 +241,20 @@ class DeepSpeedHalf:
         return by_any
 
     def _note_used(self) -> None:
+        for weight in self._left_out:
+            if weight.grad is not None:
+                self._refuse_left_out(weight)
         self._used = [used or weight.grad is not None for used, weight in zip(self._used, self._trained, strict=True)]
+
+    def _refuse_left_out(self, weight: nn.Parameter) -> None:
+        """Raises for a gradient that nobody would sum. A weight that the module never uses has none."""
+        self._drop_gradients()  # else they are summed on the way out
+        name = next(name for name, known in self._model.named_parameters() if known is weight)
+        raise ValueError(
+            f"The weight {name.removeprefix('/').replace('/', '.')!r} got a gradient, but the optimizer does not have "
+            "it, and DeepSpeed sums gradients of the optimizer's weights only. Give it to the optimizer of "
+            "`configure_optimizers`, or set `requires_grad_(False)` where the half is built."
+        )
 
     def _fill_in(self, weights: list[nn.Parameter]) -> None:
         """Zeros where this rank has no gradient, so that all ranks sum the same weights in the same order."""
@@ -272,7 +287,8 @@ class DeepSpeedHalf:
             self._engine.step()
             self._sums.clear()
 
-    def _tell_unused(self, used: list[bool]) -> None:
+    def _tell_unused(self, by_any: list[bool]) -> None:
+        used = [is_used for is_used, weight in zip(by_any, self._trained, strict=True) if weight not in self._left_out]
         if not all(used) and not self._has_told:
             self._has_told = True
             warnings.warn(

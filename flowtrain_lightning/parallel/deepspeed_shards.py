@@ -151,6 +151,8 @@ class DeepSpeedShardedHalf(DeepSpeedHalf):
         """Nothing: weights are gathered when they are used."""
 
     def _note_gradient(self, number: int, _: Tensor) -> None:
+        if self._left_out and self._trained[number] in self._left_out:
+            self._refuse_left_out(self._trained[number])
         self._used[number] = True
 
     @contextmanager

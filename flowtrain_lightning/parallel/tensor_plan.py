@@ -84,6 +84,7 @@ def divide_layers(modules: Mapping[str, nn.Module], plan: TensorPlan, mesh: Devi
                     )
                 stack.gather_input(layer)
             case _:
+                _refuse_parts_of_heads(name, found, mesh.size())
                 parallelize_module(layer, mesh, _checked_style(name, layer, style, mesh.size(), stack))
     for owners in tied:
         _tie_again(owners)
@@ -144,6 +145,31 @@ def _checked_style(
             return RowwiseParallel(input_layouts=Replicate())
         case _:
             return RowwiseParallel()
+
+
+_KEYS = ("k_proj", "v_proj", "key", "value", "k", "v", "wk", "wv", "to_k", "to_v", "qkv", "qkv_proj", "kv_proj")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
+
+
+def _refuse_parts_of_heads(name: str, modules: Mapping[str, nn.Module], ranks: int) -> None:
+    """Raises where ranks would get parts of a key head, as far as the module says how many it has.
+
+    The layer's width may well be a multiple of the ranks: it is of several heads, each of which is computed whole.
+
+    Raises:
+        ValueError: names the weight and the number of heads.
+    """
+    owner, _, own_name = name.rpartition(".")
+    attention = modules.get(owner)
+    if attention is None or own_name not in _KEYS:
+        return
+    says = (getattr(part, key, None) for part in (attention, getattr(attention, "config", None)) for key in _KEY_HEADS)
+    heads = next((number for number in says if isinstance(number, int)), ranks)
+    if heads % ranks:
+        raise ValueError(
+            f"{f'{name}.weight'!r} makes {heads} key and value heads, which {ranks} tensor ranks cannot share: each "
+            "computes whole heads. Take a tensor degree that divides them, or leave attention out of tensor_plan."
+        )
 
 
 def _tied_parameters(modules: Iterable[nn.Module]) -> list[list[tuple[nn.Module, str]]]:

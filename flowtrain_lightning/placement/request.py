@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from flowtrain_lightning.allocator import (
     BACKBONE,
@@ -88,14 +89,15 @@ def make_request(
     placement: Placement | None,
     encoder_ranks: int | None,
     profile: str | Path,
-    roles: Mapping[str, RoleLayout] | None = None,
+    roles: Mapping[str, RoleLayout | Mapping[str, Any]] | None = None,
 ) -> PlacementRequest:
     """Read what was given, and refuse what contradicts itself.
 
     Raises:
-        AllocationError: a file that is no plan, or two settings that say the same thing.
+        AllocationError: a file that is no plan, two settings that say the same thing, or a layout that does not exist.
         ProfileError: a file that is no profile.
     """
+    layouts = None if roles is None else _role_layouts(roles)
     file = None if str(profile) in (AUTO, OFF) else str(profile)
     if allocation is not None:
         others = {"placement": placement, "encoder_ranks": encoder_ranks, "profile": file, "roles": roles}
@@ -117,8 +119,47 @@ def make_request(
         )
     costs = str(profile) if file is None else read_profile(Path(file))
     if allocation is None or isinstance(allocation, Allocation):
-        return PlacementRequest(allocation, "The given allocation", placement, encoder_ranks, costs, roles or {})
+        return PlacementRequest(allocation, "The given allocation", placement, encoder_ranks, costs, layouts or {})
     return PlacementRequest(read_plan(Path(allocation)), str(allocation), placement, encoder_ranks, costs, {})
+
+
+def _role_layouts(roles: Any) -> dict[str, RoleLayout]:
+    """Role -> what of its layout is asked for, from what a user gave: layouts, or dictionaries of their fields."""
+    if not isinstance(roles, Mapping):
+        raise AllocationError(
+            f"roles is {roles!r}; it says what layout each role has, as {{'backbone': {{'shard': 'fsdp'}}}}."
+        )
+    return {role: _role_layout(role, wanted) for role, wanted in roles.items()}
+
+
+def _role_layout(role: str, wanted: Any) -> RoleLayout:
+    if role not in ROLES and modality_of(str(role)) is None:
+        raise AllocationError(f"roles: There is no role {role!r}; the roles are {', '.join(map(repr, ROLES))}.")
+    known = {each.name for each in fields(RoleLayout)}
+    if isinstance(wanted, Mapping):
+        for name in wanted:
+            if name not in known:
+                raise AllocationError(
+                    f"roles gives the {role} {name!r}, but a layout has {', '.join(sorted(known))} only."
+                )
+        wanted = _made(role, wanted)
+    if not isinstance(wanted, RoleLayout):
+        raise AllocationError(
+            f"roles gives the {role} {wanted!r}; give a RoleLayout or a dictionary such as {{'shard': 'fsdp'}}."
+        )
+    if wanted.shard not in _TRAINED:
+        raise AllocationError(
+            f"roles gives the {role} shard {wanted.shard!r}, which can be planned but not trained; a run has "
+            f"{', '.join(map(repr, _TRAINED))}."
+        )
+    return wanted
+
+
+def _made(role: str, wanted: Mapping[str, Any]) -> RoleLayout:
+    try:
+        return RoleLayout(**wanted)
+    except AllocationError as error:
+        raise AllocationError(f"roles for the {role}: {error}") from error
 
 
 def refuse_other_ranks(allocation: Allocation, ranks: int, source: str) -> None:

@@ -26,6 +26,7 @@ from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers_of_
 from flowtrain_lightning.trainer.refusals import (
     refuse_frozen_backbone,
     refuse_precision_of_deepspeed,
+    refuse_scalars_in_shards,
     refuse_sharded_before,
     refuse_unshared_sequences,
 )
@@ -89,6 +90,7 @@ def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:
     refuse_precision_of_deepspeed(layouts, str(trainer.precision))
     refuse_averages_of_runs(layouts, trainer.callbacks)  # type: ignore[attr-defined]
     refuse_frozen_backbone(layouts, module)
+    refuse_scalars_in_shards(layouts, module)
     refuse_unshared_sequences(layouts, module)
 
 

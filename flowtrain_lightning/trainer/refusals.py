@@ -26,7 +26,7 @@ from flowtrain_lightning.data import DataError, FlowDataModule
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel.cross_group import CrossGroup
 from flowtrain_lightning.parallel.deepspeed_partition import is_partitioned
-from flowtrain_lightning.parallel.halves import half_trains
+from flowtrain_lightning.parallel.halves import half_trains, role_of
 from flowtrain_lightning.trainer.callback_refusals import refuse_callbacks
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
@@ -201,6 +201,26 @@ def refuse_frozen_backbone(layouts: Mapping[str, Layout], module: FlowModule) ->
             "items has no backward then, which other ranks wait for. Let some of its weights train, or take whole "
             "copies of the backbone."
         )
+
+
+def refuse_scalars_in_shards(layouts: Mapping[str, Layout], module: FlowModule) -> None:
+    """Raises for parameters without a dimension, of which ranks cannot hold shares: not by FSDP2, nor by DeepSpeed.
+
+    Args:
+        layouts: role -> its layout.
+        module: that trains.
+
+    Raises:
+        ValueError: names the parameter, and what to do.
+    """
+    for name, parameter in module.named_parameters():
+        role = role_of(name, module.halves)
+        if role is not None and parameter.ndim == 0 and layouts[role].shard != "replicate":
+            raise ValueError(
+                f"The parameter {name!r} has no dimension, but the {role} has shard {layouts[role].shard!r}, in which "
+                "ranks hold shares of every weight. Make it a tensor of one element, nn.Parameter(torch.zeros(1)), or "
+                "take whole copies (shard 'replicate')."
+            )
 
 
 def refuse_unshared_sequences(layouts: Mapping[str, Layout], module: FlowModule) -> None:

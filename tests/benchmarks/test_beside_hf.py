@@ -24,7 +24,7 @@ def test_all_read_the_same_tokens_and_learn_the_same(tmp_path):
     write_model(tmp_path / "model", "tiny")
     write_records(tmp_path / "train.jsonl", SAMPLES, 500)
     data = flow.FlowDataModule(tmp_path / "train.jsonl", token_budget=4096, global_batch_size=SAMPLES, shuffle=False)
-    data.read_as(flow.models.from_pretrained(tmp_path / "model").module)
+    data.read_as(flow.models.from_pretrained(tmp_path / "model"))
     data.setup("fit")
     samples = data.train_dataloader().steps.samples
     padded = pad(processor(tmp_path / "model"), list(as_rows(tmp_path / "train.jsonl")))

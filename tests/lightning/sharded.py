@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
+from flowtrain_lightning.data import PackedBatch
 from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.layouts import trainer_for
 from tests.exactness.modules import Divided
@@ -37,6 +39,22 @@ def train(
     weights = weights_of(module)
     torch.save(weights, folder / f"weights{trainer.global_rank}.pt")
     disconnect_groups()
+
+
+def fail_in_a_step(folder: Path, *, data: str, layout: str, roles: dict[str, Any]) -> None:
+    """Notes what ``fit`` raises where the user's loss does."""
+    trainer = trainer_for(layout, strategy={"roles": roles}, max_steps=1, default_root_dir=folder)
+    try:
+        trainer.fit(Failing(), tiny_data(Path(data), global_batch_size=6))
+    except Exception as error:
+        write_down(folder, {"raised": type(error).__name__, "text": str(error)})
+
+
+class Failing(Divided):
+    """Raises while the graph of a step is alive."""
+
+    def loss(self, outputs: Tensor, batch: PackedBatch) -> tuple[Tensor, int]:
+        raise LookupError("the user's own")
 
 
 def all_stages(folder: Path, *, data: str, layout: str, roles: dict[str, Any]) -> None:

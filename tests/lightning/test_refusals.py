@@ -171,6 +171,23 @@ def test_a_module_is_refused(one_rank, make, error, words):
         one_rank.trainer(max_epochs=1).fit(make(), one_rank.data())
 
 
+class Frozen(TinyVLM):
+    """Of which nothing trains."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.backbone.requires_grad_(False)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "flowtrain"])
+def test_a_module_of_which_nothing_trains_is_validated_but_not_fitted(one_rank, strategy):
+    module = Frozen(freeze_encoder=True)
+    given = {"strategy": "auto"} if strategy == "auto" else {}
+    assert one_rank.trainer(max_epochs=1, **given).validate(module, one_rank.data(), verbose=False)
+    with pytest.raises(ValueError, match=r"All weights of Frozen are frozen, .* add adapters, or call Trainer"):
+        one_rank.trainer(max_epochs=1, **given).fit(module, one_rank.data())
+
+
 def test_a_compiled_module_is_refused_by_lightning(one_rank):
     with pytest.raises(RuntimeError, match=r"compiled model is incompatible.*FlowTrainStrategy"):
         one_rank.trainer(max_epochs=1).fit(torch.compile(TinyVLM(), backend="eager"), one_rank.data())

@@ -84,3 +84,19 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path, data, saved_on,
     found = weights(rest)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "roles"),
+    [
+        ("colocated 2", {"backbone": {"tensor": 2}}),
+        pytest.param("colocated 2", SHARDED, marks=pytest.mark.full),
+        pytest.param("colocated 2", {"backbone": {"context": 2}}, marks=pytest.mark.full),
+    ],
+)
+def test_what_fit_raises_is_the_users_own_exception(tmp_path, data, layout, roles):
+    """And nothing that follows from it, such as that a weight in shards cannot be moved while a graph holds it."""
+    given = {"layout": layout, "data": data, "roles": roles}
+    job = Job("fails", "tests.lightning.sharded:fail_in_a_step", ranks_of(layout), given, deadline=150)
+    found = read_down(run_jobs(tmp_path, [job])["fails"].folder)
+    assert [(each["raised"], each["text"]) for each in found] == [("LookupError", "the user's own")] * 2

@@ -98,15 +98,15 @@ def trainer(folder: Path) -> L.Trainer:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_name_is_enough_to_train(tmp_path, records, family):
     model = flow.models.from_pretrained(published(tmp_path / "model", family), lr=1e-3)
-    before = {name: weight.clone() for name, weight in _built(model.module).items()}
+    before = {name: weight.clone() for name, weight in _built(model).items()}
     data = data_of(records)
     run = trainer(tmp_path)
-    run.fit(model.module, data)
+    run.fit(model, data)
     assert run.global_step == 2
     assert data.template.fingerprint == model.template.fingerprint
     assert data.images.fingerprint == model.images.fingerprint
-    changed = {name for name, weight in model.module.named_parameters() if not weight.equal(before[name])}
-    for half in model.module.halves.values():
+    changed = {name for name, weight in model.named_parameters() if not weight.equal(before[name])}
+    for half in model.halves.values():
         assert any(name.startswith(half) for name in changed), half
 
 
@@ -116,15 +116,29 @@ def _built(module: Any) -> dict[str, torch.Tensor]:
     return dict(kind.named_parameters())
 
 
+def test_gradient_checkpointing_is_another_word_for_recompute(tmp_path):
+    folder = published(tmp_path, "qwen2_5_vl")
+    assert flow.models.from_pretrained(folder, gradient_checkpointing=True).hparams["recompute"] is True
+    with pytest.raises(TypeError, match="called recompute here"):
+        flow.models.from_pretrained(folder, gradient_checkpointing=True, recompute=False)
+
+
+def test_a_module_of_a_config_alone_says_that_it_reads_nothing_yet():
+    module = flow.models.QwenVLM({"model_type": "qwen2_5_vl", **CONFIGS["qwen2_5_vl"]})
+    assert module.processor is None
+    with pytest.raises(ValueError, match=r"names no tokenizer, .* QwenVLM\(..., processor=FOLDER\)"):
+        _ = module.template
+
+
 def test_all_parts_are_given(tmp_path):
     model = flow.models.from_pretrained(published(tmp_path, "qwen2_5_vl"), max_pixels=20_000)
-    assert isinstance(model.module, flow.models.QwenVLM)
+    assert isinstance(model, flow.models.QwenVLM)
     assert model.images.max_pixels == 20_000
     assert model.tokenizer.token_to_id("<|image_pad|>") == model.template.image_id(model.tokenizer)
 
 
 def test_a_checkpoint_still_names_what_the_model_reads(tmp_path, records):
-    module = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl"), max_pixels=20_000).module
+    module = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl"), max_pixels=20_000)
     run = trainer(tmp_path)
     run.fit(module, data_of(records))
     run.save_checkpoint(tmp_path / "last.ckpt")
@@ -136,20 +150,20 @@ def test_a_checkpoint_still_names_what_the_model_reads(tmp_path, records):
 
 def test_a_saved_folder_reads_as_the_model_that_it_came_from(tmp_path):
     model = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl"))
-    model.module.configure_model()
-    model.module.save_pretrained(tmp_path / "tuned")
+    model.configure_model()
+    model.save_pretrained(tmp_path / "tuned")
     again = flow.models.from_pretrained(tmp_path / "tuned")
     assert again.template.fingerprint == model.template.fingerprint
     assert again.images.fingerprint == model.images.fingerprint
-    again.module.configure_model()
-    for name, weight in model.module.state_dict().items():
-        assert weight.equal(again.module.state_dict()[name]), name
+    again.configure_model()
+    for name, weight in model.state_dict().items():
+        assert weight.equal(again.state_dict()[name]), name
     template = (tmp_path / "model" / "chat_template.jinja").read_text()
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "tuned").chat_template == template
 
 
 def test_what_the_user_gives_comes_before_what_the_model_says(tmp_path, records):
-    module = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl")).module
+    module = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl"))
     data = data_of(records, template=ChatTemplate(end="<|im_end|>"))
     trainer(tmp_path).fit(module, data)
     assert isinstance(data.template, ChatTemplate)
@@ -157,7 +171,7 @@ def test_what_the_user_gives_comes_before_what_the_model_says(tmp_path, records)
 
 
 def test_a_template_that_writes_another_token_than_the_model_looks_for_is_refused(tmp_path, records):
-    module = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl", image_token_id=5)).module
+    module = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl", image_token_id=5))
     with pytest.raises(ValueError, match=r"writes token \d+ for a row of features, but the model looks for 5"):
         trainer(tmp_path).fit(module, data_of(records))
 
@@ -171,13 +185,13 @@ def test_data_without_a_tokenizer_need_a_model_that_names_one(tmp_path, records)
 def test_a_data_module_without_a_trainer_can_be_told_the_model(tmp_path, records):
     model = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl"))
     data = data_of(records)
-    data.read_as(model.module)
+    data.read_as(model)
     data.setup("fit")
     assert data.template.fingerprint == model.template.fingerprint
 
 
 def test_a_placement_is_planned_by_steps_of_what_the_model_reads(tmp_path, records):
-    module = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl")).module
+    module = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl"))
     data, run = data_of(records), trainer(tmp_path)
     run.strategy.connect(module)
     data.trainer = run

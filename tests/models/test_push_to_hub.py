@@ -42,7 +42,7 @@ def exported(tmp_path, records, monkeypatch):  # noqa: F811
     trainer = L.Trainer(
         strategy="flowtrain", accelerator="cpu", devices=1, max_steps=1, default_root_dir=tmp_path, **quiet
     )
-    trainer.fit(flow.models.from_pretrained(base, lr=1e-3).module, data_of(records))
+    trainer.fit(flow.models.from_pretrained(base, lr=1e-3), data_of(records))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     command = ["flowtrain", "export", "--format", "hf", str(tmp_path / "last.ckpt"), str(tmp_path / "tuned")]
     monkeypatch.setattr(sys, "argv", command)

@@ -25,6 +25,7 @@ PLAN: TensorPlan = {
 }
 WITH_TOKENS: TensorPlan = {**PLAN, "half.layers.*": "divided_tokens"}
 REFUSED: dict[str, TensorPlan] = {
+    "a part of a key head": {"half.attention.k_proj": "colwise"},
     "nothing of that name": {"half.layer.*.widen": "colwise"},
     "an unknown style": {"half.scores": "diagonal"},  # type: ignore[dict-item]
     "another kind of module": {"half.words": "colwise"},
@@ -49,6 +50,16 @@ class Widening(nn.Module):
         return x + self.narrow(self.widen(self.norm(x)).tanh())
 
 
+class OneKeyHead(nn.Module):
+    """Attention that says how many heads its keys have."""
+
+    num_key_value_heads = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_proj = nn.Linear(4, 4)
+
+
 class Words(nn.Module):
     """An embedding, layers, and the embedding once more as a head."""
 
@@ -57,6 +68,7 @@ class Words(nn.Module):
         self.words, self.scores = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
         self.layers = nn.Sequential(Widening(), Widening())
         self.odd = nn.Linear(4, 3)
+        self.attention = OneKeyHead()
         self.scores.weight = self.words.weight
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ SENTENCES = {
     "an unknown style": "'half.scores' the style 'diagonal'; known are colwise, rowwise",
     "another kind of module": "'half.words' the style 'colwise', but it is Embedding, no Linear",
     "an odd width": "'half.odd' has out_features 3, which 2 tensor ranks cannot divide evenly",
+    "a part of a key head": "'half.attention.k_proj.weight' makes 1 key and value heads, which 2 tensor ranks cannot",
     "all tokens where none are divided": "the layer that it is part of has no style 'divided_tokens'",
     "a head where tokens are divided": "a layer of divided tokens, which can have 'colwise' and 'rowwise' layers only",
     "one of two that are tied": "Embedding and Linear share one weight, but tensor_plan divides it in one of them only",

@@ -27,10 +27,15 @@ def _train(stage: Any) -> dict[str, Any]:
     module = _half()
     weights = list(module.parameters())
     half = DeepSpeedHalf({"half": module}, None, torch.device("cpu"), stage=stage)
-    said = [_said(lambda: half.take_optimizer(AdamW(weights[1:])))]
+    said = [_said(lambda: half.take_optimizer(AdamW(nn.Linear(1, 1).parameters())))]
+    half.take_optimizer(AdamW([weight for weight in weights[1:] if weight is not module.never.weight]))
+    half.begin_step()
+    said.append(_said(lambda: (_backward(half, module), half.finish_gradients(1.0))))
+    module.zero_grad(set_to_none=True)
     hook = weights[0].register_post_accumulate_grad_hook(lambda _: None)
     said.append(_said(lambda: half.take_optimizer(AdamW(weights))))
     hook.remove()
+    weights = [weight for weight in weights if weight is not module.never.weight]  # which the optimizer may lack
     optimizer = AdamW(weights, lr=0.1)
     half.take_optimizer(optimizer)
     places = {weight.untyped_storage().data_ptr() for weight in weights}
@@ -74,8 +79,19 @@ def _train(stage: Any) -> dict[str, Any]:
     }
 
 
-def _half() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 5))
+class _Half(nn.Sequential):
+    """Has a weight that it never uses."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 5))
+        self.never = nn.Linear(3, 3, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self[2](self[1](self[0](rows)))
+
+
+def _half() -> _Half:
+    return _Half()
 
 
 def _backward(half: DeepSpeedHalf, module: nn.Module, *, last: bool = True, fails: bool = False) -> None:
@@ -94,7 +110,10 @@ def _norm_alone() -> float:
     for rank in range(2):
         for _ in range(2):
             module(torch.ones(3, 8) * (1 + rank)).square().sum().backward()
-    return float(torch.cat([weight.grad.flatten() for weight in module.parameters()]).norm()) / 2  # type: ignore
+    return (
+        float(torch.cat([weight.grad.flatten() for weight in module.parameters() if weight.grad is not None]).norm())
+        / 2
+    )
 
 
 def _said(function: Any) -> str:

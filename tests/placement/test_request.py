@@ -53,6 +53,33 @@ def test_on_several_nodes_each_has_encoder_ranks():
     assert make_request(None, None, 2, "auto").answer(4, nodes=2).ranks == {"encoder": (1, 3), "backbone": (0, 2)}
 
 
+def test_a_roles_layout_is_taken_as_a_plain_dictionary():
+    roles = {"backbone": {"shard": "fsdp", "tensor": 2}, "encoder": RoleLayout(recompute="full")}
+    request = make_request(None, None, 2, "auto", roles)
+    assert request.roles == {"backbone": RoleLayout("fsdp", tensor=2), "encoder": RoleLayout(recompute="full")}
+    assert request.answer(6) == make_request(None, None, 2, "auto", request.roles).answer(6)
+
+
+@pytest.mark.parametrize(
+    ("roles", "words"),
+    [
+        ({"backbon": {"shard": "fsdp"}}, "There is no role 'backbon'; the roles are 'encoder', 'backbone'"),
+        ({"backbone": {"sharding": "fsdp"}}, "gives the backbone 'sharding', but a layout has context, .*, shard, ten"),
+        ({"backbone": {"shard": "FSDP"}}, "roles for the backbone: The shard .* is 'FSDP'; known are 'replicate', "),
+        ({"backbone": {"shard": "zero3"}}, "shard 'zero3', which can be planned but not trained"),
+        ({"backbone": {"recompute": True}}, "The recompute .* is True; known are 'none', 'selective', 'full'"),
+        ({"encoder": {"offload": "cpu"}}, "roles for the encoder: The offload .* is 'cpu'; known are 'none'"),
+        ({"backbone": {"tensor": "2"}}, "The tensor of a role's layout is '2'; it is a whole number from 1"),
+        ({"backbone": {"context": 0}}, "The context of a role's layout is 0"),
+        ({"backbone": "fsdp"}, r"the backbone 'fsdp'; give a RoleLayout or a dictionary such as \{'shard': 'fsdp'\}"),
+        ("fsdp", "roles is 'fsdp'; it says what layout each role has"),
+    ],
+)
+def test_a_roles_layout_that_does_not_exist_is_refused_by_the_constructor(roles, words):
+    with pytest.raises(AllocationError, match=words):
+        FlowTrainStrategy(encoder_ranks=1, roles=roles)
+
+
 def test_an_allocation_is_taken_as_an_object_or_from_a_file(tmp_path):
     write_plan(PLAN, tmp_path / "plan.yaml", "by hand")
     for given in (PLAN, tmp_path / "plan.yaml", str(tmp_path / "plan.yaml")):
@@ -163,7 +190,7 @@ def test_ranks_that_share_layers_and_sequences_leave_fewer_data_ranks():
         ({"backbone": RoleLayout(tensor=3)}, "4 ranks cannot be divided into groups of tensor 3 x context 1"),
         ({"backbone": RoleLayout(replicas=2)}, "replicas 2, but shard 'replicate'"),
         ({"decoder": RoleLayout("fsdp")}, "There is no role 'decoder'; the roles are 'encoder', 'backbone'"),
-        ({"backbone": RoleLayout("zero3")}, "the backbone the layout data 4, zero3"),
+        ({"backbone": RoleLayout("zero3")}, "the backbone shard 'zero3', which can be planned but not trained"),
     ],
 )
 def test_a_layout_that_the_ranks_of_a_role_cannot_have_is_refused(roles, words):

@@ -22,6 +22,7 @@ from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers, re
 from flowtrain_lightning.trainer.refusals import (
     refuse_frozen_backbone,
     refuse_precision_of_deepspeed,
+    refuse_scalars_in_shards,
     refuse_sharded_before,
     refuse_unshared_sequences,
 )
@@ -65,6 +66,21 @@ def test_a_frozen_and_sharded_backbone_beside_an_encoder_that_trains_is_refused(
     refuse_frozen_backbone({**layouts, "backbone": Layout(2)}, module)
     module.encoder.requires_grad_(False)
     refuse_frozen_backbone(layouts, module)
+
+
+@pytest.mark.parametrize("shard", ["fsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3"])
+def test_a_parameter_without_a_dimension_cannot_be_shared(shard: Any) -> None:
+    class Scaled(TinyVLM):
+        def configure_backbone(self) -> None:
+            super().configure_backbone()
+            self.backbone.block.scale = nn.Parameter(torch.tensor(1.0))
+
+    module = Scaled()
+    module.configure_model()
+    layouts = {"encoder": Layout(2, shard=shard), "backbone": Layout(2)}
+    refuse_scalars_in_shards(layouts, module)
+    with pytest.raises(ValueError, match=rf"'backbone.block.scale' has no dimension, .*{shard}.*torch.zeros\(1\)"):
+        refuse_scalars_in_shards({**layouts, "backbone": Layout(2, shard=shard)}, module)
 
 
 def test_sequences_that_nobody_slices_are_refused_with_context_ranks() -> None:

@@ -1,0 +1,52 @@
+"""What a module of Hugging Face reads: the tokenizer, chat template, images and videos that it was published with."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from flowtrain_lightning.data import ImageProcessor, Tokenizer, VideoProcessor
+from flowtrain_lightning.models.processor import Processor, processor_of
+from flowtrain_lightning.models.processor_template import ProcessorTemplate
+from flowtrain_lightning.models.projector import ProjectingModule
+
+
+class ReadingModule(ProjectingModule):
+    """A module whose ``hparams`` name the folder of a processor; `FlowDataModule` takes from it what it was not given.
+
+    Attributes below raise a ValueError where the module was built from a config alone and names no processor.
+    """
+
+    @cached_property
+    def processor(self) -> Processor | None:
+        """All that the model reads, for the data module; None of a model without name."""
+        source = self.hparams["processor"]
+        return source and processor_of(source, self.hparams["min_pixels"], self.hparams["max_pixels"])
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids and back."""
+        return self._known_processor.tokenizer
+
+    @cached_property
+    def template(self) -> ProcessorTemplate:
+        """How the model's conversations are written."""
+        return self._known_processor.template
+
+    @cached_property
+    def images(self) -> ImageProcessor:
+        """What becomes of the model's images."""
+        return self._known_processor.images
+
+    @cached_property
+    def videos(self) -> VideoProcessor | None:
+        """What becomes of the model's videos; None of a model that takes none."""
+        return self._known_processor.videos
+
+    @property
+    def _known_processor(self) -> Processor:
+        if self.processor is None:
+            raise ValueError(
+                f"This {type(self).__name__} was built from a config, which names no tokenizer, template and images. "
+                f"Give {type(self).__name__}(..., processor=FOLDER) the name or folder of a model that reads alike."
+            )
+        return self.processor
