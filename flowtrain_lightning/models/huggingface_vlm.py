@@ -80,6 +80,13 @@ class HuggingFaceVLM(ReadingModule):
     """
 
     families: ClassVar[tuple[str, ...]] = ()
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Shows the arguments of ``__init__`` as those of the class, in place of those of ``__new__``."""
+        super().__init_subclass__(**settings)
+        _, *arguments = inspect.signature(cls.__init__).parameters.values()
+        cls.__signature__ = inspect.Signature(arguments)
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
         """Refuses arguments that ``transformers`` would take here, in sentences on what they are called."""
