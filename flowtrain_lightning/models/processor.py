@@ -13,7 +13,7 @@ from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
 from flowtrain_lightning.models.image_words import image_words
 from flowtrain_lightning.models.images import images_of
 from flowtrain_lightning.models.processor_template import ProcessorTemplate, Tiles
-from flowtrain_lightning.models.published_config import read_config, refuse_missing_transformers
+from flowtrain_lightning.models.published_config import read_config, refuse_missing_library
 from flowtrain_lightning.models.videos import videos_of
 
 _PALIGEMMA_TEMPLATE = """
@@ -110,7 +110,7 @@ def copy_processor(model: str | Path, folder: Path) -> None:
 
 
 def _tokenizer(model: str | Path) -> Any:
-    refuse_missing_transformers()
+    refuse_missing_library()
     from transformers import AutoTokenizer
 
     try:

@@ -24,7 +24,7 @@ def read_settings(model: str | Path) -> dict[str, Any]:
         ImportError: transformers is not installed.
         ValueError: there is no such model, or its config.json cannot be read or names no ``model_type``.
     """
-    refuse_missing_transformers()
+    refuse_missing_library()
     from transformers import PretrainedConfig
 
     refuse_missing_folder(model)
@@ -50,7 +50,7 @@ def read_config(model: str | Path | Mapping[str, Any] | Any) -> Any:
         TypeError: it is a model, or something else of which no config is known.
         ValueError: there is no such model, ``transformers`` does not know its family, or its weights are quantized.
     """
-    refuse_missing_transformers()
+    refuse_missing_library()
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(model, str | Path):
@@ -92,7 +92,7 @@ def without_foreign_code(model: str | Path) -> Iterator[None]:
         raise
 
 
-def refuse_missing_transformers() -> None:
+def refuse_missing_library() -> None:
     """Raises where ``transformers`` is not installed.
 
     Raises:
