@@ -25,7 +25,9 @@ from torch.optim import Optimizer
 from flowtrain_lightning.allocator import BACKBONE, Allocation, Placement, RoleLayout
 from flowtrain_lightning.checkpoint import load_checkpoint, load_half, remove_checkpoint, save_checkpoint
 from flowtrain_lightning.checkpoint.background import BackgroundSave
+from flowtrain_lightning.checkpoint.loop_progress import is_between_epochs
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
+from flowtrain_lightning.checkpoint.summary import saved_time, time_of_save
 from flowtrain_lightning.compute.whole_module import refuse_all_frozen
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.module import FlowModule
@@ -51,6 +53,7 @@ from flowtrain_lightning.runtime.pool_capacity import PoolSettings
 from flowtrain_lightning.runtime.process_end import die_with_parent, remove_faults
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.runner import RoleRunner
+from flowtrain_lightning.trainer.epoch_left import EpochLeft
 from flowtrain_lightning.trainer.half_engines import HalfEngines
 from flowtrain_lightning.trainer.launcher import RankLauncher
 from flowtrain_lightning.trainer.layout_invariance import not_layout_invariant
@@ -155,6 +158,8 @@ class FlowTrainStrategy(ParallelStrategy):
         self._engines = HalfEngines()
         self._named_optimizers: Sequence[NamedOptimizer] = ()
         self._saving: BackgroundSave | None = None
+        self._saved_at = 0.0  # when the latest checkpoint of this run was saved, in seconds
+        self._epoch_left = EpochLeft()
 
     # ---- who does what ------------------------------------------------------------------------------------------
 
@@ -323,8 +328,13 @@ class FlowTrainStrategy(ParallelStrategy):
             refuse_unlike_nodes(trainer, self.job.groups.cross)
         module = self.flow_module
         fits = trainer.state.fn == TrainerFn.FITTING
+        assert self._rank_launcher is not None
+        if self._rank_launcher.last_checkpoint is not None:
+            self._rank_launcher.last_checkpoint.settle(trainer, self.job.groups.cross)
         if fits:
             refuse_all_frozen(module)
+            if not self._rank_launcher.resumes:
+                self._epoch_left.take_up(trainer)
             module.drop_absent_roles()
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -360,8 +370,15 @@ class FlowTrainStrategy(ParallelStrategy):
         refuse_optimizers(self.optimizers)
         self._named_optimizers = [NamedOptimizer(optimizer, self.flow_module) for optimizer in self.optimizers]
 
+    def on_train_start(self) -> None:
+        """Lets a run that goes on after a whole epoch begin the next one at its first batch."""
+        loop = self.flow_module.trainer.fit_loop
+        if loop.epoch_loop.restarting and is_between_epochs(loop.state_dict()):
+            loop.epoch_loop.restarting = False  # which Lightning forgets where max_steps is given
+
     def on_train_end(self) -> None:
-        """Waits for the checkpoint that is being written."""
+        """Waits for the checkpoint that is being written, and notes where in its epoch the run ends."""
+        self._epoch_left.remember(self.flow_module.trainer)
         with self.job.during("save a checkpoint"):
             self._finish_saving()
 
@@ -465,6 +482,8 @@ class FlowTrainStrategy(ParallelStrategy):
             TypeError: there are ``storage_options``.
         """
         refuse_storage_options(storage_options)
+        self._saved_at = time_of_save(self._saved_at)
+        checkpoint["flowtrain"] = {"module": type(self.flow_module).__qualname__, "saved": self._saved_at}
         with self.job.during("save a checkpoint"):
             self._finish_saving()
             module, buffers = self.flow_module, [name for name, _ in self.flow_module.named_buffers()]
@@ -487,8 +506,9 @@ class FlowTrainStrategy(ParallelStrategy):
         module = self.flow_module
         if weights_only is None and self._rank_launcher is not None:
             weights_only = self._rank_launcher.weights_only  # Lightning passes it on only where it loads before setup
-        return load_checkpoint(
-            checkpoint_path,
+        path = os.fspath(checkpoint_path)  # which may be a URL of a plain checkpoint
+        checkpoint = load_checkpoint(
+            path,
             module,
             self.allocation,
             self.job.groups,
@@ -497,6 +517,9 @@ class FlowTrainStrategy(ParallelStrategy):
             resumes=module.trainer.training,
             shares={name: share for named in self._named_optimizers for name, share in named.shares.items()},
         )
+        if module.trainer.training:
+            self._saved_at = saved_time(checkpoint, Path(path))
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads the weights that live on this rank."""

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from flowtrain_lightning.checkpoint.files import take_name, temporary_name, write_file
 from flowtrain_lightning.checkpoint.loading import read_checkpoint
+from flowtrain_lightning.checkpoint.loop_progress import with_settled_progress
 from flowtrain_lightning.checkpoint.optimizer_state import with_numbers
 
 
@@ -27,7 +28,8 @@ def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool
         weights_only: False allows objects other than tensors and plain data; only for files you trust.
 
     Raises:
-        ValueError: ``source`` is no checkpoint directory, or of a later format, or holds other objects.
+        FileNotFoundError: there is no ``source``.
+        ValueError: ``source`` is a file, or no checkpoint directory, or of a later format, or holds other objects.
         OSError: ``target`` cannot be written; nothing is left of it.
     """
     _replace(_read_plain(Path(source), weights_only), Path(target).absolute())
@@ -64,8 +66,7 @@ class FlowCheckpointIO(TorchCheckpointIO):
         """Reads a directory, or what Lightning reads."""
         if Path(path).is_dir():
             return _read_plain(Path(path), kwargs.get("weights_only"))
-        checkpoint: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
-        return checkpoint
+        return with_settled_progress(super().load_checkpoint(path, *args, **kwargs))
 
 
 def _read_plain(path: Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -63,10 +63,18 @@ def parse_index(folder: Path) -> Index:
 
     Raises:
         DamagedCheckpointError: it is missing, or damaged.
-        ValueError: the directory is no checkpoint, or of another format.
+        FileNotFoundError: there is no such directory.
+        ValueError: the directory is no checkpoint, or of another format, or it is a file.
     """
     path = folder / INDEX
     if not path.is_file():
+        if not folder.exists():
+            raise FileNotFoundError(f"There is no {folder}; give the path of a checkpoint directory of flowtrain.")
+        if not folder.is_dir():
+            raise ValueError(
+                f"{folder} is a file, but flowtrain's checkpoints are directories. A plain Lightning checkpoint needs "
+                "no export; of a file within a checkpoint, give the directory."
+            )
         if any(folder.glob(f"*/rank-{TENSOR_FILES}")):
             raise DamagedCheckpointError(f"{path} is missing.")
         raise ValueError(f"{folder} is a directory without flowtrain's {INDEX}: no checkpoint. Give another path.")

@@ -25,6 +25,7 @@ from flowtrain_lightning.checkpoint.index_file import (
     read_index,
 )
 from flowtrain_lightning.checkpoint.local_shard import LocalShard, local_part, refuse_other_shape, run_within
+from flowtrain_lightning.checkpoint.loop_progress import with_settled_progress
 from flowtrain_lightning.checkpoint.saving import OBJECTS, RANDOM_STATES
 from flowtrain_lightning.checkpoint.stored_keys import WEIGHTS, parse_key
 from flowtrain_lightning.checkpoint.tensor_files import read_tensors
@@ -73,7 +74,8 @@ def load_checkpoint(
     """
     path = Path(filepath)
     if not path.is_dir():
-        return checkpoint_io.load_checkpoint(filepath, map_location="cpu", weights_only=weights_only is not False)
+        plain = checkpoint_io.load_checkpoint(filepath, map_location="cpu", weights_only=weights_only is not False)
+        return with_settled_progress(plain)
     rank = groups.cross.rank
     roles = (None, *(role for role in allocation.roles if rank in allocation.ranks[role]))
     with offering_another(path):
@@ -217,7 +219,7 @@ def _read_dictionary(
             checkpoint[place_or_number][name] = value
         else:
             states[place_or_number]["state"].setdefault(name, {})[entry] = value
-    return checkpoint
+    return with_settled_progress(checkpoint)
 
 
 def _check_places(path: Path, checkpoint: Mapping[str, Any], keys: Iterable[str]) -> None:

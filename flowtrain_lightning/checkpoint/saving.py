@@ -125,7 +125,7 @@ def share_out(
 
     Args:
         checkpoint: Lightning's checkpoint, with this rank's ``state_dict`` and named ``optimizer_states``. Tensors
-            that lie on several ranks are equal there, or DTensors.
+            that lie on several ranks are equal there, or DTensors. What stands under ``"flowtrain"`` is kept.
         filepath: the directory to write; rank 0's counts.
         halves: role -> module paths.
         allocation: recorded, so that a resume can tell whether the layout is the same.
@@ -168,6 +168,7 @@ def _take_halves(
     if optimizers is not None:
         checkpoint["optimizer_states"] = [{"state": {}, "param_groups": state["param_groups"]} for state in optimizers]
     checkpoint["flowtrain"] = {
+        **checkpoint.get("flowtrain", {}),
         "seed": global_seed(),
         **allocation.state_dict(),
         "halves": {role: list(paths) for role, paths in halves.items()},

@@ -35,8 +35,6 @@ def run() -> None:
         help="false also reads objects that are no tensors or plain data, which may run code: only for what you trust",
     )
     options = parser.parse_args(sys.argv[2:])
-    if not options.checkpoint.is_dir():
-        raise UsageError(f"{options.checkpoint} is no checkpoint directory.")
     if options.out.exists():
         raise UsageError(f"{options.out} exists; choose another name.")
     weights_only = options.weights_only == "true"

@@ -114,12 +114,12 @@ class StepLoader:
         Raises:
             ValueError: the state was taken with other settings.
         """
-        steps = self.steps.resumed_from(state)
-        if told := _changes(state["settings"], self._settings_of(steps)):
+        if told := self.differences(state):
             raise ValueError(
                 f"The checkpoint's position in the data means other samples now: {told}. "
                 "Use the settings and files it was made with, or start a new run from its weights."
             )
+        steps = self.steps.resumed_from(state)
         if told := _changes(state["packing"], steps.packing.state_dict()):
             rank_zero_info(f"flowtrain: the same samples as before, in every step, are packed otherwise: {told}.")
         self.close()
@@ -131,6 +131,13 @@ class StepLoader:
         self._delivered_last = None
         self._resume = self._done[:2]
         self.sampler.set_epoch(self._resume[0])
+
+    def differences(self, state: Mapping[str, Any]) -> str:
+        """Which settings and files make ``state`` mean other samples than here, as a list in words; or nothing."""
+        saved, own = state["settings"], self._settings_of(self.steps)
+        if saved.get("batch_unit") != own["batch_unit"]:
+            return _changes(saved, own)  # a position of another kind, which these steps cannot take over
+        return _changes(saved, self._settings_of(self.steps.resumed_from(state)))
 
     def change_costs(self, change: CostChange) -> None:
         """Pack with other costs from a step on. Every rank calls it alike, before anyone has planned that step.

@@ -294,6 +294,10 @@ class FlowDataModule(L.LightningDataModule):
         if loader is not None:
             loader.load_state_dict(self._resume)
 
+    def differences(self, state_dict: Mapping[str, Any]) -> str:
+        """Which settings and files of training make a saved position mean other samples here; nothing where none do."""
+        return self._loader("train").differences(state_dict["train"])
+
     def teardown(self, stage: str | None = None) -> None:
         """End the workers."""
         for loader in self._loaders:

@@ -24,6 +24,7 @@ from flowtrain_lightning.parallel.job_secret import offer_secret
 from flowtrain_lightning.runtime.health import LAUNCHER, HealthMonitor
 from flowtrain_lightning.runtime.process_end import tied_to_this_process
 from flowtrain_lightning.runtime.watched_process import WatchedProcess
+from flowtrain_lightning.trainer.last_checkpoint import LAST, LastCheckpoint
 
 
 class RankLauncher(_SubprocessScriptLauncher):
@@ -41,6 +42,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     Attributes:
         weights_only: what ``fit`` or its like was told about reading its checkpoint.
+        last_checkpoint: what stands for ``ckpt_path="last"``, where that was given.
     """
 
     def __init__(
@@ -56,11 +58,16 @@ class RankLauncher(_SubprocessScriptLauncher):
         self._check = check
         self._ckpt_path: Any = None
         self.weights_only: bool | None = None
+        self.last_checkpoint: LastCheckpoint | None = None
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Starts the other ranks, unless that was done before or is somebody else's affair, and calls ``function``."""
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
-        self._ckpt_path, self.weights_only = given.get("ckpt_path"), given.get("weights_only")
+        call = inspect.signature(function).bind(*args, **kwargs)
+        given, self.weights_only = call.arguments.get("ckpt_path"), call.arguments.get("weights_only")
+        self.last_checkpoint = LastCheckpoint(self.weights_only) if given == LAST else None
+        self._ckpt_path = given
+        if self.last_checkpoint is not None:
+            call.arguments["ckpt_path"] = self.last_checkpoint
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         if not self.cluster_environment.creates_processes_externally:
@@ -73,7 +80,7 @@ class RankLauncher(_SubprocessScriptLauncher):
             rank = self.cluster_environment.global_rank()
             children = [WatchedProcess(process.pid, process.poll) for process in self.procs]
             self._health.watch_processes(rank, dict(enumerate(children, start=rank + 1)))
-        return function(*args, **kwargs)
+        return function(*call.args, **call.kwargs)
 
     def _call_children_scripts(self) -> None:
         """As Lightning's own, but a child ends with this process until it can look after itself."""
@@ -99,13 +106,20 @@ class RankLauncher(_SubprocessScriptLauncher):
         variables = os.environ | {"LOCAL_RANK": str(local_rank)}
         return subprocess.Popen(tied_to_this_process(command), env=variables, cwd=folder)
 
+    @property
+    def resumes(self) -> bool:
+        """Whether ``fit`` or its like goes on from a checkpoint."""
+        return bool(self._ckpt_path if self.last_checkpoint is None else self.last_checkpoint)
+
     def checkpoint(self, trainer: Any) -> str | None:
         """The checkpoint that ``fit`` or its like was asked to load, which the Trainer itself tells only after setup.
 
         Raises:
             ValueError: there is no such checkpoint.
         """
-        # Lightning's own way from "best", "last" and "hpc" to a path; there is no public one.
+        if self.last_checkpoint is not None:
+            return self.last_checkpoint.expected(trainer)
+        # Lightning's own way from "best" and "hpc" to a path; there is no public one.
         found = trainer._checkpoint_connector._parse_ckpt_path(
             trainer.state.fn, self._ckpt_path, model_provided=True, model_connected=True
         )

@@ -92,6 +92,15 @@ def test_what_must_be_trusted_is_exported_where_weights_only_is_false(tmp_path, 
     assert torch.load(tmp_path / "out.ckpt", weights_only=False)["hyper_parameters"] == parameters
 
 
+def test_what_is_no_checkpoint_directory_is_told_for_what_it_is(straight, tmp_path):
+    file = straight / "ended.ckpt" / "index.json"
+    with pytest.raises(ValueError, match=r"index\.json is a file, but flowtrain's checkpoints are directories"):
+        export.export_checkpoint(file, tmp_path / "out.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"There is no .*nowhere; give the path of a checkpoint directory"):
+        export.export_checkpoint(tmp_path / "nowhere", tmp_path / "out.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_that_cannot_be_written_is_told_and_leaves_nothing(straight, tmp_path, monkeypatch):
     def full(checkpoint, path):
         path.write_bytes(b"half of it")

@@ -119,7 +119,11 @@ def test_every_command_explains_itself(name, flowtrain, capsys):
     [
         (["fitt"], "there is no command 'fitt'. Did you mean 'fit'? Choose from fit, validate, "),
         (["dance"], "there is no command 'dance'. Choose from fit, validate, "),
-        (["export", "nowhere", "out.ckpt"], "flowtrain export: nowhere is no checkpoint directory."),
+        (
+            ["export", "nowhere", "out.ckpt"],
+            "flowtrain export: There is no nowhere; give the path of a checkpoint directory",
+        ),
+        (["export", __file__, "out.ckpt"], "is a file, but flowtrain's checkpoints are directories."),
         (["export", "/", __file__], "exists; choose another name."),
         (["export", "/", "out.ckpt"], "flowtrain export: / is a directory without"),
     ],

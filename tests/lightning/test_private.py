@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
@@ -102,12 +103,20 @@ def test_a_trainer_finds_the_checkpoint_to_load_in_the_way_that_we_ask_for(tmp_p
         """As the Trainer's, by the names of its arguments."""
 
     assert "ckpt_path" in inspect.signature(trainer._fit_impl).parameters
-    for given, found in ((None, None), (tmp_path / "a.ckpt", str(tmp_path / "a.ckpt")), ("last", None)):
+    (tmp_path / "hpc_ckpt_1.ckpt").mkdir()
+    cases = {None: None, tmp_path / "a.ckpt": str(tmp_path / "a.ckpt"), "hpc": str(tmp_path / "hpc_ckpt_1.ckpt")}
+    for given, found in cases.items():
         launcher.launch(fit, None, given, trainer=trainer)
         assert launcher.checkpoint(trainer) == found
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "last.ckpt").mkdir()
-    assert launcher.checkpoint(trainer) == str(tmp_path / "checkpoints" / "last.ckpt")
+
+
+def test_lightning_looks_whether_a_path_is_true_before_setup_and_when_it_reads_it():
+    # `LastCheckpoint` is a path only once all ranks have agreed on it, in the strategy's setup.
+    parses, reads = _CheckpointConnector._parse_ckpt_path, _CheckpointConnector.resume_start
+    assert "if not ckpt_path:" in inspect.getsource(parses)
+    assert "if not checkpoint_path:" in inspect.getsource(reads)
+    run = inspect.getsource(L.Trainer._run)
+    assert run.index("strategy.setup(self)") < run.index("restore_checkpoint_after_setup:", run.index("setup(self)"))
 
 
 def test_lightning_sets_signal_handlers_after_setup_and_takes_them_back_at_the_end():
