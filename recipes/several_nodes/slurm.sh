@@ -8,6 +8,7 @@
 #SBATCH --cpus-per-task=12
 #SBATCH --signal=SIGUSR1@300
 # The signal: five minutes before the job's time is over all ranks save `preempted.ckpt` and end.
+# The same command with --ckpt_path last goes on from there.
 set -euo pipefail
 
 nodes=${SLURM_NNODES:?this runs inside of a job; start it with sbatch}

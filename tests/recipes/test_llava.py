@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "llava"
 FIT = ["--data.global_batch_size", "2", "--data.token_budget", "512", "--data.num_workers", "0"]
-FIT += ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.max_steps", "2"]
+FIT += ["--trainer.accelerator", "cpu", "--trainer.devices", "1"]
 FIT += ["--trainer.val_check_interval", "1", "--trainer.limit_val_batches", "1"]
 
 __all__ = ["records"]  # a fixture
@@ -35,7 +35,8 @@ def changed(before: Path, after: Path) -> set[str]:
     return {name for name, weight in new.items() if not weight.equal(old[name])}
 
 
-def test_first_the_projector_trains_and_then_the_language_model_too(tmp_path, records, monkeypatch):
+def test_first_the_projector_trains_and_then_the_language_model_too(tmp_path, records, monkeypatch, caplog):
+    caplog.set_level("INFO")
     stages = {"base": published(tmp_path / "base", "llava"), "projected": tmp_path / "projected"}
     named = {"models/llava": stages["base"], "models/llava-projected": stages["projected"]}
     data = ["--data.train", records, "--data.val", records]
@@ -48,7 +49,12 @@ def test_first_the_projector_trains_and_then_the_language_model_too(tmp_path, re
         assert f"model: {model}  #" in text
         config = tmp_path / file
         config.write_text(text.replace(f"model: {model}  #", f"model: {named[model]}  #"))
-        flowtrain(monkeypatch, "fit", "--config", config, *data, "--trainer.default_root_dir", runs, *FIT)
+        folders = ["--trainer.default_root_dir", runs, "--trainer.callbacks.init_args.dirpath", runs / "checkpoints"]
+        fit = ["fit", "--config", config, *data, *folders, *FIT, "--ckpt_path", "last", "--trainer.max_steps"]
+        flowtrain(monkeypatch, *fit, "1")
+        assert f"no checkpoint below {runs}, so training begins" in caplog.text
+        flowtrain(monkeypatch, *fit, "2")
+        assert f'ckpt_path="last" is {runs}/checkpoints/last.ckpt, saved after step 1 in epoch 0.' in caplog.text
         (last,) = runs.rglob("last.ckpt")
         flowtrain(monkeypatch, "export", "--format", "hf", last, tuned)
     first, second = changed(stages["base"], stages["projected"]), changed(stages["projected"], tmp_path / "all")

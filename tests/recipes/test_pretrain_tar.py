@@ -51,7 +51,7 @@ def logged(run: Path) -> dict[int, float]:
     return {int(row["step"]): float(row["train_loss"]) for row in rows if row.get("train_loss")}
 
 
-def test_it_pretrains_and_goes_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path, monkeypatch):
+def test_it_pretrains_and_goes_on_from_the_last_checkpoint_as_if_nothing_had_been(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shards").mkdir()
     for number in range(2):
@@ -63,10 +63,10 @@ def test_it_pretrains_and_goes_on_from_a_checkpoint_as_if_nothing_had_been(tmp_p
     config.write_text(text.replace("every_n_train_steps: 1000", "every_n_train_steps: 2"))
     flowtrain(monkeypatch, "index", "--config", config, "--processes", "1")
     fit = ["fit", "--config", config, *FIT, "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir"]
-    flowtrain(monkeypatch, *fit, "whole", "--trainer.max_steps", "6")
-    flowtrain(monkeypatch, *fit, "first", "--trainer.max_steps", "4")
-    (last,) = (tmp_path / "first").rglob("last.ckpt")
-    flowtrain(monkeypatch, *fit, "second", "--trainer.max_steps", "6", "--ckpt_path", last)
+    elsewhere = ["--trainer.callbacks.init_args.dirpath", tmp_path / "elsewhere"]
+    flowtrain(monkeypatch, *fit, "whole", "--trainer.max_steps", "6", *elsewhere)
+    flowtrain(monkeypatch, *fit, "first", "--trainer.max_steps", "4", "--ckpt_path", "last")
+    flowtrain(monkeypatch, *fit, "second", "--trainer.max_steps", "6", "--ckpt_path", "last")
     whole, second = logged(tmp_path / "whole"), logged(tmp_path / "second")
     assert list(whole) == [0, 1, 2, 3, 4, 5]
     assert second == {step: whole[step] for step in (4, 5)}

@@ -49,6 +49,7 @@ def elsewhere(folder: Path) -> list[str]:
     return [
         f"--trainer.logger.init_args.save_dir={folder}",
         f"--trainer.default_root_dir={folder}",
+        f"--trainer.callbacks.init_args.dirpath={folder / 'quickstart' / 'checkpoints'}",
         f"--data.index.cache_dir={folder / 'index'}",
     ]
 

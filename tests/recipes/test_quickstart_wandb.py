@@ -48,6 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--trainer.callbacks.peak_flops=1e11",
         "--trainer.callbacks.every_n_steps=2",
     ]
+    page = options_of_the_page()  # after the configuration it adds a callback behind the one that saves checkpoints
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # paths in the configuration are relative to it
         patch.setattr(sys, "argv", ["flowtrain"])
@@ -59,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             auto_configure_optimizers=False,
             save_config_callback=None,
             run=False,
-            args=[*options_of_the_page(), *elsewhere, *SMALL],
+            args=[*page[:2], f"--trainer.callbacks.init_args.dirpath={folder / 'kept'}", *page[2:], *elsewhere, *SMALL],
         )
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
         cli.trainer.logger.experiment.finish()

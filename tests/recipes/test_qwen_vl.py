@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import flowtrain_lightning as flow
+from flowtrain_lightning.checkpoint.index_file import read_index
 from flowtrain_lightning.cli import main
 from flowtrain_lightning.models import QwenVLM
 from tests.forks import Job, run_jobs
@@ -57,6 +58,7 @@ def fit_arguments(folder: Path, recipe: str, added: str | None, ranks: int) -> l
     configs = ["--config", str(config), *(["--config", str(recipes / added)] if added else [])]
     data = [f"--data.{stage}={DRAWINGS}/data/{stage}.jsonl" for stage in ("train", "val")]
     folders = ["--data.index.cache_dir", str(folder / "index"), "--trainer.default_root_dir", str(folder / "runs")]
+    folders += ["--trainer.callbacks.init_args.dirpath", str(folder / "runs" / "checkpoints")]
     return ["fit", *configs, *data, *folders, *FIT, "--trainer.devices", str(ranks)]
 
 
@@ -91,6 +93,27 @@ def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, monkeypat
     reads, read = (flow.models.processor_of(place) for place in (folder / "tuned", folder))
     assert reads.template.fingerprint == read.template.fingerprint
     assert reads.images.fingerprint == read.images.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("recipe", "added", "ranks"),
+    [
+        pytest.param("config.yaml", "1-gpu.yaml", 1, id="one device"),
+        pytest.param("config.yaml", "64-gpus.yaml", 4, id="shards in two groups", marks=pytest.mark.full),
+        pytest.param("lora.yaml", None, 2, id="adapters", marks=pytest.mark.full),
+    ],
+)
+def test_the_same_command_started_again_goes_on(folder, recipe, added, ranks):
+    command = [*fit_arguments(folder, recipe, added, ranks), "--ckpt_path", "last"]
+    logs = []
+    for steps in ("2", "4"):
+        command[command.index("--trainer.max_steps") + 1] = steps
+        job = Job(f"fit {steps}", "tests.recipes.commands:flowtrain", ranks, {"arguments": command}, deadline=SECONDS)
+        logs.append(run_jobs(folder, [job])[job.name].check().log)
+    assert "there is no checkpoint below" in logs[0]
+    assert f'ckpt_path="last" is {folder}/runs/checkpoints/' in logs[1]
+    assert ", saved after step 2 in epoch 0." in logs[1]
+    assert max(read_index(path).lightning["global_step"] for path in (folder / "runs" / "checkpoints").iterdir()) == 4
 
 
 def test_the_recipe_for_adapters_gives_a_folder_for_peft(folder, monkeypatch):
