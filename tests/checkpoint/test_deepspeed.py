@@ -34,7 +34,6 @@ def test_weights_that_no_step_used_are_told_of_and_refused_where_states_differ(t
         assert "was never stepped" in rank["refusal"]
 
 
-@pytest.mark.full
 def test_stages_in_mixed_precision_give_what_they_give_on_whole_copies(tmp_path):
     for found in noted(tmp_path, "all_stages"):
         assert found["deepspeed"] == pytest.approx(found["copies"], rel=0.01)

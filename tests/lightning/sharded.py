@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torchmetrics import MeanMetric, SumMetric
 
 from flowtrain_lightning.data import PackedBatch
 from flowtrain_lightning.parallel.connecting import disconnect_groups
@@ -57,16 +58,38 @@ class Failing(Divided):
         raise LookupError("the user's own")
 
 
+class Watched(Divided):
+    """Notes of which type the gradients are that a hook sees, and has metrics of its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.tokens = SumMetric(sync_on_compute=False)
+        self.mean = MeanMetric(sync_on_compute=False)
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        loss, tokens = super().loss(outputs, batch)
+        if self.trainer.training:
+            self.tokens.update(tokens)
+            self.mean.update(loss.detach() / max(tokens, 1), tokens)
+        return loss, tokens
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        self.seen = sorted({type(weight.grad).__name__ for weight in weights if weight.grad is not None})
+
+
 def all_stages(folder: Path, *, data: str, layout: str, roles: dict[str, Any]) -> None:
     """Fits with validation, validates, tests and predicts, and fits on, with one Trainer."""
     trainer = trainer_for(layout, strategy={"roles": roles}, max_epochs=1, default_root_dir=folder)
-    module, records = Divided(lr=1e-3), tiny_data(Path(data), global_batch_size=6)
+    module, records = Watched(lr=1e-3), tiny_data(Path(data), global_batch_size=6)
     trainer.fit(module, records)
     fitted = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    own = [float(module.tokens.compute()), float(module.mean.compute())]
     validated = trainer.validate(module, records, verbose=False)
     predicted = trainer.predict(module, records)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, records)
     refitted = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    write_down(folder, {"fit": fitted, "validate": validated, "predicted": len(predicted or []), "refit": refitted})
+    stages = {"fit": fitted, "validate": validated, "predicted": len(predicted or []), "refit": refitted}
+    write_down(folder, {**stages, "gradients": module.seen, "own metrics": own})
     disconnect_groups()

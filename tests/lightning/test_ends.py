@@ -84,7 +84,6 @@ def test_who_logs_alone_is_told_so_within_seconds_and_how_rank_zero_may(tmp_path
         assert "where rank 0 alone shall log, with rank_zero_only=True." in text
 
 
-@pytest.mark.full
 def test_a_spike_of_the_loss_ends_all_ranks_and_the_batches_are_written_down(tmp_path, data_folder):
     for text in _fail(tmp_path, data_folder, "spike"):
         assert "TrainingSpikeException" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -52,3 +53,35 @@ def test_every_test_that_the_page_names_exists():
     named = {name for name in QUOTED if name.startswith("test_")}
     assert len(named) > 30
     assert named <= there
+
+
+def test_every_row_names_a_test_that_runs():
+    runs = {name for file in Path(__file__).parents[1].rglob("test_*.py") for name in names_in_short_form(file)}
+    above: set[str] = set()
+    for line in PAGE.splitlines():
+        if not line.startswith("| ") or line.startswith("|---"):
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if cells[-1] == "test":  # the head of a table
+            continue
+        named = set(re.findall(r"`(test_\w+)`", line)) | (above if "the same" in cells[-1] else set())
+        assert named & runs or cells[-1] == "every test" or "](#" in cells[1], line
+        above = named
+
+
+def names_in_short_form(file: Path) -> set[str]:
+    """Those of the short form: of some parameters at least neither long nor left out on every machine."""
+    tree = ast.parse(file.read_text())
+    marks = [node.value for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]
+    if any(is_left_out(mark) for mark in marks):
+        return set()
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return {node.name for node in functions if not any(map(is_left_out, node.decorator_list))}
+
+
+def is_left_out(mark: ast.expr) -> bool:
+    """Whether a mark, or each parameter that it gives, takes the test out of the short form."""
+    text = ast.unparse(mark)
+    if isinstance(mark, ast.Call) and text.startswith("pytest.mark.parametrize") and isinstance(mark.args[1], ast.List):
+        return all(re.search(r"pytest\.mark\.(full|skip)\b", ast.unparse(each)) for each in mark.args[1].elts)
+    return bool(re.search(r"^\[?pytest\.mark\.(full|skip)\b", text))

@@ -30,6 +30,13 @@ def run(folder: Path, target: str, name: str, layout: str, **arguments: Any) -> 
     return run_jobs(folder, [job])[name].check().folder
 
 
+def tokens_and_mean(ranks: list[dict[str, Any]]) -> tuple[float, float]:
+    """What the metrics of all ranks that computed a loss say together."""
+    own = [rank["own metrics"] for rank in ranks if rank["own metrics"][0]]
+    tokens = sum(count for count, _ in own)
+    return tokens, sum(count * mean for count, mean in own) / tokens
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     ranks = [torch.load(path, weights_only=True) for path in sorted(folder.glob("weights*.pt"))]
     return {name: weight for rank in ranks for name, weight in rank.items()}
@@ -49,9 +56,14 @@ def test_stages_give_what_they_give_on_whole_copies(tmp_path, data, layout, role
     expected = read_down(run(tmp_path, "all_stages", "whole", layout, data=data, roles={}))
     for one, other in zip(found, expected, strict=True):
         assert one["predicted"] == other["predicted"]
+        assert one["gradients"] == ["DTensor"] or roles != SHARDED
+        assert other["gradients"] == ["Tensor"]
         assert one["validate"][0] == pytest.approx(other["validate"][0], rel=1e-4)
         for stage in ("fit", "refit"):
             assert one[stage] == pytest.approx(other[stage], rel=1e-4)
+    (tokens, mean), (all_tokens, true_mean) = (tokens_and_mean(ranks) for ranks in (found, expected))
+    assert tokens == all_tokens * (2 if roles == TENSOR else 1), "tensor ranks count the same tokens"
+    assert mean == pytest.approx(true_mean, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
