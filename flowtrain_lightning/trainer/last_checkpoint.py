@@ -27,7 +27,6 @@ from flowtrain_lightning.parallel.cross_group import AgreedError, CrossGroup
 from flowtrain_lightning.parallel.deepspeed_partition import held_state
 from flowtrain_lightning.parallel.halves import build_halves, role_of
 from flowtrain_lightning.placement.meta_device import detached_copy
-from flowtrain_lightning.placement.run_costs import dealt_to_nobody
 
 LAST = "last"
 
@@ -77,7 +76,7 @@ class LastCheckpoint(os.PathLike[str]):
                 module = detached_copy(module)
                 build_halves(module, ())
             if isinstance(data, FlowDataModule):
-                data = dealt_to_nobody(data)
+                data = data.apart()
                 if type(data).prepare_data is not FlowDataModule.prepare_data:
                     data.prepare_data()  # of a subclass: it may make the files
             chosen, _ = self._choose(module, data)
