@@ -108,6 +108,7 @@ class FlowModule(L.LightningModule):
         self._runner: StepRunner | None = None
         self._logging = _LoggingPlace()
         self._checked = False
+        self.conditional_modules: tuple[str, ...] = ()  # which only some samples run, as the packing check found
 
     # ---- what a user writes -------------------------------------------------------------------------------------
 

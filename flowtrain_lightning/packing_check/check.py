@@ -20,6 +20,7 @@ from flowtrain_lightning.packing_check.checked_module import (
     freeze_batch_norms,
     on_the_host,
 )
+from flowtrain_lightning.packing_check.conditional_modules import conditional_modules
 from flowtrain_lightning.packing_check.course import Course
 from flowtrain_lightning.packing_check.diagnosis import backbone_finding, encoder_finding, label_findings
 from flowtrain_lightning.packing_check.findings import BACKBONE, ENCODE, Finding
@@ -43,6 +44,7 @@ class CheckReport:
         media: how many media items.
         findings: ways in which packing changes the result.
         hints: sentences on what may be meant so.
+        conditional: paths of modules with weights that some samples run and others do not.
         seconds: that it took.
     """
 
@@ -50,6 +52,7 @@ class CheckReport:
     media: int
     findings: list[Finding] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
+    conditional: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -98,6 +101,7 @@ def _report(copied: Any, samples: CheckedSamples, dtype: torch.dtype, padding: i
         for modality in samples.modalities:
             _check_encoder(passes, modality, samples.of_modality(modality), features, report)
         _check_backbone(passes, range(len(samples.samples)), features, report)
+        report.conditional = conditional_modules(passes, samples, features)
     return report
 
 

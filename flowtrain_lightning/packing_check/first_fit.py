@@ -12,11 +12,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.packing_check.check import CheckReport, check_packing
 from flowtrain_lightning.packing_check.findings import Finding, Kind, divided, refuse
-from flowtrain_lightning.packing_check.kept_results import KeptResults
+from flowtrain_lightning.packing_check.kept_results import KeptResults, Result
 
 
 def check_before_fit(module: Any, trainer: L.Trainer, couples: Collection[str]) -> None:
     """Checks the module on rank 0, and refuses it on every rank alike. Every rank calls it.
+
+    What only some samples run is noted in the module, for layouts that cannot have that.
 
     Args:
         module: a `FlowModule`, before it is built or after.
@@ -29,15 +31,17 @@ def check_before_fit(module: Any, trainer: L.Trainer, couples: Collection[str]) 
     data = trainer.datamodule  # type: ignore[attr-defined]
     if trainer.state.fn != TrainerFn.FITTING or not isinstance(data, FlowDataModule) or "train" not in data.files:
         return
-    found = _found(module, data, trainer) if trainer.global_rank == 0 else []
-    told: list[tuple[Kind, str]] = trainer.strategy.broadcast([(each.kind, each.sentence) for each in found])
+    found = _found(module, data, trainer) if trainer.global_rank == 0 else Result()
+    told: list[tuple[Kind, str]] = [(each.kind, each.sentence) for each in found.findings]
+    told, conditional = trainer.strategy.broadcast((told, list(found.conditional)))
+    module.conditional_modules = tuple(conditional)
     unnamed, named = divided([Finding(kind, sentence) for kind, sentence in told], couples)
     for finding in named:
         rank_zero_info(f"flowtrain: samples are coupled, as couples says. {finding.sentence}")
     refuse(type(module).__name__, unnamed)
 
 
-def _found(module: Any, data: FlowDataModule, trainer: L.Trainer) -> list[Finding]:
+def _found(module: Any, data: FlowDataModule, trainer: L.Trainer) -> Result:
     kept = KeptResults.of(module, data)
     if (known := kept.read()) is not None:
         return known
@@ -48,10 +52,11 @@ def _found(module: Any, data: FlowDataModule, trainer: L.Trainer) -> list[Findin
             f"It could not be checked whether packing changes what {type(module).__name__} learns: "
             f"{type(error).__name__}: {error}"
         )
-        return []
-    kept.write(report.findings)
+        return Result()
+    result = Result(tuple(report.findings), tuple(report.conditional))
+    kept.write(result)
     _tell(report)
-    return report.findings
+    return result
 
 
 def _tell(report: CheckReport) -> None:

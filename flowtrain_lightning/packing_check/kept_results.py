@@ -8,12 +8,12 @@ import pickle
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.data.fingerprint import fingerprint
@@ -22,6 +22,18 @@ from flowtrain_lightning.packing_check.checked_module import detached_copy
 from flowtrain_lightning.packing_check.findings import Finding
 
 _PACKAGE = Path(__file__).parents[1]
+
+
+class Result(NamedTuple):
+    """What is kept of a check.
+
+    Attributes:
+        findings: ways in which packing changes what the module learns.
+        conditional: paths of modules that only some samples run.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    conditional: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,19 +62,28 @@ class KeptResults:
         folders = cache_folders(data.path("train")) if data.index.cache_dir is None else [Path(data.index.cache_dir)]
         return cls(tuple(folder / name for folder in folders))
 
-    def read(self) -> list[Finding] | None:
+    def read(self) -> Result | None:
         """What was found before; None where nothing is kept."""
         for file in self.files:
-            with suppress(OSError, ValueError, TypeError):
-                return [Finding(kind, sentence) for kind, sentence in json.loads(file.read_text(encoding="utf-8"))]
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                kept = json.loads(file.read_text(encoding="utf-8"))
+                return Result(tuple(Finding(*each) for each in kept["findings"]), tuple(kept["conditional"]))
         return None
 
-    def write(self, findings: Sequence[Finding]) -> None:
+    def write(self, result: Result) -> None:
         """Keeps a result in the first place that can be written."""
         for file in self.files:
             with suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps([[each.kind, each.sentence] for each in findings]), encoding="utf-8")
+                file.write_text(
+                    json.dumps(
+                        {
+                            "findings": [[each.kind, each.sentence] for each in result.findings],
+                            "conditional": result.conditional,
+                        }
+                    ),
+                    encoding="utf-8",
+                )
                 return
 
 

@@ -165,6 +165,15 @@ class Passes:
             "the loss summed over the target tokens, a tensor of one element, and the number of these tokens."
         )
 
+    def run_with_all_modalities(self, member: int, features: FeaturesOfItems) -> None:
+        """Runs one sample's backbone step forward, with features of no rows for what it has no media of."""
+        given, _ = self._features_of([member], features)
+        for modality in self._samples.modalities:
+            if modality not in given:
+                of_item = features[self._samples.of_modality(modality)[0]]
+                given |= as_features(modality, tuple(rows[:0] for rows in of_item))
+        self.loss_of(self.microbatch([member], together=False), given)
+
     def outputs(self, members: Sequence[int], features: FeaturesOfItems, batch: PackedBatch | None = None) -> Outputs:
         """What the backbone gave for one microbatch, a row for each token, and how the loss depends on it.
 

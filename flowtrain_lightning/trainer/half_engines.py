@@ -24,6 +24,7 @@ from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.trainer.callback_refusals import refuse_averages_of_runs
 from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers_of_shares
 from flowtrain_lightning.trainer.refusals import (
+    refuse_conditional_modules,
     refuse_frozen_backbone,
     refuse_precision_of_deepspeed,
     refuse_scalars_in_shards,
@@ -91,6 +92,7 @@ def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:
     refuse_averages_of_runs(layouts, trainer.callbacks)  # type: ignore[attr-defined]
     refuse_frozen_backbone(layouts, module)
     refuse_scalars_in_shards(layouts, module)
+    refuse_conditional_modules(layouts, module)
     refuse_unshared_sequences(layouts, module)
 
 

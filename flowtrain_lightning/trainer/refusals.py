@@ -223,6 +223,27 @@ def refuse_scalars_in_shards(layouts: Mapping[str, Layout], module: FlowModule) 
             )
 
 
+def refuse_conditional_modules(layouts: Mapping[str, Layout], module: FlowModule) -> None:
+    """Raises for modules that only some samples run, where ranks gather the weights of each together, by ZeRO-3.
+
+    Args:
+        layouts: role -> its layout.
+        module: that trains, and was checked.
+
+    Raises:
+        ValueError: names the module, and what to do.
+    """
+    for path in module.conditional_modules:
+        role = role_of(f"{path}.", module.halves)
+        if role is not None and layouts[role].shard == "deepspeed-3":
+            raise ValueError(
+                f"The module {path!r} is run for some samples and not for others, but the {role} has shard "
+                "'deepspeed-3', in which all ranks gather the weights of every module together: a rank whose samples "
+                "do not run it would hang the others. Run it for every sample, on no rows where there is nothing for "
+                "it, or take shard 'fsdp', 'deepspeed-2' or 'replicate'."
+            )
+
+
 def refuse_unshared_sequences(layouts: Mapping[str, Layout], module: FlowModule) -> None:
     """Raises where context ranks are to share sequences that nobody would slice for them.
 

@@ -234,6 +234,26 @@ class PadsWithinAMask(TinyVLM):
         return functional.cross_entropy(logits, batch.labels, reduction="sum"), int((batch.labels != -100).sum())
 
 
+class Projects(TinyVLM):
+    """A projector that runs wherever features are given, of no rows too."""
+
+    halves = {"encoder": ("encoder",), "backbone": ("backbone", "projector")}  # noqa: RUF012
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.projector = nn.Linear(WIDTH, WIDTH)
+
+    def merge(self, batch: Any, features: Any) -> Any:
+        return super().merge(batch, {name: self.projector(rows) for name, rows in features.items()})
+
+
+class ProjectsSome(Projects):
+    """The same, which leaves it out where a sample has no media."""
+
+    def merge(self, batch: Any, features: Any) -> Any:
+        return super().merge(batch, features if batch.media_positions else {})
+
+
 RIGHT = (
     Plain,
     TwoLevels,
@@ -256,4 +276,5 @@ RIGHT = (
     Recomputes,
     ClipsEachSample,
     PadsWithinAMask,
+    Projects,
 )
