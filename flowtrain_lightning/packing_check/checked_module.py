@@ -18,7 +18,7 @@ from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.parallel.halves import fill_half, roles_of
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 
-WHOLE = 200_000_000
+WHOLE = 50_000_000
 """Weights of a module up to which all its blocks are checked; above it, those that are of a kind are checked once."""
 
 _FEWEST_BLOCKS = 2

@@ -13,6 +13,7 @@ import torch
 import flowtrain_lightning as flow
 from flowtrain_lightning.data.collate import pack_media
 from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.models import huggingface_vlm
 from flowtrain_lightning.parallel.halves import fill_half
 from flowtrain_lightning.placement.meta_device import copy_on_meta
 from flowtrain_lightning.placement.module_profile import profile_module
@@ -222,7 +223,9 @@ def test_patches_of_another_size_are_refused():
         built().encode(pack_media([LoadedMedia(patches, (2, 2), 1)]))
 
 
-def test_decoders_that_see_ahead_are_refused():
+def test_decoders_that_see_ahead_are_refused_where_nothing_can_compare_them(monkeypatch):
+    monkeypatch.setattr(huggingface_vlm, "takes_features", lambda model: False)
+
     class Gemma(flow.models.HuggingFaceVLM):
         families = ("gemma3",)
 
