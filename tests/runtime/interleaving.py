@@ -212,6 +212,9 @@ class NumbersCompute:
             self.most_kept = max(self.most_kept, self.kept)
         return (features.repeat_interleave(torch.tensor(media.rows), dim=0),)
 
+    def check_context(self, batch: Any, features: dict[str, Any]) -> None:
+        """No ranks share sequences here."""
+
     def microbatch(
         self, batch: Any, features: dict[str, Any], *, stage: str, step: Any, number: int, counts: bool = True
     ) -> Tensor:
