@@ -20,7 +20,7 @@ from flowtrain_lightning.data.batch import PackedMedia, StepBatch
 from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.sampler import StepSampler
 from flowtrain_lightning.data.step_packing import CostChange
-from flowtrain_lightning.data.workers import SharedMemoryBatch, WorkerStart, fork_lock
+from flowtrain_lightning.data.workers import SharedMemoryBatch, WorkerStart, fork_lock, telling_full_memory
 
 _PREFETCHED = 2
 """Steps that each worker plans and loads ahead."""
@@ -222,7 +222,7 @@ class StepLoader:
             self._loader = self._build()
         if not self._num_workers:
             return iter(self._loader)
-        with fork_lock.forking():
+        with fork_lock.forking(), telling_full_memory(self._num_workers):
             return iter(self._loader)
 
     def _build(self) -> DataLoader[SharedMemoryBatch | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import os
 import pickle
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.data.batch import StepBatch
+from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.worker_channels import WorkerChannel, channel
 
 _ALIGNMENT = 64
@@ -155,6 +157,27 @@ def _receive(sent: tuple[int, int, int], body: bytes, layout: Any, stream: dict[
 
 
 ForkingPickler.register(SharedMemoryBatch, _reduce)
+
+
+@contextmanager
+def telling_full_memory(workers: int) -> Iterator[None]:
+    """Inside workers are started: says so where /dev/shm has no room for the semaphores that they need.
+
+    Raises:
+        DataError: with the bytes that are free.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        memory = os.statvfs("/dev/shm")
+        raise DataError(
+            f"The loader's worker processes ({workers}) cannot be started: their semaphores lie in /dev/shm, of whose "
+            f"{memory.f_blocks * memory.f_frsize:,} bytes {memory.f_bavail * memory.f_frsize:,} are free. Remove what "
+            "fills it, enlarge it (docker run --shm-size=1g, mount -o remount,size=1G /dev/shm), or set "
+            "FlowDataModule(num_workers=0)."
+        ) from error
 
 
 def end_with_starter() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -157,7 +159,7 @@ def test_an_error_in_a_worker_names_file_and_record(loader_of, tmp_path):
     loader = loader_of(num_workers=1)
     for image in (tmp_path / "images").iterdir():
         image.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"d\.jsonl, record \d+ .*cannot be used"):
+    with pytest.raises(ValueError, match=r"d\.jsonl, record \d+ .*was rewritten"):
         read(loader)
 
 
@@ -165,3 +167,27 @@ def test_a_dead_worker_is_an_error_and_no_hang(loader_of):
     loader = loader_of(num_workers=1, augment=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError, match="worker"):
         read(loader)
+
+
+def test_a_full_shared_memory_is_named_with_what_is_free():
+    """In a mount namespace of its own, with four pages of memory in the place of /dev/shm."""
+    script = (
+        "import os; os.chdir('/'); from flowtrain_lightning.data.workers import telling_full_memory\n"
+        "import multiprocessing\n"
+        "with telling_full_memory(2): [multiprocessing.Lock() for _ in range(64)]"
+    )
+    shell = (
+        "mount -t tmpfs -o size=16k tmpfs /dev/shm && head -c 16384 /dev/zero > /dev/shm/full; exec "
+        f"{sys.executable} -c {shlex.quote(script)}"
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "sh", "-c", shell],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this machine lets nobody mount")
+    assert "DataError: The loader's worker processes (2) cannot be started" in done.stderr, done.stderr
+    assert "of whose 16,384 bytes 0 are free" in done.stderr
