@@ -60,7 +60,9 @@ def measure_saved_tensors(folder: Path, *, data: str, layout: str, global_batch_
             heaviest = sum(patches[-KEPT_BATCHES:])
 
     trainer = trainer_for(layout, max_steps=1, limit_val_batches=0, callbacks=[Count()], default_root_dir=folder)
+    module = TinyVLM()
+    module.mark_checked()  # the check leaves graphs without going backward, of which these hooks would make circles
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-        trainer.fit(TinyVLM(), datamodule=tiny_data(Path(data), global_batch_size=global_batch_size))
+        trainer.fit(module, datamodule=tiny_data(Path(data), global_batch_size=global_batch_size))
     write_down(folder, {"most": saved.most, "left": saved.now, "microbatches": microbatches, "heaviest": heaviest})
     disconnect_groups()

@@ -70,7 +70,7 @@ def test_a_pretrained_model_from_hugging_face_trains(tmp_path, monkeypatch):
     names: dict[str, Any] = {"new_trainer": ran}
     exec(block, names)
     assert 0 < float(ran.callback_metrics["train_loss"]) < 10
-    assert all(weight.grad is not None for weight in names["model"].module.parameters())
+    assert all(weight.grad is not None for weight in names["model"].parameters())
 
 
 def test_another_family_trains(tmp_path):

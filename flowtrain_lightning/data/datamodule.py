@@ -237,9 +237,12 @@ class FlowDataModule(L.LightningDataModule):
         opened = self._open(stage, measurer)
         if isinstance(opened, StreamSource):
             return []  # how many there are is told at its end
-        steps = self._sampling(stage, opened, RankShard.plain(0, 1))
-        assert not isinstance(steps, StreamSteps), "only a stream has these"
         told = [source.summary for source in opened.sources if isinstance(source, IndexedSource)]
+        try:
+            steps = self._sampling(stage, opened, RankShard.plain(0, 1))
+        except DataError as error:  # too few for a step: the loader refuses that, an index is as good as any
+            return [*told, f"{stage}: {error}"]
+        assert not isinstance(steps, StreamSteps), "only a stream has these"
         return [*told, f"{stage}: {steps.summary}"]
 
     def setup(self, stage: str | None = None) -> None:

@@ -49,7 +49,8 @@ class TensorParallelHalf:
         self._summed = [owner.get_parameter(name) for owner, name in summed]
         self._mesh = mesh
         self._whole = {name: weight for name, weight in names.items() if whole_on_tensor_ranks(weight)}
-        self.begin_run()
+        self._copies: EqualCopies | None = None  # nothing is compared outside of a run
+        self._begins = False
 
     def begin_run(self) -> None:
         """Lets the first steps from now on compare what tensor ranks hold alike."""
@@ -72,7 +73,7 @@ class TensorParallelHalf:
         Raises:
             ValueError: before the first step of a run weights differ that tensor ranks should hold alike.
         """
-        if self._begins:
+        if self._copies is not None and self._begins:
             self._begins = False
             if found := self._copies.compare_weights():
                 raise ValueError(unequal_weights(found))
@@ -99,7 +100,7 @@ class TensorParallelHalf:
         self._across.finish_gradients(scale)
         self.sum_shares()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if found := self._copies.compare_gradients(gradients):
+        if self._copies is not None and (found := self._copies.compare_gradients(gradients)):
             raise ValueError(forgotten_in_plan(found))
 
     def sum_shares(self) -> None:

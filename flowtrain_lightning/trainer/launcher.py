@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 
 from flowtrain_lightning.parallel.job_secret import offer_secret
 from flowtrain_lightning.runtime.health import LAUNCHER, HealthMonitor
@@ -64,8 +66,10 @@ class RankLauncher(_SubprocessScriptLauncher):
         """Starts the other ranks, unless that was done before or is somebody else's affair, and calls ``function``."""
         call = inspect.signature(function).bind(*args, **kwargs)
         given, self.weights_only = call.arguments.get("ckpt_path"), call.arguments.get("weights_only")
-        self.last_checkpoint = LastCheckpoint(self.weights_only) if given == LAST else None
         self._ckpt_path = given
+        self.last_checkpoint = None
+        if given == LAST and (trainer.state.fn == TrainerFn.FITTING or self._lightnings_own(trainer) is None):
+            self.last_checkpoint = LastCheckpoint(self.weights_only)  # an evaluation takes what plain Lightning would
         if self.last_checkpoint is not None:
             call.arguments["ckpt_path"] = self.last_checkpoint
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -119,10 +123,15 @@ class RankLauncher(_SubprocessScriptLauncher):
         """
         if self.last_checkpoint is not None:
             return self.last_checkpoint.expected(trainer)
-        # Lightning's own way from "best" and "hpc" to a path; there is no public one.
-        found = trainer._checkpoint_connector._parse_ckpt_path(
-            trainer.state.fn, self._ckpt_path, model_provided=True, model_connected=True
-        )
+        return self._lightnings_own(trainer)
+
+    def _lightnings_own(self, trainer: Any) -> str | None:
+        """Lightning's own way from "best", "last" and "hpc" to a path; there is no public one."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no last one is no news yet
+            found = trainer._checkpoint_connector._parse_ckpt_path(
+                trainer.state.fn, self._ckpt_path, model_provided=True, model_connected=True
+            )
         return None if found is None else str(found)
 
 

@@ -42,6 +42,8 @@ class Statistics(nn.Module):
 class Written(Divided):
     """Both halves keep statistics, and so does the module itself."""
 
+    couples = ("encode", "backbone")  # what a batch gives depends on those before it
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.register_buffer("merged", torch.zeros((), dtype=torch.int64))
