@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import io
+import multiprocessing
 import os
 import pickle
 import signal
@@ -129,17 +130,21 @@ _own_channel: WorkerChannel | None = None
 class WorkerStart:
     """What each worker of a loader does first; a ``worker_init_fn``.
 
+    Where workers are not forked, or there is no memory without a name, as on a Mac, steps travel in PyTorch's own way.
+
     Args:
         workers: how many there are.
     """
 
     def __init__(self, workers: int) -> None:
-        self._channels = [WorkerChannel() for _ in range(workers)]
+        forks = multiprocessing.get_start_method() == "fork"
+        has_channels = forks and hasattr(os, "memfd_create")
+        self._channels = [WorkerChannel() for _ in range(workers)] if has_channels else []
 
     def __call__(self, worker: int) -> None:
         """Called in the process of the worker of this number."""
         global _own_channel
-        _own_channel = self._channels[worker]
+        _own_channel = self._channels[worker] if self._channels else None
         end_with_starter()
 
 
