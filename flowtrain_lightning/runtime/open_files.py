@@ -21,9 +21,14 @@ def allow_open_files(rank: int, ranks: int) -> None:
     Raises:
         RuntimeError: the hard limit, which only root can raise, is lower too.
     """
-    opened = len(os.listdir("/proc/self/fd"))
-    needed = opened + _FOR_ITSELF + _PER_RANK * (ranks - 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # to count what is open, one more has to be opened
+    try:
+        opened = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        opened = hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    needed = opened + _FOR_ITSELF + _PER_RANK * (ranks - 1)
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return
     if resource.RLIM_INFINITY != hard < needed:
