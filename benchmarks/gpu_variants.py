@@ -30,6 +30,7 @@ from flowtrain_lightning.data import Features, RankShard, StepBatch
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.metrics import FlopUtilization
+from flowtrain_lightning.packing.step_plan import IMAGE
 from flowtrain_lightning.placement.flop_counter import count_flops
 from flowtrain_lightning.placement.probes import load_probes
 from flowtrain_lightning.runtime.rank_metrics import peak_memory
@@ -230,10 +231,11 @@ def _train_in_a_loop(run: Run, clock: StepClock, rank: int) -> None:
     for _, batch in zip(range(run.warmup + run.steps), loader, strict=False):
         optimizer.zero_grad(set_to_none=True)
         targets = sum(len(packed.targets) for packed in batch.microbatches if packed is not None)
-        for packed, media in zip(batch.microbatches, batch.encoder_batches, strict=True):
+        for number, packed in enumerate(batch.microbatches):
             if packed is None:
                 continue
-            features: Features = {} if media is None else {media.modality: module.encode(move(media))}
+            encoded = [module.encode(move(media)) for _, media in batch.read_by(number)]
+            features: Features = {IMAGE: torch.cat(encoded)} if encoded else {}
             loss, _ = module.backbone_step(packed.to(device, non_blocking=True), features, "train")
             (loss / targets).backward()
         if run.devices > 1:

@@ -13,6 +13,7 @@ import numpy as np
 from flowtrain_lightning.allocator.description import ModuleDescription
 from flowtrain_lightning.allocator.flops import IntArray
 from flowtrain_lightning.allocator.role_layout import BACKBONE, PlanningError
+from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 
 LOSS_CHUNK = 1024
 """Tokens of a chunk where nothing else is said."""
@@ -39,7 +40,7 @@ class Workload:
     media: Mapping[str, IntArray]
     global_batch_size: int = 256
     token_budget: int = 8192
-    encoder_budget: int = 16384
+    encoder_budget: int = ENCODER_BUDGET
     loss_chunk: int | None = LOSS_CHUNK
 
     def __post_init__(self) -> None:

@@ -93,15 +93,25 @@ class WholeModuleRunner:
         packed = batch.microbatches[number]
         if packed is None:
             return None
-        each = len(batch.encoder_batches) // len(batch.microbatches)  # an encoder batch for each modality
-        step = (batch.epoch, batch.step)
-        stream = number * self.trainer.world_size + self.trainer.global_rank
+        step, features = (batch.epoch, batch.step), self._features(batch, number)
+        return self._compute.microbatch(packed, features, stage=stage, step=step, number=self._stream(number))
+
+    def _features(self, batch: StepBatch, number: int) -> Features:
+        """The features that a microbatch reads: those of its encoder batches of one modality, one after another."""
+        encoded: dict[str, list[tuple[Tensor, ...]]] = {}
+        for index, media in batch.read_by(number):
+            role, stream = encoder_of(media.modality, self._engines), self._stream(index)
+            found = self._compute.encode(role, media, step=(batch.epoch, batch.step), number=stream)
+            encoded.setdefault(media.modality, []).append(found)
         features: Features = {}
-        for media in batch.encoder_batches[number * each : (number + 1) * each]:
-            if media is not None:
-                role = encoder_of(media.modality, self._engines)
-                features |= as_features(media.modality, self._compute.encode(role, media, step=step, number=stream))
-        return self._compute.microbatch(packed, features, stage=stage, step=step, number=stream)
+        for modality, parts in encoded.items():
+            joined = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+            features |= as_features(modality, joined)
+        return features
+
+    def _stream(self, number: int) -> int:
+        """The random stream of this rank's microbatch or encoder batch of that number."""
+        return number * self.trainer.world_size + self.trainer.global_rank
 
     def _agree(self, stage: str) -> StepReport:
         device = self._compute.device if dist.is_initialized() and dist.get_backend() == "nccl" else None

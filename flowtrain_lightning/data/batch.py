@@ -35,8 +35,7 @@ class RankShard:
         encoder_nodes: the node of each encoder rank, so that media items are encoded near their readers; ``()`` where
             there is one node.
         backbone_nodes: the node of each backbone rank, likewise.
-        local: every rank encodes just the media that it reads, one encoder batch per microbatch and modality (plain
-            Lightning).
+        local: every rank encodes just the media that it reads (plain Lightning).
         pads_microbatches: backbone ranks gather weights together, so each runs a microbatch at every position: where it
             has none, one that counts for nothing.
         pads_encoder_batches: encoder ranks gather weights together, so each runs an encoder batch where any has one.
@@ -294,6 +293,15 @@ class StepBatch:
         self.padding_media = padding_media
         self.following = following
         self.program = program
+
+    def read_by(self, microbatch: int) -> list[tuple[int, PackedMedia]]:
+        """The encoder batches that a microbatch reads, each with its number, of a shard that is ``local``."""
+        turns = self.plan.encoder_turns[self.shard.encoder_rank or 0]
+        return [
+            (number, media)
+            for number, ((position, _), media) in enumerate(zip(turns, self.encoder_batches, strict=True))
+            if media is not None and position == microbatch
+        ]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> StepBatch:
         """The batch itself, unmoved: lanes move one microbatch or encoder batch at a time, when its turn comes."""

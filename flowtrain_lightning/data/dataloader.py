@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -74,6 +74,7 @@ class StepLoader:
         self._files = list(files)
         self._resume: tuple[int, int] | None = None
         self._done = _Position(0, 0, None)
+        self._told_of_large_media = False
         self._delivered_last: _Position | None = None
         self._num_workers = num_workers
         self._pin_memory = pin_memory
@@ -240,6 +241,14 @@ class StepLoader:
         )
 
     def _delivered(self, delivery: _Delivery) -> None:
+        largest = int(delivery.batch.plan.sizes.media_patches.max(initial=0))
+        if (budget := self.steps.packing.encoder_budget) < largest and not self._told_of_large_media:
+            self._told_of_large_media = True
+            rank_zero_warn(
+                f"A media item has {largest:,} patches, more than encoder_budget={budget:,}, so it is an encoder batch "
+                "by itself, and needs as much more memory. Let images and videos be smaller (ImageProcessor(max_pixels="
+                "...)), or raise FlowDataModule(encoder_budget=...) and the memory that is planned for it."
+            )
         position = _Position(delivery.batch.epoch, delivery.batch.step + 1, delivery.stream)
         if self.sampler.steps is not None:
             self._done = position

@@ -37,12 +37,13 @@ from flowtrain_lightning.data.sources.indexed_source import IndexedSource
 from flowtrain_lightning.data.sources.naming import Data, is_stream, mixture_of, open_stores
 from flowtrain_lightning.data.sources.sample_source import JoinedSources, SampleSource
 from flowtrain_lightning.data.sources.stream_source import StreamSource
-from flowtrain_lightning.data.step_packing import PackingConfig
+from flowtrain_lightning.data.step_packing import PackingConfig, StepPacking
 from flowtrain_lightning.data.stream_steps import StreamSteps
 from flowtrain_lightning.data.token_stream import TokenSteps, TokenStream, stream_settings, training_stream
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing.compiled import announce_compilation
+from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.setting_values import check_setting
 
 # Without a validation file there is no loader, on purpose, so this advice would mislead.
@@ -77,6 +78,8 @@ class FlowDataModule(L.LightningDataModule):
         tokenizer: path of a ``tokenizer.json`` or its folder, a ``tokenizers.Tokenizer``, or a Hugging Face tokenizer;
             None takes that of the model that is trained, as do ``images``, ``videos`` and ``template``.
         token_budget: the most tokens of a microbatch.
+        encoder_budget: the most patches of an encoder batch, which bounds what an encoder keeps for its backward. A
+            media item that has more by itself is a batch by itself, and the log says so.
         global_batch_size: samples of one step over all ranks; with ``token_steps``, of one that does not train.
         images: what becomes of images; None takes what the model that is trained was made for, else
             ``ImageProcessor()``.
@@ -106,6 +109,7 @@ class FlowDataModule(L.LightningDataModule):
         *,
         token_budget: int,
         global_batch_size: int,
+        encoder_budget: int = ENCODER_BUDGET,
         tokenizer: Any = None,
         images: ImageProcessor | None = None,
         videos: VideoProcessor | None = None,
@@ -124,6 +128,7 @@ class FlowDataModule(L.LightningDataModule):
         owner = type(self).__name__
         for name, count, least in (
             ("token_budget", token_budget, 1),
+            ("encoder_budget", encoder_budget, 1),
             ("global_batch_size", global_batch_size, 1),
             ("num_workers", num_workers, 0),
         ):
@@ -137,6 +142,7 @@ class FlowDataModule(L.LightningDataModule):
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self.files = {stage: mixture_of(stage, data) for stage, data in given.items() if data is not None}
         self.token_budget = token_budget
+        self.encoder_budget = encoder_budget
         self.global_batch_size = global_batch_size
         self._images = images
         self._videos = videos
@@ -332,7 +338,16 @@ class FlowDataModule(L.LightningDataModule):
     @property
     def settings(self) -> dict[str, str]:
         """What the steps follow from, beside the files: how it reads, by the names of the arguments."""
-        names = ("token_budget", "global_batch_size", "seed", "shuffle", "images", "videos", "template")
+        names = (
+            "token_budget",
+            "encoder_budget",
+            "global_batch_size",
+            "seed",
+            "shuffle",
+            "images",
+            "videos",
+            "template",
+        )
         index = replace(self.index, cache_dir=None)  # which every node may have elsewhere
         settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing")}
         settings |= {"index": index, "tokenizer": self.tokenizer.fingerprint, "protocols": sorted(self.protocols)}
@@ -404,7 +419,7 @@ class FlowDataModule(L.LightningDataModule):
         )
         sections = vars(packing) | ({} if self.token_steps is None else vars(self.token_steps))
         unset = frozenset(name for name, value in sections.items() if value is None)
-        sampling, in_effect = self._sampling(stage, source, shard), packing.in_effect(self.token_budget)
+        sampling, in_effect = self._sampling(stage, source, shard), self._packing_in_effect()
         steps = StepDataset(samples, sampling, shard, in_effect, packing.pad_to_budget, unset)
         strategy = None if self.trainer is None else self.trainer.strategy
         loader = StepLoader(
@@ -418,6 +433,9 @@ class FlowDataModule(L.LightningDataModule):
         self._loaders.add(loader)
         return loader
 
+    def _packing_in_effect(self) -> StepPacking:
+        return self.packing.in_effect(self.token_budget, self.encoder_budget)
+
     def _sampling(
         self, stage: str, source: JoinedSources | StreamSource, shard: RankShard
     ) -> Sampling | TokenStream | StreamSteps:
@@ -426,7 +444,7 @@ class FlowDataModule(L.LightningDataModule):
         if isinstance(source, StreamSource):
             settings = None
             if training and self.token_steps is not None:
-                cost = self.packing.in_effect(self.token_budget).cost
+                cost = self._packing_in_effect().cost
                 settings = stream_settings(self.token_steps, self.token_budget, shard.backbone_ranks, cost)
             return StreamSteps(source, self.global_batch_size, settings, drop_last=training)
         overfits = getattr(self.trainer, "overfit_batches", 0) > 0
@@ -445,7 +463,7 @@ class FlowDataModule(L.LightningDataModule):
                 self.token_steps,
                 token_budget=self.token_budget,
                 backbone_ranks=shard.backbone_ranks,
-                cost=self.packing.in_effect(self.token_budget).cost,
+                cost=self._packing_in_effect().cost,
             )
         if sampling.steps == 0:
             too_few = f"{stage} has {len(source)} samples, fewer than global_batch_size={self.global_batch_size}"

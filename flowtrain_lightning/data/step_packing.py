@@ -11,6 +11,7 @@ from typing import Any
 from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
+from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.microbatches import arrange, as_microbatches
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep
 from flowtrain_lightning.packing.setting_values import check_settings
@@ -58,9 +59,9 @@ class PackingConfig:
         cost, encoder_cost = _profiled_costs(Path(self.profile))
         return replace(self, cost=cost, encoder_cost=encoder_cost, profile=None)
 
-    def in_effect(self, token_budget: int) -> StepPacking:
+    def in_effect(self, token_budget: int, encoder_budget: int = ENCODER_BUDGET) -> StepPacking:
         """The packing of a run that takes nothing from a checkpoint."""
-        return StepPacking(token_budget, self.cost or DEFAULT_COST, self.encoder_cost, self.sync_every)
+        return StepPacking(token_budget, self.cost or DEFAULT_COST, self.encoder_cost, self.sync_every, encoder_budget)
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,14 @@ class StepPacking:
         cost: what a packed set of sequences costs the backbone.
         encoder_cost: what a set of media items costs the encoder; None balances by patches.
         sync_every: when backbone ranks wait for each other; None follows the layout of the ranks.
+        encoder_budget: the most patches of an encoder batch, save one of a single media item that has more.
     """
 
     token_budget: int
     cost: CostModel = DEFAULT_COST
     encoder_cost: CostModel | None = None
     sync_every: SyncEvery | None = None
+    encoder_budget: int = ENCODER_BUDGET
 
     def plan(
         self, sizes: SampleSizes, samples: IntArray, shard: RankShard, microbatches: Microbatches | None = None
@@ -96,6 +99,7 @@ class StepPacking:
             backbone_ranks=shard.backbone_ranks,
             encoder_ranks=shard.encoder_ranks,
             token_budget=self.token_budget,
+            encoder_budget=self.encoder_budget,
             encoders=shard.encoders,
             local=shard.local,
             colocated_lanes=shard.colocated_lanes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 from flowtrain_lightning.packing.compiled import compiled
 from flowtrain_lightning.packing.load_balancing import two_way_partition
 from flowtrain_lightning.packing.step_plan import BoolArray, EncoderBatches, FloatArray, IntArray, SampleSizes
+
+ENCODER_BUDGET = 16384
+"""The most patches of an encoder batch where nothing else is said: what plans count on, too."""
 
 _SWAPS = 32
 """Moves, swaps and partitions per encoder rank, at most."""
@@ -41,7 +45,8 @@ def pack_encoder_batches(
         position: ``[media items]`` the position of the microbatch that reads each.
         encoder_ranks: ranks of the encoder role.
         colocated_lanes: the encoder rank and the backbone rank of each process that has both: there the backbone rank's
-            media items are encoded unless balance moves them.
+            media items are encoded unless balance moves them; where several processes share a backbone rank's
+            sequences, on that with the least to do.
         busy: ``[encoder ranks]`` what each has to do beside encoding, in the unit of ``costs``: it is balanced together
             with what is encoded, and where some ranks only encode, media items go there first. None is nothing.
         in_fixed_order: ranks with both roles encode all they can before their first microbatch and after their last one
@@ -51,18 +56,20 @@ def pack_encoder_batches(
         backbone_nodes: the node of each backbone rank; ``()`` where there is one.
 
     Returns:
-        ``[encoder rank][number]`` -> media item numbers. No batch is empty, so ranks may differ in their number.
+        ``[encoder rank][number]`` -> media item numbers. No batch is empty, so ranks may differ in their number; and
+        none is cut yet, see `within_budget`.
     """
     order = np.lexsort((-costs, position))
-    encoder_of = {reader: encoder for encoder, reader in reversed(colocated_lanes)}
-    home = np.array([encoder_of.get(reader, -1) for reader in backbone_rank.tolist()], dtype=np.int64)
+    reads = np.full(encoder_ranks, -1)
+    for encoder, reader in colocated_lanes:
+        reads[encoder] = reader
     takes = np.full(encoder_ranks, busy is not None)
     takes[[encoder for encoder, _ in colocated_lanes]] = False
     node = np.array(encoder_nodes or [0] * encoder_ranks, dtype=np.int64)
-    reader_node = np.array(backbone_nodes, dtype=np.int64)[backbone_rank] if backbone_nodes else np.zeros_like(home)
+    reader_node = np.array(backbone_nodes, dtype=np.int64)[backbone_rank] if backbone_nodes else np.zeros_like(position)
     busy = np.zeros(encoder_ranks) if busy is None else busy
     counted = _busy_by_position(costs, position, busy, takes)[position] if in_fixed_order else np.ones(len(costs))
-    encoder_rank = _deal(costs, order, home, busy, counted, takes, node, reader_node)
+    encoder_rank = _deal(costs, order, backbone_rank, reads, busy, counted, takes, node, reader_node)
     by_batch = np.lexsort((backbone_rank, position, encoder_rank))
     changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(position[by_batch]) != 0)
     batches: list[list[IntArray]] = [[] for _ in range(encoder_ranks)]
@@ -144,6 +151,29 @@ def divided_by_modality(batches: EncoderBatches, sizes: SampleSizes) -> EncoderB
     )
 
 
+def within_budget(batches: EncoderBatches, patches: IntArray, budget: int) -> EncoderBatches:
+    """The same batches, those of more patches than the budget cut into several, in their order.
+
+    Args:
+        batches: ``[encoder rank][number]`` -> media item numbers.
+        patches: ``[media items]`` patches of each.
+        budget: the most patches of a batch. A media item that has more by itself is a batch by itself.
+    """
+    return tuple(tuple(part for batch in of_rank for part in _cut(batch, patches, budget)) for of_rank in batches)
+
+
+def _cut(batch: IntArray, patches: IntArray, budget: int) -> list[IntArray]:
+    ends = np.cumsum(patches[batch])
+    if not len(batch) or ends[-1] <= budget:
+        return [batch]
+    cuts, before = [0], 0
+    while cuts[-1] < len(batch):
+        end = max(int(np.searchsorted(ends, before + budget, side="right")), cuts[-1] + 1)
+        cuts.append(end)
+        before = int(ends[end - 1])
+    return [batch[start:end] for start, end in itertools.pairwise(cuts)]
+
+
 def _busy_by_position(costs: FloatArray, position: IntArray, busy: FloatArray, alone: BoolArray) -> FloatArray:
     """How much of what ranks do beside encoding counts when the media items of a position are dealt, from 0 to 1.
 
@@ -179,7 +209,8 @@ def _busy_by_position(costs: FloatArray, position: IntArray, busy: FloatArray, a
 def _deal(
     costs: FloatArray,
     order: IntArray,
-    home: IntArray,
+    reader: IntArray,
+    reads: IntArray,
     busy: FloatArray,
     counted: FloatArray,
     takes: BoolArray,
@@ -195,10 +226,12 @@ def _deal(
         costs: ``[media items]`` encoder cost.
         order: ``[media items]`` by the position that reads, and by falling cost inside a position: so the media items
             that a position waits for are alike on all ranks too.
-        home: ``[media items]`` the rank on which each stays unless balance moves it, or -1.
+        reader: ``[media items]`` the backbone rank that reads each.
+        reads: ``[ranks]`` the backbone rank whose sequences each encoder rank reads itself, or -1: its media items stay
+            on such ranks unless balance moves them.
         busy: ``[ranks]`` what each encoder rank has to do beside encoding.
         counted: ``[media items]`` the part of it that counts when each is dealt.
-        takes: ``[ranks]`` whether a rank takes media items from their home where it has less to do.
+        takes: ``[ranks]`` whether a rank takes media items from ranks that read them where it has less to do.
         node: ``[ranks]`` of each encoder rank.
         reader_node: ``[media items]`` of the rank that reads each.
 
@@ -206,14 +239,18 @@ def _deal(
         ``[media items]`` the encoder rank of each.
     """
     ranks = len(busy)
-    rank_of = home.copy()
+    rank_of = np.full(len(costs), -1)
     encoded = np.zeros(ranks)
     most = costs.max() if len(costs) else 0.0
     for item in order:
         load = encoded + counted[item] * busy
-        best, near = home[item], home[item]
+        best = -1
         for rank in range(ranks):
-            may = takes[rank] or home[item] < 0
+            if reads[rank] == reader[item] and (best < 0 or load[rank] < load[best]):
+                best = rank
+        at_home, near = best >= 0, best
+        for rank in range(ranks):
+            may = takes[rank] or not at_home
             if best < 0 or (may and load[rank] < load[best]):
                 best = rank
             if node[rank] == reader_node[item] and (near < 0 or (may and load[rank] < load[near])):

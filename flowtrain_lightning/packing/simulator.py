@@ -139,17 +139,13 @@ def recomputed_batches(plan: StepPlan, kept_batches: int) -> tuple[frozenset[int
         kept_batches: encoder batches per rank whose activations may be kept at a time, from 0.
 
     Returns:
-        for each encoder rank the positions of its recomputed batches.
+        for each encoder rank the numbers of its recomputed batches.
     """
     work = step_work(plan, lambda _: 1.0, lambda _: (1.0, 1.0))
     lanes = Lanes.separate(work, sync_every="step", kept_batches=kept_batches)
     simulation = _StepSimulation(work, lanes, dict.fromkeys(lanes.ranks, 0.0), recompute_where_blocked=True)
     simulation.run()
-    positions = [[position for position, media in enumerate(rank) if len(media)] for rank in plan.encoder_batches]
-    return tuple(
-        frozenset(of_rank[number] for number in marked)
-        for of_rank, marked in zip(positions, simulation.recomputed, strict=True)
-    )
+    return tuple(map(frozenset, simulation.recomputed))
 
 
 @compiled
@@ -190,7 +186,7 @@ def _lane_orders(work: StepWork, lanes: Lanes) -> dict[int, list[Lane]]:
     for rank, batches in zip(lanes.encoder, work.encoder_batches, strict=True):
         if rank in lanes.backbone:
             positions = len(work.microbatches[lanes.backbone.index(rank)])
-            encoded = tuple(batch.position for batch in batches)
+            encoded = tuple(batch.turn[0] for batch in batches)
             kept = len(batches) if lanes.kept_batches is None else lanes.kept_batches
             trains = any(batch.backward > 0 for batch in batches)
             found[rank] = list(LaneOrder(positions, encoded, max(1, kept)).order(trains))

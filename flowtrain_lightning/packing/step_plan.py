@@ -21,7 +21,11 @@ Microbatches = tuple[tuple[IntArray, ...], ...]
 """``[backbone rank][position]`` -> sample numbers."""
 
 EncoderBatches = tuple[tuple[IntArray, ...], ...]
-"""``[encoder rank][position]`` -> media item numbers."""
+"""``[encoder rank][number]`` -> media item numbers."""
+
+Turn = tuple[int, int]
+"""When an encoder batch is due: the position of the microbatches that read it, and how many batches of its rank for
+that position come before it."""
 
 SyncEvery = Literal["microbatch", "step"]
 """How often backbone ranks wait for each other: at every microbatch (FSDP, tensor and pipeline parallelism), or once a
@@ -124,9 +128,10 @@ class StepPlan:
         sizes: the sizes of these samples; media items are numbered in this order.
         microbatches: ``[backbone rank][position]`` -> indices into ``samples``. Every rank has as many microbatches;
             some may be empty.
-        encoder_batches: ``[encoder rank][position]`` -> media item numbers, of one modality, grouped by the microbatch
-            that reads them. On one encoder rank the positions of the reading microbatches never fall from one batch to
-            the next: this is why the order of the step cannot block in the pool.
+        encoder_batches: ``[encoder rank][number]`` -> media item numbers, of one modality, grouped by the microbatch
+            that reads them. The microbatches that read a batch are of one position, and on one encoder rank these never
+            fall from one batch to the next: this is why the order of the step cannot block in the pool. Batches are
+            empty only where every rank encodes what it reads.
     """
 
     samples: IntArray
@@ -145,6 +150,21 @@ class StepPlan:
                 position_of[members] = position
         owner = self.sizes.media_sample
         return rank_of[owner], position_of[owner]
+
+    @cached_property
+    def encoder_turns(self) -> tuple[tuple[Turn, ...], ...]:
+        """``[encoder rank][number]`` -> the turn of each encoder batch, rising; (-1, ...) of an empty one."""
+        position_of = self.readers[1]
+        turns: list[tuple[Turn, ...]] = []
+        for batches in self.encoder_batches:
+            positions = [int(position_of[media[0]]) if len(media) else -1 for media in batches]
+            turns.append(tuple((position, n - positions.index(position)) for n, position in enumerate(positions)))
+        return tuple(turns)
+
+    @property
+    def all_encoder_turns(self) -> tuple[Turn, ...]:
+        """The turns of all encoder ranks together, rising: those of each rank of a shard group."""
+        return tuple(sorted({turn for turns in self.encoder_turns for turn in turns}))
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:

@@ -9,10 +9,12 @@ import numpy as np
 
 from flowtrain_lightning.packing.cost_model import DEFAULT_COST, CostModel
 from flowtrain_lightning.packing.encoder_batches import (
+    ENCODER_BUDGET,
     divided_by_modality,
     local_encoder_batches,
     pack_batches_of_encoders,
     pack_encoder_batches,
+    within_budget,
 )
 from flowtrain_lightning.packing.microbatches import as_microbatches, pack_microbatches
 from flowtrain_lightning.packing.order import media_order, order_step
@@ -35,6 +37,7 @@ def plan_step(
     backbone_ranks: int,
     encoder_ranks: int,
     token_budget: int,
+    encoder_budget: int = ENCODER_BUDGET,
     encoders: Sequence[tuple[str, int]] = (),
     local: bool = False,
     colocated_lanes: Sequence[tuple[int, int]] = (),
@@ -54,9 +57,10 @@ def plan_step(
         backbone_ranks: data-parallel ranks of the backbone role.
         encoder_ranks: data-parallel ranks of the encoder role, or of all of them.
         token_budget: the most tokens of one microbatch.
+        encoder_budget: the most patches of one encoder batch, save one of a single media item that has more.
         encoders: modality and ranks of each encoder, where there are several; ``()`` where one encoder takes all.
         local: every rank encodes just the media items that it reads, one encoder batch (perhaps empty) per microbatch
-            and modality of the step.
+            and modality of the step, where the budget allows that.
         colocated_lanes: the encoder rank and the backbone rank of each process that has both: there the backbone rank's
             media items are encoded unless balance moves them. Where other encoder ranks only encode, these have
             precedence, as far as all then end the step together.
@@ -78,7 +82,7 @@ def plan_step(
         PackingError: a number of ranks or a budget below 1, sizes of other samples, a sample over the token budget,
             ``colocated_lanes`` of other ranks, ``local`` with unequal numbers of ranks, or media that no encoder takes.
     """
-    _refuse_bad_ranks(backbone_ranks, encoder_ranks, token_budget, local, colocated_lanes)
+    _refuse_bad_ranks(backbone_ranks, encoder_ranks, token_budget, encoder_budget, local, colocated_lanes)
     _refuse_bad_samples(sizes, samples, token_budget)
     if not local:
         _refuse_other_modalities(sizes, [modality for modality, _ in encoders])
@@ -123,9 +127,12 @@ def plan_step(
             encoder_nodes=encoder_nodes,
             backbone_nodes=backbone_nodes,
         )
+    if not local:
+        batches = within_budget(batches, sizes.media_patches, encoder_budget)
     microbatches = _by_source(microbatches, batches, sizes)
-    if local and sizes.media_modality is not None:
-        batches = divided_by_modality(batches, sizes)
+    if local:  # features come in the order of the samples there, however many batches they are of
+        by_modality = batches if sizes.media_modality is None else divided_by_modality(batches, sizes)
+        batches = within_budget(by_modality, sizes.media_patches, encoder_budget)
     return StepPlan(samples, sizes, microbatches, batches)
 
 
@@ -228,10 +235,16 @@ def _refuse_bad_ranks(
     backbone_ranks: int,
     encoder_ranks: int,
     token_budget: int,
+    encoder_budget: int,
     local: bool,
     colocated_lanes: Sequence[tuple[int, int]],
 ) -> None:
-    least_one = {"backbone_ranks": backbone_ranks, "encoder_ranks": encoder_ranks, "token_budget": token_budget}
+    least_one = {
+        "backbone_ranks": backbone_ranks,
+        "encoder_ranks": encoder_ranks,
+        "token_budget": token_budget,
+        "encoder_budget": encoder_budget,
+    }
     for name, value in least_one.items():
         if value < 1:
             raise PackingError(f"{name} is {value}; it must be at least 1.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, SyncEvery
+from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, SyncEvery, Turn
 
 FORWARD_SHARE = 1 / 3
 """The forward's share of what an encoder batch costs when the encoder trains: a backward is two forwards."""
@@ -20,17 +20,19 @@ class EncoderWork:
         backward: time of its backward; 0 where the encoder does not train.
         readers: ``(backbone lane, position)`` of the microbatches that read it.
         recomputed: nothing is kept of its forward, which runs again before its backward.
+        before: batches of its lane, for the same position, that come before it.
     """
 
     forward: float
     backward: float
     readers: tuple[tuple[int, int], ...]
     recomputed: bool = False
+    before: int = 0
 
     @property
-    def position(self) -> int:
-        """Of the first microbatches that read it."""
-        return min(position for _, position in self.readers)
+    def turn(self) -> Turn:
+        """When it is due."""
+        return min(position for _, position in self.readers), self.before
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class StepWork:
 
     Attributes:
         microbatches: ``[backbone lane][position]`` time of forward and backward together.
-        encoder_batches: ``[encoder lane][number]``, without the empty ones.
+        encoder_batches: ``[encoder lane][number]``.
     """
 
     microbatches: Sequence[Sequence[float]]
@@ -73,7 +75,7 @@ def step_work(
         plan: who encodes and who reads what.
         microbatch_time: time of forward and backward together, by the tokens of its sequences.
         encoder_batch_time: time of forward and of backward, by the patches of its media items.
-        recomputed: for each encoder rank the positions of its recomputed batches; None for none.
+        recomputed: for each encoder rank the numbers of its recomputed batches; None for none.
     """
     readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for entry in plan.entries:
@@ -85,10 +87,11 @@ def step_work(
         [
             EncoderWork(
                 *encoder_batch_time(sizes.media_patches[media]),
-                readers=tuple(readers[rank, position]),
-                recomputed=recomputed is not None and position in recomputed[rank],
+                readers=tuple(readers[rank, number]),
+                recomputed=recomputed is not None and number in recomputed[rank],
+                before=plan.encoder_turns[rank][number][1],
             )
-            for position, media in enumerate(batches)
+            for number, media in enumerate(batches)
             if len(media)
         ]
         for rank, batches in enumerate(plan.encoder_batches)

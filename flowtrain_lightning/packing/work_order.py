@@ -33,18 +33,36 @@ def encoder_order(batches: Sequence[int], kept: int, recomputed: Collection[int]
             yield "backward", number
 
 
-def lockstep_order(positions: Sequence[int], ahead: int) -> Iterable[Work]:
-    """The order in which encoder ranks that share weights work: some forwards, then backwards and forwards in turn.
+def lockstep_order(positions: Sequence[int], kept: int) -> tuple[tuple[Work, ...], frozenset[int]]:
+    """The order in which encoder ranks that share weights work: alike on all that have the same turns.
+
+    As in `encoder_order` a forward goes while activations may be kept, else the oldest backward does; and what has to
+    be recomputed follows from the positions alone. A backward waits for the microbatches of its position, and these for
+    every forward of it: so a forward that finds no room beside others of its own position keeps nothing. Where one
+    batch may be kept, none of several of a position is: their forwards would come between its forward and its backward,
+    which DeepSpeed does not allow.
 
     Args:
-        positions: of the encoder batches, ascending.
-        ahead: forwards that go before the first backward, from 1.
+        positions: ``[batches]`` of the microbatches that read each encoder batch, never falling.
+        kept: batches whose activations may be kept at a time, from 1.
+
+    Returns:
+        the works in order, and the numbers of the batches of which nothing is kept.
     """
-    yield from (("forward", position) for position in positions[:ahead])
+    works: list[Work] = []
+    waiting, recomputed, held = deque[int](), set[int](), 0
     for number, position in enumerate(positions):
-        yield "backward", position
-        if number + ahead < len(positions):
-            yield "forward", positions[number + ahead]
+        while held == kept and positions[waiting[0]] < position:
+            oldest = waiting.popleft()
+            held -= oldest not in recomputed
+            works.append(("backward", oldest))
+        if held == kept or (kept == 1 and positions.count(position) > 1):
+            recomputed.add(number)
+        else:
+            held += 1
+        waiting.append(number)
+        works.append(("forward", number))
+    return (*works, *(("backward", number) for number in waiting)), frozenset(recomputed)
 
 
 Lane = Literal["encoder", "backbone"]
@@ -62,29 +80,43 @@ class LaneOrder:
 
     Attributes:
         positions: microbatches of each backbone rank.
-        encoded: positions at which this rank has an encoder batch, ascending.
-        ahead: encoder batches of one that trains whose forward may go before the microbatch that reads them, from 1.
+        encoded: ``[batches]`` the position of the microbatches that read each encoder batch of this rank.
+        kept: encoder batches of one that trains whose activations may be kept at a time, from 1.
     """
 
     positions: int
     encoded: tuple[int, ...]
-    ahead: int
+    kept: int
 
     def order(self, trains: bool) -> Iterator[Lane]:
         """The lane that does its next unit of work, one after the other.
 
         Args:
-            trains: the encoder has backwards.
+            trains: the encoder has backwards, and so works in `lockstep_order`.
         """
         encoder: Lane = "encoder"
-        first = min(self.ahead, len(self.encoded)) if trains else len(self.encoded)
-        yield from [encoder] * first
-        # Each forward that is left makes use of what an earlier backward lets go of.
-        left = deque(zip(self.encoded, self.encoded[first:], strict=False))
+        if not trains:
+            yield from [encoder] * len(self.encoded)
+            yield from ["backbone"] * self.positions
+            return
+        works = deque(lockstep_order(self.encoded, self.kept)[0])
         for position in range(self.positions):
-            while left and (left[0][1] <= position or (left[0][1] == position + 1 and left[0][0] < position)):
-                left.popleft()  # where it can be, a microbatch early, so that features are there in time
-                yield from (encoder, encoder)
+            while (ready := self._ready(works, position)) > 0:
+                yield from [encoder] * ready
+                for _ in range(ready):
+                    works.popleft()
             yield "backbone"
-        if trains:
-            yield from [encoder] * first
+        yield from [encoder] * len(works)
+
+    def _ready(self, works: Sequence[Work], position: int) -> int:
+        """How many works go before the microbatch of a position: up to and with the next forward, or none.
+
+        A forward goes before the microbatches of its position; where it can, a microbatch earlier, so that features are
+        there in time; and at once where no backward has to make room for it.
+        """
+        forward = next((count for count, (kind, _) in enumerate(works) if kind == "forward"), None)
+        if forward is None:
+            return 0
+        due = self.encoded[works[forward][1]]
+        done = all(self.encoded[works[count][1]] < position for count in range(forward))
+        return forward + 1 if due <= position or (done and (not forward or due == position + 1)) else 0

@@ -129,5 +129,5 @@ def _workload(sizes: SampleSizes, data: FlowDataModule) -> Workload:
         {IMAGE: sizes.media_patches},
         global_batch_size=data.global_batch_size,
         token_budget=data.token_budget,
-        encoder_budget=max(1, round(data.token_budget * patches_per_token)),
+        encoder_budget=min(data.encoder_budget, max(1, round(data.token_budget * patches_per_token))),
     )

@@ -8,7 +8,9 @@ from dataclasses import replace
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, Layout
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.packing.simulator import recomputed_batches
+from flowtrain_lightning.packing.step_plan import Turn
 from flowtrain_lightning.packing.step_work import EncoderWork, Lanes, StepWork, step_work
+from flowtrain_lightning.packing.work_order import lockstep_order
 from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 STEPS_AHEAD = 8
@@ -41,8 +43,16 @@ def lane_work(
         encoder_group=encoder.ranks_of_member,
         in_fixed_order=allocation.in_lockstep,
     )
-    lockstep = encoder.sums_in_step or (bool(allocation.colocated_lanes) and lanes.in_fixed_order)
-    works = [_meeting(_step_work(plan, costs, kept_batches, lockstep), encoder) for plan in plans]
+    some_in_fixed_order = bool(allocation.colocated_lanes) and lanes.in_fixed_order
+    works = []
+    for plan in plans:
+        if not costs.encoder_trains:
+            recomputed: Sequence[Collection[int]] | None = None
+        elif encoder.sums_in_step or some_in_fixed_order:
+            recomputed = _recomputed_in_lockstep(plan, kept_batches, pads=encoder.sums_in_step)
+        else:
+            recomputed = recomputed_batches(plan, kept_batches)
+        works.append(_meeting(_step_work(plan, costs, recomputed), encoder))
     return [work.on_ranks(backbone.ranks_of_member, encoder.ranks_of_member) for work in works], lanes
 
 
@@ -62,27 +72,40 @@ def _meeting(work: StepWork, encoder: Layout) -> StepWork:
     joint: list[list[EncoderWork]] = []
     for first in range(0, encoder.data, together):
         group = work.encoder_batches[first : first + together]
-        at: dict[int, list[EncoderWork]] = {}
+        at: dict[Turn, list[EncoderWork]] = {}
         for batch in (batch for batches in group for batch in batches):
-            at.setdefault(batch.position, []).append(batch)
-        forward = {position: max(each.forward for each in found) for position, found in at.items()}
-        backward = {position: max(each.backward for each in found) for position, found in at.items()}
+            at.setdefault(batch.turn, []).append(batch)
+        forward = {turn: max(each.forward for each in found) for turn, found in at.items()}
+        backward = {turn: max(each.backward for each in found) for turn, found in at.items()}
         for batches in group:
-            slowest = [replace(each, backward=backward[each.position]) for each in batches]
+            slowest = [replace(each, backward=backward[each.turn]) for each in batches]
             if encoder.gathers_weights:
-                slowest = [replace(each, forward=forward[each.position]) for each in slowest]
+                slowest = [replace(each, forward=forward[each.turn]) for each in slowest]
             joint.append(slowest)
     return StepWork(work.microbatches, joint)
 
 
-def _step_work(plan: StepPlan, costs: LayoutCosts, kept_batches: int, lockstep: bool) -> StepWork:
-    """The same by data-parallel member; encoder ranks in lockstep recompute all of their batches, or none."""
+def _recomputed_in_lockstep(plan: StepPlan, kept_batches: int, pads: bool) -> list[set[int]]:
+    """For each encoder rank the numbers of the batches that it recomputes, where ranks work in `lockstep_order`.
+
+    Args:
+        plan: the step's.
+        kept_batches: encoder batches whose activations each encoder rank keeps.
+        pads: a rank that has no batch in its turn, where others have one, encodes something small then.
+    """
+    found = []
+    for own in plan.encoder_turns:
+        turns = plan.all_encoder_turns if pads else own
+        _, recomputed = lockstep_order([position for position, _ in turns], max(kept_batches, 1))
+        found.append(
+            {own.index(turn) for n, turn in enumerate(turns) if turn in own and (n in recomputed or not kept_batches)}
+        )
+    return found
+
+
+def _step_work(plan: StepPlan, costs: LayoutCosts, recomputed: Sequence[Collection[int]] | None) -> StepWork:
+    """The same by data-parallel member."""
     ends = {role: sum(costs.end_of_step(role)) for role in ROLES}
-    recomputed: Sequence[Collection[int]] | None = None
-    if costs.encoder_trains and lockstep and kept_batches == 0:
-        recomputed = [range(len(batches)) for batches in plan.encoder_batches]
-    elif costs.encoder_trains and not lockstep:
-        recomputed = recomputed_batches(plan, kept_batches)
     work = step_work(plan, costs.microbatch, costs.encoder_batch, recomputed)
     encoding = work.encoder_batches
     if costs.encoder_trains:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -56,14 +57,19 @@ class Probe:
     @property
     def media(self) -> PackedMedia | None:
         """The encoder batch; None where no sample has media."""
-        return self.batch.encoder_batches[self.number]
+        return next((media for _, media in self.batch.read_by(self.number)), None)
 
     def lengths(self, role: str) -> IntArray:
         """Tokens of every sequence for the backbone, patches of every media item for the encoder."""
         plan = self.batch.plan
         if role == BACKBONE:
             return plan.sizes.tokens[plan.microbatches[0][self.number]]
-        return plan.sizes.media_patches[plan.encoder_batches[0][self.number]]
+        return np.concatenate(
+            [
+                np.empty(0, np.int64),
+                *(plan.sizes.media_patches[plan.encoder_batches[0][n]] for n, _ in self.batch.read_by(self.number)),
+            ]
+        )
 
 
 def load_probes(data: FlowDataModule) -> list[Probe]:
@@ -78,7 +84,9 @@ def load_probes(data: FlowDataModule) -> list[Probe]:
     pool = np.sort(draw.permutation(len(source))[:_POOL])
     sets = tuple(pool[chosen] for chosen in choose_sets(source.sizes(pool), data.token_budget, draw))
     steps = replace(loader.steps, sampling=ChosenSamples((len(source),), 1, sets=sets), shard=RankShard.plain(0, 1))
-    batches = [steps.load(0, number, loader.steps.packing) for number in range(len(sets))]
+    # What a microbatch reads is one encoder batch here, whatever its patches: their number follows from its tokens.
+    packing = replace(loader.steps.packing, encoder_budget=sys.maxsize)
+    batches = [steps.load(0, number, packing) for number in range(len(sets))]
     return [
         Probe(batch, number)
         for batch in batches

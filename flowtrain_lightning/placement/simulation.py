@@ -10,6 +10,7 @@ import numpy as np
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
+from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
 from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.packing.step_work import StepWork
@@ -82,6 +83,7 @@ def plan_on(
     token_budget: int,
     cost: CostModel = DEFAULT_COST,
     encoder_cost: CostModel | None = None,
+    encoder_budget: int = ENCODER_BUDGET,
 ) -> StepPlan:
     """The plan of a step as the Trainer would make it on the allocation's ranks.
 
@@ -92,6 +94,7 @@ def plan_on(
         token_budget: the most tokens of a microbatch.
         cost: by which microbatches are balanced.
         encoder_cost: by which encoder batches are, see `plan_step`.
+        encoder_budget: the most patches of an encoder batch.
 
     Raises:
         PackingError: samples do not fit into microbatches, or there are none.
@@ -103,6 +106,7 @@ def plan_on(
         backbone_ranks=backbone.data,
         encoder_ranks=allocation.layouts[ENCODER].data,
         token_budget=token_budget,
+        encoder_budget=encoder_budget,
         colocated_lanes=allocation.colocated_lanes,
         cost=cost,
         encoder_cost=encoder_cost,

@@ -62,8 +62,7 @@ class StepProgram:
 
     Attributes:
         encoder_batches: those of this rank that hold media items, by number; empty without an encoder lane. Where
-            encoder ranks share weights, or lanes have a fixed order, by the position of the microbatches that read
-            them; in the first case one for every position at which any encoder rank has media items.
+            encoder ranks share weights, by turn: one for every turn of which any encoder rank has media items.
         encoder_order: the order of an encoder that trains. One that does not runs forwards only.
         microbatches: those of this rank; empty without a backbone lane.
         last_microbatch: number of the last one that is not empty; -1 where all are.
@@ -139,22 +138,14 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         of_batch[entry.encoder_rank].setdefault(entry.encoder_batch, []).append(number)
         if entry.backbone_rank == shard.backbone_rank:
             of_microbatch.setdefault(entry.microbatch, []).append(number)
-    batches: dict[int, EncoderBatchWork] = {}
-    order: tuple[Work, ...] = ()
     has_both = shard.encoder_rank is not None and shard.backbone_rank is not None
     in_fixed_order = has_both and shard.in_lockstep
     some_in_fixed_order = bool(shard.colocated_lanes) and shard.in_lockstep
+    batches: dict[int, EncoderBatchWork] = {}
+    order: tuple[Work, ...] = ()
+    encoded: tuple[int, ...] = ()
     if shard.encoder_rank is not None:
-        own = of_batch[shard.encoder_rank]
-        if shard.pads_encoder_batches or in_fixed_order:
-            batches = _batches_by_position(plan, own, pads=shard.pads_encoder_batches, recomputes=kept_batches == 0)
-            order = tuple(lockstep_order(list(batches), max(kept_batches, 1)))
-        else:
-            alone = has_both and len(plan.encoder_batches) == len(plan.microbatches) == 1
-            kept = _fewest_kept(plan, kept_batches) if alone else kept_batches
-            recomputed = recomputed_batches(plan, kept)[shard.encoder_rank]
-            batches = {number: _encoder_batch(plan, number, own[number], number in recomputed) for number in own}
-            order = tuple(encoder_order(list(batches), kept, recomputed))
+        batches, order, encoded = _encoder_work(plan, shard, of_batch[shard.encoder_rank], kept_batches)
     microbatches: tuple[MicrobatchWork, ...] = ()
     last_microbatch = -1
     if shard.backbone_rank is not None:
@@ -166,11 +157,47 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         tuple(tuple(plan.entries[entry].rows for entry in numbers) for numbers in of_rank.values())
         for of_rank in of_batch
     )
-    lane_order = LaneOrder(len(microbatches), tuple(batches), max(kept_batches, 1)) if in_fixed_order else None
+    lane_order = LaneOrder(len(microbatches), encoded, max(kept_batches, 1)) if in_fixed_order else None
     # A lane that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
     holds_all = some_in_fixed_order or shard.shares_encoder_batches
     modalities = tuple(sorted({entry.modality for entry in plan.entries}))
     return StepProgram(batches, order, microbatches, last_microbatch, rows, modalities, lane_order, holds_all)
+
+
+def _encoder_work(
+    plan: StepPlan, shard: RankShard, own: Mapping[int, Sequence[int]], kept_batches: int
+) -> tuple[dict[int, EncoderBatchWork], tuple[Work, ...], tuple[int, ...]]:
+    """What an encoder lane does.
+
+    Args:
+        plan: who encodes and who reads what.
+        shard: which rank it is.
+        own: number of each of its encoder batches -> its entries.
+        kept_batches: encoder batches whose activations may be kept at a time.
+
+    Returns:
+        the encoder batches, the order of those of an encoder that trains, and the position at which each is read.
+    """
+    assert shard.encoder_rank is not None
+    turns = plan.encoder_turns[shard.encoder_rank]
+    if not (shard.pads_encoder_batches or (shard.backbone_rank is not None and shard.in_lockstep)):
+        alone = shard.backbone_rank is not None and len(plan.encoder_batches) == len(plan.microbatches) == 1
+        kept = _fewest_kept(plan, kept_batches) if alone else kept_batches
+        recomputed = recomputed_batches(plan, kept)[shard.encoder_rank]
+        batches = {number: _encoder_batch(plan, number, own[number], number in recomputed) for number in own}
+        return batches, tuple(encoder_order(list(batches), kept, recomputed)), tuple(position for position, _ in turns)
+    number_of = {turn: number for number, turn in enumerate(turns)}
+    if shard.pads_encoder_batches:
+        turns = plan.all_encoder_turns
+    encoded = tuple(position for position, _ in turns)
+    order, recomputed = lockstep_order(encoded, max(kept_batches, 1))
+    batches = {}
+    for number, turn in enumerate(turns):
+        recomputes = kept_batches == 0 or number in recomputed
+        batches[number] = _encoder_batch(
+            plan, number_of.get(turn, PADDING), own.get(number_of.get(turn, PADDING), ()), recomputes
+        )
+    return batches, order, encoded
 
 
 def _fewest_kept(plan: StepPlan, most: int) -> int:
@@ -191,27 +218,6 @@ def _encoder_batch(plan: StepPlan, number: int, numbers: Sequence[int], recomput
         tuple(entry.backbone_rank for entry in entries),
         recomputes,
     )
-
-
-def _batches_by_position(
-    plan: StepPlan, own: Mapping[int, Sequence[int]], *, pads: bool, recomputes: bool
-) -> dict[int, EncoderBatchWork]:
-    """Position of the microbatches that read it -> what this rank encodes then.
-
-    Args:
-        plan: the step's.
-        own: number of each of this rank's encoder batches -> its entries.
-        pads: there is something at every position at which any encoder rank has media items.
-        recomputes: nothing is kept of a forward.
-    """
-    number_of = {plan.entries[numbers[0]].microbatch: number for number, numbers in own.items()}
-    padding = EncoderBatchWork(PADDING, (), [], (), recomputes)
-    return {
-        position: _encoder_batch(plan, number_of[position], own[number_of[position]], recomputes)
-        if position in number_of
-        else padding
-        for position in sorted({entry.microbatch for entry in plan.entries} if pads else number_of)
-    }
 
 
 def _microbatch(plan: StepPlan, number: int, numbers: Sequence[int]) -> MicrobatchWork:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,6 +63,17 @@ def test_gradients_in_another_order_are_refused(module, batch):
     gradients = bear(pattern(numbers_of(media), torch.tensor(media.rows), 2))
     with pytest.raises(RuntimeError, match="gradients of"):
         features.backward(gradients.flip(0))
+
+
+def test_one_picture_that_nobody_reads_may_have_no_gradient(folder, module):
+    data = emulated_data(folder, global_batch_size=12, token_budget=8192)
+    data.setup("fit")
+    steps = data.train_dataloader().steps
+    padding = replace(steps, shard=replace(steps.shard, pads_encoder_batches=True)).load(0, 0).padding_media
+    features = module.encode(padding)
+    features.backward(torch.zeros_like(features))
+    with pytest.raises(RuntimeError, match="gradients of"):
+        module.encode(padding).backward(torch.ones_like(features))
 
 
 def test_a_picture_says_its_number_by_its_colour(folder, batch, module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -36,14 +38,15 @@ def sizes_strategy(max_samples: int = 40) -> st.SearchStrategy[SampleSizes]:
     return st.lists(sample, max_size=max_samples).map(lambda samples: make_sizes(*samples))
 
 
-def plan_of(sizes: SampleSizes, encoder_ranks: int = 1, backbone_ranks: int = 1) -> StepPlan:
-    """The plan of one step of all these samples, within ``TOKEN_BUDGET``."""
+def plan_of(sizes: SampleSizes, encoder_ranks: int = 1, backbone_ranks: int = 1, **settings: Any) -> StepPlan:
+    """The plan of one step of all these samples, within ``TOKEN_BUDGET``; ``settings`` are others of `plan_step`."""
     return plan_step(
         sizes,
         np.arange(len(sizes)),
         backbone_ranks=backbone_ranks,
         encoder_ranks=encoder_ranks,
         token_budget=TOKEN_BUDGET,
+        **settings,
     )
 
 

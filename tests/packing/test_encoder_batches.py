@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import PackingError
-from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches
+from flowtrain_lightning.packing.encoder_batches import local_encoder_batches, pack_encoder_batches, within_budget
 from flowtrain_lightning.packing.step_planner import plan_step
-from tests.packing.sizes import make_sizes
+from tests.packing.sizes import make_sizes, plan_of, sizes_strategy
+
+PLACEMENTS = ("separate", "colocated", "mixed", "local")
 
 
 def pack(costs, backbone_rank, position, **settings):
@@ -46,6 +50,32 @@ def test_local_batches_hold_just_what_their_microbatch_reads():
     assert all(batch.dtype == np.int64 for of_rank in batches for batch in of_rank)
 
 
+def test_a_batch_beyond_the_budget_is_cut_in_its_order():
+    patches = np.array([5, 5, 5, 20, 5, 3])
+    ((*parts,),) = within_budget(((np.arange(6),),), patches, 10)
+    assert [part.tolist() for part in parts] == [[0, 1], [2], [3], [4, 5]]
+
+
+@given(sizes_strategy(20), st.integers(1, 4), st.integers(1, 3), st.integers(1, 60), st.sampled_from(PLACEMENTS))
+def test_no_batch_is_beyond_the_budget_but_that_of_one_larger_media_item(sizes, encoders, backbones, budget, placement):
+    settings = {"local": True} if placement == "local" else {}
+    if placement in ("colocated", "local"):
+        encoders = backbones
+        settings["colocated_lanes"] = () if placement == "local" else tuple((n, n) for n in range(encoders))
+    if placement == "mixed":
+        settings["colocated_lanes"] = ((0, 0),)
+    plan = plan_of(sizes, encoders, backbones, encoder_budget=budget, **settings)
+    position_of = plan.readers[1]
+    for batches, turns in zip(plan.encoder_batches, plan.encoder_turns, strict=True):
+        of_media = [(media, turn) for media, turn in zip(batches, turns, strict=True) if len(media)]
+        assert [turn for _, turn in of_media] == sorted({turn for _, turn in of_media})
+        for media, (position, _) in of_media:
+            assert len(media) == 1 or sizes.media_patches[media].sum() <= budget
+            assert (position_of[media] == position).all()
+    dealt = [batch for of_rank in plan.encoder_batches for batch in of_rank]
+    assert sorted(np.concatenate([np.empty(0, int), *dealt])) == list(range(len(sizes.media_rows)))
+
+
 def test_ranks_are_even_to_a_thousandth_over_a_step_of_pictures():
     generator = np.random.default_rng(0)
     costs = generator.integers(16, 5000, 700)
@@ -60,6 +90,13 @@ def test_media_items_are_encoded_where_they_are_read_unless_balance_moves_them()
     uneven = pack([10] * 8, np.repeat([0, 1], [6, 2]), [0] * 8, **settings)
     assert [sum(len(batch) for batch in of_rank) for of_rank in uneven] == [4, 4]
     assert {6, 7} <= set(uneven[1][0])
+
+
+def test_of_ranks_that_share_a_sequence_each_encodes_as_much_of_its_media():
+    """Context ranks: four processes encode, two and two of which read the same sequences."""
+    lanes = tuple((process, process // 2) for process in range(4))
+    batches = pack([10] * 8, np.repeat([0, 1], 4), [0] * 8, encoder_ranks=4, colocated_lanes=lanes)
+    assert batches == [[[0, 2]], [[1, 3]], [[4, 6]], [[5, 7]]]
 
 
 def test_media_items_whose_readers_do_not_encode_go_where_least_is_to_do():
@@ -147,12 +184,12 @@ def test_each_encoder_gets_the_media_of_its_modality_evenly_over_its_ranks():
 
 def test_ranks_that_encode_what_they_read_have_a_batch_per_microbatch_and_modality():
     plan = step_of_two_modalities({"local": True}, encoder_ranks=2)
-    for rank, (microbatches, batches) in enumerate(zip(plan.microbatches, plan.encoder_batches, strict=True)):
-        assert len(batches) == 2 * len(microbatches)
-        for number, batch in enumerate(batches):
-            assert set(plan.sizes.media_modality[batch]) <= {("audio", "image")[number % 2]}
-            assert (plan.readers[0][batch] == rank).all()
-            assert (plan.readers[1][batch] == number // 2).all()
+    for rank, batches in enumerate(plan.encoder_batches):
+        encoded = [(set(plan.sizes.media_modality[batch]), set(plan.readers[1][batch])) for batch in batches]
+        assert encoded == [
+            ({modality}, {position}) for position in range(len(plan.microbatches[0])) for modality in ("audio", "image")
+        ]
+        assert all((plan.readers[0][batch] == rank).all() for batch in batches)
 
 
 @pytest.mark.parametrize(

@@ -12,46 +12,66 @@ from flowtrain_lightning.runtime.program import PADDING, make_program
 from tests.packing.sizes import plan_of, sizes_strategy
 
 RANKS = st.integers(1, 4)
+BUDGETS = st.sampled_from([1, 20, 60, 10_000])
+"""Patches of an encoder batch: those of one media item, of some, of any number."""
 
 
 @pytest.mark.parametrize(
     ("ahead", "order"), [(1, "f2 b2 f5 b5 f7 b7"), (2, "f2 f5 b2 f7 b5 b7"), (4, "f2 f5 f7 b2 b5 b7")]
 )
 def test_some_forwards_go_first_then_each_backward_makes_way_for_a_forward(ahead, order):
-    assert " ".join(f"{kind[0]}{position}" for kind, position in lockstep_order([2, 5, 7], ahead)) == order
+    positions = [2, 5, 7]
+    works, recomputed = lockstep_order(positions, ahead)
+    assert " ".join(f"{kind[0]}{positions[number]}" for kind, number in works) == order
+    assert not recomputed
 
 
-@given(sizes_strategy(20), RANKS, RANKS, st.integers(0, 3))
-def test_encoder_ranks_that_share_weights_have_one_order_of_work(sizes, encoders, backbones, kept):
-    plan = plan_of(sizes, encoders, backbones)
+@pytest.mark.parametrize(
+    ("positions", "kept", "recomputed"),
+    [
+        ([0, 0, 0, 1], 4, set()),
+        ([0, 0, 0, 0, 1, 1], 2, {2, 3}),  # the first two of position 1 find room, after those of position 0
+        ([0, 1, 1, 1, 2], 2, {3}),
+        ([0, 1, 1, 2], 1, {1, 2}),  # where one may be kept, none of several
+    ],
+)
+def test_of_a_position_with_more_batches_than_may_be_kept_the_others_are_recomputed(positions, kept, recomputed):
+    assert lockstep_order(positions, kept)[1] == recomputed
+
+
+@given(sizes_strategy(20), RANKS, RANKS, st.integers(0, 3), BUDGETS)
+def test_encoder_ranks_that_share_weights_have_one_order_of_work(sizes, encoders, backbones, kept, budget):
+    plan = plan_of(sizes, encoders, backbones, encoder_budget=budget)
     shards = [RankShard(None, backbones, rank, encoders, pads_encoder_batches=True) for rank in range(encoders)]
     programs = [make_program(plan, shard, kept) for shard in shards]
     assert len({program.encoder_order for program in programs}) == 1
     for rank, program in enumerate(programs):
         real = [batch.number for batch in program.encoder_batches.values() if batch.number != PADDING]
-        assert real == [number for number, media in enumerate(plan.encoder_batches[rank]) if len(media)]
+        assert real == list(range(len(plan.encoder_batches[rank])))
 
 
-@given(sizes_strategy(20), RANKS, st.integers(0, 3), st.booleans())
-def test_no_turn_comes_before_what_it_waits_for(sizes, ranks, kept, trains):
-    plan = plan_of(sizes, ranks, ranks)
+@given(sizes_strategy(20), RANKS, st.integers(0, 3), st.booleans(), BUDGETS, st.booleans())
+def test_no_turn_comes_before_what_it_waits_for(sizes, ranks, kept, trains, budget, pads):
+    plan = plan_of(sizes, ranks, ranks, encoder_budget=budget)
     for rank in range(ranks):
-        program = make_program(
-            plan, RankShard(rank, ranks, rank, ranks, pads_microbatches=True, in_lockstep=True), kept
-        )
+        shard = RankShard(rank, ranks, rank, ranks, pads_microbatches=True, in_lockstep=True, pads_encoder_batches=pads)
+        program = make_program(plan, shard, kept)
         assert program.lane_order is not None
         left = list(program.encoder_order if trains else [w for w in program.encoder_order if w[0] == "forward"])
-        forwarded, computed = [], 0
+        encoded = program.lane_order.encoded
+        forwarded, computed, held = set(), 0, 0
         for role in program.lane_order.order(trains):
             if role == "backbone":
                 computed += 1
-                assert all(position in forwarded for position in program.lane_order.encoded if position < computed)
+                assert all(number in forwarded for number, at in enumerate(encoded) if at < computed)
                 continue
-            kind, position = left.pop(0)
+            kind, number = left.pop(0)
+            held += 0 if program.encoder_batches[number].recomputes else {"forward": 1, "backward": -1}[kind]
             if kind == "forward":
-                forwarded.append(position)
+                forwarded.add(number)
+                assert held <= kept or not trains, "no more activations are kept than may"
             else:
-                assert position < computed, "its gradients come from that microbatch"
+                assert encoded[number] < computed, "its gradients come from that microbatch"
         assert (left, computed) == ([], len(plan.microbatches[rank]))
 
 
@@ -71,6 +91,6 @@ def test_ranks_that_encode_at_different_positions_do_so_at_the_same_time():
     ("ahead", "order"), [(1, "F M BF M BF M BF M B"), (2, "FF M BF M BF M M BB"), (3, "FFF M M BF M M BBB")]
 )
 def test_beyond_the_kept_batches_a_forward_goes_one_microbatch_before_the_latest(ahead, order):
-    work, lane_order = iter(lockstep_order(range(4), ahead)), LaneOrder(4, (0, 1, 2, 3), ahead)
+    work, lane_order = iter(lockstep_order(range(4), ahead)[0]), LaneOrder(4, (0, 1, 2, 3), ahead)
     spelled = ["M" if role == "backbone" else next(work)[0][0].upper() for role in lane_order.order(trains=True)]
     assert "".join(spelled) == order.replace(" ", "")

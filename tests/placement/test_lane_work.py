@@ -96,6 +96,6 @@ def test_a_shard_group_takes_as_long_for_an_encoder_batch_as_its_slowest_rank(la
     for group in groups:
         found = [batch for rank in group for batch in apart[rank]]
         for batch in (batch for rank in group for batch in together[rank]):
-            others = [other for other in found if other.position == batch.position]
+            others = [other for other in found if other.turn == batch.turn]
             assert batch.forward == max(other.forward for other in others)
             assert batch.backward == max(other.backward for other in others)

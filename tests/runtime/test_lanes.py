@@ -19,6 +19,8 @@ RANKS = st.integers(1, 3)
 ROOM_ENOUGH = 1 << 20
 SHARING = st.sampled_from([("encoder",), ("backbone",), ("encoder", "backbone")])
 """Roles whose ranks share weights."""
+BUDGETS = st.sampled_from([1, 30, 80, 10_000])
+"""Patches of an encoder batch: those of one media item, of some, of any number."""
 EVENTS = st.integers(0, 1 << 30)
 """Seeds of an order in which ranks run and messages arrive."""
 
@@ -40,16 +42,16 @@ def run_step(
 
 
 @settings(max_examples=60)
-@given(sizes_strategy(20), RANKS, RANKS, st.integers(0, 4), EVENTS)
-def test_separate_ranks_never_block_and_lose_no_gradient(sizes, encoders, backbones, kept, events):
-    plan = plan_of(sizes, encoders, backbones)
+@given(sizes_strategy(20), BUDGETS, RANKS, RANKS, st.integers(0, 4), EVENTS)
+def test_separate_ranks_never_block_and_lose_no_gradient(sizes, budget, encoders, backbones, kept, events):
+    plan = plan_of(sizes, encoders, backbones, encoder_budget=budget)
     check_exact(run_step(plan, colocated=False, kept=kept, events=events), plan)
 
 
 @settings(max_examples=60)
-@given(sizes_strategy(20), RANKS, st.integers(0, 4), EVENTS)
-def test_colocated_ranks_never_block_and_lose_no_gradient(sizes, ranks, kept, events):
-    plan = plan_of(sizes, ranks, ranks)
+@given(sizes_strategy(20), BUDGETS, RANKS, st.integers(0, 4), EVENTS)
+def test_colocated_ranks_never_block_and_lose_no_gradient(sizes, budget, ranks, kept, events):
+    plan = plan_of(sizes, ranks, ranks, encoder_budget=budget)
     check_exact(run_step(plan, colocated=True, kept=kept, events=events), plan)
 
 
@@ -68,39 +70,48 @@ def check_exact(step: InterleavedStep, plan: StepPlan, trains: bool = True) -> N
 
 
 @settings(max_examples=60)
-@given(sizes_strategy(20), RANKS, RANKS, st.integers(0, 4), EVENTS, SHARING, st.booleans())
+@given(sizes_strategy(20), BUDGETS, RANKS, RANKS, st.integers(0, 4), EVENTS, SHARING, st.booleans())
 def test_separate_ranks_that_share_weights_come_to_every_collective_in_one_order(
-    sizes, encoders, backbones, kept, events, sharing, trains
+    sizes, budget, encoders, backbones, kept, events, sharing, trains
 ):
-    plan = plan_of(sizes, encoders, backbones)
+    plan = plan_of(sizes, encoders, backbones, encoder_budget=budget)
     step = run_step(plan, colocated=False, kept=kept, events=events, sharing=sharing, trains=trains)
     check_exact(step, plan, trains=trains)
 
 
 @settings(max_examples=60)
-@given(sizes_strategy(20), RANKS, st.integers(0, 4), EVENTS, SHARING, st.booleans())
+@given(sizes_strategy(20), BUDGETS, RANKS, st.integers(0, 4), EVENTS, SHARING, st.booleans())
 def test_colocated_ranks_that_share_weights_come_to_every_collective_in_one_order(
-    sizes, ranks, kept, events, sharing, trains
+    sizes, budget, ranks, kept, events, sharing, trains
 ):
-    plan = plan_of(sizes, ranks, ranks)
+    plan = plan_of(sizes, ranks, ranks, encoder_budget=budget)
     step = run_step(plan, colocated=True, kept=kept, events=events, sharing=sharing, trains=trains)
     check_exact(step, plan, trains=trains)
 
 
 @settings(max_examples=60)
-@given(sizes_strategy(20), RANKS, st.integers(1, 2), st.integers(0, 4), EVENTS, st.just(()) | SHARING, st.booleans())
+@given(
+    sizes_strategy(20),
+    BUDGETS,
+    RANKS,
+    st.integers(1, 2),
+    st.integers(0, 4),
+    EVENTS,
+    st.just(()) | SHARING,
+    st.booleans(),
+)
 def test_mixed_ranks_never_block_whichever_of_them_share_weights(
-    sizes, backbones, only_encode, kept, events, sharing, trains
+    sizes, budget, backbones, only_encode, kept, events, sharing, trains
 ):
-    plan = plan_of(sizes, backbones + only_encode, backbones)
+    plan = plan_of(sizes, backbones + only_encode, backbones, encoder_budget=budget)
     step = run_step(plan, colocated=True, kept=kept, events=events, sharing=sharing, trains=trains)
     check_exact(step, plan, trains=trains)
 
 
 @settings(max_examples=30)
-@given(sizes_strategy(20), RANKS, RANKS, EVENTS)
-def test_an_encoder_that_does_not_train_never_blocks_and_gets_no_gradient(sizes, encoders, backbones, events):
-    plan = plan_of(sizes, encoders, backbones)
+@given(sizes_strategy(20), BUDGETS, RANKS, RANKS, EVENTS)
+def test_an_encoder_that_does_not_train_never_blocks_and_gets_no_gradient(sizes, budget, encoders, backbones, events):
+    plan = plan_of(sizes, encoders, backbones, encoder_budget=budget)
     step = run_step(plan, colocated=False, kept=4, events=events, trains=False)
     assert all(compute.encoder.weight.grad is None for compute in step.compute)
     torch.testing.assert_close(step.gradient("backbone"), direct_gradients(plan)[1], rtol=1e-12, atol=1e-12)
@@ -108,9 +119,9 @@ def test_an_encoder_that_does_not_train_never_blocks_and_gets_no_gradient(sizes,
 
 
 @settings(max_examples=40)
-@given(sizes_strategy(20), RANKS, RANKS, st.integers(0, 3), EVENTS)
-def test_no_more_activations_are_kept_than_allowed(sizes, encoders, backbones, kept, events):
-    plan = plan_of(sizes, encoders, backbones)
+@given(sizes_strategy(20), BUDGETS, RANKS, RANKS, st.integers(0, 3), EVENTS)
+def test_no_more_activations_are_kept_than_allowed(sizes, budget, encoders, backbones, kept, events):
+    plan = plan_of(sizes, encoders, backbones, encoder_budget=budget)
     step = run_step(plan, colocated=False, kept=kept, events=events, room=ROOM_ENOUGH)
     # A forward that is computed again holds its activations for the moment of its backward.
     assert max(compute.most_kept for compute in step.compute) <= kept + 1
