@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +24,7 @@ import flowtrain_lightning.packing
 from flowtrain_lightning.parallel.connecting import disconnect_groups
 
 _compiling: subprocess.Popen[bytes] | None = None
+_cache: str | None = None
 _environment: dict[str, str] = {}  # before any test, or a fixture of many tests, has trained in this process
 
 torch.set_num_threads(1)
@@ -30,12 +33,27 @@ settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiles the packer's loops in a fresh clone: else many ranks do so at the same time, each within a deadline."""
-    global _compiling
+    """Before any test: a cache of their own, and the packer's loops are compiled.
+
+    In the cache a fit finds the packing check of one before it. The loops are compiled in a fresh clone: else many
+    ranks do so at the same time, each within a deadline.
+    """
+    global _compiling, _cache
     starts_workers_or_tests = not hasattr(config, "workerinput")
+    if starts_workers_or_tests:
+        os.environ.setdefault("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))  # which the next line would move
+        os.environ["XDG_CACHE_HOME"] = _cache = tempfile.mkdtemp(prefix="flowtrain-")
+    else:
+        sys.modules["__main__"].__file__ = __file__  # a worker has none, and what is typed in keeps no packing check
     folder = Path(flowtrain_lightning.packing.__path__[0])
     if find_spec("numba") is not None and starts_workers_or_tests and not any(folder.glob("__pycache__/*.nbi")):
         _compiling = subprocess.Popen([sys.executable, "-m", "tests.compiling"], cwd=Path(__file__).parents[1])
+
+
+def pytest_unconfigure() -> None:
+    """Removes the cache."""
+    if _cache is not None:
+        shutil.rmtree(_cache, ignore_errors=True)
 
 
 def _await_compilation() -> None:

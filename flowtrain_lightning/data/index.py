@@ -130,11 +130,15 @@ def _build(store: RecordStore, measure: Measure, measurer: Measurer) -> tuple[In
 
 def cache_folders(path: Path) -> list[Path]:
     """Where to keep the index of a data file: beside it or, where that cannot be written, in the user's cache."""
-    folders = [path.parent / ".flowtrain"] if is_local(path) and path.parent.is_dir() else []
-    with suppress(RuntimeError):  # who runs in a container may have no home
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folders.append(home / "flowtrain" / _folder_name(path))
-    return folders
+    beside = [path.parent / ".flowtrain"] if is_local(path) and path.parent.is_dir() else []
+    return [*beside, *(folder / _folder_name(path) for folder in user_cache())]
+
+
+def user_cache() -> list[Path]:
+    """What this package keeps for a user, whatever the data; nothing for who has no home, as in a container."""
+    with suppress(RuntimeError):
+        return [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flowtrain"]
+    return []
 
 
 def _folder_name(path: Path) -> str:

@@ -1,9 +1,11 @@
-"""Results of earlier checks, kept beside the index of the data, by all that may change them."""
+"""Results of earlier checks, kept in the user's cache by all that may change them."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import os
 import pickle
 import site
 import sys
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.index import cache_folders
+from flowtrain_lightning.data.index import cache_folders, user_cache
 from flowtrain_lightning.packing_check.checked_module import detached_copy
 from flowtrain_lightning.packing_check.findings import Finding
 
@@ -59,7 +61,8 @@ class KeptResults:
             return cls()
         versions = [_version(name) for name in ("torch", "lightning", "transformers", "peft")]
         name = f"check.{fingerprint([made, code, versions, data.fingerprint('fit'), data.settings])}.json"
-        folders = cache_folders(data.path("train")) if data.index.cache_dir is None else [Path(data.index.cache_dir)]
+        given = data.index.cache_dir
+        folders = [*user_cache(), *cache_folders(data.path("train"))] if given is None else [Path(given)]
         return cls(tuple(folder / name for folder in folders))
 
     def read(self) -> Result | None:
@@ -102,13 +105,21 @@ def _own_code() -> str | None:
 
     None where some of that has no file, as in a notebook.
     """
-    digest = hashlib.blake2b(digest_size=12)
+    digest = hashlib.blake2b(_package_code(), digest_size=12)
     try:
-        for file in sorted({*_own_files(), *map(str, _PACKAGE.rglob("*.py"))}):
+        for file in sorted(set(_own_files())):
             digest.update(file.encode() + b"\0" + Path(file).read_bytes() + b"\0")
     except (OSError, _NoFileError):
         return None
     return digest.hexdigest()
+
+
+@functools.cache
+def _package_code() -> bytes:
+    digest = hashlib.blake2b(digest_size=12)
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.digest()
 
 
 class _NoFileError(Exception):
@@ -119,14 +130,16 @@ def _own_files() -> Iterator[str]:
     installed = tuple(
         {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {*site.getsitepackages()}
     )
+    elsewhere = (*installed, str(_PACKAGE))
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
+        file = module.__dict__.get("__file__")  # getattr would have some packages import what they put off
         if name == "__main__" and file is None:
             raise _NoFileError
-        if file is not None and file.endswith(".py") and Path(file).is_absolute() and not file.startswith(installed):
+        if file is not None and file.endswith(".py") and os.path.isabs(file) and not file.startswith(elsewhere):
             yield file  # torch.ops and its like say a relative one, where none is
 
 
+@functools.cache
 def _version(name: str) -> str:
     with suppress(PackageNotFoundError):
         return version(name)
