@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.exactness.compare import Run, error, read_run
@@ -20,6 +21,7 @@ COSTS = {
 PACKINGS: dict[str, dict[str, Any]] = {
     "samples": {"packing": {"sync_every": "microbatch", **COSTS}},
     "tokens": {"token_steps": {"microbatches": 4, "balance_group": 2, "max_delay": 3}},
+    "cut": {"encoder_budget": 40},  # patches: several encoder batches for most microbatches
     "tokens, costs": {"token_steps": {"microbatches": 4, "balance_group": 4}, "packing": COSTS, "shuffle": True},
 }
 LAYOUTS = ("ddp 2", "colocated 2", "1+2", "2+4")
@@ -41,11 +43,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
     return run
 
 
-@pytest.mark.parametrize("packing", ["tokens", "tokens, costs", pytest.param("samples", marks=pytest.mark.full)])
+@pytest.mark.parametrize("packing", ["tokens", "cut", "tokens, costs", pytest.param("samples", marks=pytest.mark.full)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_as_one_process_does(run: Callable[[str, str], Run], layout: str, packing: str):
-    found, reference = run(layout, packing), run("auto", packing)
+    found, reference = run(layout, packing), run("auto", "samples" if packing == "cut" else packing)
     assert len(found.losses) == STEPS
+    if packing == "cut":
+        positions = np.array(found.microbatches).max(axis=0)
+        assert (np.array(found.encoder_batches).max(axis=0) > positions).any(), "some position has several batches"
     assert found.losses == pytest.approx(reference.losses, rel=1e-9)
     for step in range(STEPS):
         assert error(found.gradients[step], reference.gradients[step]) <= 1e-9
