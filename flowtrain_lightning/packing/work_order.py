@@ -38,9 +38,9 @@ def lockstep_order(positions: Sequence[int], kept: int) -> tuple[tuple[Work, ...
 
     As in `encoder_order` a forward goes while activations may be kept, else the oldest backward does; and what has to
     be recomputed follows from the positions alone. A backward waits for the microbatches of its position, and these for
-    every forward of it: so a forward that finds no room beside others of its own position keeps nothing. Where one
-    batch may be kept, none of several of a position is: their forwards would come between its forward and its backward,
-    which DeepSpeed does not allow.
+    every forward of it: so a forward that finds no room beside others of its own position keeps nothing. Where only
+    one batch may be kept, nothing else is computed between its forward and its backward, which ZeRO-3 cannot do: none
+    of several batches of a position is kept, and what waits goes backward before the next position.
 
     Args:
         positions: ``[batches]`` of the microbatches that read each encoder batch, never falling.
@@ -52,7 +52,7 @@ def lockstep_order(positions: Sequence[int], kept: int) -> tuple[tuple[Work, ...
     works: list[Work] = []
     waiting, recomputed, held = deque[int](), set[int](), 0
     for number, position in enumerate(positions):
-        while held == kept and positions[waiting[0]] < position:
+        while waiting and (held == kept or kept == 1) and positions[waiting[0]] < position:
             oldest = waiting.popleft()
             held -= oldest not in recomputed
             works.append(("backward", oldest))
