@@ -10,12 +10,13 @@ from tests.faults.verdict import BACKBONE, FIRST, HANG_TIMEOUT, assert_all_ended
 pytest.importorskip("deepspeed")
 
 CASES = [
-    pytest.param(shard, rank, kind, marks=() if (shard, kind) == ("deepspeed-2", "raise") else pytest.mark.full)
+    (shard, rank, kind)
     for shard in ("deepspeed-1", "deepspeed-2", "deepspeed-3")
     for rank, kind in ((BACKBONE, "kill late"), (FIRST, "kill late"), (BACKBONE, "raise"), (BACKBONE, "loop"))
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("shard", "rank", "kind"), CASES)
 def test_ranks_that_wait_in_a_collective_of_deepspeed_end_with_the_one_that_broke(shard, rank, kind, forks, job):
     strategy = {"encoder_ranks": 1, "roles": {"backbone": {"shard": shard}}, "hang_timeout": HANG_TIMEOUT}

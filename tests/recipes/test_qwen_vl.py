@@ -95,12 +95,13 @@ def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, monkeypat
     assert reads.images.fingerprint == read.images.fingerprint
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "added", "ranks"),
     [
         pytest.param("config.yaml", "1-gpu.yaml", 1, id="one device"),
-        pytest.param("config.yaml", "64-gpus.yaml", 4, id="shards in two groups", marks=pytest.mark.full),
-        pytest.param("lora.yaml", None, 2, id="adapters", marks=pytest.mark.full),
+        pytest.param("config.yaml", "64-gpus.yaml", 4, id="shards in two groups"),
+        pytest.param("lora.yaml", None, 2, id="adapters"),
     ],
 )
 def test_the_same_command_started_again_goes_on(folder, recipe, added, ranks):
