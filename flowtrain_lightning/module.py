@@ -208,6 +208,9 @@ class FlowModule(L.LightningModule):
 
         By default None: `backbone_step` on one sample is that. A module whose attention is another one than its model's
         own returns what the model itself gives: the summed loss and the number of target tokens.
+
+        Raises:
+            TypeError: the model itself takes other features than ``encode`` gives; the check refuses that by its words.
         """
         return None
 
@@ -245,7 +248,8 @@ class FlowModule(L.LightningModule):
 
         Returns:
             the same arguments with whatever there is of each token cut to ``own``. Bounds of sequences stay those of
-            the whole microbatch: attention, which must be `flowtrain_lightning.varlen_attention`, sees all tokens.
+            the whole microbatch: attention, which must be `flowtrain_lightning.attention.varlen_attention`, sees all
+            tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} must define slice_tokens for context ranks.")
 

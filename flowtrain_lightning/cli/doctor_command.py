@@ -56,7 +56,7 @@ OPTIONAL = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class Fact:
     """One line of the report.
 
     Attributes:
@@ -82,7 +82,7 @@ def run() -> None:
         print(finding)
 
 
-def examine() -> Iterator[Finding]:
+def examine() -> Iterator[Fact]:
     """Look at everything, in the order in which it is printed."""
     yield from _versions()
     yield from _devices()
@@ -90,34 +90,34 @@ def examine() -> Iterator[Finding]:
     yield from _attention_kernels()
 
 
-def examine_pool() -> Iterator[Finding]:
+def examine_pool() -> Iterator[Fact]:
     """Look at the pool: addresses, limits, ways between ranks, and a self-test between two processes."""
-    yield Finding("address", True, f"64 bits: {address_layout()}")
-    yield Finding("owners", True, f"up to {MAX_OWNERS:,} ranks")
-    yield Finding("segment", True, f"up to {MAX_SEGMENT_BYTES / 2**30:,.0f} GiB per rank, as far as addresses reach")
-    yield Finding("memory", True, f"{available_memory() / 2**30:.1f} GiB for the segments of all ranks of this host")
-    yield Finding("shared_memory", _works(_probe_memfd), "between ranks of one host: readers map the owner's segment")
-    yield Finding("network", True, "between hosts: TCP, both ends prove that they know the job's secret")
-    yield Finding("inboxes", ORDERED_STORES, "records without system calls; elsewhere they go through sockets")
+    yield Fact("address", True, f"64 bits: {address_layout()}")
+    yield Fact("owners", True, f"up to {MAX_OWNERS:,} ranks")
+    yield Fact("segment", True, f"up to {MAX_SEGMENT_BYTES / 2**30:,.0f} GiB per rank, as far as addresses reach")
+    yield Fact("memory", True, f"{available_memory() / 2**30:.1f} GiB for the segments of all ranks of this host")
+    yield Fact("shared_memory", _works(_probe_memfd), "between ranks of one host: readers map the owner's segment")
+    yield Fact("network", True, "between hosts: TCP, both ends prove that they know the job's secret")
+    yield Fact("inboxes", ORDERED_STORES, "records without system calls; elsewhere they go through sockets")
     try:
         found = self_test()
     except (PoolError, OSError) as error:
-        yield Finding("self-test", False, str(error))
+        yield Fact("self-test", False, str(error))
         return
     counters = found.counters
-    yield Finding("put", True, f"{found.put_bytes_per_second / 1e9:.1f} GB/s, entries of 16 MiB")
-    yield Finding("round trip", True, f"{found.round_trip_seconds * 1e6:.0f} us from put to release, both ranks asleep")
-    yield Finding("occupancy", counters.current.now == 0, f"at most {counters.current.peak:,} bytes; none is left")
+    yield Fact("put", True, f"{found.put_bytes_per_second / 1e9:.1f} GB/s, entries of 16 MiB")
+    yield Fact("round trip", True, f"{found.round_trip_seconds * 1e6:.0f} us from put to release, both ranks asleep")
+    yield Fact("occupancy", counters.current.now == 0, f"at most {counters.current.peak:,} bytes; none is left")
     waits = ", ".join(
         f"{count} below {limit * 1e6:,.0f} us"
         for limit, count in zip(WAIT_LIMITS, counters.wait_histogram, strict=False)
         if count
     )
-    yield Finding("waits", True, f"{counters.waits}: {waits}")
+    yield Fact("waits", True, f"{counters.waits}: {waits}")
     yield _examine_network()
 
 
-def examine_device_tier(make_runtime: Callable[[int], DeviceRuntime]) -> Finding:
+def examine_device_tier(make_runtime: Callable[[int], DeviceRuntime]) -> Fact:
     """Whether two processes can read each other's device memory, tried out as at the start of a run.
 
     Args:
@@ -143,8 +143,8 @@ def examine_device_tier(make_runtime: Callable[[int], DeviceRuntime]) -> Finding
                 rank.join()
     failed = [reason for reason in (*reasons, "it took too long")[: len(ranks)] if reason]
     if failed:
-        return Finding(_TIER, False, f"{failed[0]}: features and gradients go through host memory")
-    return Finding(_TIER, True, "features and gradients pass between processes in GPU memory, by CUDA IPC")
+        return Fact(_TIER, False, f"{failed[0]}: features and gradients go through host memory")
+    return Fact(_TIER, True, "features and gradients pass between processes in GPU memory, by CUDA IPC")
 
 
 def _open_tier(rank: int, store: Path, make_runtime: Callable[[int], DeviceRuntime], sender: Connection) -> None:
@@ -165,58 +165,58 @@ def _cuda_of(rank: int) -> CudaRuntime:
     return CudaRuntime(device)
 
 
-def _examine_network() -> Finding:
+def _examine_network() -> Fact:
     try:
         found = self_test(apart=True)
     except (PoolError, OSError) as error:
-        return Finding("between hosts", False, str(error))
+        return Fact("between hosts", False, str(error))
     speed, round_trip = found.passed_bytes_per_second / 1e9, found.round_trip_seconds * 1e6
     figures = f"{speed:.1f} GB/s in entries of 16 MiB, {round_trip:.0f} us from put to release"
-    return Finding("between hosts", True, f"{figures}, over this machine's own network; a real one is slower")
+    return Fact("between hosts", True, f"{figures}, over this machine's own network; a real one is slower")
 
 
-def _versions() -> Iterator[Finding]:
-    yield Finding("python", True, platform.python_version())
+def _versions() -> Iterator[Fact]:
+    yield Fact("python", True, platform.python_version())
     for package in REQUIRED:
         installed = _version(package)
-        yield Finding(package, installed is not None, installed or "required; install flowtrain-lightning again")
+        yield Fact(package, installed is not None, installed or "required; install flowtrain-lightning again")
     for package, purpose in OPTIONAL.items():
         installed = _version(package)
-        yield Finding(package, installed is not None, f"{installed} ({purpose})" if installed else purpose)
+        yield Fact(package, installed is not None, f"{installed} ({purpose})" if installed else purpose)
 
 
-def _devices() -> Iterator[Finding]:
+def _devices() -> Iterator[Fact]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("processor", True, f"{cores} cores, {_processor()}, {_memory_bytes() / 2**30:.0f} GiB memory")
+    yield Fact("processor", True, f"{cores} cores, {_processor()}, {_memory_bytes() / 2**30:.0f} GiB memory")
     limit = os.environ.get("OMP_NUM_THREADS", "not set")
-    yield Finding("threads", True, f"{torch.get_num_threads()} per process (OMP_NUM_THREADS: {limit})")
+    yield Fact("threads", True, f"{torch.get_num_threads()} per process (OMP_NUM_THREADS: {limit})")
     if torch.cuda.is_available():
         names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
-        yield Finding("CUDA", True, f"{torch.cuda.device_count()} GPUs, {names}")
+        yield Fact("CUDA", True, f"{torch.cuda.device_count()} GPUs, {names}")
         yield examine_device_tier(_cuda_of)
     else:
-        yield Finding("CUDA", False, "training runs on the CPU")
-        yield Finding(_TIER, False, "no GPU: features and gradients go through host memory, as with tier='host'")
-    yield Finding("gloo", dist.is_gloo_available(), "process groups on the CPU; no run of several ranks without it")
-    yield Finding("NCCL", dist.is_nccl_available(), "process groups on GPUs")
+        yield Fact("CUDA", False, "training runs on the CPU")
+        yield Fact(_TIER, False, "no GPU: features and gradients go through host memory, as with tier='host'")
+    yield Fact("gloo", dist.is_gloo_available(), "process groups on the CPU; no run of several ranks without it")
+    yield Fact("NCCL", dist.is_nccl_available(), "process groups on GPUs")
 
 
-def _kernel_services() -> Iterator[Finding]:
+def _kernel_services() -> Iterator[Fact]:
     for name, probe, purpose in (
         ("memfd", _probe_memfd, "the pool's memory: without a name, so nothing is left behind"),
         ("pidfd", _probe_pidfd, "the death of a rank is noticed at once"),
         ("abstract sockets", _probe_abstract_socket, "ranks of one host find each other without a file"),
         ("descriptor passing", _probe_descriptor_passing, "ranks of one host map each other's memory"),
     ):
-        yield Finding(name, _works(probe), purpose)
+        yield Fact(name, _works(probe), purpose)
 
 
-def _attention_kernels() -> Iterator[Finding]:
+def _attention_kernels() -> Iterator[Fact]:
     cuda = torch.cuda.is_available()
     flash = cuda and flash_kernel(is_hopper(torch.device("cuda"))) is not None
-    yield Finding("flash-attn", flash, "packed attention on GPUs in half precision, first choice")
-    yield Finding("varlen_attn", cuda and _has_varlen_kernel(), "the same, from PyTorch 2.11 on")
-    yield Finding("SDPA", True, "packed attention sequence by sequence, everywhere else")
+    yield Fact("flash-attn", flash, "packed attention on GPUs in half precision, first choice")
+    yield Fact("varlen_attn", cuda and _has_varlen_kernel(), "the same, from PyTorch 2.11 on")
+    yield Fact("SDPA", True, "packed attention sequence by sequence, everywhere else")
 
 
 def _has_varlen_kernel() -> bool:

@@ -20,7 +20,7 @@ def takes_features(model: Any) -> bool:
 
 
 def own_outputs(model: Any, text: Any, batch: PackedBatch, features: Features, positions: Tensor) -> Any:
-    """The outputs of the whole model for one sequence; None where it does not take these features.
+    """The outputs of the whole model for one sequence; None where it takes no features, or these are several tensors.
 
     Args:
         model: of ``transformers``, for images and text.
@@ -28,6 +28,9 @@ def own_outputs(model: Any, text: Any, batch: PackedBatch, features: Features, p
         batch: one sequence.
         features: modality -> ``[rows, width]`` as they take the places of tokens.
         positions: what the packed text model gets as ``position_ids``.
+
+    Raises:
+        TypeError: the model's forward takes other features than these; says what it raises.
     """
     whole = _whole(model)
     known = inspect.signature(whole.forward).parameters
@@ -40,13 +43,37 @@ def own_outputs(model: Any, text: Any, batch: PackedBatch, features: Features, p
     given |= {name: inside[None] for name in ("token_type_ids", "mm_token_type_ids") if name in known}
     if positions.ndim > 2:  # of a rule of the model's own, which asks for sizes of images
         given["position_ids"] = positions
+    elif features and "image_grid_thw" in known:  # else it counts images as text, where it has a rule for them
+        given["image_grid_thw"] = _narrow_grids(inside, getattr(model.config.vision_config, "spatial_merge_size", 1))
+    why: Exception | None = None
     with own_attention(text), _kept_activations(whole):
         for outputs in _forms(features):
             try:
                 return whole(**given, **({"mm_encoder_outputs": outputs} if outputs else {}))
-            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
-                continue  # families keep features in unlike forms
-    return None
+            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+                why = error  # families keep features in unlike forms
+    assert why is not None
+    if not features:
+        raise why
+    raise TypeError(
+        f"{type(whole).__name__} does not take what encode gives as all features of an image: its own forward ends "
+        f"with {type(why).__name__}: {why}. Return all that it hands to its decoder, as QwenVLM does with deepstack "
+        "features, and place it in merge; where merge does that in a way of its own, define step_alone, which may "
+        "return None."
+    ) from why
+
+
+def _narrow_grids(inside: Tensor, merge: int) -> Tensor:
+    """``[images, 3]`` moments, height and width in patches of images that have as many rows, in one line.
+
+    Args:
+        inside: ``[tokens]`` 1 where a row of features is, else 0.
+        merge: patches along each side of a row.
+    """
+    starts = (inside.diff(prepend=inside.new_zeros(1)) == 1).nonzero().flatten()
+    ends = (inside.diff(append=inside.new_zeros(1)) == -1).nonzero().flatten() + 1
+    rows = ends - starts
+    return torch.stack([torch.ones_like(rows), torch.full_like(rows, merge), merge * rows], dim=1)
 
 
 @contextmanager

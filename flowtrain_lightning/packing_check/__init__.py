@@ -2,7 +2,8 @@
 
 from flowtrain_lightning.packing_check.by_hand import check, report_of
 from flowtrain_lightning.packing_check.check import CheckReport, check_packing
-from flowtrain_lightning.packing_check.checked_module import NotCheckable, detached_copy, dropout_settings
+from flowtrain_lightning.packing_check.checked_module import NotCheckable, dropout_settings
+from flowtrain_lightning.packing_check.detached_copy import detached_copy
 from flowtrain_lightning.packing_check.findings import (
     COUPLINGS,
     Coupling,

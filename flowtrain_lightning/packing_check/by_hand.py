@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
 
+from flowtrain_lightning.compute.quiet_lightning import quiet_lightning
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.packing_check.check import CheckReport, check_packing
+from flowtrain_lightning.packing_check.detached_copy import detached_copy
 from flowtrain_lightning.packing_check.findings import divided
 
 
@@ -51,11 +50,16 @@ def report_of(module: Any, data: FlowDataModule, trainer: L.Trainer | None = Non
     alone.read_as(module)
     alone.prepare_data()
     alone.setup("fit")
-    return check_packing(module, alone, trainer or _plain_trainer(data))
+    trainer = trainer or _plain_trainer(data)
+    copied = detached_copy(module)
+    copied.trainer = trainer
+    with suppress(Exception):  # what it refuses, a fit says; here it makes what a module may need
+        copied.setup("fit")
+    return check_packing(copied, alone, trainer)
 
 
 def _plain_trainer(data: FlowDataModule) -> L.Trainer:
-    with _quiet():
+    with quiet_lightning():
         trainer = L.Trainer(
             accelerator="cpu",
             devices=1,
@@ -66,17 +70,3 @@ def _plain_trainer(data: FlowDataModule) -> L.Trainer:
         )
     trainer.datamodule = data  # type: ignore[attr-defined]
     return trainer
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Lightning's announcements: nothing is trained."""
-    log = logging.getLogger("lightning.pytorch")
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="lightning")
-            yield
-    finally:
-        log.setLevel(level)

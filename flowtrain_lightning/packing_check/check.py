@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -25,10 +25,13 @@ from flowtrain_lightning.packing_check.conditional_modules import conditional_mo
 from flowtrain_lightning.packing_check.course import Course
 from flowtrain_lightning.packing_check.diagnosis import backbone_finding, encoder_finding, label_findings
 from flowtrain_lightning.packing_check.findings import BACKBONE, ENCODE, Finding
+from flowtrain_lightning.packing_check.operations import InFloat64
 from flowtrain_lightning.packing_check.passes import FeaturesOfItems, Pass, Passes
 from flowtrain_lightning.packing_check.random_draws import kept_random_states
 from flowtrain_lightning.packing_check.rounding import EXACT
 from flowtrain_lightning.packing_check.samples import CheckedSamples, Item, load_samples
+
+T = TypeVar("T")
 
 _OWN_KERNELS = 1e-5
 """Relative error that attention by other kernels may make, some of which compute in float32 whatever they are given."""
@@ -76,33 +79,35 @@ def check_packing(module: Any, data: FlowDataModule, trainer: L.Trainer) -> Chec
     start = time.perf_counter()
     padding = _PADDING if data.packing.pad_to_budget else 0
     with kept_random_states(), on_the_host():
-        samples = load_samples(data)
         copied = checked_copy(module, trainer)
-        normed = freeze_batch_norms(copied)
+        samples = load_samples(data, sum(weight.numel() for weight in copied.parameters()))
         try:
             report = _report(copied, samples, torch.float64, padding)
         except Exception:  # such as of an operation that takes float32 alone; what else it is, comes again
+            copied = checked_copy(module, trainer, torch.float32)
             report = _report(copied, samples, torch.float32, padding)
-    report.findings[:0] = _of_batch_norms(copied, normed)
     report.seconds = time.perf_counter() - start
     return report
 
 
 def _report(copied: Any, samples: CheckedSamples, dtype: torch.dtype, padding: int) -> CheckReport:
-    copied.to(dtype)
     report = CheckReport(len(samples.samples), len(samples.media))
+    report.findings += _of_batch_norms(copied, freeze_batch_norms(copied))
     passes = Passes(copied, samples, dtype, padding)
     features: FeaturesOfItems = {}
     with ExitStack() as inside:
         inside.enter_context(default_dtype(dtype))
         inside.enter_context(torch.enable_grad())
         inside.enter_context(torch.autocast("cpu", enabled=False))
+        if dtype == torch.float64:
+            inside.enter_context(InFloat64())  # type: ignore[no-untyped-call]
         if "torch._dynamo" in sys.modules:  # which takes seconds to import, and has compiled nothing where it is not
             inside.enter_context(torch.compiler.set_stance("force_eager"))
         for modality in samples.modalities:
             _check_encoder(passes, modality, samples.of_modality(modality), features, report)
         _check_backbone(passes, range(len(samples.samples)), features, report)
-        report.conditional = conditional_modules(passes, samples, features)
+        with suppress(Exception):  # they are told of where training meets them
+            report.conditional = conditional_modules(passes, samples, features)
     return report
 
 
@@ -120,9 +125,14 @@ def _check_encoder(
     course = Course(passes, run, items, ENCODE)
     course.run()
     report.findings += course.findings
-    if course.difference is not None:
+    if (difference := course.difference) is not None:
         with course.draws:
-            report.findings.append(encoder_finding(passes, modality, items, course.difference))
+            report.findings.append(
+                _explained(
+                    lambda: encoder_finding(passes, modality, items, difference),
+                    Finding("encode", say.ENCODE_DIFFERS.format(difference=difference)),
+                )
+            )
 
 
 def _check_backbone(passes: Passes, members: Sequence[int], features: FeaturesOfItems, report: CheckReport) -> None:
@@ -131,10 +141,10 @@ def _check_backbone(passes: Passes, members: Sequence[int], features: FeaturesOf
     course.run()
     report.findings += course.findings
     with course.draws:
-        by_itself = passes.alone(members, features)
-        if by_itself is not None and (difference := course.compare(by_itself, least=_OWN_KERNELS)) is not None:
+        by_itself = _by_itself(passes, members, features, report)
+        if by_itself is not None and (unlike := course.compare(by_itself, least=_OWN_KERNELS)) is not None:
             report.findings.append(
-                Finding("backbone", say.NOT_ITS_OWN.format(difference=replace(difference, other="by itself")))
+                Finding("backbone", say.NOT_ITS_OWN.format(difference=replace(unlike, other="by itself")))
             )
     alone, packed = course.alone, course.packed
     if packed is None:
@@ -146,16 +156,38 @@ def _check_backbone(passes: Passes, members: Sequence[int], features: FeaturesOf
         sentence = say.COUNT.format(packed=packed.count, alone=alone.count, together=together)
         report.findings.append(Finding("count", sentence))
     with course.draws:
-        signs, hints = label_findings(passes, members, features)
+        signs, hints = _explained(lambda: label_findings(passes, members, features), ([], []))
         report.findings += signs
         report.hints += hints
-        if course.difference is not None:
+        if (difference := course.difference) is not None:
             mean = _is_mean(alone, packed, course.tolerance)
             report.findings.append(
-                Finding("sum", say.MEAN.format(difference=course.difference))
+                Finding("sum", say.MEAN.format(difference=difference))
                 if mean
-                else backbone_finding(passes, members, features, course.difference, course.tolerance)
+                else _explained(
+                    lambda: backbone_finding(passes, members, features, difference, course.tolerance),
+                    Finding("backbone", say.SOMETHING_COUPLES.format(difference=difference)),
+                )
             )
+
+
+def _explained(explain: Callable[[], T], otherwise: T) -> T:
+    """What is found by changing samples, which the user's methods may refuse: the difference stands without it."""
+    try:
+        return explain()
+    except Exception:
+        return otherwise
+
+
+def _by_itself(passes: Passes, members: Sequence[int], features: FeaturesOfItems, report: CheckReport) -> Pass | None:
+    """Each sample as it was computed before packing; None where that is nothing else, or cannot be told."""
+    try:
+        return passes.alone(members, features)
+    except TypeError as error:  # it takes other features than encode gives
+        report.findings.append(Finding("backbone", f"merge or backbone: {error}"))
+    except Exception as error:
+        report.hints.append(say.NOT_COMPARED.format(error=f"{type(error).__name__}: {error}"))
+    return None
 
 
 def _is_mean(alone: Pass, packed: Pass, tolerance: float) -> bool:

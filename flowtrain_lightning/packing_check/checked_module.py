@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from flowtrain_lightning.compute.whole_module import WholeModule
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
+from flowtrain_lightning.packing_check.detached_copy import detached_copy
 from flowtrain_lightning.parallel.halves import fill_half, roles_of
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 
@@ -24,6 +25,9 @@ WHOLE = 50_000_000
 _FEWEST_BLOCKS = 2
 _COPIES = 5
 """Numbers in memory for each weight: itself, its gradient, two sums that are compared, and what layers keep."""
+
+_SMALL = 0.02
+"""Size of the numbers that stand for weights of zeros."""
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -65,39 +69,34 @@ class NotCheckable(Exception):  # no error of the user's
     """The module cannot be checked here; says why."""
 
 
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
-
-
-def detached_copy(module: AnyModule, weights: Mapping[int, nn.Parameter] | None = None) -> AnyModule:
-    """A copy of a LightningModule that belongs to no Trainer.
-
-    Args:
-        module: built or not.
-        weights: ``id`` of a parameter -> what the copy has in its stead.
-    """
-    instead: dict[int, Any] = dict(weights or {})  # what is found here is not copied
-    with suppress(RuntimeError):
-        instead[id(module.trainer)] = None
-    return copy.deepcopy(module, instead)
-
-
-def checked_copy(module: Any, trainer: L.Trainer) -> Any:
+def checked_copy(module: Any, trainer: L.Trainer, dtype: torch.dtype = torch.float64) -> Any:
     """A built copy to be checked; the module itself stays as it is.
 
     Args:
         module: a `CheckedModule`, built or not.
         trainer: which the copy may ask for settings.
+        dtype: of its weights.
 
     Raises:
         NotCheckable: it does not fit into memory, even with fewer blocks.
     """
-    with default_dtype(torch.float64):
+    with default_dtype(dtype):
         copied = _built_copy(module, trainer)
-    copied.double()
+    copied.to(dtype)
     for layer in copied.modules():
         for name in dropout_settings(layer):  # the log tells of it, see `not_layout_invariant`
             setattr(layer, name, 0.0)
+    _fill_zeros(copied)
     return copied
+
+
+def _fill_zeros(module: nn.Module) -> None:
+    """Gives numbers to weights that begin as zeros: gates and adapters of zeros hide what lies behind them."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in module.parameters():
+            if weight.requires_grad and not is_lazy(weight) and not weight.any():
+                weight.add_(_SMALL * torch.randn(weight.shape, generator=draw, dtype=torch.float32).to(weight.dtype))
 
 
 def freeze_batch_norms(module: nn.Module) -> list[str]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Generic, TypeVar
+
+import torch
 
 from flowtrain_lightning.packing_check import findings as say
 from flowtrain_lightning.packing_check.findings import Difference, Finding, Method
 from flowtrain_lightning.packing_check.operations import SameDraws
 from flowtrain_lightning.packing_check.passes import Pass, Passes, relative_errors
-from flowtrain_lightning.packing_check.random_draws import draws_random_numbers
+from flowtrain_lightning.packing_check.random_draws import draws_random_numbers, seed_all
 from flowtrain_lightning.packing_check.rounding import EXACT, Bounds, loss_scale, rounding_bounds
 
 T = TypeVar("T")
@@ -56,7 +59,7 @@ class Course(Generic[T]):
         """Runs all passes.
 
         Raises:
-            Exception: whatever the method raises for one item alone.
+            Exception: whatever the method raises for one item alone; in float64, which it may not take, for several.
         """
         apart = [[item] for item in self._items]
         self.alone = self._run(apart)
@@ -65,13 +68,17 @@ class Course(Generic[T]):
         try:
             packed = self._packed_with_its_draws()
         except Exception as error:
-            self._note("backbone" if self._method.kind == "backbone" else "encode", say.RAISES, error=_told(error))
+            self._refuse(say.RAISES, error)
             return
         with self.draws:
-            if packed is None:
-                self.alone, packed = self._run(apart), self._run([self._items])
-            turned = self._run([self._items[::-1]])
-            again = self._run(apart[::-1])
+            try:
+                if packed is None:
+                    self.alone, packed = self._run(apart), self._run([self._items])
+                turned = self._run([self._items[::-1]])
+                again = self._run(apart[::-1])
+            except Exception as error:
+                self._refuse(say.STATE_RAISES, error)
+                return
             self.packed = packed
             self._compare(packed, turned, again)
 
@@ -85,6 +92,7 @@ class Course(Generic[T]):
             return passes[0]
         self._note("random", say.RANDOM, seed=self._method.seed)
         self.draws = SameDraws()  # type: ignore[no-untyped-call]
+        self._passes.before_call = partial(seed_all, 0)  # of Python and numpy, whose draws nobody sees
         return None
 
     def _compare(self, packed: Pass, turned: Pass, again: Pass) -> None:
@@ -119,6 +127,12 @@ class Course(Generic[T]):
             error=beyond.get(worst, of_loss),
             values_differ=of_loss > self._bounds.of_loss or any(name.startswith("features ") for name in beyond),
         )
+
+    def _refuse(self, sentence: str, error: Exception) -> None:
+        """Notes an error as a finding. In float64 it may be of the precision: the check then goes on in float32."""
+        if self._passes.dtype == torch.float64:
+            raise error
+        self._note(self._method.kind, sentence, error=_told(error))
 
     def _note(self, kind: say.Kind, sentence: str, **parts: object) -> None:
         parts = {"method": self._method.name, "together": f"{len(self._items)} {self._method.items}"} | parts

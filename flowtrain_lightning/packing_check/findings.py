@@ -136,16 +136,21 @@ def share(error: float) -> str:
 
 ENCODE_MIXES = (
     "encode: the features of a media item change with the others in its encoder batch ({difference}). Keep attention "
-    "within media.cu_seqlens (flowtrain_lightning.varlen_attention), and norms, pooling and shifts within an item."
+    "within media.cu_seqlens (flowtrain_lightning.attention.varlen_attention), and norms, pooling and shifts within an "
+    "item."
 )
 ENCODE_PLACE = (
     "encode: the features of a media item depend on its place in the encoder batch ({difference}). Count positions and "
     "windows from the beginning of each item, by media.cu_seqlens and media.grid."
 )
+ENCODE_DIFFERS = (
+    "encode: the features of a media item, or gradients through them, depend on what else is in its encoder batch "
+    "({difference}). Compute each item by itself, within the bounds in media.cu_seqlens and media.grid."
+)
 BACKBONE_MIXES = (
     "merge or backbone: a sample sees the tokens of others in its microbatch ({difference}). Keep attention within "
-    "batch.cu_seqlens (flowtrain_lightning.varlen_attention), and convolutions, scans, norms and routing within a "
-    "sequence."
+    "batch.cu_seqlens (flowtrain_lightning.attention.varlen_attention), and convolutions, scans, norms and routing "
+    "within a sequence."
 )
 BACKBONE_PLACE = (
     "merge or backbone: a sample's outputs depend on its place in the microbatch, or on how long that is "
@@ -164,7 +169,8 @@ NOT_ITS_OWN = (
 SOMETHING_COUPLES = (
     "backbone_step: what a sample teaches changes with the others in its microbatch ({difference}). Attention, "
     "convolutions, norms, positions or the loss reach over the bounds in batch.cu_seqlens: use "
-    "flowtrain_lightning.varlen_attention and batch.position_ids, and return a loss that is a sum over tokens."
+    "flowtrain_lightning.attention.varlen_attention and batch.position_ids, and return a loss that is a sum over "
+    "tokens."
 )
 BACKWARD_COUPLES = (
     "{method}: values are right, but gradients change with what else is in the batch ({difference}). A hook, a custom "
@@ -174,6 +180,10 @@ BACKWARD_COUPLES = (
 STATE = (
     "{method}: a second call gives something else than the first ({difference}). It keeps something between calls, "
     "such as a mask or positions of an earlier batch, or running numbers; compute it from the batch of each call."
+)
+STATE_RAISES = (
+    "{method}: a second call raises an error, though the first one does not: {error}. It keeps something between "
+    "calls, such as a mask or positions of an earlier batch; compute it from the batch of each call."
 )
 RAISES = "{method}: {together} packed together raise an error, though each alone does not: {error}"
 MEAN = (
@@ -199,6 +209,10 @@ RANDOM = (
 BATCH_NORM = (
     "{method}: {layers} by the statistics of whatever is packed together. Use a norm over each item (GroupNorm, "
     "LayerNorm), or freeze the statistics: call eval() on the layer in train()."
+)
+NOT_COMPARED = (
+    "the model's own forward, for one sample without packing, could not be run beside it ({error}): whether some "
+    "tokens see those behind them was not checked."
 )
 UNLABELLED = (
     "the loss is taken at {count} tokens without a label too. That is right if it is meant so, as of a z-loss; else "

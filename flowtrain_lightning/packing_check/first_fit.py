@@ -49,8 +49,9 @@ def _found(module: Any, data: FlowDataModule, trainer: L.Trainer) -> Result:
         report = check_packing(module, data.apart(), trainer)
     except Exception as error:  # whatever it is, the run itself will say so where it matters
         rank_zero_warn(
-            f"It could not be checked whether packing changes what {type(module).__name__} learns: "
-            f"{type(error).__name__}: {error}"
+            f"flowtrain: it is not proven that {type(module).__name__} learns from packed samples what it learns from "
+            f"each alone, since the check ended with {type(error).__name__}: {error}. Training goes on; "
+            "flowtrain_lightning.check(module, data) shows where that is raised."
         )
         return Result()
     result = Result(tuple(report.findings), tuple(report.conditional))

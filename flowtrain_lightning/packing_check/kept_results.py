@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.index import cache_folders, user_cache
-from flowtrain_lightning.packing_check.checked_module import detached_copy
+from flowtrain_lightning.packing_check.detached_copy import detached_copy
 from flowtrain_lightning.packing_check.findings import Finding
 
 _PACKAGE = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""Modes that see every operation of torch: draws that all give one number, and precisions that occur.
+"""Modes that see every operation of torch: draws that all give one number, one precision, and those that occur.
 
 `TorchDispatchMode` is what torch's own counters of FLOPs and memory are made of, though its module has a private name:
 functions that C++ composes of others, such as dropout within attention, are seen by nothing else.
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _CONSTANTS = {"randn": 0.0, "normal": 0.0, "exponential": 1.0, "rand": 0.5, "uniform": 0.5, "bernoulli": 1.0}
 """Beginning of an operation's name -> the number that it gives."""
+_LOWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -38,6 +39,22 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if constant is not None and isinstance(result, Tensor) and not name.startswith(("randint", "randperm")):
             result.fill_(constant)
         return result
+
+
+class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, what asks for float32 or less is given float64.
+
+    Norms, softmax and logits in float32, and autocast that a module sets itself, would else round away small mixtures.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs one operation."""
+        given = dict(kwargs or {})
+        if given.get("dtype") in _LOWER:
+            given["dtype"] = torch.float64
+        return func(*args, **given)
 
 
 class SeenPrecisions(TorchDispatchMode):  # type: ignore[no-untyped-call]

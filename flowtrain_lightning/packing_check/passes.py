@@ -69,18 +69,26 @@ class Passes:
         samples: what it runs on.
         dtype: of the pixels.
         padding: tokens of padding behind what is packed together, as the data module adds them.
+
+    Attributes:
+        module: see above.
+        dtype: see above.
+        before_call: called before every call of the user's methods.
     """
 
     def __init__(self, module: Any, samples: CheckedSamples, dtype: torch.dtype, padding: int = 0) -> None:
         self.module = module
+        self.dtype = dtype
+        self.before_call: Callable[[], None] = lambda: None
         self._samples = samples
-        self._dtype = dtype
         self._padding = padding
         self._weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
 
     def on(self, module: Any) -> Passes:
         """The same passes on another copy of the module."""
-        return Passes(module, self._samples, self._dtype, self._padding)
+        same = Passes(module, self._samples, self.dtype, self._padding)
+        same.before_call = self.before_call
+        return same
 
     def encode(
         self, modality: str, groups: Sequence[Sequence[Item]], changed: Item | None = None
@@ -96,8 +104,9 @@ class Passes:
         self._forget_gradients()
         for items in groups:
             media = self._samples.encoder_batch(items, changed)
-            media = media.with_patches(_of_dtype(media.patches, self._dtype))
+            media = media.with_patches(_of_dtype(media.patches, self.dtype))
             media = replace(media, inputs=self.module.prepare_media(media))
+            self.before_call()
             with self.module.logging_refused("encode"):
                 output = self.module.encode(media)
             tensors = output if isinstance(output, tuple) else (output,)
@@ -155,6 +164,7 @@ class Passes:
         Raises:
             TypeError: `backbone_step` returned something else.
         """
+        self.before_call()
         with self.module.logging_into(MetricAccumulator()):
             output = self.module.backbone_step(batch, features, "train")
         match output:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flowtrain_lightning.packing_check.detached_copy import detached_copy
 from flowtrain_lightning.packing_check.operations import SeenPrecisions
 from flowtrain_lightning.packing_check.passes import Pass, Passes, relative_errors
 
@@ -56,14 +57,20 @@ def rounding_bounds(passes: Passes, run: Callable[[Passes], Pass]) -> Bounds:
     least = max(EXACT, _FEWEST_UNITS * unit)
     _forget_graphs(passes.module)
     try:
-        expected = run(passes.on(copy.deepcopy(passes.module)))
-        changed = run(passes.on(_with_rounded_weights(copy.deepcopy(passes.module), unit)))
-    except Exception:  # what the module holds cannot be copied
+        expected = run(passes.on(_copy(passes.module)))
+        changed = run(passes.on(_with_rounded_weights(_copy(passes.module), unit)))
+    except Exception:  # what the module holds cannot be shared by copies
         return Bounds({}, least, least)
     errors = relative_errors(expected.values, changed.values)
     errors |= relative_errors(expected.gradients, changed.gradients)
     of_loss = abs(changed.loss - expected.loss) / loss_scale(expected)
     return Bounds({name: _UNITS * error for name, error in errors.items()}, max(least, _UNITS * of_loss), least)
+
+
+def _copy(module: Any) -> Any:
+    copied = detached_copy(module)
+    copied.trainer = module.trainer
+    return copied
 
 
 def _with_rounded_weights(module: nn.Module, unit: float) -> nn.Module:

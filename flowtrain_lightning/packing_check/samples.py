@@ -20,6 +20,9 @@ _CANDIDATES = 2048
 _READ_OF_A_STREAM = 64
 _SAMPLES = 4
 """So many are packed at least: each but the first and the last then has a neighbour on both sides."""
+_MOST_TOKENS = 2048
+_WORK = 5e8
+"""Tokens and patches of the largest sample, times the weights of the module: about a second of one core."""
 
 
 Item = tuple[int, int]
@@ -90,25 +93,30 @@ class CheckedSamples:
         return pack_media([loaded[item] for item in items])
 
 
-def load_samples(data: FlowDataModule) -> CheckedSamples:
+def load_samples(data: FlowDataModule, weights: int) -> CheckedSamples:
     """A few small samples: with one media item, without any, with several of unlike sizes, of every modality.
+
+    And a large one, beyond windows and capacities that small ones stay below, where the module is small enough.
 
     Args:
         data: has training data; belongs to no Trainer.
+        weights: of the module.
 
     Raises:
         DataError: the training data cannot be read.
     """
     loader = data.train_dataloader().steps.samples
     pool, sizes = _candidates(loader, data.seed)
-    return CheckedSamples(tuple(_loaded(loader, pool[number], sizes, number) for number in choose(sizes)))
+    largest = int(min(_MOST_TOKENS, _WORK / max(weights, 1)))
+    return CheckedSamples(tuple(_loaded(loader, pool[number], sizes, number) for number in choose(sizes, largest)))
 
 
-def choose(sizes: SampleSizes) -> list[int]:
+def choose(sizes: SampleSizes, largest: int = 0) -> list[int]:
     """Which samples are packed together: small ones that differ in tokens and in patches, one of each kind.
 
     Args:
         sizes: of the candidates, at least one.
+        largest: tokens and patches that the largest one may have.
 
     Returns:
         their numbers; one of them several times where there are too few.
@@ -141,6 +149,10 @@ def choose(sizes: SampleSizes) -> list[int]:
         lengths = {int(sizes.tokens[number]) for number in chosen}
         unlike = [number for number in ordered if int(sizes.tokens[number]) not in lengths]
         take(iter([*unlike, *ordered]))
+    work = {number: int(sizes.tokens[number]) + sum(patches(number)) for number in ordered}
+    take(
+        iter([max((number for number in ordered if work[number] <= largest), key=work.__getitem__, default=chosen[0])])
+    )
     return chosen * (1 if len(chosen) > 1 else 2)
 
 

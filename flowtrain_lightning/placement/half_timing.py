@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, TypeVar
@@ -22,6 +19,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.compute.compute import as_features
+from flowtrain_lightning.compute.quiet_lightning import quiet_lightning
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import FlowDataModule, StepBatch
 from flowtrain_lightning.data.batch import IGNORED_LABEL
@@ -58,7 +56,7 @@ class HalfTimes:
 
 def profiling_trainer(accelerator: str, precision: Any, device: int | None = None) -> L.Trainer:
     """A Trainer for one run of `time_halves`, on the device of this number where there are several."""
-    with _quiet():
+    with quiet_lightning():
         return L.Trainer(
             accelerator=accelerator,
             devices=1 if device is None else [device],
@@ -95,7 +93,7 @@ def time_halves(
     module.set_local_roles(ROLES)
     runner = HalfRunner(module, trainer, probes, clock, seconds=seconds, progress=progress)
     module.attach_runner(runner)
-    with _quiet():
+    with quiet_lightning():
         trainer.fit(module, datamodule=_StandIn(data, _SameBatch(probes[0].batch, runner.most_steps)))
     module.attach_runner(None)
     return HalfTimes(
@@ -290,17 +288,3 @@ class _StandIn(L.LightningDataModule):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Lightning's announcements and advice, which would be taken for those of the training."""
-    log = logging.getLogger("lightning.pytorch")
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="lightning")
-            yield
-    finally:
-        log.setLevel(level)
