@@ -189,8 +189,8 @@ class ContextCheck:
             f"same samples: {name} differs by {difference:.1e} of its norm, of which rounding explains {rounding:.0e}"
             f"{more}. {none}Each rank has some of a sequence's tokens, so whatever looks at other tokens must be "
             "`flowtrain_lightning.attention.varlen_attention`, in every layer, and `slice_tokens` must cut all that "
-            "there is of each token, positions included. Convolutions, scans, norms and pooling across tokens see this rank's "
-            "tokens only. Use `varlen_attention` there, or give the backbone a layout without a context degree."
+            "there is of each token, positions included. Convolutions, scans, norms and pooling across tokens see this "
+            "rank's tokens only. Use `varlen_attention` there, or give the backbone a layout without a context degree."
         )
 
 

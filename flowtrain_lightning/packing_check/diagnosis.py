@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.data import PackedBatch
+from flowtrain_lightning.data.batch import IGNORED_LABEL
 from flowtrain_lightning.packing_check import findings as say
 from flowtrain_lightning.packing_check.findings import BACKBONE, ENCODE, Difference, Finding
 from flowtrain_lightning.packing_check.output_rows import (
@@ -17,6 +18,7 @@ from flowtrain_lightning.packing_check.output_rows import (
     tokens_without_labels,
 )
 from flowtrain_lightning.packing_check.passes import FeaturesOfItems, Passes
+from flowtrain_lightning.packing_check.rounding import EXACT
 from flowtrain_lightning.packing_check.samples import Item
 
 
@@ -54,13 +56,39 @@ def label_findings(
     """Sure signs that labels are misread, and a hint where tokens without labels are learned from."""
     outputs = passes.outputs(members, features)
     if outputs.gradient is None:
-        return [], []
+        return ([Finding("labels", say.SHIFTED)], []) if _misses_own_tokens(passes, members, features) else ([], [])
     if sign_of_shifted_labels(outputs.batch, outputs.gradient):
         return [Finding("labels", say.SHIFTED)], []
     if sign_of_own_tokens(outputs.batch, outputs.gradient):
         return [Finding("labels", say.OWN_TOKENS)], []
     count = tokens_without_labels(outputs.batch, outputs.gradient)
     return [], [say.UNLABELLED.format(count=count)] if count else []
+
+
+def _misses_own_tokens(passes: Passes, members: Sequence[int], features: FeaturesOfItems) -> bool:
+    """Whether the loss at a token depends on the one before it and not on itself: labels are shifted twice.
+
+    For modules that give no row for each token. One that learns masked tokens looks at those behind them, too.
+    """
+    signs: list[bool] = []
+    for member in members:
+        batch = passes.microbatch([member], together=False)
+        words = set(range(len(batch.tokens))).difference(*(rows.tolist() for rows in batch.media_positions.values()))
+        for target in [place for place in batch.targets.tolist() if words.issuperset(range(place - 1, place + 2))][:1]:
+            labels = torch.full_like(batch.labels, IGNORED_LABEL)
+            labels[target] = batch.labels[target]
+            one = replace(batch, labels=labels, targets=batch.targets.new_tensor([target]))
+
+            def loss(tokens: Tensor, member: int = member, one: PackedBatch = one) -> float:
+                return passes.loss_alone(member, features, replace(one, tokens=tokens))
+
+            is_, changes = loss(batch.tokens), []
+            for place in range(target - 1, target + 2):
+                tokens = batch.tokens.clone()
+                tokens[place] = next(token for token in batch.tokens[sorted(words)] if token != tokens[place])
+                changes.append(abs(loss(tokens) - is_) > EXACT * abs(is_))
+            signs.append(changes == [True, False, False])
+    return bool(signs) and all(signs)
 
 
 def _picture_flows(passes: Passes, modality: str, items: Sequence[Item]) -> bool:

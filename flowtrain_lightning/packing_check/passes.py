@@ -175,6 +175,11 @@ class Passes:
             "the loss summed over the target tokens, a tensor of one element, and the number of these tokens."
         )
 
+    @torch.no_grad()
+    def loss_alone(self, member: int, features: FeaturesOfItems, batch: PackedBatch) -> float:
+        """The loss of one sample, whose tokens and labels may have been changed."""
+        return float(self.loss_of(batch, self._features_of([member], features)[0])[0])
+
     def run_with_all_modalities(self, member: int, features: FeaturesOfItems) -> None:
         """Runs one sample's backbone step forward, with features of no rows for what it has no media of."""
         given, _ = self._features_of([member], features)

@@ -305,7 +305,7 @@ WRONG: dict[type[TinyVLM], tuple[str, str]] = {
     CountsOn: ("backbone", "batch.position_ids"),
     WindowsByIndex: ("backbone", "place in the microbatch"),
     Convolves: ("backbone", "sees the tokens of others"),
-    DropsOverCapacity: ("backbone", "place in the microbatch"),
+    DropsOverCapacity: ("backbone", "sees the tokens of others"),
     BalancesExperts: ("loss", "changes with the others"),
     ScalesByLength: ("backbone", "place in the microbatch"),
     KeepsItsMask: ("backbone", "a second call gives something else"),
