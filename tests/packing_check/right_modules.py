@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -254,6 +255,43 @@ class ProjectsSome(Projects):
         return super().merge(batch, features if batch.media_positions else {})
 
 
+class HoldsALock(TinyVLM):
+    """Holds what nobody can copy, and a setting that its setup makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def setup(self, stage: str) -> None:
+        self.scale = 2.0
+
+    def loss(self, outputs: Tensor, batch: PackedBatch) -> tuple[Tensor, int]:
+        with self.lock:
+            loss, tokens = super().loss(outputs, batch)
+        return self.scale * loss, tokens
+
+
+class ComputesInHalfPrecision(TinyVLM):
+    """A block under an autocast that the module sets itself."""
+
+    def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = self.backbone(**self.merge(batch, features))
+        return self.loss(outputs, batch)
+
+
+class TakesTimesInFloat32(TinyVLM):
+    """A layer on positions in float32, as of weights that nobody has made float64."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.backbone.time = nn.Linear(1, WIDTH)
+
+    def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
+        given = super().merge(batch, features)
+        return given | {"x": given["x"] + self.backbone.time(batch.position_ids[:, None].float() / 10)}
+
+
 RIGHT = (
     Plain,
     TwoLevels,
@@ -277,4 +315,7 @@ RIGHT = (
     ClipsEachSample,
     PadsWithinAMask,
     Projects,
+    HoldsALock,
+    ComputesInHalfPrecision,
+    TakesTimesInFloat32,
 )

@@ -300,6 +300,67 @@ class SeesTheOne(TinyVLM):
         return given | {"x": given["x"].index_add(0, places, mixed)}
 
 
+class MixesBehindZeros(TinyVLM):
+    """A running sum over the microbatch, behind a gate and a projection that both begin with zeros."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.backbone.gate, self.backbone.mixer = nn.Parameter(torch.zeros(())), nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(self.backbone.mixer.weight)
+        nn.init.zeros_(self.backbone.mixer.bias)
+
+    def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
+        given = super().merge(batch, features)
+        return given | {"x": given["x"] + self.backbone.gate * self.backbone.mixer(given["x"].cumsum(0))}
+
+
+class MixesInBfloat16(TinyVLM):
+    """A mean over the microbatch, less than what bfloat16 rounds away."""
+
+    def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
+        given = super().merge(batch, features)
+        low = given["x"].to(torch.bfloat16)
+        return given | {"x": (low + 0.01 * low.mean(0)).to(given["x"].dtype)}
+
+
+class MixesLongSamples(TinyVLM):
+    """Chunks of 48 tokens, which small samples stay below."""
+
+    def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
+        given = super().merge(batch, features)
+        long = batch.cu_seqlens.diff() > 48
+        sequences = torch.repeat_interleave(torch.arange(len(long)), batch.cu_seqlens.diff())
+        mean = given["x"].mean(0)
+        return given | {"x": torch.where(long[sequences][:, None], given["x"] + mean, given["x"])}
+
+
+class ShiftsTwiceInItsStep(TinyVLM):
+    """The same in a step of its own, of which nobody sees the logits."""
+
+    def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> Any:
+        return ShiftsTwice.loss(self, self.backbone(**self.merge(batch, features)), batch)  # type: ignore[arg-type]
+
+
+class KeepsItsLength(TinyVLM):
+    """A mask that is computed for the first microbatch, and does not fit any other."""
+
+    def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
+        given = super().merge(batch, features)
+        if len(batch.samples) > 1:
+            self.__dict__.setdefault("kept", torch.ones(len(batch.tokens), 1))
+        kept = self.__dict__.get("kept")
+        return given if kept is None else given | {"x": given["x"] * kept}
+
+
+class SeesAllBehindAStart(SeesAll):
+    """Refuses samples that do not begin as it knows them, and so those that the check changes to tell why."""
+
+    def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
+        if len(set(batch.tokens[batch.cu_seqlens[:-1].long()].tolist())) > 1:
+            raise ValueError("a sequence begins with another token")
+        return super().merge(batch, features)
+
+
 WRONG: dict[type[TinyVLM], tuple[str, str]] = {
     SeesAll: ("backbone", "sees the tokens of others"),
     CountsOn: ("backbone", "batch.position_ids"),
@@ -329,5 +390,11 @@ WRONG: dict[type[TinyVLM], tuple[str, str]] = {
     SkipsByPython: ("random", "draws random numbers"),
     BreaksTogether: ("backbone", "one sequence at a time"),
     SeesTheOne: ("backbone", "sees the tokens of others"),
+    MixesBehindZeros: ("backbone", "sees the tokens of others"),
+    MixesInBfloat16: ("backbone", "sees the tokens of others"),
+    MixesLongSamples: ("backbone", "sees the tokens of others"),
+    ShiftsTwiceInItsStep: ("labels", "shifted twice"),
+    KeepsItsLength: ("backbone", "a second call raises an error"),
+    SeesAllBehindAStart: ("backbone", "what a sample teaches changes with the others"),
 }
 """Each module, the kind of finding, and words of its sentence."""
