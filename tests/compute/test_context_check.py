@@ -12,9 +12,7 @@ from flowtrain_lightning.compute.context_check import cut
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
 from flowtrain_lightning.data.collate import pack_sequences
 from flowtrain_lightning.data.conversation import TokenSequence
-from tests.exactness.data import write_steps
-from tests.exactness.layouts import ranks_of
-from tests.forks import Job, read_down, run_jobs
+from tests.parallel.unlike_ranks import ranks_say
 
 CONTEXT = {"context": 2}
 
@@ -22,16 +20,7 @@ CONTEXT = {"context": 2}
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What each rank says of a module."""
-    folder = tmp_path_factory.mktemp("context")
-    write_steps(folder / "data")
-
-    def train(kind: str, layout: str, role: dict[str, Any], precision: str = "64-true") -> list[dict[str, Any]]:
-        arguments = {"data": str(folder / "data"), "kind": kind, "layout": layout, "role": role, "precision": precision}
-        name = f"{kind} {layout} {precision} {len(role)}"
-        job = Job(name, "tests.parallel.unlike_ranks:train", ranks_of(layout), arguments)
-        return read_down(run_jobs(folder, [job])[job.name].folder)
-
-    return train
+    return ranks_say(tmp_path_factory.mktemp("context"))
 
 
 WRONG = ("no attention", "one of four", "shift", "counted positions", "mean", "positions", "loss")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.packing_check import report_of
+from tests.models.foreign import FOREIGN
 from tests.models.tiny import FAMILIES
-from tests.tiny import CharTokenizer, tiny_data, write_records
+from tests.tiny import tiny_data, write_records
 
-_IMAGE = CharTokenizer.specials.index("<|image_pad|>")
 _QUICK = ("qwen2_5_vl", "internvl", "gemma3")
 
 
@@ -44,39 +44,6 @@ class Gemma3(flow.models.HuggingFaceVLM):
         return self.model.model.get_image_features(media.images(), return_dict=True).pooler_output.flatten(0, 1)
 
 
-class Gemma4(Gemma3):
-    """Its image tokens see each other where its config says so."""
-
-    families = ("gemma4",)
-
-
-class LFM2(flow.models.HuggingFaceVLM):
-    """A decoder with short convolutions, which know of no bounds."""
-
-    families = ("lfm2_vl",)
-    halves = {  # noqa: RUF012
-        "encoder": ("model.model.vision_tower", "model.model.multi_modal_projector"),
-        "backbone": ("model.model.language_model", "model.lm_head"),
-    }
-
-
-def lfm2() -> dict[str, Any]:
-    text = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": CharTokenizer.vocabulary,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-    }
-    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return transformers.Lfm2VlConfig(text_config=text, vision_config=tower, image_token_id=_IMAGE).to_dict()
-
-
 def test_a_family_whose_image_tokens_see_ahead_is_refused_where_it_has_no_mask(records):
     chosen = FAMILIES["gemma3"]
     config = {**chosen.config, "text_config": {**chosen.config["text_config"], "sliding_window": 512}}
@@ -84,7 +51,36 @@ def test_a_family_whose_image_tokens_see_ahead_is_refused_where_it_has_no_mask(r
     assert "even one sample alone gives something else than the model's own forward" in finding.sentence
 
 
-def test_a_family_with_convolutions_between_tokens_is_refused(tmp_path):
-    write_records(tmp_path, 16, images=False)
-    (finding,) = report_of(LFM2(lfm2()), tiny_data(tmp_path)).findings
-    assert "a sample sees the tokens of others in its microbatch" in finding.sentence
+_CROSSES = "a sample sees the tokens of others in its microbatch"
+_NOT_ITS_OWN = "even one sample alone gives something else than the model's own forward"
+_FOUND = {
+    "lfm2_vl": _CROSSES,
+    "lfm3_vl": _CROSSES,
+    "gemma4": None,
+    "gemma4 that sees images whole": _NOT_ITS_OWN,
+    "molmo2": _NOT_ITS_OWN,
+    "qwen3_5 of attention": _NOT_ITS_OWN,
+    "qwen2_vl": _NOT_ITS_OWN,
+    "qwen3_vl": "Qwen3VLModel does not take what encode gives as all features of an image",
+}
+_SHORT = ("lfm2_vl", "gemma4 that sees images whole", "qwen2_vl")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in _SHORT else pytest.mark.full) for name in _FOUND]
+)
+def test_a_family_that_no_class_trains_is_refused_by_what_it_would_lose_or_is_exact(records, family):
+    if not FOREIGN[family].is_installed:
+        pytest.skip(f"this version of transformers has no {FOREIGN[family].made_by}")
+    found = [finding.sentence for finding in report_of(FOREIGN[family].module(), tiny_data(records)).findings]
+    assert len(found) == (_FOUND[family] is not None), found
+    assert all(str(_FOUND[family]) in sentence for sentence in found), found
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("fla") is not None, reason="its kernels keep sequences apart")
+def test_scans_whose_kernels_are_missing_end_the_run_itself(records):
+    if not FOREIGN["qwen3_5"].is_installed:
+        pytest.skip("this version of transformers has no Qwen3.5")
+    with pytest.raises(ValueError, match="keep packed sequences apart"):
+        flow.check(FOREIGN["qwen3_5"].module(), tiny_data(records))

@@ -16,13 +16,9 @@ def strategy_of(given: str | dict[str, Any]) -> Any:
     return given if isinstance(given, str) else flow.FlowTrainStrategy(**given)
 
 
-def fit(folder: Path, module: str, strategy: str | dict[str, Any], ranks: int) -> None:
-    """Trains a step; writes what refuses it."""
-    kind = getattr(wrong_modules, module, None) or getattr(right_modules, module)
-    if not (folder / "train.jsonl").exists():
-        write_records(folder, 16)
-    trainer = L.Trainer(
-        strategy=strategy_of(strategy),
+def trainer_of_a_step(folder: Path, strategy: Any, ranks: int = 1) -> L.Trainer:
+    return L.Trainer(
+        strategy=strategy,
         devices=ranks,
         accelerator="cpu",
         max_steps=1,
@@ -32,6 +28,14 @@ def fit(folder: Path, module: str, strategy: str | dict[str, Any], ranks: int) -
         enable_model_summary=False,
         default_root_dir=folder,
     )
+
+
+def fit(folder: Path, module: str, strategy: str | dict[str, Any], ranks: int) -> None:
+    """Trains a step; writes what refuses it."""
+    kind = getattr(wrong_modules, module, None) or getattr(right_modules, module)
+    if not (folder / "train.jsonl").exists():
+        write_records(folder, 16)
+    trainer = trainer_of_a_step(folder, strategy_of(strategy), ranks)
     try:
         trainer.fit(kind(), tiny_data(folder))
     except ValueError as error:

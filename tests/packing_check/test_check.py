@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,16 +23,40 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("module", WRONG, ids=lambda module: module.__name__)
+def named(modules: Iterable[type[TinyVLM]], quick: str) -> list[Any]:
+    """Modules as parameters; those that are not among the quick ones run with the long tests."""
+    marks: dict[bool, Any] = {True: (), False: pytest.mark.full}
+    return [
+        pytest.param(module, id=module.__name__, marks=marks[module.__name__ in quick.split()]) for module in modules
+    ]
+
+
+ONE_OF_EACH_SENTENCE = """
+SeesAll CountsOn BalancesExperts KeepsItsMask PadsImages PoolsFeatures NormalisesByBatch ClipsInAHook IsAMean IsOne
+ShiftsTwiceInItsStep RepeatsTokens DropsAndMixes BreaksTogether MixesBehindZeros MixesLongSamples KeepsItsLength
+SeesAllBehindAStart
+"""
+UNLIKE_WAYS = """
+TwoLevels DropsByModule LooksFurther HeadAtTargets IsZero PreparesMedia OwnGenerator OnlyFloat32 GrowsATable HoldsALock
+ComputesInHalfPrecision
+"""
+
+
+@pytest.mark.parametrize("module", named(WRONG, ONE_OF_EACH_SENTENCE))
 def test_a_wrong_module_is_named_with_what_mixes(records, module):
     kind, words = WRONG[module]
     found = report_of(module(), tiny_data(records)).findings
     assert any(finding.kind == kind and words in finding.sentence for finding in found), found
 
 
-@pytest.mark.parametrize("module", RIGHT, ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", named(RIGHT, UNLIKE_WAYS))
 def test_a_right_module_is_not_accused_however_unusual(records, module):
     assert flow.check(module(), tiny_data(records)) == []
+
+
+def test_draws_of_python_hide_nothing_and_accuse_of_nothing_else(records):
+    skips = next(module for module in WRONG if module.__name__ == "SkipsByPython")
+    assert [finding.kind for finding in report_of(skips(), tiny_data(records)).findings] == ["random"]
 
 
 def test_tokens_without_labels_that_are_learned_from_are_a_hint(records):

@@ -274,7 +274,7 @@ class SkipsByPython(TinyVLM):
 
     def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
         given = super().merge(batch, features)
-        return given | {"x": given["x"] * 0.5} if random.random() < 0.01 else given
+        return given | {"x": given["x"] * 0.5} if random.random() < 0.5 else given
 
 
 class BreaksTogether(TinyVLM):

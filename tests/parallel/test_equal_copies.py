@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.exactness.data import write_steps
-from tests.exactness.layouts import ranks_of
-from tests.forks import Job, read_down, run_jobs
+from tests.parallel.unlike_ranks import ranks_say
 
 TENSOR = {"tensor": 2}
 
@@ -16,16 +14,7 @@ TENSOR = {"tensor": 2}
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What each rank says of a module."""
-    folder = tmp_path_factory.mktemp("unlike")
-    write_steps(folder / "data")
-
-    def train(kind: str, layout: str, role: dict[str, Any], precision: str = "64-true") -> list[dict[str, Any]]:
-        arguments = {"data": str(folder / "data"), "kind": kind, "layout": layout, "role": role, "precision": precision}
-        name = f"{kind} {layout} {precision} {len(role)}"
-        job = Job(name, "tests.parallel.unlike_ranks:train", ranks_of(layout), arguments)
-        return read_down(run_jobs(folder, [job])[job.name].folder)
-
-    return train
+    return ranks_say(tmp_path_factory.mktemp("unlike"))
 
 
 @pytest.mark.parametrize(

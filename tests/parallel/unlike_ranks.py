@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flowtrain_lightning.parallel import TensorPlan
-from tests.exactness.data import steps_data
-from tests.exactness.layouts import trainer_for
+from tests.exactness.data import steps_data, write_steps
+from tests.exactness.layouts import ranks_of, trainer_for
 from tests.exactness.modules import Divided, DividedBackbone, DividedTokens
-from tests.forks import write_down
+from tests.forks import Job, read_down, run_jobs, write_down
 from tests.tiny import WIDTH
 
 
@@ -206,6 +207,19 @@ KINDS: dict[str, type[Divided]] = {
     "loss": WeighsLoss,
     "unusual": _with(Unusual),
 }
+
+
+def ranks_say(folder: Path) -> Callable[..., list[dict[str, Any]]]:
+    """A function that trains a module in a layout, and returns what each rank says of it."""
+    write_steps(folder / "data")
+
+    def say(kind: str, layout: str, role: dict[str, Any], precision: str = "64-true") -> list[dict[str, Any]]:
+        arguments = {"data": str(folder / "data"), "kind": kind, "layout": layout, "role": role, "precision": precision}
+        name = f"{kind} {layout} {precision} {len(role)}"
+        job = Job(name, "tests.parallel.unlike_ranks:train", ranks_of(layout), arguments)
+        return read_down(run_jobs(folder, [job])[job.name].folder)
+
+    return say
 
 
 def train(folder: Path, *, data: str, kind: str, layout: str, role: dict[str, Any], precision: str = "64-true") -> None:
