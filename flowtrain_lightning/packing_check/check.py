@@ -156,7 +156,8 @@ def _check_backbone(passes: Passes, members: Sequence[int], features: FeaturesOf
         sentence = say.COUNT.format(packed=packed.count, alone=alone.count, together=together)
         report.findings.append(Finding("count", sentence))
     with course.draws:
-        signs, hints = _explained(lambda: label_findings(passes, members, features), ([], []))
+        nothing: tuple[list[Finding], list[str]] = ([], [])
+        signs, hints = _explained(lambda: label_findings(passes, members, features), nothing)
         report.findings += signs
         report.hints += hints
         if (difference := course.difference) is not None:
