@@ -32,13 +32,11 @@ def named(modules: Iterable[type[TinyVLM]], quick: str) -> list[Any]:
 
 
 ONE_OF_EACH_SENTENCE = """
-SeesAll CountsOn BalancesExperts KeepsItsMask PadsImages PoolsFeatures NormalisesByBatch ClipsInAHook IsAMean IsOne
-ShiftsTwiceInItsStep RepeatsTokens DropsAndMixes BreaksTogether MixesBehindZeros MixesLongSamples KeepsItsLength
-SeesAllBehindAStart
+CountsOn BalancesExperts KeepsItsMask PadsImages PoolsFeatures IsAMean IsOne ShiftsTwiceInItsStep RepeatsTokens
+BreaksTogether MixesBehindZeros MixesInBfloat16 MixesLongSamples SeesAllBehindAStart
 """
 UNLIKE_WAYS = """
-TwoLevels DropsByModule LooksFurther HeadAtTargets IsZero PreparesMedia OwnGenerator OnlyFloat32 GrowsATable HoldsALock
-ComputesInHalfPrecision
+TwoLevels DropsByModule HeadAtTargets IsZero PreparesMedia OwnGenerator OnlyFloat32 HoldsALock ComputesInHalfPrecision
 """
 
 

@@ -40,7 +40,7 @@ def test_blocks_are_cut_behind_the_first_of_every_kind():
     assert (len(blocks), depth) == (12, 4)
 
 
-@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("built", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_large_module_is_checked_with_fewer_blocks(tmp_path, monkeypatch, built):
     monkeypatch.setattr(checked_module, "WHOLE", 1000)
     write_records(tmp_path, 16)

@@ -42,7 +42,7 @@ def test_a_module_that_mixes_samples_is_refused_before_its_first_step(folder, st
     [
         ("ddp", 2),
         ({"encoder_ranks": 1}, 2),
-        ({"placement": "colocated"}, 2),
+        pytest.param({"placement": "colocated"}, 2, marks=pytest.mark.full),
         pytest.param({}, 2, marks=pytest.mark.full),
         pytest.param({"placement": "mixed"}, 3, marks=pytest.mark.full),
     ],
