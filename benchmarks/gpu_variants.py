@@ -26,6 +26,7 @@ from benchmarks.padded_transformers import train_padded
 from flowtrain_lightning import FlowModule, FlowTrainStrategy
 from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.allocator.devices import maker_device
+from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.data import Features, RankShard, StepBatch
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.dataset import StepDataset
@@ -234,8 +235,9 @@ def _train_in_a_loop(run: Run, clock: StepClock, rank: int) -> None:
         for number, packed in enumerate(batch.microbatches):
             if packed is None:
                 continue
-            encoded = [module.encode(move(media)) for _, media in batch.read_by(number)]
-            features: Features = {IMAGE: torch.cat(encoded)} if encoded else {}
+            features: Features = {}
+            if encoded := [module.encode(move(media)) for _, media in batch.read_by(number)]:
+                features = as_features(IMAGE, tuple(map(torch.cat, zip(*encoded, strict=True))))
             loss, _ = module.backbone_step(packed.to(device, non_blocking=True), features, "train")
             (loss / targets).backward()
         if run.devices > 1:

@@ -95,9 +95,10 @@ class LaneOrder:
             trains: the encoder has backwards, and so works in `lockstep_order`.
         """
         encoder: Lane = "encoder"
+        backbone: Lane = "backbone"
         if not trains:
             yield from [encoder] * len(self.encoded)
-            yield from ["backbone"] * self.positions
+            yield from [backbone] * self.positions
             return
         works = deque(lockstep_order(self.encoded, self.kept)[0])
         for position in range(self.positions):
@@ -105,7 +106,7 @@ class LaneOrder:
                 yield from [encoder] * ready
                 for _ in range(ready):
                     works.popleft()
-            yield "backbone"
+            yield backbone
         yield from [encoder] * len(works)
 
     def _ready(self, works: Sequence[Work], position: int) -> int:
