@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.runner import RoleRunner
 from flowtrain_lightning.trainer.epoch_left import EpochLeft
 from flowtrain_lightning.trainer.half_engines import HalfEngines
+from flowtrain_lightning.trainer.kinds_of_weights import stepping_by_kind
 from flowtrain_lightning.trainer.launcher import RankLauncher
 from flowtrain_lightning.trainer.layout_invariance import not_layout_invariant
 from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers
@@ -369,6 +370,11 @@ class FlowTrainStrategy(ParallelStrategy):
             super().setup_optimizers(trainer)
         refuse_optimizers(self.optimizers)
         self._named_optimizers = [NamedOptimizer(optimizer, self.flow_module) for optimizer in self.optimizers]
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """One step of an optimizer, whatever kinds of weights this rank holds."""
+        with stepping_by_kind(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def on_train_start(self) -> None:
         """Lets a run that goes on after a whole epoch begin the next one at its first batch."""

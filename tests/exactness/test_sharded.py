@@ -32,12 +32,14 @@ class Case:
     freeze: bool = False
     kind: str = "deep"
     data: dict[str, Any] = field(default_factory=dict)
+    kernel: str = ""
 
     def __str__(self) -> str:
         roles = "; ".join(f"{role} {_in_words(wanted)}" for role, wanted in self.roles.items() if wanted)
         more = [self.precision, *(f"{name} {value}" for name, value in self.strategy.items())]
         more += ["clipped"] * (self.clip is not None) + ["frozen encoder"] * self.freeze
-        more += [self.kind] * (self.kind != "deep") + [f"{name} {value}" for name, value in self.data.items()]
+        more += [self.kind] * (self.kind != "deep") + [self.kernel] * bool(self.kernel)
+        more += [f"{name} {value}" for name, value in self.data.items()]
         return f"{self.layout}: {roles}, {', '.join(more)}"
 
     @property
@@ -62,13 +64,13 @@ QUICK = [
     Case("2+2", BOTH, strategy={"encoder_activations": 0}),
     Case("2+2", BOTH, freeze=True, data=CUT),
     Case("2+4", {"encoder": RECOMPUTED, "backbone": HSDP}, clip=0.2),
-    Case("mixed 2+2", {"encoder": HSDP, "backbone": FSDP}, clip=0.2),
+    Case("mixed 2+2", {"encoder": HSDP, "backbone": FSDP}, clip=0.2, kernel="foreach"),
     Case("2+2", {"encoder": FSDP, "backbone": {**FSDP, "context": 2}}, kind="uneven"),
     Case("mixed 2+2", {"encoder": HSDP, "backbone": FSDP}, kind="uneven"),
     Case("colocated 2", {"encoder": RECOMPUTED, "backbone": FSDP}, kind="uneven"),
     Case("colocated 2", BOTH, clip=0.2, strategy={"encoder_activations": 2}, data=CUT),
-    Case("colocated 2", {"backbone": FSDP}, strategy={"encoder_activations": 1}, data=CUT),
-    Case("colocated 2", {"encoder": FSDP}),
+    Case("colocated 2", {"backbone": FSDP}, strategy={"encoder_activations": 1}, data=CUT, kernel="fused"),
+    Case("colocated 2", {"encoder": FSDP}, kernel="foreach"),
     Case("colocated 2", {"encoder": {"recompute": "full"}, "backbone": {"shard": "fsdp", "recompute": "selective"}}),
 ]
 LONG = [
@@ -89,6 +91,19 @@ LONG += [
     Case(layout, roles, precision, kind="uneven")
     for precision in LIMIT
     for layout, roles in (("2+2", BOTH), ("2+4", {"encoder": RECOMPUTED, "backbone": HSDP}), ("colocated 4", BOTH))
+]
+LONG += [
+    Case(layout, {"encoder": encoder, "backbone": backbone}, kernel=kernel)
+    for kernel in ("foreach", "fused")
+    for layout, encoder, backbone in (
+        ("colocated 2", FSDP, {}),
+        ("colocated 2", {}, FSDP),
+        ("colocated 4", HSDP, FSDP),
+        ("mixed 2+2", HSDP, {}),
+        ("mixed 2+2", {}, FSDP),
+        ("mixed 2+2", HSDP, FSDP),
+        ("1+2", {}, FSDP),
+    )
 ]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
     pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG
@@ -124,7 +139,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
         else:
             name = str(case).replace(":", "").replace("; ", " ").replace(", ", " ")
             strategy = {**case.strategy, "roles": case.roles}
-            arguments |= {"layout": case.layout, "strategy": strategy, "settings": case.data}
+            arguments |= {"layout": case.layout, "strategy": strategy, "settings": case.data, "kernel": case.kernel}
             jobs[name] = "tests.exactness.train:train", ranks_of(case.layout), arguments
         return by_name(name)
 

@@ -35,10 +35,12 @@ def divided(
 
 
 QUICK = [
-    divided("colocated 4", FSDP, {**TENSOR, "recompute": "full"}, kept=0),
+    divided("colocated 4", FSDP, {**TENSOR, "recompute": "full"}, kept=0, kernel="foreach"),
     divided("1+4", {}, {**CONTEXT, "recompute": "full"}, clip=0.2),
     divided("1+4", {}, {"context": 4}, freeze=True),
-    divided("colocated 4", TENSOR, {**TENSOR_ACROSS, "recompute": "full"}, "32-true", tokens=True, clip=0.2),
+    divided(
+        "colocated 4", TENSOR, {**TENSOR_ACROSS, "recompute": "full"}, "32-true", tokens=True, clip=0.2, kernel="fused"
+    ),
 ]
 LONG = [
     divided("2+2", TENSOR, TENSOR, "32-true", clip=0.2),
@@ -70,6 +72,20 @@ LONG += [
         (TENSOR_ACROSS, {**TENSOR, **CONTEXT}),
     )
     for kept in (0, 2)
+]
+LONG += [
+    divided(layout, encoder, backbone, kernel=kernel)
+    for kernel in ("foreach", "fused")
+    for layout, encoder, backbone in (
+        ("colocated 2", {}, TENSOR),
+        ("1+2", {}, TENSOR),
+        ("2+2", TENSOR, TENSOR),
+        ("colocated 4", FSDP, TENSOR),
+        ("colocated 4", {}, TENSOR_ACROSS),
+        ("colocated 4", TENSOR, {**TENSOR, **CONTEXT}),
+        ("mixed 4+4", {}, TENSOR_ACROSS),
+        ("mixed 4+4", TENSOR, TENSOR),
+    )
 ]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
     pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG

@@ -65,6 +65,17 @@ class Recorder(L.Callback):
         torch.save({name: getattr(self, name) for name in names}, folder / f"rank{os.environ['RANK']}.pt")
 
 
+class StepsBy(L.Callback):
+    """Lets optimizers step all weights of a group by one kernel, ``"foreach"`` or ``"fused"``, as on CUDA."""
+
+    def __init__(self, kernel: str) -> None:
+        self._kernel = kernel
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
+            group[self._kernel] = True
+
+
 def weights_of(module: torch.nn.Module) -> Named:
     """Weights that live on this rank, by name."""
     return {name: _weight(p) for name, p in module.named_parameters() if not p.is_meta}
@@ -110,6 +121,7 @@ def train(
     strategy: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
     replan: bool = False,
+    kernel: str = "",
 ) -> None:
     """Trains ``STEPS`` steps, with ``settings`` of the data module, and writes ``rank<r>.pt`` into ``folder``."""
     recorder = Recorder()
@@ -123,7 +135,7 @@ def train(
         gradient_clip_val=clip,
         gradient_clip_algorithm=clip_by,
         limit_val_batches=0,
-        callbacks=[recorder, *([FlowReplan()] if replan else [])],
+        callbacks=[recorder, *([FlowReplan()] if replan else []), *([StepsBy(kernel)] if kernel else [])],
         default_root_dir=folder,
     )
     trainer.fit(KINDS[kind](**(module or {})), datamodule=steps_data(Path(data), **_typed(settings or {})))
