@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -18,6 +18,7 @@ from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.context_check import ContextCheck
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
+from flowtrain_lightning.compute.weight_casts import WeightCasts
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
@@ -116,14 +117,22 @@ class Compute:
         trainer: its precision plugin converts what the encoder gets.
         device: on which this rank computes.
         engines: role -> what the role's layout does around each forward and backward, for the roles of this rank.
+        keeps_casts: roles whose weights autocast casts once until `end_step`; others cast them in every forward.
     """
 
     def __init__(
-        self, module: UserMethods, trainer: L.Trainer, device: torch.device, engines: Mapping[str, HalfEngine]
+        self,
+        module: UserMethods,
+        trainer: L.Trainer,
+        device: torch.device,
+        engines: Mapping[str, HalfEngine],
+        keeps_casts: Collection[str] = (),
     ) -> None:
         self.device = device
         self._engines = engines
         self._has_autocast = torch.amp.is_autocast_available(device.type)
+        self._casts = WeightCasts(device.type)
+        self._keeps_casts = frozenset(keeps_casts)
         self.metrics: defaultdict[str, MetricAccumulator] = defaultdict(MetricAccumulator)
         self.spec: FeatureSpec | None = None
         self.copies = [CopyStream(device) for _ in range(_COPY_STREAMS)]
@@ -265,12 +274,18 @@ class Compute:
                 reached.append(output)
                 given.append(gradient)
         is_on = self._has_autocast and torch.is_autocast_enabled(kind)
+        if role in self._keeps_casts:
+            self._casts.keep_in_backward(reached)
         with engine.backward(last=last), torch.autocast(kind, enabled=False) if is_on else _NOTHING:
             torch.autograd.backward(reached, given)
 
     def send_gradients(self, role: str) -> None:
         """Begins to sum the gradients of a half that has no backward left in the step."""
         self._engines[role].send_gradients()
+
+    def end_step(self) -> None:
+        """No forward or backward is left in the step: what was kept for them is dropped."""
+        self._casts.clear()
 
     def _fetched(self, packed: _Packed) -> _Packed:
         """A microbatch or an encoder batch on this device, for which the computing stream waits."""
@@ -291,7 +306,8 @@ class Compute:
     def _call(self, role: str, method: Callable[..., Any], *inputs: Any) -> Any:
         """Runs a method of the user's on one half."""
         try:
-            return self._engines[role].call(method, *inputs)
+            with self._casts.kept() if role in self._keeps_casts else _NOTHING:
+                return self._engines[role].call(method, *inputs)
         except RuntimeError as error:
             sentence = self._explained(role, str(error))
             if sentence == str(error):

@@ -97,7 +97,9 @@ class RoleRunner:
         self._parameters = list(module.parameters())
         # Without memory on a rank that does not encode.
         self._encoder_parameters = {role: half_parameters(module, role) for role in encoders}
-        self._compute = Compute(module, trainer, trainer.strategy.root_device, self._engines)
+        # Where weights are gathered and given back, casts that are kept would stay in their place.
+        whole = [role for role in self._roles if not layouts[role].gathers_weights]
+        self._compute = Compute(module, trainer, device, self._engines, keeps_casts=whole)
         self._capacity = PoolCapacity(module, job, self._compute, self.timeline, pool)
         self._step_end = StepEnd(job, self._listeners, self._compute.metrics)
         self._epoch_metrics = EpochMetricSync(job)
@@ -246,6 +248,7 @@ class RoleRunner:
             run_in_order(context, dict(lanes), step.program.lane_order.order(step.trains), step)
         else:
             run_schedule(context, lanes, step)
+        self._compute.end_step()
         if step.stage == "train":
             self._look_at_buffers(step)
         for role in self._in_lockstep:
