@@ -52,7 +52,13 @@ class QwenVLM(HuggingFaceVLM):
     def configure_whole(self) -> None:
         """Builds the model; its tower attends within all images of an encoder batch at once."""
         super().configure_whole()
-        pack_attention(self.model.model.visual)
+        tower = self.model.model.visual
+        pack_attention(tower)
+        if self.model.config.model_type == "qwen2_5_vl":
+            bound = partial(_bound_by_window, _longest_window(tower.config))
+            for number, block in enumerate(tower.blocks):
+                if number not in tower.fullatt_block_indexes:
+                    block.register_forward_pre_hook(bound, with_kwargs=True)
         depths = getattr(self.model.config.vision_config, "deepstack_visual_indexes", ())
         for layer, number in zip(self._text.layers, range(len(depths)), strict=False):
             layer.register_forward_hook(partial(_add_deepstack, number), with_kwargs=True)
@@ -187,6 +193,21 @@ def _frames_of_patches(media: PackedMedia, together: int) -> Tensor:
         found.append(numbers[:, None].expand(-1, together) if clip is None else numbers.view(-1, together))
         begin += rows
     return torch.cat(found)
+
+
+def _longest_window(tower: Any) -> int:
+    """Patches of a whole window, which is made of whole blocks of merged patches."""
+    side: int = tower.window_size // tower.spatial_merge_size // tower.patch_size * tower.spatial_merge_size
+    return side**2
+
+
+def _bound_by_window(longest: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A forward pre-hook of a layer that attends within windows, which is told the longest image of the batch.
+
+    Attention kernels begin as many blocks for every sequence as the longest one needs.
+    """
+    told = kwargs.keys() & {"max_length_q", "max_length_k"}
+    return args, {**kwargs, **dict.fromkeys(told, longest)}
 
 
 def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -9,9 +9,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from flowtrain_lightning.data import LoadedMedia
+from flowtrain_lightning.data.collate import pack_media
 from flowtrain_lightning.models import pack_attention
 
 transformers = pytest.importorskip("transformers")
+from tests.models.tiny import FAMILIES  # noqa: E402
 
 LENGTH = 32
 
@@ -46,6 +49,24 @@ def test_work_grows_with_the_tokens_where_a_mask_makes_it_grow_with_their_square
     assert of_masked[1] / of_masked[0] == pytest.approx(16, rel=0.01)
     assert of_packed[1] / of_packed[0] == pytest.approx(4, rel=0.01)
     assert of_masked[0] / of_packed[0] == pytest.approx(4, rel=0.01)
+
+
+def test_layers_that_attend_within_windows_are_told_how_long_these_are():
+    chosen, told = FAMILIES["qwen2_5_vl"], {}
+    module = chosen.kind(chosen.config)
+    module.configure_model()
+    tower = module.model.model.visual
+    for number, block in enumerate(tower.blocks):
+        block.attn.register_forward_pre_hook(
+            lambda _, args, kwargs, n=number: told.update({n: kwargs}), with_kwargs=True
+        )
+    patches = torch.randn(16 * 12, chosen.images.patch_dim).numpy()
+    module.encode(pack_media([LoadedMedia(patches, (16, 12), 16 * 12 // 4)]))
+    longest = {
+        number: (int(kwargs["cu_seq_lens_q"].diff().max()), kwargs["max_length_q"]) for number, kwargs in told.items()
+    }
+    assert tower.fullatt_block_indexes == [1]
+    assert longest == {0: (16, 16), 1: (192, 192)}
 
 
 @pytest.mark.parametrize(
