@@ -19,10 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.paths import python_path
 from tests.ports import free_port
 from tests.warm import warm_up
-
-ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class _Server:
             [sys.executable, "-m", "tests.forks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
             start_new_session=True,
             text=True,
         )

@@ -20,6 +20,7 @@ from flowtrain_lightning.allocator import (
     role_problems,
 )
 from flowtrain_lightning.allocator.modelled_plan import joint_bytes
+from tests.paths import python_path
 
 torch = pytest.importorskip("torch")
 
@@ -65,7 +66,7 @@ def predicted(placement):
 def test_the_quickstarts_ranks_peak_within_a_tenth_of_the_prediction(placement, tmp_path):
     subprocess.run(
         [sys.executable, Path(__file__).with_name("train_quickstart.py"), placement, tmp_path],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
         stdout=subprocess.DEVNULL,
         timeout=600,
         check=True,

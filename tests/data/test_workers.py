@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -24,6 +23,7 @@ from flowtrain_lightning.data.workers import SharedMemoryBatch
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.packing.step_planner import plan_step
 from tests.data.support import read, write_set
+from tests.paths import python_path
 
 
 def batch_of_one_step():
@@ -182,7 +182,7 @@ def test_a_full_shared_memory_is_named_with_what_is_free():
     )
     done = subprocess.run(
         ["unshare", "--mount", "--map-root-user", "sh", "-c", shell],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=300,

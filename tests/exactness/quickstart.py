@@ -9,7 +9,7 @@ from pathlib import Path
 from flowtrain_lightning.cli import main
 from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.layouts import ranks_of
-from tests.forks import ROOT
+from tests.paths import ROOT
 
 STEPS = 50
 

@@ -18,8 +18,9 @@ from typing import Any
 
 from flowtrain_lightning.trainer import launcher
 from tests.faults import train
-from tests.faults.job import ROOT, Ended, Job
+from tests.faults.job import Ended, Job
 from tests.faults.observing import observe
+from tests.paths import python_path
 from tests.warm import warm_up
 
 
@@ -31,7 +32,7 @@ class Forks:
             [sys.executable, "-m", "tests.faults.forks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
         )
         return self
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from tests.faults.fault import Fault
 from tests.hosts import ADDRESSES
+from tests.paths import python_path
 from tests.ports import free_port
 
-ROOT = Path(__file__).parents[2]
 DEADLINE = 150.0
 """Seconds after which a job on a calm machine counts as hanging."""
 
@@ -62,7 +62,7 @@ class Job:
         settings["fault"] = asdict(self.fault) if self.fault else None
         return {
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": python_path(),
             "FOLDER": str(self.folder),
             "SETTINGS": json.dumps(settings),
             "JOB": self.mark,

@@ -16,8 +16,8 @@ import pytest
 
 from tests.forks import Job, run_jobs
 from tests.lightning.run_context import DEVICES, RunContext
+from tests.paths import python_path
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 400
 """The longest that all runs of a layout may take, on a machine that does other work as well."""
 
@@ -108,12 +108,11 @@ class LayoutRuns:
 @contextmanager
 def launch(command: list[str], log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """Starts a command that prints into ``log``, with more environment variables; at the end nothing of it is left."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
             cwd=log.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **variables},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.paths import python_path
 
 WITHOUT_LINUX = """
 import fcntl, mmap, multiprocessing, os, select, signal, socket, sys, types
@@ -48,7 +47,7 @@ main()
 def run(program, *arguments, folder):
     (folder / "program.py").write_text(WITHOUT_LINUX + program)
     command = [sys.executable, str(folder / "program.py"), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=environment)
 
 
