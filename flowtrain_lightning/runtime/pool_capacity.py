@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ from flowtrain_lightning.pool.device.device_opening import CLOSE_SECONDS
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.schedule import LaneContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
+
+_log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
 
 _LEAST_REGION_BYTES = 1 << 20
 """Bytes of each half of the pool where nobody asked for fewer."""
@@ -159,8 +162,9 @@ class PoolCapacity:
             # host memory, which has bytes for everything. It is kept until the pool grows.
             self._tier = choose_device_tier(self._settings.tier, self._job.mesh, self._compute.device, nbytes)
             self._tier_bytes = nbytes
-            if self._tier is not None:
-                rank_zero_info(f"flowtrain: {self._tier.sentence}")
+            # Rank 0 speaks for all, but does not know between which other ranks entries pass through host memory.
+            if self._tier is not None and (self._job.mesh.rank == 0 or self._tier.refusals):
+                _log.info(f"flowtrain: {self._tier.sentence}")
         runtime = self._tier.runtime if self._tier is not None else runtime_of(self._compute.device)
         pool = Pool.open(self._job.mesh, nbytes, nbytes, self._settings.network, self._tier, runtime)
         self.context = LaneContext(pool, self._compute, page, self._timeline)

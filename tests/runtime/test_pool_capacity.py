@@ -14,8 +14,15 @@ from flowtrain_lightning.runtime import pool_capacity
 from flowtrain_lightning.runtime.pool_capacity import PoolCapacity, PoolSettings
 from flowtrain_lightning.runtime.timeline import Timeline
 from tests.pool.device.simulated import SimulatedRuntime, simulated
+from tests.pool.ranks import meshes, on_all_ranks
 
 MIB = 1 << 20
+
+
+def capacity_of(mesh: Mesh) -> PoolCapacity:
+    """A rank's, on the device that `open_device_tier` is given in place of a GPU."""
+    job, compute = SimpleNamespace(mesh=mesh), SimpleNamespace(spec="known", device=torch.device("cpu"))
+    return PoolCapacity(torch.nn.Module(), job, compute, Timeline(), PoolSettings())  # type: ignore[arg-type]
 
 
 def step(number: int, nbytes: int) -> Any:
@@ -38,8 +45,7 @@ def capacity(device: SimulatedRuntime, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         pool_capacity, "choose_device_tier", lambda choice, mesh, _, nbytes: open_device_tier(mesh, device, nbytes)
     )
-    job, compute = SimpleNamespace(mesh=mesh), SimpleNamespace(spec="known", device=torch.device("cpu"))
-    capacity = PoolCapacity(torch.nn.Module(), job, compute, Timeline(), PoolSettings())  # type: ignore[arg-type]
+    capacity = capacity_of(mesh)
     yield capacity
     capacity.close()
     mesh.close()
@@ -69,3 +75,23 @@ def test_entries_of_later_and_larger_steps_lie_in_device_memory_too(capacity, de
     assert not capacity.ensure_capacity(step(2, 1000), anew=False)
     assert capacity.counters is not None
     assert capacity.counters.fallbacks == 0
+
+
+def test_every_rank_whose_entries_pass_through_host_memory_says_so(monkeypatch, caplog):
+    devices = [simulated(rank) for rank in range(3)]
+    devices[2].room = 0
+    monkeypatch.setattr(
+        pool_capacity,
+        "choose_device_tier",
+        lambda choice, mesh, _, nbytes: open_device_tier(mesh, devices[mesh.rank], nbytes),
+    )
+    with meshes(3) as made, caplog.at_level("INFO", "lightning.pytorch"):
+        capacities = [capacity_of(mesh) for mesh in made]
+        on_all_ranks(lambda rank: capacities[rank].ensure_capacity(step(0, 1000), anew=False), 3)
+        told = [line for line in caplog.messages if "device memory of rank" in line]
+        on_all_ranks(lambda rank: capacities[rank].close(), 3)
+    for device in devices:
+        device.close()
+    assert len(told) == 3
+    assert sum("rank 2 has no block (out of memory)" in line for line in told) == 2
+    assert sum("rank 2 can make no block" in line for line in told) == 1

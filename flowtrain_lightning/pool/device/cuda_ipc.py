@@ -77,6 +77,15 @@ class CudaRuntime:
             memory = tensor_at(pointer.value, nbytes, self._device)
         return DeviceBlock(memory, handle, self._calling("cuIpcCloseMemHandle", pointer))
 
+    def make_room(self) -> None:
+        """PyTorch's allocator keeps what is freed, so that a card may look full to the driver."""
+        torch.cuda.empty_cache()
+
+    def make_mark(self) -> DeviceEvent:
+        """A plain event."""
+        event: DeviceEvent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return event
+
     def make_event(self) -> DeviceEvent:
         """An interprocess event, made at once."""
         event: DeviceEvent = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]

@@ -63,7 +63,7 @@ class DeviceEntries:
         self._tier = tier
         self._runtime = tier.runtime
         self._memory = memory
-        self._produced = tier.runtime.make_event()
+        self._produced = tier.runtime.make_mark()
         self._free = FreeList(0, tier.nbytes)
         self._slots = deque(range(tier.slots))
         self._stored: dict[int, StoredEntry] = {}  # by address

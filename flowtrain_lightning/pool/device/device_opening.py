@@ -167,7 +167,7 @@ class _Opening:
 
     def _make_block(self) -> bytes:
         runtime = self._runtime
-        block = self._own = runtime.allocate(self._nbytes)
+        block = self._own = self._allocate()
         published = [runtime.make_event() for _ in range(self._slots)]
         done = [runtime.make_event() for _ in range(self._slots)]
         pattern = _pattern(self._rank, self._nbytes)
@@ -177,6 +177,13 @@ class _Opening:
         self._readable[self._rank] = ReadableBlock(block, published, done)
         self._readers[self._rank] = done
         return block.handle + b"".join(event.ipc_handle() for event in published)
+
+    def _allocate(self) -> DeviceBlock:
+        try:
+            return self._runtime.allocate(self._nbytes)
+        except RuntimeError:
+            self._runtime.make_room()
+            return self._runtime.allocate(self._nbytes)
 
     def _take(self, record: ControlRecord) -> None:
         peer = record.sender

@@ -77,8 +77,17 @@ class DeviceRuntime(Protocol):
     def open_block(self, handle: bytes, nbytes: int) -> DeviceBlock:
         """Map the block of another process, on this device or another one, so that this device reaches it."""
 
+    def make_room(self) -> None:
+        """Give back memory that this process keeps for later, so that `allocate` may find it."""
+
+    def make_mark(self) -> DeviceEvent:
+        """An event of this process alone. There may be any number of them."""
+
     def make_event(self) -> DeviceEvent:
-        """An event that others can open. The process that makes it records it; others wait for it."""
+        """An event that others can open, of which a device has about a thousand.
+
+        The process that makes it records it; others wait for it.
+        """
 
     def open_event(self, handle: bytes) -> DeviceEvent:
         """The event that another process has made, on this device or another one."""

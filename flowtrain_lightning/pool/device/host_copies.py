@@ -26,7 +26,7 @@ class HostCopies:
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
-        self._produced = runtime.make_event()
+        self._produced = runtime.make_mark()
         self._events: list[DeviceEvent] = []  # that nobody asks any more, to be recorded anew
         self._underway: list[tuple[DeviceEvent, Callable[[], None]]] = []
         self._unpin: list[Callable[[], None]] = []
@@ -84,6 +84,6 @@ class HostCopies:
             self._unpin.pop()()
 
     def _mark(self, stream: object, then: Callable[[], None]) -> None:
-        event = self._events.pop() if self._events else self._runtime.make_event()
+        event = self._events.pop() if self._events else self._runtime.make_mark()
         event.record(stream)
         self._underway.append((event, then))

@@ -159,6 +159,8 @@ class SimulatedRuntime:
         current_stream: the stream of the rank's own work.
         events: two counts for each event, in shared memory.
         pinned: how many stretches of host memory are.
+        room: bytes of the device that nobody has.
+        kept: bytes of it that this process has freed and keeps for later.
         closed: which blocks were freed, or closed in this process, in that order.
     """
 
@@ -172,6 +174,7 @@ class SimulatedRuntime:
         self.events = memoryview(events).cast("Q")
         self._made = 0
         self.pinned = 0
+        self.room, self.kept = 1 << 40, 0
         self.closed: list[tuple[str, str]] = []
 
     def current(self) -> Stepped | Eager:
@@ -188,6 +191,8 @@ class SimulatedRuntime:
         return tensor.clone()
 
     def allocate(self, nbytes: int) -> DeviceBlock:
+        if nbytes > self.room:
+            raise PoolError("out of memory")
         name, memory = self._share("flowtrain simulated block", nbytes)
         block = torch.frombuffer(memory, dtype=torch.uint8)
         return DeviceBlock(block, _handle(name), lambda: self.closed.append(("freed", name)))
@@ -196,6 +201,12 @@ class SimulatedRuntime:
         memory = torch.frombuffer(self._open(handle), dtype=torch.uint8)
         assert len(memory) == nbytes
         return DeviceBlock(memory, handle, lambda: self.closed.append(("closed", handle.rstrip(b"\0").decode())))
+
+    def make_room(self) -> None:
+        self.room, self.kept = self.room + self.kept, 0
+
+    def make_mark(self) -> Event:
+        return Event(memoryview(bytearray(2 * _WORD)).cast("Q"), "of this process alone")
 
     def make_event(self) -> Event:
         first, self._made = 2 * self._made, self._made + 1

@@ -99,6 +99,12 @@ def test_a_rank_without_memory_for_a_block_still_reads_those_of_others(three, de
     assert passes(pools, 2, 0) is Tier.HOST
 
 
+def test_a_block_finds_the_room_that_pytorch_keeps_on_a_full_card(three, devices):
+    devices[1].room, devices[1].kept = NBYTES // 2, NBYTES
+    assert not any(tier.refusals for tier in open_tiers(three, devices))
+    assert devices[1].kept == 0
+
+
 def test_a_rank_that_only_reads_has_no_block_and_needs_none(devices):
     with meshes(2) as made:
         tiers = on_all_ranks(lambda r: open_device_tier(made[r], devices[r], 0 if r else NBYTES, required=True), 2)

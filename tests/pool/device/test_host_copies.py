@@ -1,5 +1,6 @@
 """Entries that pass from device to device through host memory: no thread waits, and no copy ever comes too early."""
 
+from functools import partial
 from itertools import permutations
 
 import pytest
@@ -49,6 +50,18 @@ def pair():
         pair = Pair(made)
         yield pair
         pair.close()
+
+
+def test_any_number_of_copies_may_be_underway():
+    runtime, done = SimulatedRuntime(Stepped(), Stepped()), []
+    copies = HostCopies(runtime)
+    for number in range(2000):  # of events that others could open there would be 1,024
+        copies.write([(torch.zeros(1), torch.ones(1))], partial(done.append, number))
+    while any(stream.step() for stream in (runtime.current_stream, runtime.side)):
+        pass
+    copies.finish()
+    assert done == list(range(2000))
+    runtime.close()
 
 
 def test_an_entry_is_published_when_its_copy_is_done_and_not_before(pair):
