@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,6 +26,7 @@ from flowtrain_lightning.models.published_config import (
     read_in_this_thread,
 )
 from flowtrain_lightning.models.reading import ReadingModule
+from flowtrain_lightning.models.recomputing import Recomputing, recompute_layers, refuse_unknown_recomputing
 from flowtrain_lightning.models.refused_arguments import refuse_other_arguments
 from flowtrain_lightning.models.tensor_plans import decoder_plan, perceptron_plan
 from flowtrain_lightning.models.trained_weights import (
@@ -61,7 +61,8 @@ class HuggingFaceVLM(ReadingModule):
             2 bytes a parameter for 4. For ``precision="bf16-mixed"``, which computes the same with them, to the bit
             where they were published in bfloat16.
         recompute: keep only what each layer is given and compute the rest a second time for the backward (gradient
-            checkpointing): far less memory, up to a third more time.
+            checkpointing): far less memory, up to a third more time. ``"selective"`` also keeps what products of
+            matrices and attention give: less memory than without, for a few percent more time.
         compile: ``"blocks"`` lets PyTorch compile the repeated layers of both halves, once for all numbers of tokens;
             ``"none"`` leaves them as they are.
         lr: of AdamW, which is fused on GPUs.
@@ -100,7 +101,7 @@ class HuggingFaceVLM(ReadingModule):
         frozen: str | Sequence[str] = (),
         adapters: Mapping[str, Any] | Any | None = None,
         frozen_in_bf16: bool = False,
-        recompute: bool = False,
+        recompute: Recomputing = False,
         compile: Compile = "none",
         lr: float = 1e-5,
         weight_decay: float = 0.0,
@@ -111,6 +112,7 @@ class HuggingFaceVLM(ReadingModule):
         generation: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        refuse_unknown_recomputing(recompute)
         self._source = model if isinstance(model, str | Path) else None
         config = read_config(model)
         self.check_config(config)
@@ -200,11 +202,7 @@ class HuggingFaceVLM(ReadingModule):
         self.pack_backbone()
         if self.hparams["adapters"] is not None:
             add_adapters(self.model, self.hparams["adapters"])
-        if self.hparams["recompute"]:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # its new name is known from transformers 5.23 on only
-                self.model.gradient_checkpointing_enable()
-            self.model.disable_input_require_grads()  # else the backward goes through frozen parts too
+        recompute_layers(self.model, self.hparams["recompute"])
         if self.hparams["compile"] == "blocks":
             compile_blocks(self.model)
         for path in self.hparams["frozen"]:

@@ -28,7 +28,7 @@ _INSTEAD: Mapping[str, str] = {
     "attn_implementation": "Samples are packed, so attention is set here: flash attention on GPUs, else SDPA.",
     "trust_remote_code": "Code that comes with a model never runs; families of transformers itself are trained.",
     "gradient_checkpointing": "It is called recompute here: recompute=True.",
-    "gradient_checkpointing_kwargs": "Whole layers are recomputed: recompute=True.",
+    "gradient_checkpointing_kwargs": "recompute=True computes whole layers again, 'selective' all but products.",
     "low_cpu_mem_usage": "Where ranks share weights, each gets memory for its own part only, without being told.",
     "use_cache": "Training needs no cache, and predictions take one where they can.",
     "learning_rate": "It is called lr here.",

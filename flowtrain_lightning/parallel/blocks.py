@@ -76,18 +76,20 @@ def recompute_in_backward(block: nn.Module, recompute: Recompute) -> None:
     """
     if recompute == "none":
         return
-    forward = block.forward
     keeping: dict[str, Any] = {}
     if recompute == "selective":
         keeping["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps)
+    # A partial, whose arguments are copied with the block: a copy computes with weights of its own.
+    block.forward = partial(_recomputed, block, block.forward, keeping)  # type: ignore[method-assign]
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        again = for_recomputing(block, forward)
-        return checkpoint(again, *args, use_reentrant=False, **keeping, **kwargs)
 
-    block.forward = recomputed  # type: ignore[method-assign]
+def _recomputed(
+    block: nn.Module, forward: Callable[..., Any], keeping: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    again = for_recomputing(block, forward)
+    return checkpoint(again, *args, use_reentrant=False, **keeping, **kwargs)
 
 
 def compile_blocks(module: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
 from flowtrain_lightning.parallel.engine import StepRecord
-from flowtrain_lightning.parallel.gradients import count_hooks, local_part, squared_norm
+from flowtrain_lightning.parallel.gradients import count_hooks, scale_gradients, squared_norm
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
 from flowtrain_lightning.parallel.unused_weights import UnusedWeights
@@ -165,9 +165,7 @@ class FullyShardedHalf:
         if self._copies is not None:
             self._copies.finish_gradients(scale)
             return
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                local_part(parameter.grad).mul_(scale)
+        scale_gradients([parameter.grad for parameter in self.parameters if parameter.grad is not None], scale)
 
     def squared_norm(self, gradients: list[Tensor]) -> Tensor:
         """The squared 2-norm of these gradients over all ranks of the role."""

@@ -104,6 +104,13 @@ def count_hooks(parameter: nn.Parameter) -> tuple[int, int]:
     return len(before or ()), len(after or ())
 
 
+def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
+    """Multiplies this rank's parts of gradients in place, on a GPU by few kernels for all of them."""
+    parts = [local_part(gradient) for gradient in gradients]
+    if parts:
+        torch._foreach_mul_(parts, factor)
+
+
 def clip_to_norm(gradients: Iterable[Tensor], limit: float, norm: Tensor) -> None:
     """Scales gradients in place so that their norm is ``limit`` at most, as `torch.nn.utils.clip_grads_with_norm_`.
 

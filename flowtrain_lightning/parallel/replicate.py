@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.parallel.engine import StepRecord
-from flowtrain_lightning.parallel.gradients import local_gradient, local_part, squared_norm
+from flowtrain_lightning.parallel.gradients import local_gradient, local_part, scale_gradients, squared_norm
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 
 BUCKET_BYTES = 32 << 20
@@ -97,10 +97,8 @@ class ReplicatedHalf:
     def finish_gradients(self, scale: float) -> None:
         """Sums the other gradients, lets the device wait for all sums, and scales them."""
         if self._alone:
-            for parameter in self.parameters:
-                gradient = local_gradient(parameter)
-                if parameter.requires_grad and gradient is not None:
-                    gradient.mul_(scale)
+            found = [local_gradient(parameter) for parameter in self.parameters if parameter.requires_grad]
+            scale_gradients([gradient for gradient in found if gradient is not None], scale)
             return
         self.send_gradients()
         for bucket in self._buckets:

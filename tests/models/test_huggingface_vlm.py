@@ -128,7 +128,7 @@ def test_a_profile_counts_the_work_of_both_halves(tmp_path, family):
     assert all(half.flops is not None for half in profile.roles.values())
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, "selective", True])
 @pytest.mark.parametrize(
     ("family", "frozen", "block"),
     [
@@ -147,6 +147,11 @@ def test_a_frozen_tower_runs_once_in_a_step(family, frozen, block, recompute):
     projected = module.projected({"image": features})["image"]
     (projected[0] if isinstance(projected, tuple) else projected).sum().backward()
     assert len(runs) == 1
+
+
+def test_what_is_recomputed_is_one_of_three_things():
+    with pytest.raises(ValueError, match=r"recompute='full' was given\. Take True"):
+        flow.models.QwenVLM(FAMILIES["qwen2_vl"].config, recompute="full")
 
 
 def test_predictions_end_where_the_model_says_and_the_saved_folder_says_so_too(folder):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,6 +72,19 @@ def test_without_gradients_nothing_is_kept_for_a_backward():
     recompute_in_backward(block, "full")
     with torch.no_grad():
         assert not block(torch.ones(2, 8)).requires_grad
+
+
+def test_a_copy_of_a_block_computes_with_weights_of_its_own():
+    block = Layer()
+    recompute_in_backward(block, "full")
+    copied = copy.deepcopy(block)
+    with torch.no_grad():
+        for weight in copied.parameters():
+            weight.zero_()
+    rows = torch.ones(2, 8)
+    copied(rows).sum().backward()
+    assert all(weight.grad is None for weight in block.parameters())
+    assert copied(rows).equal(rows)
 
 
 class Residual(nn.Module):
