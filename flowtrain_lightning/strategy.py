@@ -49,6 +49,7 @@ from flowtrain_lightning.placement.request import make_request
 from flowtrain_lightning.placement.run_costs import rank_shard
 from flowtrain_lightning.runtime.health import LAUNCHER, process_health
 from flowtrain_lightning.runtime.job import Job, collective_timeout
+from flowtrain_lightning.runtime.library_settings import ask_for_hardware_queues, give_back_freed_memory
 from flowtrain_lightning.runtime.pool_capacity import PoolSettings
 from flowtrain_lightning.runtime.process_end import die_with_parent, remove_faults
 from flowtrain_lightning.runtime.program import StepProgram
@@ -269,6 +270,7 @@ class FlowTrainStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Chooses roles, connects the groups and starts to watch over the other ranks."""
+        ask_for_hardware_queues(self.root_device)
         super().setup_environment()
         module = self.flow_module
         refuse_unsupported(module.trainer)  # once more, with the callbacks that the module brings
@@ -297,6 +299,8 @@ class FlowTrainStrategy(ParallelStrategy):
                 nodes=self.num_nodes,
             )
         layouts = self._job.allocation.layouts
+        if self.root_device.type == "cpu" and any(layouts[role].gathers_weights for role in self._job.roles):
+            give_back_freed_memory()
         module.set_local_roles(self._job.roles, tuple(r for r in self._job.roles if layouts[r].shares_weights))
         rank_zero_info(f"flowtrain: {self._decision.text}")
 
