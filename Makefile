@@ -31,8 +31,8 @@ test-all: check ## check, then every test; the dated output goes to tests/result
 	@{ date -u +'%Y-%m-%d %H:%M UTC'; git log -1 --format='commit %h: %s'; $(VENV)/bin/flowtrain doctor; \
 	   OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 3 --durations=20; } 2>&1 | sed -u 's#$(CURDIR)/##g' | tee $(RESULTS)
 
-test-gpu: $(VENV)/.installed-test ## the tests that need a GPU, and only those, each file in a process of its own
-	$(VENV)/bin/python -m tests.on_a_gpu
+test-gpu: $(VENV)/.installed-test ## what to run first on a GPU, in three calls of ten minutes; CALL=1 runs the first one alone
+	$(VENV)/bin/python -m tests.on_a_gpu $(CALL)
 
 campaign: $(VENV)/.installed-test ## 1,000 random faults, for hours; goes on where it was stopped
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.faults.campaign

@@ -117,7 +117,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a microbatch, or of a padded batch")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no run begins any more")
     parser.add_argument("--no-parts", action="store_true", help="variants alone, no kernels, pool and waits")
-    parser.add_argument("--no-recompute", action="store_true", help="keep all activations for the backward")
+    parser.add_argument("--recompute", action="store_true", help="activations a second time, where memory is short")
+    parser.add_argument("--compile", action="store_true", help="the layers of all ways but the padded one")
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
     options = parser.parse_args()
@@ -147,8 +148,9 @@ def measure(options: argparse.Namespace, temporary: Path) -> Findings:
         launch(target, replace(one, folder=folder), ranks, folder, min(DEADLINE, max(until - time.monotonic(), 60.0)))
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
-    warmup, recompute = 1 if options.tiny else 3, not options.no_recompute
-    one = Run("", options.model, recompute, work, 1, warmup, options.steps, on_gpu, temporary, options.devices)
+    warmup = 1 if options.tiny else 3
+    one = Run("", options.model, options.recompute, work, 1, warmup, options.steps, on_gpu, temporary, options.devices)
+    one = replace(one, compiled=options.compile)
     (told,) = run(gpu_variants.describe, "describe", one)
     if warmup + options.steps > told["steps"]:
         raise SystemExit(f"The data have {told['steps']} steps of {options.batch} samples; give fewer --steps.")
@@ -228,12 +230,13 @@ def figures(told: dict[str, Any], ranks: list[dict[str, Any]], devices: int) -> 
 
 def describe(options: argparse.Namespace, told: dict[str, Any]) -> str:
     """What was trained on what, in two sentences."""
-    recompute = "kept" if options.no_recompute else "computed again in the backward"
+    recompute = "computed again in the backward" if options.recompute else "kept"
+    compiled = "; layers compiled, but for padded batches" if options.compile else ""
     return (
         f"{options.model} on {told['device']}{'' if told['cuda'] is None else ', CUDA ' + told['cuda']}; "
         f"{options.steps} steps of {options.batch} samples, {told['tokens'] / options.steps:.0f} tokens and "
         f"{told['flops'] / options.steps / 1e12:.3g} TFLOP each; microbatches of {options.budget} tokens, padded "
-        f"batches of {told['padded_samples']} samples; activations {recompute}. Packed attention by "
+        f"batches of {told['padded_samples']} samples; activations {recompute}{compiled}. Packed attention by "
         f"{told['attention']}. Medians of {options.rounds} rounds."
     )
 

@@ -39,9 +39,9 @@ def config_of(name: str) -> dict[str, Any]:
     return {**_TINY, "text_config": {**_TINY["text_config"], **vocabulary}, **ids}
 
 
-def packed_model(name: str, recompute: bool) -> QwenVLM:
+def packed_model(name: str, recompute: bool, compiled: bool = False) -> QwenVLM:
     """The FlowModule of the packed variants."""
-    return QwenVLM(config_of(name), recompute=recompute)
+    return QwenVLM(config_of(name), recompute=recompute, compile="blocks" if compiled else "none")
 
 
 def images_for(name: str) -> ImageProcessor:
