@@ -18,11 +18,13 @@ def casts_keep_gradients() -> bool:
     Early versions do not: a forward under ``no_grad`` would leave a cast in the cache from which no gradient reaches
     the weight. It is tried out, since no version number says so.
     """
-    weight, row = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
-        with torch.no_grad():
-            nn.functional.linear(row, weight)
-        return bool(nn.functional.linear(row, weight).requires_grad)
+    # It may be asked for in an evaluation, where nothing else has gradients.
+    with torch.inference_mode(False), torch.enable_grad():
+        weight, row = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
+            with torch.no_grad():
+                nn.functional.linear(row, weight)
+            return bool(nn.functional.linear(row, weight).requires_grad)
 
 
 class WeightCasts:

@@ -54,7 +54,7 @@ class BackboneLane:
             outputs: to which predictions are appended.
         """
         # Made before the first features are here, when this lane has nothing else to do.
-        streams = cycle(self._context.compute.copies)
+        streams = cycle(self._context.compute.copies[BACKBONE])
         waiting = deque(map(MicrobatchFeatures, repeat(step), step.program.microbatches, streams))
         if step.trains and spec is not None and self._answers:
             while not self._context.pool.reserve(step.reserved_gradients(spec), ahead=True):

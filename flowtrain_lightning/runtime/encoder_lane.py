@@ -209,7 +209,7 @@ class AwaitingBackward:
     """
 
     def __init__(self, step: Step, batch: EncoderBatchWork, features: tuple[Tensor, ...], context: LaneContext) -> None:
-        streams = context.compute.copies
+        streams = context.compute.copies[ENCODER]
         self.batch = batch
         self.copies: CopyStream = streams[batch.number % len(streams)]
         self.outputs = None if batch.recomputes else features

@@ -146,6 +146,13 @@ def test_a_weight_that_was_first_cast_without_gradients_has_one_afterwards(witho
     assert layer.weight.grad is not None
 
 
+@needs_kept_gradients
+def test_what_this_pytorch_does_may_be_asked_in_an_evaluation():
+    casts_keep_gradients.cache_clear()
+    with torch.inference_mode():
+        assert casts_keep_gradients()
+
+
 def test_weights_that_have_changed_are_cast_anew_in_the_next_step():
     layer, rows = nn.Linear(WIDTH, WIDTH, bias=False), torch.eye(WIDTH)
     casts = WeightCasts("cpu")

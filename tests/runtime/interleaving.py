@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch, StepPlan
@@ -192,7 +193,9 @@ class NumbersCompute:
     """What ``Compute`` does, on numbers: a media's patch is its number, a microbatch's loss couples its features."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    copies: Sequence[CopyStream] = field(default_factory=lambda: [CopyStream(torch.device("cpu"))])
+    copies: Mapping[str, Sequence[CopyStream]] = field(
+        default_factory=lambda: {lane: [CopyStream(torch.device("cpu"))] for lane in ROLES}
+    )
     encoder: Numbers = field(default_factory=Numbers)
     backbone: Numbers = field(default_factory=Numbers)
     kept: int = 0
@@ -295,8 +298,9 @@ class InterleavedStep:
         self.pools += [DeliveredPool(interleaving, self.pools, rank, part_bytes) for rank in range(ranks)]
         self.compute = []
         for _ in range(ranks):
-            copies = [LateCopies() for _ in range(2)]
-            self.compute.append(NumbersCompute(copies=copies, read=partial(read_after_copies, copies)))
+            copies = {lane: [LateCopies() for _ in range(2)] for lane in ROLES}
+            of_all = [stream for streams in copies.values() for stream in streams]
+            self.compute.append(NumbersCompute(copies=copies, read=partial(read_after_copies, of_all)))
         of_role = {"backbone": backbone_ranks, "encoder": encoder_ranks}
         parts = []
         for rank in range(ranks):
