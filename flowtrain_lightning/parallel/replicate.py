@@ -127,6 +127,9 @@ class ReplicatedHalf:
 class _Bucket:
     """Gradients that are summed together, and behind them one flag per parameter: "somebody has a gradient".
 
+    From when it is sent a gradient lies in the bucket alone, and in the end it is a part of the bucket's memory: no
+    second copy of all gradients is kept. Shards of tensor ranks, and weights of another memory format, keep theirs.
+
     Attributes:
         parameters: of one dtype on one device.
         missing: gradients that the step's last backward has not made final yet.
@@ -153,6 +156,8 @@ class _Bucket:
             else:
                 flat[start : start + value.numel()].copy_(gradient.reshape(-1))
                 flat[total + number] = 1
+                if _may_lie_in_flat(parameter):
+                    parameter.grad = None
             start += value.numel()
         self._flat, self._work = flat, dist.all_reduce(flat, group=group, async_op=True)
 
@@ -179,11 +184,19 @@ class _Bucket:
         for parameter in self.parameters:
             value = local_part(parameter.data)
             if not self.lacks_some or next(used) > 0:
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                local_part(parameter.grad).copy_(self._flat[start : start + value.numel()].view_as(value))
+                summed = self._flat[start : start + value.numel()].view_as(value)
+                if _may_lie_in_flat(parameter):
+                    parameter.grad = summed
+                else:
+                    if parameter.grad is None:
+                        parameter.grad = torch.empty_like(parameter)
+                    local_part(parameter.grad).copy_(summed)
             start += value.numel()
         self._flat = self._work = None
+
+
+def _may_lie_in_flat(parameter: nn.Parameter) -> bool:
+    return not isinstance(parameter, DTensor) and parameter.is_contiguous()
 
 
 def broadcast_half(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -131,6 +131,27 @@ def test_also_where_they_do_not_lie_in_one_piece(ranks):
         assert all(map(torch.equal, rank["scattered"], (table.t(), table[:, ::2])))
 
 
+def test_gradients_are_kept_once():
+    """While they are summed they lie in their bucket alone, and afterwards they are parts of it."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        weights = [nn.Parameter(torch.ones(2, 3)) for _ in range(3)]
+        transposed = nn.Parameter(torch.ones(3, 2).t())
+        half = ReplicatedHalf([*weights, transposed])
+        half.begin_step()
+        for number, weight in enumerate(half.parameters):
+            weight.grad = torch.full_like(weight, float(number))
+        half.send_gradients()
+        assert [weight.grad for weight in weights] == [None] * 3
+        half.finish_gradients(2.0)
+    finally:
+        dist.destroy_process_group()
+    gradients = [weight.grad for weight in weights]
+    assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
+    assert [float(gradient.mean()) for gradient in gradients] == [0.0, 2.0, 4.0]
+    assert transposed.grad.stride() == transposed.stride(), "as the weight, whose optimizer steps them by one kernel"
+
+
 def test_a_rank_alone_scales_its_gradients_without_any_group():
     made = parameters()
     made["both"].grad = torch.ones(2, 3)
