@@ -24,6 +24,9 @@ def stepping_by_kind(optimizer: Optimizer) -> Iterator[None]:
     The groups are divided after the step's closure and put together when this ends, whether or not the step fails. So
     hooks, schedulers, loggers and checkpoints see the groups that `configure_optimizers` made.
     """
+    if all(len(_by_kind(group)) == 1 for group in optimizer.param_groups):
+        yield
+        return
     divided: list[tuple[_Group, list[_Group]]] = []
 
     def divide() -> None:

@@ -10,6 +10,9 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 """Optimizers of `torch.optim` for which a shard of a weight is as good as the whole."""
 
+_FUSED_ON_SHARDS = ("Adam", "AdamW")
+"""Those whose fused kernels PyTorch runs on shards, too."""
+
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Raises for what ``configure_optimizers`` may not return.
@@ -38,6 +41,13 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
             raise TypeError(
                 f"{type(optimizer).__name__} is not known to treat every element of a weight by itself, and ranks hold "
                 f"shards of the weights (FSDP2). Use one of {', '.join(_ELEMENTWISE)}, or whole copies."
+            )
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        if sharded and is_fused and type(optimizer).__name__ not in _FUSED_ON_SHARDS:
+            raise TypeError(
+                f"{type(optimizer).__name__}(fused=True) was given, but ranks hold shards of weights, which PyTorch's "
+                f"fused kernels take for {' and '.join(_FUSED_ON_SHARDS)} only. Leave `fused` out: on GPUs "
+                "`foreach` is used then, which steps all weights together, too."
             )
         if type(optimizer).__module__.startswith("lightning."):  # its stand-in where the user returned None
             raise TypeError(

@@ -47,8 +47,15 @@ def test_an_optimizer_that_needs_whole_weights_is_refused_on_shards(sharded: nn.
         refuse_optimizers([kind(matrices, lr=0.1)])
 
 
-def test_an_optimizer_of_elements_is_taken_on_shards(sharded: nn.Module) -> None:
-    refuse_optimizers([torch.optim.AdamW(sharded.parameters(), lr=0.1)])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_a_fused_kernel_that_takes_no_shards_is_refused(sharded: nn.Module, kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\(fused=True\) was given, .* Leave `fused` out"):
+        refuse_optimizers([kind(sharded.parameters(), lr=0.1, fused=True)])
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}])
+def test_an_optimizer_of_elements_is_taken_on_shards(sharded: nn.Module, options: dict[str, bool]) -> None:
+    refuse_optimizers([torch.optim.AdamW(sharded.parameters(), lr=0.1, **options)])
 
 
 def test_a_module_that_another_trainer_has_left_in_shards_is_refused(sharded: nn.Module) -> None:
