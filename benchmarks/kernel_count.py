@@ -146,7 +146,7 @@ def microbatch(images: int, module: FlowModule) -> tuple[PackedBatch, PackedMedi
         samples=tuple(range(images)),
         targets=(labels != IGNORED_LABEL).nonzero()[:, 0],
     )
-    tower = module.get_submodule("model.model.visual").config
+    tower: Any = module.get_submodule("model.model.visual").config
     media = PackedMedia(
         modality="image",
         pixels=torch.empty(images * patches, tower.in_channels * tower.patch_size**2),

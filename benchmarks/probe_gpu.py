@@ -79,7 +79,8 @@ def streams() -> str:
 def _is_held_up(enter: Callable[[], AbstractContextManager[Any]], rows: Tensor) -> bool:
     torch.cuda.synchronize()
     with enter():
-        torch.cuda._sleep(_BUSY_CYCLES)  # some 0.1 s; there is no public way to keep a stream busy and the GPU free
+        # Some 0.1 s. There is no public way to keep a stream busy and the GPU free.
+        torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
     busy, done = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
     with enter():
         busy.record()  # type: ignore[no-untyped-call]
@@ -100,13 +101,15 @@ def casts() -> str:
 
 def windows() -> str:
     """Attention within windows of 64 of 16,384 patches, told how long a window is, or how long an image is."""
-    heads = [torch.randn(16384, 16, 80, device=GPU, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    query, key, value = (
+        torch.randn(16384, 16, 80, device=GPU, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
     bounds = torch.arange(0, 16385, 64, dtype=torch.int32, device=GPU)
     found = []
     for longest in (64, 1024, 16384):
 
         def attend(longest: int = longest) -> None:
-            varlen_attention(*heads, bounds, longest, False).sum().backward()  # type: ignore[no-untyped-call]
+            varlen_attention(query, key, value, bounds, longest, False).sum().backward()  # type: ignore[no-untyped-call]
 
         found.append(f"told {longest}: {_milliseconds(attend):.2f} ms")
     return ", ".join(found)
@@ -132,7 +135,8 @@ def full_card() -> str:
 
 def events() -> str:
     """How many events a process can make that others can open."""
-    runtime, made = CudaRuntime(GPU), []
+    runtime = CudaRuntime(GPU)
+    made: list[Any] = []
     try:
         while len(made) < 4096:
             made.append(runtime.make_event())

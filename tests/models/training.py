@@ -11,6 +11,7 @@ import torch
 
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.parallel.blocks import Compile
 from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
@@ -43,6 +44,8 @@ def train(
     frozen: Sequence[str] = (),
     frozen_in_bf16: bool = False,
     moves: bool = True,
+    compile: Compile = "none",
+    recompute: Any = False,
     resumes: str | None = None,
     saves_after: int = STEPS,
 ) -> None:
@@ -56,6 +59,7 @@ def train(
     chosen, recorder = FAMILIES[family], Recorder()
     kind = chosen.kind if moves else type("Kept", (chosen.kind,), {"projector": ()})
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "frozen": frozen, "frozen_in_bf16": frozen_in_bf16}
+    settings |= {"compile": compile, "recompute": recompute}
     images: dict[str, Any] = {"images": chosen.images}
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
         images["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
