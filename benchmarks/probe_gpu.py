@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any
@@ -68,8 +69,7 @@ def streams() -> str:
     copies = [CopyStream(GPU) for _ in range(9)]  # as many as a rank of both roles has
     of_others = [torch.cuda.Stream(GPU) for _ in range(_STREAMS_OF_OTHERS)]  # type: ignore[no-untyped-call]
     inside: list[Callable[[], AbstractContextManager[Any]]] = [copy.copying for copy in copies]
-    for stream in (CudaRuntime(GPU).side, *of_others):
-        inside.append(lambda stream=stream: torch.cuda.stream(stream))
+    inside += [partial(torch.cuda.stream, stream) for stream in (CudaRuntime(GPU).side, *of_others)]
     rows = torch.ones(1 << 20, device=GPU)
     held = [number for number, enter in enumerate(inside) if _is_held_up(enter, rows)]
     told = os.environ.get(QUEUES)
