@@ -37,6 +37,7 @@ class SearchSpace:
         recompute: what backwards may compute again.
         expert: data ranks among which a mixture's experts may be divided.
         shard_nodes: nodes over which fully sharded weights may be there once between them (HSDP), besides all.
+        offload: what of roles with a backward lies in the host's memory; with activations nothing is computed again.
     """
 
     tensor: Sequence[int] = (1, 2, 4, 8)
@@ -46,6 +47,7 @@ class SearchSpace:
     recompute: Sequence[Recompute] = ("none", "selective", "full")
     expert: Sequence[int] = (1, 4, 8, 16)
     shard_nodes: Sequence[int] = (1, 2, 4, 8, 16)
+    offload: Offload = "none"
 
 
 WHOLE_COPIES = SearchSpace(tensor=(1,), pipeline=(1,), context=(1,), shard=("replicate",), expert=(1,))
@@ -143,6 +145,7 @@ class CandidateTable:
             family.recompute,
             float(self.seconds[index]),
             float(self.bytes[index]),
+            family.offload,
         )
 
     def select(self, chosen: IntArray | NDArray[np.bool_]) -> CandidateTable:
@@ -219,8 +222,10 @@ def families_of(problem: RoleProblem, space: SearchSpace, as_backbone: bool = Fa
         space: which layouts may be used at all.
         as_backbone: an encoder may have a pipeline, for one layout of everything.
     """
-    cluster, half = problem.cluster, problem.half
+    cluster = problem.cluster
     backbone = as_backbone or problem.role == BACKBONE
+    has_backward = problem.half.trains or problem.receives_gradient
+    offload: Offload = space.offload if has_backward else "none"
     pipelines = space.pipeline if backbone else (1,)
     contexts = space.context if problem.role == BACKBONE else (1,)
     for tensor, pipeline, context in product(space.tensor, pipelines, contexts):
@@ -234,9 +239,9 @@ def families_of(problem: RoleProblem, space: SearchSpace, as_backbone: bool = Fa
         for shard, recompute in product(space.shard, space.recompute):
             if pipeline > 1 and shard not in ("replicate", "zero1"):
                 continue  # Stages would gather or scatter for every microbatch.
-            if recompute != "none" and not (half.trains or problem.receives_gradient):
+            if recompute != "none" and (not has_backward or offload in ("activations", "all")):
                 continue
-            every = Family(data, tensor, pipeline, context, shard, recompute)
+            every = Family(data, tensor, pipeline, context, shard, recompute, offload=offload)
             for family in (every, *_in_groups(every, cluster, space.shard_nodes)):
                 degrees = family.data[family.data * context > 1] if shard != "replicate" else family.data
                 kept = replace(family, data=degrees)
@@ -262,7 +267,23 @@ def why_undividable(problem: RoleProblem, tensor: int, pipeline: int, context: i
         return f"The {role}'s {depth} layers cannot be divided evenly among {pipeline} pipeline stages."
     if context > 1 and role != BACKBONE:
         return f"The {role} has context {context}, but no media item is shared among ranks."
-    return None
+    reasons = (why_heads_cannot_be_shared(role, part.heads, tensor, context) for part in layers)
+    return next(filter(None, reasons), None)
+
+
+def why_heads_cannot_be_shared(role: str, heads: int, tensor: int, context: int) -> str | None:
+    """Why context ranks cannot share attention, as a sentence; None where they can.
+
+    They trade tokens for heads around it (`flowtrain_lightning.parallel.context_parallel`), of those that a tensor rank
+    has. Key heads never stand in the way: where there are too few for all ranks they are repeated.
+    """
+    if context == 1 or heads % (tensor * context) == 0:
+        return None
+    degrees = f"{tensor} tensor x {context} context ranks" if tensor > 1 else f"{context} context ranks"
+    possible = [degree for degree in range(2, heads // tensor + 1) if heads % (tensor * degree) == 0]
+    near = [degree for degree in possible if degree < context][-1:] + [degree for degree in possible if degree > context][:1]
+    advice = f"take a context degree of {' or '.join(map(str, near))}" if near else "leave the context degree out"
+    return f"The {role}'s attention heads, {heads}, cannot be shared by {degrees}: each computes whole heads; {advice}."
 
 
 def _with_experts_divided(problem: RoleProblem, family: Family, degrees: Sequence[int]) -> Iterator[Family]:

@@ -101,7 +101,7 @@ class ModuleDescription:
 
     Attributes:
         name: what it is called.
-        encoders: modality -> its encoder.
+        encoders: modality -> its encoder; empty of a language model.
         backbone: the half that reads tokens and features.
     """
 
@@ -111,8 +111,6 @@ class ModuleDescription:
     _roles: dict[str, Half] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.encoders:
-            raise PlanningError(f"{self.name} has no encoder, so there is nothing to divide; train it with DDP.")
         roles = {self.role_of(modality): half for modality, half in self.encoders.items()}
         object.__setattr__(self, "_roles", {**roles, BACKBONE: self.backbone})
 
@@ -169,6 +167,8 @@ class ModuleDescription:
         for half in halves:
             if half not in ("encoder", "tower", "backbone"):
                 raise PlanningError(f"There is no half {half!r} to freeze; choose from encoder, tower, backbone.")
+            if half != "backbone" and not module.encoders:
+                raise PlanningError(f"{self.name} has no encoder, so there is no {half} to freeze.")
             if half == "backbone":
                 module = replace(module, backbone=module.backbone.frozen())
             else:

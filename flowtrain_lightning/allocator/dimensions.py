@@ -152,17 +152,21 @@ def describe_dimensions(specification: Mapping[str, Any]) -> ModuleDescription:
 
     Args:
         specification: ``name``, ``backbone`` (arguments of `backbone`) and ``encoders``: modality -> arguments of
-            `vision_encoder`, or of `audio_encoder` for the modality ``audio``. ``output`` may be left out.
+            `vision_encoder`, or of `audio_encoder` for the modality ``audio``. ``output`` may be left out, and of a
+            language model ``encoders``.
 
     Raises:
         PlanningError: a dimension is missing, unknown or no whole number above 0.
     """
-    if not isinstance(specification.get("backbone"), Mapping) or not isinstance(specification.get("encoders"), Mapping):
-        raise PlanningError("A module's dimensions need 'backbone' and 'encoders', each with dimensions by name.")
+    named = specification.get("encoders") or {}
+    if not isinstance(specification.get("backbone"), Mapping) or not isinstance(named, Mapping):
+        raise PlanningError(
+            "A module's dimensions need 'backbone', and unless it reads text alone 'encoders', with dimensions by name."
+        )
     given = specification["backbone"]
     reader = _build(backbone, given, "backbone")
     encoders = {}
-    for modality, dimensions in specification["encoders"].items():
+    for modality, dimensions in named.items():
         build = audio_encoder if modality == "audio" else vision_encoder
         encoders[modality] = _build(build, {"output": given["hidden"], **(dimensions or {})}, f"{modality} encoder")
     return ModuleDescription(str(specification.get("name", "module")), encoders, reader)

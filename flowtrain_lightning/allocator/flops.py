@@ -65,14 +65,19 @@ def attended_pairs(lengths: IntArray, causal: bool, window: int | None) -> float
         window: with ``causal`` each token sees so many at most (a sliding window); else sequences are cut into blocks
             of so many.
     """
+    return float(pairs_of_each(lengths, causal, window).sum())
+
+
+def pairs_of_each(lengths: IntArray, causal: bool, window: int | None) -> FloatArray:
+    """``[sequences]`` the same for each sequence."""
     exact = lengths.astype(np.float64)
     if causal:
         reach = exact if window is None else np.minimum(exact, window)
-        return float((reach * (reach + 1) / 2 + (exact - reach) * reach).sum())
+        return np.asarray(reach * (reach + 1) / 2 + (exact - reach) * reach)
     if window is None:
-        return float((exact * exact).sum())
+        return np.asarray(exact * exact)
     blocks, rest = np.divmod(exact, window)
-    return float((blocks * window * window + rest * rest).sum())
+    return np.asarray(blocks * window * window + rest * rest)
 
 
 def forward_work(half: Half, lengths: IntArray) -> Work:

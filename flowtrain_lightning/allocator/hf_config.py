@@ -11,6 +11,12 @@ from flowtrain_lightning.allocator.role_layout import PlanningError
 
 Config = Mapping[str, Any]
 
+_SETTINGS = ("quantization_config", "generation_config", "compression_config", "task_specific_params")
+"""Fields of a config that describe no part of the model though they are called so."""
+
+_PLAIN_PERCEPTRONS = ("opt", "gpt_neox", "phi", "starcoder2", "falcon", "bloom")
+"""Types of decoders whose feed-forward network has two matrices."""
+
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 4096,
@@ -62,13 +68,20 @@ def describe_config(config: Config, name: str | None = None) -> ModuleDescriptio
         PlanningError: the ``model_type`` is not known, or a field is missing or no number above 0.
     """
     kind = str(config.get("model_type"))
-    if kind not in _FAMILIES:
+    if kind not in _FAMILIES and not _reads_text_alone(config):
         raise PlanningError(
-            f"A config of model_type {kind!r} cannot be read; known are {', '.join(_FAMILIES)}. Give the module's "
-            "dimensions instead (see docs/planning.md)."
+            f"A config of model_type {kind!r} cannot be read; known are {', '.join(_FAMILIES)}, and decoders of text in "
+            "Llama's form. Give the module's dimensions instead (see docs/planning.md)."
         )
-    reader = _backbone(config)
-    return ModuleDescription(name or kind, _FAMILIES[kind](config), reader)
+    encoders = _FAMILIES[kind](config) if kind in _FAMILIES else {}
+    return ModuleDescription(name or kind, encoders, _backbone(config))
+
+
+def _reads_text_alone(config: Config) -> bool:
+    """Whether a config is of a decoder whose layers have the matrices of Llama's, and nothing else is beside it."""
+    needed = {"num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"}
+    other = any(name.endswith("_config") and value for name, value in config.items() if name not in _SETTINGS)
+    return needed <= {*config} and not other and config.get("kv_lora_rank") is None
 
 
 def _field(config: Config, *names: str) -> Any:
@@ -113,7 +126,7 @@ def _backbone(config: Config) -> Half:
         experts = {
             "count": count,
             "chosen": _field(text, "num_experts_per_tok"),
-            "feed_forward": _field(text, "moe_intermediate_size"),
+            "feed_forward": _field(text, "moe_intermediate_size", "intermediate_size"),
         }
     return backbone(
         layers=layers,
@@ -124,6 +137,7 @@ def _backbone(config: Config) -> Half:
         head_size=_optional(text, "head_dim"),
         vocabulary=_field(text, "vocab_size"),
         tied=bool(tied),
+        gated=text.get("model_type") not in _PLAIN_PERCEPTRONS,
         experts=experts,
         **windows,
     )

@@ -53,7 +53,7 @@ def product_seconds(
 
 
 def attention_seconds(
-    part: Layers, pairs: float, tokens: FloatArray, device: Device, share: Efficiency, width: int
+    part: Layers, pairs: FloatArray | float, tokens: FloatArray, device: Device, share: Efficiency, width: int
 ) -> FloatArray:
     """``[layouts]`` seconds of a layer's fused attention, forward; short sequences and heads below a tile are slow.
 

@@ -159,7 +159,7 @@ def _in_flight(problem: RoleProblem, family: Family, microbatches: FloatArray) -
 def _kept_bytes(problem: RoleProblem, family: Family, tokens: FloatArray) -> FloatArray:
     """Bytes on the device that a microbatch keeps from its forward to its backward."""
     kept = kept_activations(problem, family) * tokens / family.pipeline
-    if family.host_activations(problem.precision):
+    if family.host_activations:
         kept = kept * min(1.0, GATHERED_LAYERS * family.pipeline / max(1, problem.half.depth))
     return kept
 

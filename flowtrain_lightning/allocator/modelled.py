@@ -49,7 +49,9 @@ class ModelledCosts:
             NoPlanError: no layout fits; says how many devices would do.
         """
         if not (found := self.plans()):
-            raise NoPlanError(self._refusal())
+            smallest = self.smallest_cluster()
+            more = f"the smallest number that would do is {smallest}" if smallest else "nor would any number of them do"
+            raise NoPlanError(f"{self.why_nothing_fits}; {more}.")
         return found
 
     def plans(self, allows: Callable[[Layout], bool] = lambda layout: True) -> tuple[ModelledPlan, ...]:
@@ -61,6 +63,10 @@ class ModelledCosts:
         every = {
             role: table.of_families(lambda family: allows(family.layout(-1))) for role, table in self._tables.items()
         }
+        if len(every) == 1:
+            alone = [plan for tables in self._plainest_first(every) if (plan := uniform_plan(self.problems, tables))]
+            enough = (1 + self.margin) * min((plan.seconds for plan in alone), default=0.0)
+            return (self._plainest(alone, enough),) if alone else ()
         apart = {role: table.of_families(_has_no_stages) for role, table in every.items() if role != BACKBONE}
         apart[BACKBONE] = every[BACKBONE]
         plain = _of_whole_layers(apart)
@@ -72,7 +78,9 @@ class ModelledCosts:
             [mixed_plan(self.problems, tables) for tables in (plain, apart)],
         )
         found = [[plan for plan in plans if plan is not None] for plans in kinds]
-        enough = (1 + self.margin) * min((plan.seconds for plans in found for plan in plans), default=0.0)
+        # How far the roles of a mixed plan wait for each other only a simulation tells: it sets no mark for others.
+        marks = [plan.seconds for plans in found for plan in plans if plan.kind != "mixed"]
+        enough = (1 + self.margin) * min(marks, default=0.0)
         return tuple(self._plainest(plans, enough) for plans in found if plans)
 
     def _plainest_first(self, tables: Tables) -> Iterator[Tables]:
@@ -105,6 +113,16 @@ class ModelledCosts:
         return high
 
     @property
+    def why_nothing_fits(self) -> str:
+        """What does not fit into what, as the beginning of a sentence."""
+        cluster = self._cluster
+        devices = "1 device" if cluster.devices == 1 else f"{cluster.devices} devices"
+        return (
+            f"The module fits in no layout on {devices} {cluster.device.name} of "
+            f"{usable_bytes(cluster) / 1e9:.0f} GB that can be planned for"
+        )
+
+    @property
     def _cluster(self) -> Cluster:
         return self.problems[BACKBONE].cluster
 
@@ -112,20 +130,6 @@ class ModelledCosts:
     def _tables(self) -> Tables:
         """Role -> its candidates. Those of encoders with a pipeline are for one layout of everything."""
         return {role: candidates(problem, self.space, as_backbone=True) for role, problem in self.problems.items()}
-
-    def _refusal(self) -> str:
-        cluster = self._cluster
-        devices = "1 device" if cluster.devices == 1 else f"{cluster.devices} devices"
-        refusal = (
-            f"The module fits in no layout on {devices} {cluster.device.name} of "
-            f"{usable_bytes(cluster) / 1e9:.0f} GB that can be planned for"
-        )
-        smallest = self.smallest_cluster()
-        if smallest is None:
-            return (
-                f"{refusal}, nor on any larger number up to {_MOST_DEVICES}; lower the token budget or freeze a half."
-            )
-        return f"{refusal}; the smallest number that would do is {smallest}."
 
     def _fits_on(self, devices: int) -> bool:
         cluster = replace(self._cluster, devices=devices)

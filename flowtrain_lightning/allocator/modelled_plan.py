@@ -70,11 +70,20 @@ class ModelledPlan(Prediction):
             "peak GB": f"{self.peak_bytes / 1e9:.1f}",
         }
 
+    def is_laid_out_as(self, other: ModelledPlan) -> bool:
+        """Whether both put the same layouts onto the same devices: one layout for all roles is a way to colocate them."""
+        together = ("uniform", "colocated")
+        if self.kind != other.kind and not (self.kind in together and other.kind in together):
+            return False
+        mine, others = ([(r, c.layout, c.recompute, c.offload) for r, c in one.chosen.items()] for one in (self, other))
+        return mine == others
+
     def allocation(self, per_node: int) -> Allocation:
         """The plan's layouts put onto nodes of ``per_node`` devices.
 
         Raises:
-            AllocationError: the backbone is smaller than a group of tensor ranks, so that it cannot have rank 0.
+            AllocationError: of several nodes, the backbone is smaller than a group of tensor ranks, so that it cannot
+                have rank 0.
         """
         layouts = {role: candidate.layout for role, candidate in self.chosen.items()}
         recompute = {role: candidate.recompute for role, candidate in self.chosen.items()}

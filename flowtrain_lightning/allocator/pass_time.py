@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,18 +44,22 @@ class PassTime:
         return self.forward + self.backward + self.exchange
 
 
-def pass_time(problem: RoleProblem, family: Family, tokens: FloatArray) -> PassTime:
+def pass_time(
+    problem: RoleProblem, family: Family, tokens: FloatArray, pairs_per_token: Sequence[FloatArray] | None = None
+) -> PassTime:
     """Time of one microbatch.
 
     Args:
         problem: the role.
         family: how a replica shares its work.
-        tokens: ``[layouts]`` tokens of the microbatch.
+        tokens: ``[layouts]`` tokens of the microbatch; or ``[microbatches]`` of a family of one layout.
+        pairs_per_token: for every part with layers the ``[microbatches]`` attended pairs of a mean token; None is as in
+            the problem's data.
     """
     zero = np.zeros_like(tokens)
     forward, backward, exchange, slowest, ends = zero, zero, zero, zero, zero
     flows = problem.receives_gradient
-    pairs = iter(problem.pairs_per_token)
+    pairs = iter(problem.pairs_per_token if pairs_per_token is None else pairs_per_token)
     for part in problem.half.parts:
         if isinstance(part, Dense):
             there, back = _dense_seconds(problem, part, family, tokens, flows)
@@ -88,7 +93,7 @@ def _dense_seconds(
 
 
 def _layer_seconds(
-    problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray, pairs: float, trains: bool
+    problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray, pairs: FloatArray | float, trains: bool
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Forward, backward and exposed exchange of one layer. ``trains`` says that gradients flow into or through it."""
     trains = trains and not part.unused

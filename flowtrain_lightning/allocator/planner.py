@@ -99,15 +99,13 @@ class PlacementChoice(Generic[P]):
         """Why it was chosen, as part of a sentence: separate roles are compared with roles that share all devices."""
         name, fastest = self.chosen.name, min(self.predictions, key=lambda each: each.seconds)
         rival = self._fastest(not self.chosen.separates)
-        reasons = []
+        reasons = [] if fastest is self.chosen else [self._simpler_than(fastest)]
         if rival is None:
             other = "all roles on the same ranks" if self.chosen.separates else "roles on ranks of their own"
             reasons.append(f"{name} is the fastest that is possible, and to have {other} is not")
         elif rival.seconds >= self.chosen.seconds:
             idle = "" if self.chosen.separates else _idle(rival)
             reasons.append(f"{name} is predicted to be {_faster(self.chosen, rival)} than {rival.name}{idle}")
-        if fastest is not self.chosen:
-            reasons.append(f"{fastest.name} is predicted to be {self._no_more_than(fastest)}")
         return "; ".join(reasons)
 
     @property
@@ -131,12 +129,15 @@ class PlacementChoice(Generic[P]):
         ]
         return ("", "s/step", "samples/s", *self.chosen.cells()), lines
 
-    def _no_more_than(self, fastest: P) -> str:
-        """Why not the fastest, as the end of a sentence about it."""
-        if fastest.seconds * (1 + _AS_FAST) > self.chosen.seconds:
-            return f"as fast as {self.chosen.name}, which is simpler"
-        limit = f"and below {100 * self.margin:.0f} % the simpler placement is taken"
-        return f"just {_faster(fastest, self.chosen)} than {self.chosen.name}, {limit}"
+    def _simpler_than(self, fastest: P) -> str:
+        """Why not the fastest, as part of a sentence."""
+        name, saved = self.chosen.name, 1 - fastest.seconds / self.chosen.seconds
+        if saved < _AS_FAST:
+            return f"{name} is as fast as {fastest.name}, and simpler"
+        return (
+            f"{name} is the simplest within {100 * self.margin:.0f} % of the fastest ({fastest.name} would save "
+            f"{100 * saved:.1f} %)"
+        )
 
     def _fastest(self, separates: bool) -> P | None:
         found = (each for each in self.predictions if each.separates == separates)

@@ -112,18 +112,19 @@ def assign_ranks(layouts: Mapping[str, Layout], per_node: int, block: int | None
         block: devices of a block; None is the largest tensor degree.
 
     Raises:
-        AllocationError: the backbone has fewer devices than a block, so that it cannot have rank 0.
+        AllocationError: of several nodes the backbone would have the end of the last one, so that it cannot have
+            rank 0.
     """
     size = block or largest_tensor_degree(layouts)
     count, total = layouts[BACKBONE].ranks, sum(layout.ranks for layout in layouts.values())
-    if count < size < total:
+    blocks = _filled_blocks(layouts, size)
+    partial = blocks.pop() if sum(blocks[-1].values()) < size else None
+    nodes = -(-total // per_node)
+    if nodes > 1 and partial is not None and partial.get(BACKBONE) == count:
         raise AllocationError(
             f"The backbone has {_devices(count)}, but tensor ranks come in groups of {size}; give it at least {size}, "
             "since it has rank 0."
         )
-    blocks = _filled_blocks(layouts, size)
-    partial = blocks.pop() if sum(blocks[-1].values()) < size else None
-    nodes = -(-total // per_node)
     capacities = [per_node // size] * nodes
     capacities[-1] = len(blocks) - sum(capacities[:-1])
     contents = _dealt(sorted(blocks, key=lambda each: -each.get(BACKBONE, 0)), capacities)

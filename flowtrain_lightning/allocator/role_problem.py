@@ -14,6 +14,7 @@ from flowtrain_lightning.allocator.devices import Cluster
 from flowtrain_lightning.allocator.flops import FloatArray, attended_pairs, forward_work, model_flops
 from flowtrain_lightning.allocator.role_layout import Layout, Offload, PlanningError, Recompute, Sharding
 from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_loads
+from flowtrain_lightning.packing.bin_packing import best_fit
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class Precision:
         products: of a number that layers' products multiply; None is ``computing``.
         frozen: of a weight that does not train, with its copies; None is as of one that does.
         host_states: the optimizer's states are in the host's memory, where it updates the weights.
-        host_activations: what forwards keep for backwards is in the host's memory meanwhile.
     """
 
     name: str
@@ -44,7 +44,6 @@ class Precision:
     products: int | None = None
     frozen: int | None = None
     host_states: bool = False
-    host_activations: bool = False
 
     @property
     def multiplied(self) -> int:
@@ -103,6 +102,9 @@ DIVIDED: Mapping[Sharding, tuple[str, ...]] = {
 
 _DRAWN_LENGTHS = 64
 """Lengths whose work is computed; that of others is read off between them."""
+
+_PACKED = 512
+"""Items that are packed to see how far samples fill a forward; of more, every so many-th."""
 
 _ITEMS_OF_A_RANK = 16
 """So many of a rank's costliest items are looked at for the bound of `RoleProblem.unevenness`."""
@@ -175,9 +177,10 @@ class Family:
         """Whether the optimizer's states are in the host's memory, where it updates the weights."""
         return precision.host_states or self.offload == "optimizer" or self.host_weights
 
-    def host_activations(self, precision: Precision) -> bool:
+    @property
+    def host_activations(self) -> bool:
         """Whether what forwards keep for backwards is in the host's memory meanwhile."""
-        return precision.host_activations or self.offload in ("activations", "all")
+        return self.offload in ("activations", "all")
 
     def layout(self, number: int) -> Layout:
         """The layout with the ``number``-th data degree."""
@@ -246,6 +249,16 @@ class RoleProblem:
         drawn = costs[np.arange(count) * len(costs) // count]
         relative: FloatArray = drawn / drawn.mean()
         return relative
+
+    @cached_property
+    def full_batches(self) -> float:
+        """Forwards that the items of a step fill, as the packer counts them: within the budget, and no item is cut."""
+        lengths = np.sort(self.load.lengths)[::-1].astype(np.int64)
+        count = max(1, round(self.load.items))
+        few = min(count, _PACKED)
+        drawn = np.ascontiguousarray(lengths[np.arange(few) * len(lengths) // few])
+        _, opened = best_fit(drawn, self.load.budget, few)
+        return float(opened) if few == count else opened * self.load.tokens / float(drawn.sum())
 
     def unevenness(self, data: FloatArray) -> FloatArray:
         """Work of the busiest data rank over the mean one, ``[layouts]`` as ``data``: samples and media are not cut.

@@ -33,7 +33,7 @@ class RoleTime:
         optimizer: the update of the weights.
         offload: activations and weights that go to the host's memory and back: what computing does not hide.
         microbatches: microbatches of a replica.
-        tokens: tokens of a microbatch.
+        tokens: tokens of a mean microbatch; the busiest replica's cost as much as more.
     """
 
     forward: FloatArray
@@ -79,7 +79,8 @@ def role_time(problem: RoleProblem, family: Family, interleave: int = 1) -> Role
         interleave: chunks of layers that every stage holds.
     """
     microbatches, tokens = batches(problem, family)
-    once = pass_time(problem, family, tokens)
+    busiest = tokens * problem.unevenness(family.data)
+    once = pass_time(problem, family, busiest)
     stage, between = _stage_seconds(problem, family, once, tokens, interleave)
     scale = stage / np.maximum(once.total, 1e-30)
     sharing = sharing_time(problem, family, once, microbatches)
@@ -93,7 +94,7 @@ def role_time(problem: RoleProblem, family: Family, interleave: int = 1) -> Role
         sharding=microbatches * (sharing.forward + sharing.backward),
         reduction=sharing.end,
         optimizer=_optimizer_seconds(problem, family),
-        offload=microbatches * _offload_seconds(problem, family, once, tokens),
+        offload=microbatches * offload_seconds(problem, family, once, tokens),
         microbatches=microbatches,
         tokens=tokens,
     )
@@ -105,12 +106,14 @@ def slowest_of(ranks: FloatArray) -> FloatArray:
 
 
 def batches(problem: RoleProblem, family: Family) -> tuple[FloatArray, FloatArray]:
-    """Microbatches of the busiest replica, and the tokens of each: within the budget, and enough to fill the stages."""
+    """Microbatches of a replica, and the tokens of a mean one: within the budget, and enough to fill the stages.
+
+    Replicas have as many of them. That some cost more, since samples differ, makes none of them two.
+    """
     load = problem.load
-    mine = load.tokens / family.data * problem.unevenness(family.data)
     fewest = np.minimum(family.pipeline, np.maximum(1.0, np.floor(load.items / family.data)))
-    microbatches = np.maximum(np.ceil(mine / load.budget - 1e-9), fewest)
-    return microbatches, mine / microbatches
+    microbatches = np.maximum(np.ceil(problem.full_batches / family.data - 1e-9), fewest)
+    return microbatches, load.tokens / family.data / microbatches
 
 
 def _stage_seconds(
@@ -154,10 +157,10 @@ def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
     return kept * precision.updated / (device.memory_bandwidth * problem.efficiency.update)
 
 
-def _offload_seconds(problem: RoleProblem, family: Family, once: PassTime, tokens: FloatArray) -> FloatArray:
+def offload_seconds(problem: RoleProblem, family: Family, once: PassTime, tokens: FloatArray) -> FloatArray:
     """What of sending a microbatch's activations to the host and back outlasts its computing, or a rank's weights."""
     there = back = np.zeros_like(tokens)
-    if family.host_activations(problem.precision):
+    if family.host_activations:
         there = back = kept_activations(problem, family) * tokens / family.pipeline
     if family.host_weights:  # as wide as they are kept: they come for each pass, and gradients of the second leave
         half, precision = problem.half, problem.precision

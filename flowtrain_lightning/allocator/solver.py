@@ -10,6 +10,7 @@ from scipy.sparse import csr_array, hstack
 
 from flowtrain_lightning.allocator.candidates import Candidate, CandidateTable
 from flowtrain_lightning.allocator.flops import FloatArray
+from flowtrain_lightning.allocator.silenced import silenced_output
 
 TIE = 0.005
 """Times that differ by less are taken as equal: the models of time know no better."""
@@ -83,17 +84,18 @@ def _fastest_of_the_slowest(tables: list[CandidateTable], devices: int) -> float
     one_each = csr_array((ones, (chosen, columns)), shape=(roles, total + 1))
     of_slowest = hstack([csr_array((rates, (chosen, columns)), shape=(roles, total)), -np.ones((roles, 1))])
     budget = csr_array((counts, (np.zeros(total, dtype=int), columns)), shape=(1, total + 1))
-    answer = milp(
-        np.append(np.zeros(total), -1.0),
-        integrality=np.append(ones, 0.0),
-        bounds=Bounds(0.0, 1.0),
-        constraints=[
-            LinearConstraint(one_each, 1.0, 1.0),
-            LinearConstraint(of_slowest, 0.0, np.inf),
-            LinearConstraint(budget, 0.0, devices),
-        ],
-        options={"mip_rel_gap": 0.0},
-    )
+    with silenced_output():
+        answer = milp(
+            np.append(np.zeros(total), -1.0),
+            integrality=np.append(ones, 0.0),
+            bounds=Bounds(0.0, 1.0),
+            constraints=[
+                LinearConstraint(one_each, 1.0, 1.0),
+                LinearConstraint(of_slowest, 0.0, np.inf),
+                LinearConstraint(budget, 0.0, devices),
+            ],
+            options={"mip_rel_gap": 0.0},
+        )
     if answer.x is None:
         raise SolverError(f"The solver found no allocation: {answer.message}")
     picked = [np.flatnonzero(chosen == role)[np.argmax(answer.x[:total][chosen == role])] for role in range(roles)]

@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
+from math import inf
 
-from flowtrain_lightning.allocator import BACKBONE
+from flowtrain_lightning.allocator import BACKBONE, PlanningError
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+
+
+@dataclass(frozen=True)
+class Price:
+    """What an hour of one device costs.
+
+    Attributes:
+        amount: above 0.
+        currency: three letters.
+    """
+
+    amount: float
+    currency: str = "USD"
+
+
+def read_price(text: str) -> Price:
+    """A price such as ``2.5``, in US dollars, or ``2.5EUR``.
+
+    Raises:
+        PlanningError: it is neither.
+    """
+    found = re.fullmatch(r"(.+?)\s*([A-Za-z]{3})?", text.strip())
+    try:
+        amount = float(found[1]) if found is not None else 0.0
+    except ValueError:
+        amount = 0.0
+    if found is None or not 0 < amount < inf:
+        raise PlanningError(f"--price is {text}; it must be a number above 0, with a currency or not, such as 2.5EUR.")
+    return Price(amount, found[2].upper() if found[2] else Price.currency)
 
 
 @dataclass(frozen=True)
@@ -19,6 +50,7 @@ class Bill:
         hours_high: its upper end.
         device_hours: of all devices together, whether the plan uses them or not.
         cost: of these hours; None without a price.
+        currency: of the cost; None without a price.
     """
 
     tokens: float
@@ -27,21 +59,20 @@ class Bill:
     hours_high: float
     device_hours: float
     cost: float | None
+    currency: str | None
 
     def text(self) -> str:
-        """The bill in a sentence."""
-        price = "" if self.cost is None else f", which cost {self.cost:,.0f}"
-        return (
-            f"Training on {self.tokens:,.0f} tokens: {self.hours:,.3g} hours ({self.hours_low:,.3g} to "
-            f"{self.hours_high:,.3g}), {self.device_hours:,.4g} device hours{price}"
-        )
+        """The bill in a sentence, with what is asked for first."""
+        hours = f"{self.hours:,.3g} hours ({self.hours_low:,.3g} to {self.hours_high:,.3g})"
+        price = "" if self.cost is None else f" and {self.cost:,.0f} {self.currency}"
+        return f"{hours}{price} for training on {self.tokens:,.0f} tokens: {self.device_hours:,.4g} device hours"
 
-    def values(self) -> dict[str, float | None]:
+    def values(self) -> dict[str, float | str | None]:
         """The bill for JSON."""
         return asdict(self)
 
 
-def bill_of(plan: ModelledPlan, problems: Problems, tokens: float, price: float | None) -> Bill:
+def bill_of(plan: ModelledPlan, problems: Problems, tokens: float, price: Price | None) -> Bill:
     """The bill of a plan.
 
     Args:
@@ -53,5 +84,7 @@ def bill_of(plan: ModelledPlan, problems: Problems, tokens: float, price: float 
     backbone = problems[BACKBONE]
     hours = tokens / backbone.load.tokens * plan.seconds / 3600
     device_hours = hours * backbone.cluster.devices
-    cost = None if price is None else device_hours * price
-    return Bill(tokens, hours, hours * plan.band.low, hours * plan.band.high, device_hours, cost)
+    low, high = hours * plan.band.low, hours * plan.band.high
+    if price is None:
+        return Bill(tokens, hours, low, high, device_hours, None, None)
+    return Bill(tokens, hours, low, high, device_hours, device_hours * price.amount, price.currency)

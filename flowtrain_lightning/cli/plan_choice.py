@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from flowtrain_lightning.allocator import (
 )
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.placement.request import why_it_cannot_run
+from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 
 _RUN = ("bf16-mixed", "bf16-true", "32-true")
 """Precisions that can be planned for and run."""
@@ -26,45 +28,69 @@ _RUN = ("bf16-mixed", "bf16-true", "32-true")
 
 @dataclass(frozen=True)
 class Choices:
-    """The recommended plan, and the one that would be if training ran every layout.
+    """The recommended plan, and what would be faster if training ran every layout.
 
     Attributes:
         recommended: of the plans that training runs, or of all where it runs none.
-        anyway: of all plans.
+        faster: the best plan of all where it is faster and training does not run it yet. Nothing simulates it, so
+            it is taken to fall short of its model as the recommended one does.
     """
 
     recommended: PlacementChoice[ModelledPlan]
-    anyway: PlacementChoice[ModelledPlan]
+    faster: ModelledPlan | None
 
 
 @dataclass(frozen=True)
-class _RunnableCosts:
-    """The predictions of modelled costs for what training runs."""
+class _GivenPlans:
+    """Predictions that were made already."""
 
-    costs: ModelledCosts
+    plans: tuple[ModelledPlan, ...]
 
     margin: ClassVar[float] = ModelledCosts.margin
 
     def predictions(self) -> tuple[ModelledPlan, ...]:
-        problems = self.costs.problems
-        plans = self.costs.plans(lambda layout: _runs(layout) and _suits(layout, problems) is None)
-        runs = [plan for plan in plans if why_plan_cannot_run(plan, problems) is None]
-        if not runs:
-            raise NoPlanError("Training runs none of the plans that fit.")
-        return tuple(runs)
+        return self.plans
 
 
-def choose_plans(costs: ModelledCosts) -> Choices:
+def choose_plans(costs: ModelledCosts, simulator: PlanSimulator | None = None) -> Choices:
     """The plans to show.
+
+    Args:
+        costs: predict the best plan of every kind.
+        simulator: plays these, so that the choice is by what a packed step takes; None takes them as modelled.
 
     Raises:
         NoPlanError: nothing fits at all.
     """
     anyway = choose_placement(costs)
-    try:
-        return Choices(choose_placement(_RunnableCosts(costs)), anyway)
-    except NoPlanError:
-        return Choices(anyway, anyway)
+    modelled = running_plans(costs)
+    if not modelled:
+        return Choices(anyway, None)
+    played = tuple(modelled if simulator is None else simulator.simulated(modelled))
+    recommended = choose_placement(_GivenPlans(played))
+    before = next(plan for plan in modelled if plan.kind == recommended.chosen.kind)
+    return Choices(recommended, _faster(anyway.chosen, before, recommended.chosen))
+
+
+def running_plans(costs: ModelledCosts) -> list[ModelledPlan]:
+    """The best plan of every kind among those that training runs."""
+    problems = costs.problems
+    plans = costs.plans(lambda layout: _runs(layout, len(problems) - 1) and _suits(layout, problems) is None)
+    return [plan for plan in plans if why_plan_cannot_run(plan, problems) is None]
+
+
+def _faster(best: ModelledPlan, modelled: ModelledPlan, recommended: ModelledPlan) -> ModelledPlan | None:
+    """The best plan of all, slowed as the recommended one is by being simulated; None where it is not faster."""
+    if best.seconds >= modelled.seconds:
+        return None
+    slower = recommended.seconds / modelled.seconds
+    return replace(
+        best,
+        seconds=best.seconds * slower,
+        samples_per_second=best.samples_per_second / slower,
+        waiting=best.waiting * slower,
+        mfu=best.mfu / slower,
+    )
 
 
 def why_plan_cannot_run(plan: ModelledPlan, problems: Problems) -> str | None:
@@ -72,6 +98,14 @@ def why_plan_cannot_run(plan: ModelledPlan, problems: Problems) -> str | None:
     backbone = problems[BACKBONE]
     if backbone.precision.name not in _RUN:
         return f"is for precision {backbone.precision.name!r}, but today a Trainer takes {', '.join(_RUN)}."
+    if backbone.precision.host_states:
+        return (
+            "keeps the optimizer's states alone in the host's memory, which training does only where DeepSpeed runs a "
+            "role: give a layout with shard 'deepspeed-1', 'deepspeed-2' or 'deepspeed-3' and offload 'optimizer', or "
+            "with shard 'fsdp' and offload 'weights', as --layout."
+        )
+    if len(problems) == 1:
+        return _why_text_cannot_run(plan.chosen[BACKBONE].layout)
     try:
         allocation = plan.allocation(backbone.cluster.per_node)
     except AllocationError as error:
@@ -91,11 +125,45 @@ def _suits(layout: Layout, problems: Problems) -> str | None:
     return None
 
 
-def _runs(layout: Layout) -> bool:
+def _why_text_cannot_run(layout: Layout) -> str | None:
+    """The same of a language model, which Lightning's own strategies train: there is no encoder to place."""
+    if layout.shard in ("replicate", "fsdp") and layout.tensor == layout.pipeline == layout.context == 1:
+        return None
+    return (
+        f"has no encoder, so that Lightning's own strategies train it, and these have no layout {layout.describe()} "
+        "without code of yours."
+    )
+
+
+def _runs(layout: Layout, encoders: int) -> bool:
     """Whether training runs a layout at all: the backbone in it, at the smallest size of its kind."""
+    if encoders == 0:
+        return _why_text_cannot_run(layout) is None
     replicas = min(2, layout.replicas)
     each = max(layout.expert, min(2, layout.data // layout.replicas))
     small = replace(layout, data=replicas * each, replicas=replicas)
+    if encoders > 1:
+        return why_it_cannot_run(_beside_several_encoders(small, encoders)) is None
     ranks = tuple(range(small.ranks))
     layouts = {ENCODER: Layout(small.ranks), BACKBONE: small}
     return why_it_cannot_run(Allocation("colocated", layouts, dict.fromkeys(ROLES, ranks))) is None
+
+
+def _beside_several_encoders(backbone: Layout, encoders: int) -> Allocation:
+    """A backbone in a layout, with encoders of one rank each."""
+    names = [f"{ENCODER}_{number}" for number in range(encoders)]
+    ranks = {name: (backbone.ranks + number,) for number, name in enumerate(names)}
+    layouts = {**dict.fromkeys(names, Layout()), BACKBONE: backbone}
+    return Allocation("separate", layouts, {**ranks, BACKBONE: tuple(range(backbone.ranks))})
+
+
+def kinds_alike(plans: Sequence[ModelledPlan]) -> list[tuple[ModelledPlan, tuple[str, ...]]]:
+    """The plans that differ, each with the names of others that are the same layouts on the same devices."""
+    found: list[tuple[ModelledPlan, tuple[str, ...]]] = []
+    for plan in plans:
+        same = next((place for place, (one, _) in enumerate(found) if one.is_laid_out_as(plan)), None)
+        if same is None:
+            found.append((plan, ()))
+        else:
+            found[same] = (found[same][0], (*found[same][1], plan.name))
+    return found

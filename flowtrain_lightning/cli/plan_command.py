@@ -5,45 +5,34 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from flowtrain_lightning.allocator import (
+    BACKBONE,
     DEVICES,
     PRECISIONS,
     WHOLE_COPIES,
     Allocation,
     Cluster,
-    Device,
-    ModelledCosts,
-    ModuleDescription,
     NoPlanError,
     PlanningError,
     SearchSpace,
-    Workload,
-    role_problems,
 )
-from flowtrain_lightning.allocator.modelled_plan import given_plan
 from flowtrain_lightning.allocator.plan_file import read_plan, write_plan
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.allocator.role_problem import OPTIMIZERS
 from flowtrain_lightning.allocator.workload import LOSS_CHUNK
 from flowtrain_lightning.cli.command_table import command_parser
-from flowtrain_lightning.cli.plan_bill import bill_of
-from flowtrain_lightning.cli.plan_choice import Choices, choose_plans, why_plan_cannot_run
-from flowtrain_lightning.cli.plan_input import (
-    devices_per_node,
-    read_device,
-    read_efficiencies,
-    read_module,
-    read_workload,
-)
+from flowtrain_lightning.cli.plan_bill import Price, bill_of, read_price
+from flowtrain_lightning.cli.plan_choice import Choices, why_plan_cannot_run
+from flowtrain_lightning.cli.plan_input import devices_per_node, read_device, read_module, read_workload
+from flowtrain_lightning.cli.plan_question import PlanQuestion, best_budget
+from flowtrain_lightning.cli.plan_remedies import refusal
 from flowtrain_lightning.cli.plan_report import PlanReport, given_in_words
+from flowtrain_lightning.cli.plan_sweep import sweep
 from flowtrain_lightning.placement.profile import ProfileError, read_profile
-from flowtrain_lightning.placement.text_table import text_table
 
 MISTAKES = (PlanningError, ProfileError)
 
@@ -60,46 +49,30 @@ def run() -> None:
         ProfileError: the profile cannot be read, or is of something else.
     """
     options = _parser().parse_args(sys.argv[2:])
-    module = read_module(options.model).with_frozen(*options.freeze)
-    if options.lora is not None:
-        module = module.with_adapters(options.lora)
-    device = read_device(options.device)
-    per_node = devices_per_node(options.devices, device, options.nodes)
-    searched = options.token_budget == SEARCH
-    settings = {
-        "global_batch_size": options.batch,
-        "token_budget": None if searched else options.token_budget,
-        "encoder_budget": options.encoder_budget,
-        "loss_chunk": options.loss_chunk,
-    }
-    workload = read_workload(options.data, module, settings)
-    for name, value in (("time-to-train", options.time_to_train), ("price", options.price)):
-        if value is not None and not 0 < value < inf:
-            raise PlanningError(f"--{name} is {value:g}; it must be a number above 0.")
-    if options.price is not None and options.time_to_train is None:
-        raise PlanningError("--price needs --time-to-train, which says for how many tokens.")
+    price = _price(options)
+    if options.sweep and options.out is not None:
+        raise PlanningError("--out writes one plan, but --sweep makes many; leave out one of them.")
+    question = _question(options)
     if options.sweep:
-        if options.out is not None:
-            raise PlanningError("--out writes one plan, but --sweep makes many; leave out one of them.")
-        _sweep(options, module, device, per_node, workload)
+        sweep(question, options.time_to_train, price, options.plot, as_json=options.json)
         return
-    cluster = Cluster(device, options.devices, per_node)
     layout = None if options.layout is None else read_plan(options.layout)
-    workloads = _with_larger_budgets(workload) if searched else [workload]
-    costs, choices = _fastest([_costs(options, module, cluster, one) for one in workloads], layout)
+    if options.token_budget == SEARCH:
+        question = best_budget(question)
+    choices = _answer(question, layout)
     data = "typical lengths, assumed" if options.data is None else str(options.data)
-    given = None if layout is None else given_plan(costs.problems, layout)
+    given = None if layout is None else question.given(layout)
     shown = choices.recommended.chosen if given is None else given
     tokens = options.time_to_train
-    bill = None if tokens is None else bill_of(shown, costs.problems, tokens, options.price)
-    report = PlanReport(choices, costs.problems, module, data, given, bill)
+    bill = None if tokens is None else bill_of(shown, question.problems, tokens, price)
+    report = PlanReport(choices, question.problems, question.module, data, given, bill, options.out)
     if options.out is not None:
-        _write(report, per_node, options.out)
+        _write(report, options.out)
     if options.plot is not None:
         from flowtrain_lightning.cli.plots import draw_plan
 
         draw_plan(report, options.plot)
-    print(json.dumps(report.values()) if options.json else report.text())
+    print(json.dumps(report.values()) if options.json else report.text(options.verbose))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,53 +109,63 @@ def _parser() -> argparse.ArgumentParser:
     add("--whole-copies", action="store_true", help="only layouts in which a rank holds all of its half")
     add("--layout", type=Path, metavar="PLAN.yaml", help="an allocation of your own, shown beside the best one")
     add("--time-to-train", type=float, metavar="TOKENS", help="hours of training on so many backbone tokens")
-    add("--price", type=float, metavar="PER_HOUR", help="of a device, for the cost of --time-to-train")
+    add("--price", metavar="PER_HOUR", help="of a device, as 2.5 (US dollars) or 2.5EUR: the cost of --time-to-train")
     add("--sweep", action="store_true", help="the best plan for 1, 2, 4 … devices")
+    add("--verbose", action="store_true", help="show bars of memory and of a step too")
     add("--json", action="store_true", help="print the figures as JSON")
     add("--out", type=Path, metavar="PLAN.yaml", help="write the recommended plan")
     add("--plot", type=Path, metavar="PLOT.png", help="draw step and memory, or the sweep")
     return parser
 
 
-def _costs(
-    options: argparse.Namespace, module: ModuleDescription, cluster: Cluster, workload: Workload
-) -> ModelledCosts:
-    profile = None if options.profile is None else read_profile(options.profile)
-    efficiencies = read_efficiencies(profile, module, workload, cluster.device, options.precision)
-    precision = replace(
-        PRECISIONS[options.precision].with_optimizer(options.optimizer),
-        frozen=2 if options.frozen_bf16 else None,
-        host_activations=options.offload_activations,
+def _price(options: argparse.Namespace) -> Price | None:
+    """What an hour of a device costs, if that was said; refuses a bill that cannot be made."""
+    tokens = options.time_to_train
+    if tokens is not None and not 0 < tokens < inf:
+        raise PlanningError(f"--time-to-train is {tokens:g}; it must be a number above 0.")
+    if options.price is None:
+        return None
+    if tokens is None:
+        raise PlanningError("--price needs --time-to-train, which says for how many tokens.")
+    return read_price(options.price)
+
+
+def _question(options: argparse.Namespace) -> PlanQuestion:
+    module = read_module(options.model).with_frozen(*options.freeze)
+    if options.lora is not None:
+        module = module.with_adapters(options.lora)
+    device = read_device(options.device)
+    per_node = devices_per_node(options.devices, device, options.nodes)
+    settings = {
+        "global_batch_size": options.batch,
+        "token_budget": None if options.token_budget == SEARCH else options.token_budget,
+        "encoder_budget": options.encoder_budget,
+        "loss_chunk": options.loss_chunk,
+    }
+    space = WHOLE_COPIES if options.whole_copies else SearchSpace()
+    return PlanQuestion(
+        module,
+        Cluster(device, options.devices, per_node),
+        read_workload(options.data, module, settings),
+        options.data,
+        replace(
+            PRECISIONS[options.precision].with_optimizer(options.optimizer), frozen=2 if options.frozen_bf16 else None
+        ),
+        None if options.profile is None else read_profile(options.profile),
+        replace(space, offload="activations" if options.offload_activations else "none"),
     )
-    problems = role_problems(module, workload, cluster, precision, efficiencies)
-    return ModelledCosts(problems, WHOLE_COPIES if options.whole_copies else SearchSpace())
 
 
-def _with_larger_budgets(workload: Workload) -> list[Workload]:
-    """The workload with token budgets from its longest sample, or the default, to eight times as many."""
-    least = max(int(workload.tokens.max()), workload.token_budget // 2)
-    return [replace(workload, token_budget=least * 2**power) for power in range(4)]
-
-
-def _fastest(budgets: Sequence[ModelledCosts], layout: Allocation | None) -> tuple[ModelledCosts, Choices]:
-    """The plans of the token budget with the fastest step; of those that cannot be told apart the smallest budget.
+def _answer(question: PlanQuestion, layout: Allocation | None) -> Choices:
+    """The plans to show.
 
     Raises:
-        NoPlanError: nothing fits; says also what a layout that is given would take.
+        NoPlanError: nothing fits; says what would do, and what a layout that is given would take.
     """
-    found: list[tuple[ModelledCosts, Choices]] = []
-    refusals: list[str] = []
-    for costs in budgets:
-        try:
-            found.append((costs, choose_plans(costs)))
-        except NoPlanError as refusal:
-            refusals.append(str(refusal))
-    if not found:
-        own = [] if layout is None else [given_in_words(given_plan(budgets[0].problems, layout), budgets[0].problems)]
-        raise NoPlanError(" ".join([refusals[0], *own]))
-    fastest = min(choices.recommended.chosen.seconds for _, choices in found)
-    enough = fastest * (1 + ModelledCosts.margin)
-    return next(one for one in found if one[1].recommended.chosen.seconds <= enough)
+    if question.costs.plans():
+        return question.answer()
+    own = [] if layout is None else [given_in_words(question.given(layout), question.problems)]
+    raise NoPlanError(" ".join([refusal(question), *own]))
 
 
 def _budget(text: str) -> int | str:
@@ -194,53 +177,18 @@ def _budget(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor {SEARCH!r}") from None
 
 
-def _write(report: PlanReport, per_node: int, path: Path) -> None:
-    plan, device = report.choices.recommended.chosen, report.problems["backbone"].cluster
+def _write(report: PlanReport, path: Path) -> None:
+    plan, cluster = report.choices.recommended.chosen, report.problems[BACKBONE].cluster
+    if len(report.problems) == 1:
+        raise PlanningError(
+            f"--out writes which ranks encode and which do not, but {report.module.name} has no encoder; leave it out."
+        )
     heading = [
-        f"{report.module.name} on {device.devices} {device.device.name}, {per_node} a node: {plan.name}.",
+        f"{report.module.name} on {cluster.devices} {cluster.device.name}, {cluster.per_node} a node: {plan.name}.",
         f"Predicted: {plan.seconds:.3f} s a step (80 % band {plan.seconds_low:.3f} to {plan.seconds_high:.3f}), "
         f"{plan.samples_per_second:.1f} samples/s, {100 * plan.mfu:.1f} % MFU.",
+        f"For microbatches of up to {report.problems[BACKBONE].load.budget} tokens (token_budget).",
     ]
     if (reason := why_plan_cannot_run(plan, report.problems)) is not None:
         heading.append(f"Training does not run it yet: it {reason}")
-    write_plan(plan.allocation(per_node), path, "\n".join(heading))
-
-
-def _sweep(
-    options: argparse.Namespace, module: ModuleDescription, device: Device, per_node: int, workload: Workload
-) -> None:
-    counts = sorted({2**power for power in range(options.devices.bit_length())} | {options.devices})
-    counts = [count for count in counts if count <= per_node or count % per_node == 0]
-    found: list[dict[str, Any]] = []
-    for count in counts:
-        try:
-            costs = _costs(options, module, Cluster(device, count, per_node), workload)
-            best = choose_plans(costs).recommended.chosen
-        except NoPlanError:
-            found.append({"devices": count, "placement": None})
-            continue
-        figures = {"step_seconds": best.seconds, "samples_per_second": best.samples_per_second, "mfu": best.mfu}
-        runs = why_plan_cannot_run(best, costs.problems) is None
-        found.append({"devices": count, "placement": best.name, **figures, "runs_today": runs})
-    if options.plot is not None:
-        from flowtrain_lightning.cli.plots import draw_sweep
-
-        draw_sweep(found, f"{module.name} on {device.name}", options.plot)
-    print(json.dumps(found) if options.json else _sweep_text(found))
-
-
-def _sweep_text(found: list[dict[str, Any]]) -> str:
-    lines = [
-        (str(each["devices"]), "does not fit", "", "", "", "")
-        if each["placement"] is None
-        else (
-            str(each["devices"]),
-            each["placement"],
-            f"{each['step_seconds']:.4g}",
-            f"{each['samples_per_second']:.4g}",
-            f"{100 * each['mfu']:.1f} %",
-            "yes" if each["runs_today"] else "not yet",
-        )
-        for each in found
-    ]
-    return text_table(("devices", "placement", "s/step", "samples/s", "MFU", "training runs it"), lines)
+    write_plan(plan.allocation(cluster.per_node), path, "\n".join(heading))

@@ -31,7 +31,9 @@ from flowtrain_lightning.placement.profile import Profile
 def read_module(name: str) -> ModuleDescription:
     """A module by its public name, from a Hugging Face ``config.json``, or from a YAML file of dimensions."""
     if Path(name).suffix == ".json":
-        return describe_config(_content(Path(name)), Path(name).stem)
+        path = Path(name)
+        folder = path.resolve().parent.name  # of a model that was downloaded all is called alike, but the folder
+        return describe_config(_content(path), folder if path.stem == "config" and folder else path.stem)
     if Path(name).suffix in (".yaml", ".yml"):
         return describe_dimensions({"name": Path(name).stem, **_content(Path(name))})
     return named_model(name)

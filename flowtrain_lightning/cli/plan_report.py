@@ -1,68 +1,21 @@
-"""How ``flowtrain plan`` prints: a table of plans, memory bars, the step in time, and all of it as JSON."""
+"""What ``flowtrain plan`` prints: hours and cost, the recommended plan in words, the others beside it, what to do next."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.allocator import BACKBONE, ModuleDescription
 from flowtrain_lightning.allocator.candidates import usable_bytes
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems, joint_bytes
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.allocator.planner import PLAN_KINDS
+from flowtrain_lightning.cli.plan_bars import bars_of
 from flowtrain_lightning.cli.plan_bill import Bill
-from flowtrain_lightning.cli.plan_choice import Choices, why_plan_cannot_run
+from flowtrain_lightning.cli.plan_choice import Choices, kinds_alike, why_plan_cannot_run
+from flowtrain_lightning.cli.plan_words import candidate_in_words, next_command, placed_in_words, tokens_in_words
 from flowtrain_lightning.placement.text_table import counted, text_table
-
-WIDTH = 60
-
-PURPOSES = {
-    "weights": "W",
-    "gradients": "G",
-    "states": "S",
-    "activations": "A",
-    "logits": "L",
-    "features": "F",
-    "overhead": "O",
-    "forward": "f",
-    "backward": "b",
-    "exchange": "x",
-    "bubble": "p",
-    "stragglers": "t",
-    "sharding": "s",
-    "reduction": "r",
-    "optimizer": "o",
-    "offload": "h",
-    "waiting": "w",
-    "idle": ".",
-}
-"""Purpose of bytes or seconds -> its letter in a bar."""
-
-LEGEND = {
-    "exchange": "exchange among tensor and context ranks",
-    "bubble": "pipeline bubble",
-    "stragglers": "waiting for the slowest rank",
-    "sharding": "gathering and casting weights, adding gradients up",
-    "reduction": "reduction of gradients",
-    "offload": "activations to the host's memory and back",
-    "waiting": "waiting for the first features",
-}
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A part of a role's step.
-
-    Attributes:
-        purpose: a field of `RoleTime`, ``"waiting"`` or ``"idle"``.
-        start: seconds from the step's beginning.
-        seconds: how long.
-    """
-
-    purpose: str
-    start: float
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -76,6 +29,7 @@ class PlanReport:
         data: where lengths are from, in words.
         given: the plan of an allocation that was given, which is shown beside the recommended one.
         bill: what training on so many tokens takes and costs, if that was asked.
+        file: where the recommended plan was written, if it was.
     """
 
     choices: Choices
@@ -84,24 +38,26 @@ class PlanReport:
     data: str
     given: ModelledPlan | None = None
     bill: Bill | None = None
+    file: Path | None = None
 
     @property
     def shown(self) -> ModelledPlan:
         """The plan whose parts are shown: the given one, or the recommended one."""
         return self.choices.recommended.chosen if self.given is None else self.given
 
-    def text(self) -> str:
-        """Everything, for a terminal."""
-        parts = [self._heading(), text_table(*self.choices.recommended.rows()), self.verdict()]
+    def text(self, verbose: bool = False) -> str:
+        """Everything, for a terminal; ``verbose`` adds layouts as files have them, and bars of memory and time."""
+        parts = [self._heading()]
         parts += [] if self.bill is None else [self.bill.text()]
-        return "\n\n".join([*parts, self._layouts(), self._memory(), self._time()])
+        parts += [self.verdict(), self._shown_in_words(), self._table()]
+        parts += [bars_of(self.shown, self.problems)] if verbose else []
+        return "\n\n".join([*parts, *self._next()])
 
     def values(self) -> dict[str, Any]:
         """Everything, for JSON. Bytes, seconds and shares are plain numbers."""
         cluster, choice = self.problems[BACKBONE].cluster, self.choices.recommended
         plans = {plan.kind: plan for plan in choice.predictions}
-        reason = why_plan_cannot_run(choice.chosen, self.problems)
-        anyway = self.choices.anyway.chosen
+        reason, faster = why_plan_cannot_run(choice.chosen, self.problems), self.choices.faster
         return {
             "model": self.module.name,
             "parameters": {role: half.parameters for role, half in self.module.roles.items()},
@@ -109,47 +65,41 @@ class PlanReport:
             "devices": cluster.devices,
             "devices_per_node": cluster.per_node,
             "data": self.data,
+            "token_budget": self.problems[BACKBONE].load.budget,
             "recommended": choice.chosen.kind if reason is None else None,
             "best": choice.chosen.kind,
             "reason": choice.reason,
             "why_it_cannot_run": reason,
             "gain_of_separation": choice.gain_of_separation,
-            "smallest_full_batch": self.smallest_full_batch(),
+            "smallest_full_batch": smallest_full_batch(self.problems),
             "plans": {kind: self._plan_values(plans[kind]) if kind in plans else None for kind in PLAN_KINDS},
-            "if_every_layout_ran": None if anyway is choice.chosen else self._plan_values(anyway),
+            "if_every_layout_ran": None if faster is None else self._plan_values(faster),
             "given": None if self.given is None else self._plan_values(self.given),
             "bill": None if self.bill is None else self.bill.values(),
         }
 
     def verdict(self) -> str:
         """The recommendation with its reason, whether training runs it, and what to know of it."""
-        choice, anyway = self.choices.recommended, self.choices.anyway.chosen
+        choice, faster = self.choices.recommended, self.choices.faster
         plan = choice.chosen
         if (reason := why_plan_cannot_run(plan, self.problems)) is not None:
             lines = [f"None is recommended: training runs no plan that fits. The best one, {plan.name}, {reason}"]
         else:
-            lines = [f"Recommended: {plan.name}, because {choice.reason}."]
-        if reason is None and anyway.seconds * (1 + choice.margin) < plan.seconds:
-            faster = 100 * (plan.seconds / anyway.seconds - 1)
-            lines.append(
-                f"Training does not run yet what is predicted to be {faster:.0f} % faster: {_in_words(anyway)}."
-            )
-        if (samples := self.smallest_full_batch()) is not None:
-            load, devices = self.problems[BACKBONE].load, self.problems[BACKBONE].cluster.devices
-            lines.append(
-                f"The batch of {counted(round(load.items), 'sample')} is small for {devices:,} devices: "
-                f"{samples:,} samples would give each of them a microbatch of {load.budget:,} tokens."
-            )
+            lines = [f"Recommended: {plan.name} ({placed_in_words(plan)}){self._because()}."]
+        if faster is not None and faster.seconds * (1 + choice.margin) < plan.seconds:
+            gain = 100 * (plan.seconds / faster.seconds - 1)
+            lines.append(f"Training does not run yet what is predicted to be {gain:.0f} % faster: {_in_words(faster)}.")
+        if (small := batch_warning(self.problems)) is not None:
+            lines.append(small)
         if self.given is not None:
             lines += self._verdict_on_given(self.given)
         return "\n".join(lines)
 
-    def smallest_full_batch(self) -> int | None:
-        """Samples of a step that give every device a full microbatch; None where the batch gives half of that."""
-        load, devices = self.problems[BACKBONE].load, self.problems[BACKBONE].cluster.devices
-        if load.tokens >= devices * load.budget / 2:
-            return None
-        return ceil(devices * load.budget / (load.tokens / load.items))
+    def _because(self) -> str:
+        """The reason of the recommendation; nothing where there was nothing to choose from."""
+        choice = self.choices.recommended
+        alike = kinds_alike(choice.predictions)
+        return "" if len(alike) == 1 else f", because {choice.reason}"
 
     def _verdict_on_given(self, given: ModelledPlan) -> list[str]:
         cluster, best = self.problems[BACKBONE].cluster, self.choices.recommended.chosen
@@ -194,88 +144,62 @@ class PlanReport:
         problem = self.problems[BACKBONE]
         cluster, load = problem.cluster, problem.load
         sizes = ", ".join(f"{role} {_billions(half.parameters)}" for role, half in self.module.roles.items())
-        tokens = ", ".join(f"{one.load.tokens:,.0f} of the {role}" for role, one in self.problems.items())
         return (
             f"{self.module.name} ({sizes}) on {cluster.devices} {cluster.device.name}, {cluster.per_node} a node\n"
-            f"a step: {counted(round(load.items), 'sample')} with tokens {tokens}; data: {self.data}"
+            f"A step has {counted(round(load.items), 'sample')}, {tokens_in_words(self.problems)}, in microbatches of "
+            f"up to {load.budget:,} tokens; data: {self.data}."
         )
 
-    def _layouts(self) -> str:
-        plan = self.shown
-        lines = [
-            f"  {role:<{_longest(plan)}}  {candidate.layout.describe()}; {counted(candidate.devices, 'device')}; "
-            f"recompute {candidate.recompute}"
-            + ("" if candidate.offload == "none" else f"; offload {candidate.offload}")
-            for role, candidate in plan.chosen.items()
-        ]
-        return "\n".join([f"Layouts ({plan.name})", *lines])
-
-    def _memory(self) -> str:
+    def _shown_in_words(self) -> str:
         plan, limit = self.shown, usable_bytes(self.problems[BACKBONE].cluster)
-        lines = [f"Memory of a device, GB (a bar is the {limit / 1e9:.1f} that can be planned for)"]
-        total: dict[str, float] = {}
-        for role, candidate in plan.chosen.items():
-            use = candidate.details(self.problems[role]).memory.at(0)
-            total[role] = sum(use.values())
-            lines.append(_line(plan, role, bar(use, limit), use, 1e9))
-        if plan.kind != "separate":
-            lines.append(f"  {'together':<{_longest(plan)}}  {joint_bytes(self.problems, total) / 1e9:.1f}")
-        return "\n".join(lines)
+        rate = f"{plan.samples_per_second:,.4g} samples/s, {100 * plan.mfu:.1f} % of the peak FLOP/s (MFU)"
+        lines = [
+            ("a step", f"{plan.seconds:.4g} s; 80 % of measured ones from {_span(plan)}; {rate}"),
+            ("memory", f"{plan.peak_bytes / 1e9:.1f} GB of the {limit / 1e9:.1f} GB of a device that can be planned for"),
+            *((role, candidate_in_words(one)) for role, one in plan.chosen.items()),
+        ]
+        longest = max(len(name) for name, _ in lines)
+        return "\n".join(f"  {name:<{longest}}  {words}" for name, words in lines)
 
-    def _time(self) -> str:
-        plan = self.shown
-        lines = [f"Step, s (a bar is {plan.seconds:.3f} s)"]
-        used = set()
-        for role, phases in step_phases(plan, self.problems).items():
-            before = {"idle": phases[0].start} if phases[0].start else {}
-            shown = {phase.purpose: phase.seconds for phase in phases}
-            used |= set(shown)
-            lines.append(_line(plan, role, bar({**before, **shown}, plan.seconds), shown, 1.0))
-        legend = [f"{PURPOSES[name]} {meaning}" for name, meaning in LEGEND.items() if name in used]
-        return "\n".join([*lines, *([f"  {'; '.join(legend)}"] if legend else [])])
+    def _table(self) -> str:
+        """The plans that differ, the fastest first; the recommended one is marked."""
+        choice = self.choices.recommended
+        lines = []
+        for plan, others in sorted(kinds_alike(choice.predictions), key=lambda each: each[0].seconds):
+            is_chosen = choice.chosen is plan or choice.chosen.name in others
+            name = " = ".join([plan.name, *others])
+            cells = (f"{plan.seconds:.4g}", f"{plan.samples_per_second:.4g}", *plan.cells().values())
+            lines.append((f"{'>' if is_chosen else ' '} {name}", *cells))
+        return text_table(("", "s/step", "samples/s", *choice.chosen.cells()), lines)
 
-
-def step_phases(plan: ModelledPlan, problems: Problems) -> dict[str, list[Phase]]:
-    """Role -> its phases in a step, as if each kind of work were done in one piece.
-
-    Roles on devices of their own run side by side; the backbone begins when the first features are there. Roles on the
-    same devices follow one another. In a mixed plan encoders are shown on the devices that do nothing else, and the
-    time before the backbone's work is when its devices encode.
-    """
-    found, clock = {}, 0.0
-    for role, candidate in plan.chosen.items():
-        parts = list(candidate.details(problems[role]).time.at(0).items())
-        idle = max(0.0, plan.seconds - candidate.seconds)
-        if plan.kind == "separate":
-            first = min(plan.waiting, idle) if role == BACKBONE else 0.0
-            found[role] = _phases([("waiting", first), *parts, ("idle", idle - first)], 0.0)
-        elif plan.kind == "mixed" and role == BACKBONE:
-            found[role] = _phases(parts, idle)
-        else:
-            share = candidate.seconds
-            if plan.kind == "mixed":
-                share *= plan.seconds / sum(one.seconds for name, one in plan.chosen.items() if name != BACKBONE)
-            found[role] = _phases([(name, part * share / candidate.seconds) for name, part in parts], clock)
-            clock += share
-    return found
+    def _next(self) -> list[str]:
+        """What to do next, where there is something to start."""
+        plan = self.choices.recommended.chosen
+        if why_plan_cannot_run(plan, self.problems) is not None:
+            return []
+        if len(self.problems) == 1:
+            how = "FSDPStrategy()" if plan.chosen[BACKBONE].layout.shard == "fsdp" else "DDPStrategy()"
+            return [f"Next: {self.module.name} reads text alone, so train it with Lightning's own {how}."]
+        return [f"Next: {next_command(plan, self.problems[BACKBONE], self.file)}"]
 
 
-def _phases(parts: list[tuple[str, float]], start: float) -> list[Phase]:
-    phases = []
-    for purpose, seconds in parts:
-        if seconds > 0:
-            phases.append(Phase(purpose, start, seconds))
-        start += seconds
-    return phases
+def smallest_full_batch(problems: Problems) -> int | None:
+    """Samples of a step that give every device a full microbatch; None where the batch gives half of that."""
+    load, devices = problems[BACKBONE].load, problems[BACKBONE].cluster.devices
+    if load.tokens >= devices * load.budget / 2:
+        return None
+    return ceil(devices * load.budget / (load.tokens / load.items))
 
 
-def bar(parts: Mapping[str, float], whole: float) -> str:
-    """Parts of a whole as letters, `WIDTH` of them for all."""
-    letters, end = "", 0.0
-    for purpose, amount in parts.items():
-        end += amount
-        letters += PURPOSES[purpose] * max(0, round(WIDTH * end / whole) - len(letters))
-    return letters.ljust(WIDTH)
+def batch_warning(problems: Problems) -> str | None:
+    """That the batch is too small for the devices, with one that would do; None where it is not."""
+    if (samples := smallest_full_batch(problems)) is None:
+        return None
+    load, devices = problems[BACKBONE].load, problems[BACKBONE].cluster.devices
+    return (
+        f"The batch of {counted(round(load.items), 'sample')} is small for {devices:,} devices: {samples:,} samples "
+        f"would give each of them a microbatch of {load.budget:,} tokens."
+    )
 
 
 def given_in_words(plan: ModelledPlan, problems: Problems) -> str:
@@ -285,7 +209,11 @@ def given_in_words(plan: ModelledPlan, problems: Problems) -> str:
 
 
 def _time_of_given(plan: ModelledPlan) -> str:
-    return f"Yours ({plan.name}): {plan.seconds:.4g} s a step ({plan.seconds_low:.3g} to {plan.seconds_high:.3g})"
+    return f"Yours ({plan.name}): {plan.seconds:.4g} s a step ({_span(plan)})"
+
+
+def _span(plan: ModelledPlan) -> str:
+    return f"{plan.seconds_low:.3g} to {plan.seconds_high:.3g}"
 
 
 def _in_words(plan: ModelledPlan) -> str:
@@ -295,12 +223,3 @@ def _in_words(plan: ModelledPlan) -> str:
 
 def _billions(parameters: int) -> str:
     return f"{parameters / 1e9:.2f}B" if parameters >= 1e8 else f"{parameters / 1e6:.1f}M"
-
-
-def _line(plan: ModelledPlan, role: str, text: str, parts: Mapping[str, float], unit: float) -> str:
-    shown = "  ".join(f"{name} {amount / unit:.3g}" for name, amount in parts.items() if amount / unit >= 5e-4)
-    return f"  {role:<{_longest(plan)}}  |{text}|  {shown}"
-
-
-def _longest(plan: ModelledPlan) -> int:
-    return max(len("together"), *map(len, plan.chosen))

@@ -10,7 +10,8 @@ import numpy as np
 
 from flowtrain_lightning.allocator import BACKBONE, ROLES, PlanningError
 from flowtrain_lightning.allocator.candidates import usable_bytes
-from flowtrain_lightning.cli.plan_report import PlanReport, step_phases
+from flowtrain_lightning.cli.plan_bars import step_phases
+from flowtrain_lightning.cli.plan_report import PlanReport
 from flowtrain_lightning.packing import IntArray, PackingError
 from flowtrain_lightning.packing.cost_model import predict
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from flowtrain_lightning.allocator import (
     DEVICES,
     PRECISIONS,
@@ -29,11 +27,12 @@ from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli.command_table import UsageError, command_parser
 from flowtrain_lightning.cli.lengths import read_sizes
 from flowtrain_lightning.cli.plan_input import devices_per_node, read_device, read_efficiencies, read_module
-from flowtrain_lightning.packing import DEFAULT_COST, IntArray, PackingError, SampleSizes
+from flowtrain_lightning.packing import DEFAULT_COST, PackingError, SampleSizes
+from flowtrain_lightning.placement.drawn_steps import STEPS, DrawnSteps, draw_steps
 from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayoutCosts, ProfiledLayoutCosts
 from flowtrain_lightning.placement.profile import Profile, ProfileError, read_profile
 from flowtrain_lightning.placement.request import refuse_what_cannot_run
-from flowtrain_lightning.placement.simulation import PURPOSES, Activity, Simulation, plan_on, simulate
+from flowtrain_lightning.placement.simulation import PURPOSES, Activity, Simulation, simulate
 from flowtrain_lightning.placement.text_table import text_table
 
 MISTAKES = (PlanningError, PackingError, ProfileError)
@@ -70,9 +69,9 @@ def run() -> None:
     budget = _token_budget(options.token_budget, profile)
     costs = _costs(options, allocation, sizes, budget, profile)
     balanced_by = (DEFAULT_COST, None) if profile is None else (profile.cost, profile.encoder_cost)
-    samples = _samples(len(sizes), options.global_batch_size, options.steps, options.seed)
-    plans = [plan_on(allocation, sizes.select(chosen), chosen, budget, *balanced_by) for chosen in samples]
-    found = simulate(plans, allocation, costs, options.encoder_activations)
+    chosen = draw_steps(len(sizes), options.global_batch_size, options.steps, options.seed)
+    steps = DrawnSteps(sizes, chosen, budget, *balanced_by)
+    found = simulate(steps.packed(allocation), allocation, costs, options.encoder_activations)
     if options.plot is not None:
         _draw(found, options.plot)
     print(json.dumps(_values(found)) if options.json else _text(found, profile, options))
@@ -89,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=int, help="of --model: how many there are (default: as many devices a node as usual)")
     add("--freeze", action="append", default=[], help="of --model: encoder, tower or backbone; repeatable")
     add("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="of --model (default: %(default)s)")
-    add("--steps", type=int, default=10, help="how many (default: %(default)s)")
+    add("--steps", type=int, default=STEPS, help="how many (default: %(default)s)")
     add("--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
     add("--token-budget", type=int, help="the most tokens of a microbatch (default: that of the profile, or 8192)")
     add("--encoder-activations", type=int, default=4, help="encoder batches that a rank keeps (default: %(default)s)")
@@ -129,15 +128,6 @@ def _workload(module: ModuleDescription, sizes: SampleSizes, samples: int, budge
     return Workload(
         sizes.tokens, media, samples, budget, max(1, round(budget * patches.sum() / max(1, sizes.tokens.sum())))
     )
-
-
-def _samples(available: int, count: int, steps: int, seed: int) -> Iterator[IntArray]:
-    """The samples of every step: all of them in an order that is drawn, and again in another one."""
-    draw = np.random.default_rng(seed)
-    epochs = -(-steps * count // available)
-    order = np.concatenate([draw.permutation(available) for _ in range(epochs)])
-    for step in range(steps):
-        yield order[step * count : (step + 1) * count]
 
 
 def _source(options: argparse.Namespace, profile: Profile | None) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, Layout
-from flowtrain_lightning.packing import StepPlan
+from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.simulator import recomputed_batches
 from flowtrain_lightning.packing.step_plan import Turn
 from flowtrain_lightning.packing.step_work import EncoderWork, Lanes, StepWork, step_work
@@ -15,6 +15,43 @@ from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 STEPS_AHEAD = 8
 """Later steps that a frozen encoder may have begun: the runtime's own limit, which needs torch to be read."""
+
+
+@dataclass(frozen=True)
+class _PricedBatches:
+    """What all batches of some steps take, asked once for all of them.
+
+    Attributes:
+        seconds: role -> the lengths in a batch, as bytes -> forward and backward.
+    """
+
+    seconds: Mapping[str, Mapping[bytes, tuple[float, float]]]
+
+    @classmethod
+    def of(cls, plans: Sequence[StepPlan], costs: LayoutCosts) -> _PricedBatches:
+        """The batches of these plans, each kind once."""
+        found: dict[str, dict[bytes, IntArray]] = {role: {} for role in ROLES}
+        for plan in plans:
+            for role, lengths, batches in (
+                (BACKBONE, plan.sizes.tokens, plan.microbatches),
+                (ENCODER, plan.sizes.media_patches, plan.encoder_batches),
+            ):
+                members = (lengths[batch] for of_rank in batches for batch in of_rank if len(batch))
+                found[role] |= {each.tobytes(): each for each in members}
+        return cls(
+            {
+                role: dict(zip(kinds, costs.batches(role, list(kinds.values())), strict=True))
+                for role, kinds in found.items()
+            }
+        )
+
+    def microbatch(self, tokens: IntArray) -> float:
+        """Forward and backward together."""
+        return sum(self.seconds[BACKBONE][tokens.tobytes()])
+
+    def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
+        """Forward, and backward."""
+        return self.seconds[ENCODER][patches.tobytes()]
 
 
 def lane_work(
@@ -44,6 +81,7 @@ def lane_work(
         in_fixed_order=allocation.in_lockstep,
     )
     some_in_fixed_order = bool(allocation.colocated_lanes) and lanes.in_fixed_order
+    seconds = _PricedBatches.of(plans, costs)
     works = []
     for plan in plans:
         if not costs.encoder_trains:
@@ -52,7 +90,7 @@ def lane_work(
             recomputed = _recomputed_in_lockstep(plan, kept_batches, pads=encoder.sums_in_step)
         else:
             recomputed = recomputed_batches(plan, kept_batches)
-        works.append(_meeting(_step_work(plan, costs, recomputed), encoder))
+        works.append(_meeting(_step_work(plan, costs, seconds, recomputed), encoder))
     return [work.on_ranks(backbone.ranks_of_member, encoder.ranks_of_member) for work in works], lanes
 
 
@@ -97,16 +135,17 @@ def _recomputed_in_lockstep(plan: StepPlan, kept_batches: int, pads: bool) -> li
     for own in plan.encoder_turns:
         turns = plan.all_encoder_turns if pads else own
         _, recomputed = lockstep_order([position for position, _ in turns], max(kept_batches, 1))
-        found.append(
-            {own.index(turn) for n, turn in enumerate(turns) if turn in own and (n in recomputed or not kept_batches)}
-        )
+        again = {turn for number, turn in enumerate(turns) if number in recomputed or not kept_batches}
+        found.append({number for number, turn in enumerate(own) if turn in again})
     return found
 
 
-def _step_work(plan: StepPlan, costs: LayoutCosts, recomputed: Sequence[Collection[int]] | None) -> StepWork:
+def _step_work(
+    plan: StepPlan, costs: LayoutCosts, seconds: _PricedBatches, recomputed: Sequence[Collection[int]] | None
+) -> StepWork:
     """The same by data-parallel member."""
     ends = {role: sum(costs.end_of_step(role)) for role in ROLES}
-    work = step_work(plan, costs.microbatch, costs.encoder_batch, recomputed)
+    work = step_work(plan, seconds.microbatch, seconds.encoder_batch, recomputed)
     encoding = work.encoder_batches
     if costs.encoder_trains:
         encoding = [

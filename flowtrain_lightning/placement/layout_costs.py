@@ -7,8 +7,8 @@ be hidden by computing, as on CPUs, where both need the same cores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -16,9 +16,10 @@ import numpy as np
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, AllocationError, RoleProblem
 from flowtrain_lightning.allocator.candidates import why_undividable
+from flowtrain_lightning.allocator.flops import pairs_of_each
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import Family, family_of
-from flowtrain_lightning.allocator.role_time import RoleTime, role_time, slowest_of
+from flowtrain_lightning.allocator.role_time import RoleTime, offload_seconds, role_time, slowest_of
 from flowtrain_lightning.allocator.sharing_time import sharing_time
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.placement.profile import Profile
@@ -43,6 +44,9 @@ class LayoutCosts(Protocol):
 
     def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
         """Forward and backward of an encoder batch, by the ``[media items]`` patches of its media items."""
+
+    def batches(self, role: str, lengths: Sequence[IntArray]) -> list[tuple[float, float]]:
+        """Forward and backward of many batches of a role; of the backbone's microbatches what they add up to counts."""
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """The gradient reduction and the optimizer."""
@@ -98,6 +102,12 @@ class ProfiledLayoutCosts:
             return seconds + gather, 0.0
         forward = seconds * encoder.forward_share
         return forward + gather, seconds - forward + self._repeated_share(ENCODER) * forward + back
+
+    def batches(self, role: str, lengths: Sequence[IntArray]) -> list[tuple[float, float]]:
+        """See `LayoutCosts`."""
+        if role == BACKBONE:
+            return [(0.0, self.microbatch(each)) for each in lengths]
+        return [self.encoder_batch(each) for each in lengths]
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """See `LayoutCosts`."""
@@ -176,6 +186,29 @@ class ModelledLayoutCosts:
         """See `LayoutCosts`."""
         return self._batch(ENCODER, patches)
 
+    def batches(self, role: str, lengths: Sequence[IntArray]) -> list[tuple[float, float]]:
+        """See `LayoutCosts`. All at once: their lengths are columns of the same arrays."""
+        if not lengths:
+            return []
+        problem, family = self.problems[role], self._families[role]
+        starts = np.cumsum([0, *map(len, lengths[:-1])])
+        joined = np.concatenate(lengths)
+        tokens = np.add.reduceat(joined, starts).astype(np.float64)
+        exact = joined + problem.half.extra_tokens
+        attending = np.add.reduceat(exact, starts).astype(np.float64)
+        pairs = [
+            np.add.reduceat(pairs_of_each(exact, part.causal, part.window), starts) / attending
+            for part in problem.half.layers
+        ]
+        once = pass_time(problem, family, tokens, pairs)
+        sharing = sharing_time(problem, family, once, self._times[role].microbatches)
+        # Collectives among tensor and context ranks are in both; how much of them is in which is as with computing.
+        computing = once.forward + once.backward
+        slower = 1 + problem.efficiency.jitter * slowest_of(family.data * family.replica) + once.exchange / computing
+        forward, backward = once.forward * slower + sharing.forward, once.backward * slower + sharing.backward
+        backward = backward + offload_seconds(problem, family, once, tokens)
+        return list(zip(forward.tolist(), backward.tolist(), strict=True))
+
     def end_of_step(self, role: str) -> tuple[float, float]:
         """See `LayoutCosts`."""
         time = self._times[role]
@@ -195,12 +228,4 @@ class ModelledLayoutCosts:
 
     def _batch(self, role: str, lengths: IntArray) -> tuple[float, float]:
         """Forward and backward of one batch, on the slowest of the role's ranks."""
-        known, family = self.problems[role], self._families[role]
-        problem = replace(known, load=replace(known.load, lengths=lengths))
-        once = pass_time(problem, family, np.array([float(lengths.sum())]))
-        sharing = sharing_time(problem, family, once, self._times[role].microbatches)
-        # Collectives among tensor and context ranks are in both; how much of them is in which is as with computing.
-        computing = once.forward + once.backward
-        slower = 1 + problem.efficiency.jitter * slowest_of(family.data * family.replica) + once.exchange / computing
-        forward, backward = once.forward * slower + sharing.forward, once.backward * slower + sharing.backward
-        return float(forward[0]), float(backward[0])
+        return self.batches(role, [lengths])[0]

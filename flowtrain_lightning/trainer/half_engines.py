@@ -21,6 +21,7 @@ from flowtrain_lightning.parallel.layouts import RoleGroups, make_engine, make_g
 from flowtrain_lightning.parallel.replicate import broadcast_copies
 from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
 from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.trainer.attention_heads import refuse_unshared_heads
 from flowtrain_lightning.trainer.callback_refusals import refuse_averages_of_runs
 from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers_of_shares
 from flowtrain_lightning.trainer.refusals import (
@@ -94,6 +95,8 @@ def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:
     refuse_scalars_in_shards(layouts, module)
     refuse_conditional_modules(layouts, module)
     refuse_unshared_sequences(layouts, module)
+    if BACKBONE in job.roles:  # other ranks do not have the half that attends
+        refuse_unshared_heads(layouts, module)
 
 
 def _make(module: FlowModule, precision: str, job: Job, device: torch.device) -> dict[str, HalfEngine]:

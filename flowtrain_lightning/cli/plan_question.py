@@ -1,0 +1,145 @@
+"""What ``flowtrain plan`` was asked, the plans that answer it, and by which token budget they are best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flowtrain_lightning.allocator import (
+    Allocation,
+    Cluster,
+    ModelledCosts,
+    ModuleDescription,
+    SearchSpace,
+    Workload,
+    role_problems,
+    typical_workload,
+)
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems, given_plan
+from flowtrain_lightning.allocator.role_problem import Precision
+from flowtrain_lightning.cli.lengths import read_sizes
+from flowtrain_lightning.cli.plan_choice import Choices, choose_plans, running_plans
+from flowtrain_lightning.cli.plan_input import read_efficiencies
+from flowtrain_lightning.packing import SampleSizes
+from flowtrain_lightning.placement.drawn_steps import STEPS, DrawnSteps, draw_steps, sizes_of
+from flowtrain_lightning.placement.profile import Profile
+from flowtrain_lightning.placement.simulated_plans import PlanSimulator
+
+_LEAST_BUDGET = 1024
+"""Tokens below which no budget is tried."""
+
+_POWERS = (-3, -2, -1, 0, 1, 2, 3)
+"""Powers of two between a usual token budget and those that are tried."""
+
+
+@dataclass(frozen=True)
+class PlanQuestion:
+    """What is planned for.
+
+    Attributes:
+        module: that trains.
+        cluster: where.
+        workload: what a step asks.
+        data: where lengths are from; None where typical ones are assumed.
+        precision: bytes per number, and what of them is on the host.
+        profile: how fast the module was measured to be.
+        space: which layouts may be used.
+    """
+
+    module: ModuleDescription
+    cluster: Cluster
+    workload: Workload
+    data: Path | None
+    precision: Precision
+    profile: Profile | None
+    space: SearchSpace
+
+    @cached_property
+    def problems(self) -> Problems:
+        """Role -> what is known of it."""
+        device, name = self.cluster.device, self.precision.name
+        efficiencies = read_efficiencies(self.profile, self.module, self.workload, device, name)
+        return role_problems(self.module, self.workload, self.cluster, self.precision, efficiencies)
+
+    @cached_property
+    def costs(self) -> ModelledCosts:
+        """The best plan of every kind."""
+        return ModelledCosts(self.problems, self.space)
+
+    @cached_property
+    def simulator(self) -> PlanSimulator | None:
+        """Plays plans as `flowtrain simulate` does; None where it plays no such module: one encoder is simulated."""
+        if len(self.module.encoders) != 1:
+            return None
+        sizes = self._sizes
+        chosen = draw_steps(len(sizes), self.workload.global_batch_size, STEPS, seed=0)
+        steps = DrawnSteps(sizes, chosen, self.workload.token_budget)
+        if self.profile is not None:
+            steps = replace(steps, cost=self.profile.cost, encoder_cost=self.profile.encoder_cost)
+        return PlanSimulator(self.problems, steps)
+
+    @property
+    def _sizes(self) -> SampleSizes:
+        return sizes_of(self.workload) if self.data is None else read_sizes(self.data)
+
+    def answer(self) -> Choices:
+        """The plans to show.
+
+        Raises:
+            NoPlanError: nothing fits.
+        """
+        return choose_plans(self.costs, self.simulator)
+
+    def given(self, allocation: Allocation) -> ModelledPlan:
+        """What an allocation of the user's own takes, simulated where training runs it.
+
+        Raises:
+            PlanningError: it cannot be that of this module on these devices.
+        """
+        plan = given_plan(self.problems, allocation)
+        return plan if self.simulator is None else self.simulator.simulated([plan])[0]
+
+    def seconds_of_a_token(self) -> float | None:
+        """Of the fastest plan that training runs, or of any, by the models alone; None where nothing fits."""
+        plans = running_plans(self.costs) or self.costs.plans()
+        if not plans:
+            return None
+        return min(plan.seconds for plan in plans) / float(self.workload.tokens.mean())
+
+    def with_budget(self, tokens: int) -> PlanQuestion:
+        """The same with another token budget, which cuts lengths that are only assumed."""
+        if self.data is None and int(self.workload.tokens.max()) != tokens:
+            kept = ("global_batch_size", "encoder_budget", "loss_chunk")
+            settings: dict[str, Any] = {name: getattr(self.workload, name) for name in kept}
+            return replace(self, workload=typical_workload(self.module, token_budget=tokens, **settings))
+        return replace(self, workload=replace(self.workload, token_budget=tokens))
+
+    @property
+    def least_budget(self) -> int:
+        """The least token budget that can be tried: that of the longest sample, if samples are known."""
+        return _LEAST_BUDGET if self.data is None else int(self.workload.tokens.max())
+
+
+def best_budget(question: PlanQuestion) -> PlanQuestion:
+    """The question with the token budget whose plan is fastest; of those that cannot be told apart the smallest.
+
+    Budgets from an eighth of the usual one to eight times as many are tried, as far as samples fit into them. Lengths
+    that are only assumed are cut to a smaller one where nothing fits otherwise.
+    """
+    usual = question.workload.token_budget
+    tried = sorted({max(question.least_budget, round(usual * 2.0**power)) for power in _POWERS})
+    longest = int(question.workload.tokens.max())
+    whole = [question.with_budget(tokens) for tokens in tried if tokens >= longest]
+    cut = [question.with_budget(tokens) for tokens in reversed(tried) if tokens < longest]
+    return _fastest(whole) or next((one for one in cut if one.seconds_of_a_token() is not None), question)
+
+
+def _fastest(questions: Sequence[PlanQuestion]) -> PlanQuestion | None:
+    found = [(one, seconds) for one in questions if (seconds := one.seconds_of_a_token()) is not None]
+    if not found:
+        return None
+    enough = min(seconds for _, seconds in found) * (1 + ModelledCosts.margin)
+    return next(one for one, seconds in found if seconds <= enough)

@@ -1,0 +1,108 @@
+"""Modelled plans with the step that a simulation finds: samples packed by the packer, lanes that wait for each other.
+
+The models of time know what ranks compute, and that separate roles wait for the first features and the last gradients.
+How far ranks of an uneven step, ranks in lockstep and those that do both wait, only playing the step tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flowtrain_lightning.allocator import BACKBONE, ROLES, Allocation, Layout
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
+from flowtrain_lightning.packing import PackingError
+from flowtrain_lightning.placement.drawn_steps import DrawnSteps
+from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
+from flowtrain_lightning.placement.request import why_it_cannot_run
+from flowtrain_lightning.placement.simulation import Simulation, simulate
+
+MOST_RANKS = 64
+"""Ranks that are simulated of larger clusters: a part in which every role has its share of ranks and of samples."""
+
+
+@dataclass(frozen=True)
+class PlanSimulator:
+    """Simulates plans of one set of problems on the same steps.
+
+    Attributes:
+        problems: role -> what was planned for.
+        steps: drawn from the data.
+        most_ranks: see `MOST_RANKS`.
+    """
+
+    problems: Problems
+    steps: DrawnSteps
+    most_ranks: int = MOST_RANKS
+
+    def simulated(self, plans: Sequence[ModelledPlan]) -> list[ModelledPlan]:
+        """The plans with simulated times; as they are where the simulator does not play them."""
+        found: list[ModelledPlan] = []
+        for number, plan in enumerate(plans):
+            before = next((place for place in range(number) if plans[place].is_laid_out_as(plan)), None)
+            found.append(self._simulated(plan) if before is None else _timed_as(plan, found[before]))
+        return found
+
+    def _simulated(self, plan: ModelledPlan) -> ModelledPlan:
+        if set(plan.chosen) != set(ROLES):
+            return plan
+        try:
+            allocation = plan.allocation(self.problems[BACKBONE].cluster.per_node)
+            if why_it_cannot_run(allocation) is not None:
+                return plan
+            found = self._played(allocation)
+        except (PackingError, ValueError):  # fewer samples than a part of the cluster can share, say
+            return plan
+        seconds = found.step_seconds
+        return replace(
+            plan,
+            seconds=seconds,
+            samples_per_second=self.problems[BACKBONE].load.items / seconds,
+            idle={role: found.shares[role]["idle"] for role in plan.chosen},
+            mfu=plan.mfu * plan.seconds / seconds,
+        )
+
+    def _played(self, allocation: Allocation) -> Simulation:
+        costs = ModelledLayoutCosts(self.problems, allocation)
+        share = _divisor(allocation.layouts, allocation.size, self.most_ranks)
+        part = allocation if share == 1 else _part_of(allocation, share)
+        steps = self.steps if share == 1 else self.steps.part(share)
+        return simulate(steps.packed(part), part, costs, ENCODER_BATCHES_IN_FLIGHT)
+
+
+def _timed_as(plan: ModelledPlan, other: ModelledPlan) -> ModelledPlan:
+    """The plan with the times of one that is the same by another name."""
+    names = ("seconds", "samples_per_second", "idle", "mfu")
+    return replace(plan, **{name: getattr(other, name) for name in names})
+
+
+def _divisor(layouts: Mapping[str, Layout], ranks: int, most: int) -> int:
+    """The least number by which all data degrees can be divided so that no more ranks than ``most`` are left.
+
+    Where none leaves so few it is the largest one that divides them.
+    """
+    possible = [
+        share
+        for share in range(1, min(layout.data for layout in layouts.values()) + 1)
+        if all(layout.data % share == 0 and _smaller(layout, share) is not None for layout in layouts.values())
+    ]
+    return next((share for share in possible if ranks // share <= most), possible[-1])
+
+
+def _smaller(layout: Layout, share: int) -> Layout | None:
+    """The layout with a part of its data ranks: of its replicas, or else of the ranks of each; None where it has none."""
+    if layout.replicas % share == 0:
+        return replace(layout, data=layout.data // share, replicas=layout.replicas // share)
+    shards = layout.data // layout.replicas
+    return replace(layout, data=layout.data // share) if shards % share == 0 else None
+
+
+def _part_of(allocation: Allocation, share: int) -> Allocation:
+    """A part of an allocation, with backbone ranks first."""
+    layouts = {role: _smaller(layout, share) for role, layout in allocation.layouts.items()}
+    kept = {role: layout for role, layout in layouts.items() if layout is not None}
+    backbone = tuple(range(kept[BACKBONE].ranks))
+    first = len(backbone) if allocation.placement == "separate" else 0
+    ranks = {role: tuple(range(first, first + layout.ranks)) for role, layout in kept.items()}
+    return replace(allocation, layouts=kept, ranks={**ranks, BACKBONE: backbone})
