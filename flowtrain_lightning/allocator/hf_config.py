@@ -73,8 +73,9 @@ def describe_config(config: Config, name: str | None = None) -> ModuleDescriptio
             f"A config of model_type {kind!r} cannot be read; known are {', '.join(_FAMILIES)}, and decoders of text in "
             "Llama's form. Give the module's dimensions instead (see docs/planning.md)."
         )
+    reader = _backbone(config)
     encoders = _FAMILIES[kind](config) if kind in _FAMILIES else {}
-    return ModuleDescription(name or kind, encoders, _backbone(config))
+    return ModuleDescription(name or kind, encoders, reader)
 
 
 def _reads_text_alone(config: Config) -> bool:

@@ -18,6 +18,10 @@ Problems = Mapping[str, RoleProblem]
 """Role -> what is known of it."""
 
 
+_OF_THE_STEP = ("an encoder",)
+"""Causes that count in full wherever they are: that samples have pictures concerns loading and padding of all of it."""
+
+
 @dataclass(frozen=True)
 class Band:
     """Factors of a predicted time between which 80 % of measured ones lie.
@@ -192,7 +196,8 @@ def step_band(problems: Mapping[str, RoleProblem], chosen: Mapping[str, Candidat
     """The band of a plan's time of a step.
 
     It is that of the rows to which the model of time was fitted, held out, and wider by what no row covers; causes are
-    taken to be independent, so that squares add up. A cause that is in one role counts by the role's share of the time.
+    taken to be independent, so that squares add up. A cause that is in one role counts by the role's share of the time,
+    but pictures, which concern loading and padding of the whole step.
 
     Args:
         problems: role -> what is planned for.
@@ -200,15 +205,18 @@ def step_band(problems: Mapping[str, RoleProblem], chosen: Mapping[str, Candidat
         separate: roles have devices of their own.
     """
     whole = sum(one.seconds for one in chosen.values())
-    widths: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for role, one in chosen.items():
         for cause in _uncovered(problems[role], one):
-            widths[cause] = widths.get(cause, 0.0) + WIDENING[cause] * one.seconds / whole
+            shares[cause] = shares.get(cause, 0.0) + one.seconds / whole
+            if cause in _OF_THE_STEP:
+                shares[cause] = 1.0
     if separate:
-        widths["roles on devices of their own"] = WIDENING["roles on devices of their own"]
-    wider = hypot(*widths.values())
+        shares["roles on devices of their own"] = 1.0
+    faster = hypot(*(share * WIDENING[cause][0] for cause, share in shares.items()))
+    slower = hypot(*(share * WIDENING[cause][1] for cause, share in shares.items()))
     below, above = ROW_BAND
-    return Band(exp(-hypot(above, wider)), exp(hypot(below, wider)))
+    return Band(exp(-hypot(above, faster)), exp(hypot(below, slower)))
 
 
 def _uncovered(problem: RoleProblem, one: Candidate) -> Iterator[str]:

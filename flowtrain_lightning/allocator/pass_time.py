@@ -12,6 +12,7 @@ from flowtrain_lightning.allocator.division import Division, division, sharers
 from flowtrain_lightning.allocator.flops import FLASH_BACKWARD, FloatArray
 from flowtrain_lightning.allocator.kernels import attention_seconds, moving_seconds, product_seconds
 from flowtrain_lightning.allocator.module_parts import Dense, Layers
+from flowtrain_lightning.allocator.operations import moved_bytes, operations
 from flowtrain_lightning.allocator.role_layout import BACKBONE
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 
@@ -102,8 +103,9 @@ def _layer_seconds(
     ranks, mine = division(problem.half, part, family.tensor), tokens / family.context
     attention = attention_seconds(part, pairs, mine / ranks.attention, device, share, width)
     casts = _cast_bytes(part) / ranks.feed_forward if problem.precision.multiplied < width else 0.0
-    moved = moving_seconds(mine * (_moved_bytes(part, width, ranks) + casts), device, share)
-    forward = np.maximum(products + adapters + attention + moved, share.launch)
+    moved = moving_seconds(mine * (moved_bytes(part, width, ranks, eager=problem.precision.eager) + casts), device, share)
+    start = share.launch * operations(part)
+    forward = np.maximum(products + adapters + attention + moved, start)
     tensor, context = _exchange(problem, part, family, tokens)
     gathered = tensor / 2  # the other half is scattered, which selective recomputing keeps
     tensor = tensor + _dispatch(problem, part, family, tokens)
@@ -111,7 +113,7 @@ def _layer_seconds(
     if not trains:
         return forward, np.zeros_like(forward), sent
     backward = (1 + part.trainable) * products + 2 * adapters + FLASH_BACKWARD * attention + 2 * moved
-    backward = np.maximum(backward, 2 * share.launch)
+    backward = np.maximum(backward, 2 * start)
     sent = sent + tensor + np.maximum(2 * context - FLASH_BACKWARD * attention, 0.0)
     if family.recompute == "full":
         backward, sent = backward + forward, sent + tensor
@@ -160,18 +162,6 @@ def _cast_bytes(part: Layers) -> float:
     """Bytes per token that are read and written to have a layer's inputs of products in 8 bits, and transposed."""
     inputs = 2 * part.hidden + part.query_width + part.active_feed_forward
     return 4.0 * inputs
-
-
-def _moved_bytes(part: Layers, width: int, ranks: Division) -> float:
-    """Bytes per token that a layer's norms, residuals, rotations and activations read and write, forward.
-
-    Two norms read and write the hidden state, two sums read two and write one, the rotation reads and writes queries
-    and keys, and a fused activation reads its inputs and writes its output.
-    """
-    residual = 10 * part.hidden
-    rotation = 2 * (part.query_width + part.key_value_width)
-    activation = (3 if part.gated else 2) * part.active_feed_forward
-    return width * ((residual + rotation) / ranks.attention + activation / ranks.feed_forward)
 
 
 def _exchange(problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -51,6 +51,11 @@ class Precision:
         return self.computing if self.products is None else self.products
 
     @property
+    def eager(self) -> bool:
+        """Norms and rotations are not fused, as they are in Megatron-LM, whose gradients are wider than its weights."""
+        return self.gradients <= self.weights
+
+    @property
     def updated(self) -> int:
         """Bytes that the optimizer reads and writes to update a weight: weight and states twice, the gradient once."""
         return 2 * (self.weights + self.states) + self.gradients
@@ -257,8 +262,12 @@ class RoleProblem:
         count = max(1, round(self.load.items))
         few = min(count, _PACKED)
         drawn = np.ascontiguousarray(lengths[np.arange(few) * len(lengths) // few])
-        _, opened = best_fit(drawn, self.load.budget, few)
-        return float(opened) if few == count else opened * self.load.tokens / float(drawn.sum())
+        batch, opened = best_fit(drawn, self.load.budget, few)
+        if few == count or opened == 1:
+            return opened * count / few
+        filled = np.sort(np.bincount(batch, weights=drawn))[::-1]
+        rest = filled[-1] / filled[:-1].mean()  # of the last one, which more items would fill
+        return float((opened - 1 + min(1.0, rest)) * count / few)
 
     def unevenness(self, data: FloatArray) -> FloatArray:
         """Work of the busiest data rank over the mean one, ``[layouts]`` as ``data``: samples and media are not cut.

@@ -132,16 +132,13 @@ def _stage_seconds(
 
 
 def _layers_of_a_stage(once: PassTime, stages: int, interleave: int) -> FloatArray:
-    """Time of the slowest stage in layers, for the best cut between layers.
+    """Time of the slowest stage in layers: stages have as many of them, as far as they divide, and the last the head.
 
-    All stages but the last one have as many layers; the last one has what is left, and the head.
+    Systems cut so by themselves; that the head is worth some layers is what makes the others wait.
     """
     layers, ends = (once.total - once.ends) / once.layer, once.ends / once.layer
-    if interleave > 1:
-        each = interleave * np.ceil(layers / (stages * interleave) - 1e-9)
-        return np.asarray(np.maximum(each, layers - (stages - 1) * each + ends))
-    enough = np.ceil((layers + ends) / stages - 1e-9)
-    return np.asarray(np.minimum(enough, layers - (stages - 1) * (enough - 1) + ends))
+    each = interleave * np.ceil(layers / (stages * interleave) - 1e-6)
+    return np.asarray(np.maximum(each, layers - (stages - 1) * each + ends))
 
 
 def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:

@@ -99,7 +99,7 @@ def accumulated_bytes(precision: Precision, family: Family, microbatches: FloatA
         family: how gradients are held.
         microbatches: ``[layouts]`` of a replica and step.
     """
-    if precision.gradients > precision.weights:
+    if not precision.eager:
         return np.zeros_like(family.data)
     wide = precision.reduced if "gradients" in DIVIDED[family.shard] else precision.gradients
     cast = 0 if family.sharded or wide == precision.computing else precision.computing + wide

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowtrain_lightning.allocator import ModuleDescription, PlanningError, describe_dimensions
+from flowtrain_lightning.allocator import PlanningError, describe_dimensions
 from flowtrain_lightning.allocator.dimensions import backbone
 from flowtrain_lightning.allocator.module_parts import Layers
 
@@ -61,8 +61,8 @@ def test_parts_are_frozen_by_name(frozen, trains):
 @pytest.mark.parametrize(
     ("specification", "words"),
     [
-        ({"backbone": BACKBONE}, "need 'backbone' and 'encoders'"),
-        ({"backbone": BACKBONE, "encoders": {}}, "module has no encoder, so there is nothing to divide"),
+        ({"encoders": {"image": IMAGE}}, "need 'backbone', and unless it reads text alone 'encoders'"),
+        ({"backbone": BACKBONE, "encoders": [IMAGE]}, "with dimensions by name"),
         (
             {"backbone": {"layers": 2}, "encoders": {"image": IMAGE}},
             "The backbone cannot be built: it lacks hidden, feed_forward, heads, vocabulary",
@@ -100,6 +100,8 @@ def test_a_module_that_trains_nothing_is_refused():
         describe().with_frozen("encoder", "backbone")
 
 
-def test_a_module_needs_an_encoder():
-    with pytest.raises(PlanningError, match="mine has no encoder"):
-        ModuleDescription("mine", {}, describe().backbone)
+def test_a_language_model_has_a_backbone_alone():
+    module = describe_dimensions({"name": "mine", "backbone": BACKBONE})
+    assert list(module.roles) == ["backbone"]
+    with pytest.raises(PlanningError, match="mine has no encoder, so there is no tower to freeze"):
+        module.with_frozen("tower")

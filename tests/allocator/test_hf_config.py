@@ -97,3 +97,26 @@ def test_older_files_with_the_backbones_fields_at_the_top_are_read():
     module = describe_config({"model_type": "qwen2_vl", **text, "vision_config": vision})
     assert module.backbone.parameters == pytest.approx(7.62e9, rel=0.01)
     assert module.encoders["image"].parameters == pytest.approx(0.675e9, rel=0.01)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+def test_a_decoder_of_text_alone_is_described_whatever_it_is_called():
+    module = describe_config({**LLAMA, "model_type": "mistral", "quantization_config": {"bits": 4}})
+    assert list(module.roles) == ["backbone"]
+    assert module.backbone.parameters == pytest.approx(8.03e9, rel=0.001)
+
+
+@pytest.mark.parametrize("other", [{"vision_config": {"depth": 2}}, {"kv_lora_rank": 512}])
+def test_a_decoder_with_something_unknown_in_it_is_no_decoder_of_text_alone(other):
+    with pytest.raises(PlanningError, match="model_type 'mistral' cannot be read; known are"):
+        describe_config({**LLAMA, "model_type": "mistral", **other})

@@ -69,13 +69,13 @@ def test_a_colocated_choice_is_compared_with_separate_roles_and_their_idle_time(
 
 
 def test_a_choice_that_is_not_the_fastest_says_by_how_little():
-    just = "separate is predicted to be just 0.5 % faster than colocated, and below 1 % the simpler placement is taken"
+    just = "colocated is the simplest within 1 % of the fastest (separate would save 0.5 %)"
     assert choice(colocated=2.0, separate=1.99).reason == just
-    equal = "separate is predicted to be as fast as colocated, which is simpler"
+    equal = "colocated is as fast as separate, and simpler"
     assert choice(colocated=2.0, separate=1.9995).reason == equal
     assert choice(uniform=2.0, colocated=1.98, separate=3.0, idle=0.0, margin=0.03).reason == (
-        "uniform is predicted to be 50.0 % faster than separate; colocated is predicted to be just 1.0 % faster than "
-        "uniform, and below 3 % the simpler placement is taken"
+        "uniform is the simplest within 3 % of the fastest (colocated would save 1.0 %); uniform is predicted to be "
+        "50.0 % faster than separate"
     )
 
 

@@ -43,6 +43,23 @@ def test_a_family_is_timed_as_its_members_are():
     assert together == pytest.approx([timed(data=one, tensor=2, shard="fsdp").total[0] for one in data])
 
 
+def test_a_sample_that_fills_the_budget_is_one_microbatch_however_much_more_it_costs_than_others():
+    lengths = np.array([8192] + [1024] * 63)
+    problem = replace(PROBLEMS["backbone"], load=replace(PROBLEMS["backbone"].load, lengths=lengths, items=64))
+    time = timed(problem=problem, data=64)
+    assert problem.unevenness(np.array([64.0]))[0] > 5
+    assert time.microbatches[0] == 1
+    assert time.tokens[0] == pytest.approx(lengths.mean())
+    even = replace(problem, load=replace(problem.load, lengths=np.full(64, round(lengths.mean()))))
+    assert time.forward[0] > 4 * timed(problem=even, data=64).forward[0]
+
+
+def test_microbatches_are_as_many_as_samples_that_are_not_cut_need():
+    lengths = np.full(64, 5000)  # of which a budget of 8,192 holds one
+    problem = replace(PROBLEMS["backbone"], load=replace(PROBLEMS["backbone"].load, lengths=lengths, items=64))
+    assert timed(problem=problem, data=8).microbatches[0] == 8
+
+
 def test_twice_the_data_ranks_take_about_half_the_time():
     assert timed(data=8).forward[0] == pytest.approx(timed(data=4).forward[0] / 2, rel=0.05)
 

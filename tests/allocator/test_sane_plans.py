@@ -39,6 +39,17 @@ def test_tensor_ranks_divide_the_key_value_heads():
     assert reason == "The backbone's key-value heads, 4, cannot be divided among 8 tensor ranks."
 
 
+def test_context_ranks_divide_the_heads_of_a_tensor_rank():
+    backbone = problems("qwen2.5-vl-7b", token_budget=65536)["backbone"]  # 28 heads, 4 of keys and values
+    assert {degree for degree in range(1, 9) if why_undividable(backbone, 1, 1, degree) is None} == {1, 2, 4, 7}
+    assert why_undividable(backbone, 4, 1, 7) is None
+    assert why_undividable(backbone, 1, 1, 8) == (
+        "The backbone's attention heads, 28, cannot be shared by 8 context ranks: each computes whole heads; take a "
+        "context degree of 7 or 14."
+    )
+    assert "4 tensor x 2 context ranks" in why_undividable(backbone, 4, 1, 2)
+
+
 def test_no_stage_of_a_pipeline_is_empty_or_longer_than_another():
     found = {family.pipeline for family in families("qwen2.5-vl-7b", 64)}  # 28 layers
     assert found == {1, 2, 4}
@@ -49,7 +60,7 @@ def test_short_samples_are_not_shared_among_context_ranks():
     assert {family.context for family in families("qwen2.5-vl-7b", 64)} == {1}
     long = problems("qwen2.5-vl-7b", devices=64, token_budget=65536)["backbone"]
     long = replace(long, load=replace(long.load, lengths=np.array([65536])))
-    assert {family.context for family in families_of(long, SearchSpace())} == {1, 2, 4, 8}
+    assert {family.context for family in families_of(long, SearchSpace())} == {1, 2, 4}  # 28 heads
 
 
 def test_full_sharding_over_thousands_of_ranks_is_slower_than_over_hundreds():

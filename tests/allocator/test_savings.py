@@ -134,13 +134,12 @@ def test_states_on_the_host_need_no_memory_but_time():
 
 
 def test_activations_on_the_host_need_little_memory_and_computing_hides_their_copies():
-    (time, memory), (_, smaller) = (evaluated(backbone(host_activations=host)) for host in (False, True))
+    (time, memory), (_, smaller) = (evaluated(backbone(), offload=where) for where in ("none", "activations"))
     assert time["offload"] == 0
     assert smaller["activations"] < 0.4 * memory["activations"]
     slow = replace(DEVICES["h100"], host=1e9)
-    problem = backbone(host_activations=True)
-    problem = replace(problem, cluster=replace(problem.cluster, device=slow))
-    assert role_time(problem, Family(np.array([8.0]))).offload[0] > time["forward"]
+    problem = replace(backbone(), cluster=replace(backbone().cluster, device=slow))
+    assert role_time(problem, Family(np.array([8.0]), offload="activations")).offload[0] > time["forward"]
 
 
 @pytest.mark.parametrize("shard", ["deepspeed-1", "deepspeed-2", "deepspeed-3"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
 from itertools import product
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from flowtrain_lightning.allocator import SearchSpace
 from flowtrain_lightning.allocator.candidates import CandidateTable, candidates
 from flowtrain_lightning.allocator.role_problem import Family
+from flowtrain_lightning.allocator.silenced import silenced_output
 from flowtrain_lightning.allocator.solver import TIE, match_throughputs
 from tests.allocator.problems import problems
 
@@ -103,3 +106,13 @@ def test_large_clusters_are_solved_quickly(devices, limit):
     start = time.process_time()
     assert match_throughputs(tables, devices) is not None
     assert time.process_time() - start < limit
+
+
+def test_what_a_solver_prints_past_python_is_not_seen(capfd):
+    c = ctypes.CDLL(None)
+    with silenced_output():
+        c.puts(b"by the C library")
+        os.write(1, b"by nobody")
+    print("by Python")
+    c.fflush(None)
+    assert capfd.readouterr().out == "by Python\n"

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from flowtrain_lightning.allocator import Allocation, Layout, ModelledCosts
+from flowtrain_lightning.cli.plan_bars import bar, step_phases
 from flowtrain_lightning.cli.plan_choice import choose_plans, why_plan_cannot_run
-from flowtrain_lightning.cli.plan_report import bar, step_phases
 from flowtrain_lightning.placement.request import why_it_cannot_run
 from tests.allocator.problems import problems
 
@@ -51,7 +51,7 @@ def test_a_bar_has_a_letter_for_every_sixtieth_of_the_whole():
 def test_experts_that_are_divided_are_planned_for_and_never_recommended():
     given = problems("qwen3-vl-30b-a3b", devices=16, device="h200")
     choices = choose_plans(ModelledCosts(given))
-    assert choices.anyway.chosen.chosen["backbone"].layout.expert > 1
+    assert choices.faster.chosen["backbone"].layout.expert > 1
     assert choices.recommended.chosen.chosen["backbone"].layout.expert == 1
     assert why_plan_cannot_run(choices.recommended.chosen, given) is None
     layouts = {"encoder": Layout(2), "backbone": Layout(2, expert=2)}
