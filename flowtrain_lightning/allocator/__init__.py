@@ -4,10 +4,11 @@ Planning runs through these files, in this order: a module (`description`, from 
 `public_models`) and what a step asks of it (`workload`, `flops`) on a cluster (`devices`) make a problem for every role
 (`role_problem`). Layouts that may solve it (`candidates`) are timed (`kernels`, `collectives`, `pass_time`,
 `sharing_time`, `role_time`, by `coefficients`) and weighed (`memory_use`), as tensor ranks divide them (`division`).
-`placements` finds the best plan of every kind, with `solver` where roles have devices of their own (`silenced`); `modelled_plan`
-says what a plan takes, one that is given too, and within which band. `planner` says which of them to take, and
-`rank_assignment` which rank does what. The answer is an `allocation` with a `role_layout` for every role, which
-`plan_file` writes and reads: that file alone needs PyYAML and jsonargparse.
+`operations` are what eager code starts and moves around products. `placements` finds the best plan of every kind, with
+`solver` where roles have devices of their own (`silenced`); `modelled_plan` says what a plan takes, one that is given
+too, and within which band. `planner` says which of them to take, and `rank_assignment` which rank does what. The answer
+is an `allocation` with a `role_layout` for every role, which `plan_file` writes and reads: that file alone needs PyYAML
+and jsonargparse.
 """
 
 from flowtrain_lightning.allocator.allocation import Allocation, Placement

@@ -281,7 +281,8 @@ def why_heads_cannot_be_shared(role: str, heads: int, tensor: int, context: int)
         return None
     degrees = f"{tensor} tensor x {context} context ranks" if tensor > 1 else f"{context} context ranks"
     possible = [degree for degree in range(2, heads // tensor + 1) if heads % (tensor * degree) == 0]
-    near = [degree for degree in possible if degree < context][-1:] + [degree for degree in possible if degree > context][:1]
+    below, above = ([d for d in possible if d < context], [d for d in possible if d > context])
+    near = [*below[-1:], *above[:1]]
     advice = f"take a context degree of {' or '.join(map(str, near))}" if near else "leave the context degree out"
     return f"The {role}'s attention heads, {heads}, cannot be shared by {degrees}: each computes whole heads; {advice}."
 

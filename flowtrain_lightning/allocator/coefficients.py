@@ -92,7 +92,8 @@ WIDENING: Mapping[str, tuple[float, float]] = {
     "an encoder": (0.12, 0.42),
     "roles on devices of their own": (0.08, 0.08),
 }
-"""What no row covers -> by how much it widens the band towards shorter and towards longer steps, as logarithms; assumed.
+"""What no row covers -> by how much it widens the band towards shorter and longer steps, as logarithms; assumed.
+
 All rows are of one code base's dense language models, sharded over data-parallel ranks. What a model of time leaves out
 makes steps longer: unfused code, padding, waiting. That is most where pictures are: towers run eagerly on short
 sequences, loaders decode, and samples are padded where they are not packed."""

@@ -70,8 +70,8 @@ def describe_config(config: Config, name: str | None = None) -> ModuleDescriptio
     kind = str(config.get("model_type"))
     if kind not in _FAMILIES and not _reads_text_alone(config):
         raise PlanningError(
-            f"A config of model_type {kind!r} cannot be read; known are {', '.join(_FAMILIES)}, and decoders of text in "
-            "Llama's form. Give the module's dimensions instead (see docs/planning.md)."
+            f"A config of model_type {kind!r} cannot be read; known are {', '.join(_FAMILIES)}, and decoders of text "
+            "in Llama's form. Give the module's dimensions instead (see docs/planning.md)."
         )
     reader = _backbone(config)
     encoders = _FAMILIES[kind](config) if kind in _FAMILIES else {}

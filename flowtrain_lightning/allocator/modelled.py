@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from flowtrain_lightning.allocator.candidates import SearchSpace, candidates, usable_bytes
+from flowtrain_lightning.allocator.candidates import CandidateTable, SearchSpace, candidates, usable_bytes
 from flowtrain_lightning.allocator.devices import Cluster
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.allocator.placements import (
@@ -41,6 +41,7 @@ class ModelledCosts:
 
     problems: Problems
     space: SearchSpace = field(default_factory=SearchSpace)
+    _found: dict[str, CandidateTable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def predictions(self) -> tuple[ModelledPlan, ...]:
         """The best plan of every kind that fits, the simplest first.
@@ -48,11 +49,21 @@ class ModelledCosts:
         Raises:
             NoPlanError: no layout fits; says how many devices would do.
         """
-        if not (found := self.plans()):
+        if not (found := self.every_plan):
             smallest = self.smallest_cluster()
             more = f"the smallest number that would do is {smallest}" if smallest else "nor would any number of them do"
             raise NoPlanError(f"{self.why_nothing_fits}; {more}.")
         return found
+
+    @cached_property
+    def every_plan(self) -> tuple[ModelledPlan, ...]:
+        """The same, and empty where no layout fits."""
+        return self.plans()
+
+    def fastest_alone(self, role: str, allows: Callable[[Layout], bool]) -> float:
+        """Seconds of a role's part of a step on all devices, in the fastest layout that is allowed; inf where none."""
+        table = self._table(role).of_families(lambda family: allows(family.layout(-1))).on(self._cluster.devices)
+        return float(table.seconds.min(initial=np.inf))
 
     def plans(self, allows: Callable[[Layout], bool] = lambda layout: True) -> tuple[ModelledPlan, ...]:
         """The same, but of layouts that are allowed, and empty where none fits.
@@ -126,10 +137,16 @@ class ModelledCosts:
     def _cluster(self) -> Cluster:
         return self.problems[BACKBONE].cluster
 
-    @cached_property
+    @property
     def _tables(self) -> Tables:
-        """Role -> its candidates. Those of encoders with a pipeline are for one layout of everything."""
-        return {role: candidates(problem, self.space, as_backbone=True) for role, problem in self.problems.items()}
+        """Role -> its candidates."""
+        return {role: self._table(role) for role in self.problems}
+
+    def _table(self, role: str) -> CandidateTable:
+        """The candidates of a role. Those of encoders with a pipeline are for one layout of everything."""
+        if role not in self._found:
+            self._found[role] = candidates(self.problems[role], self.space, as_backbone=True)
+        return self._found[role]
 
     def _fits_on(self, devices: int) -> bool:
         cluster = replace(self._cluster, devices=devices)

@@ -75,7 +75,7 @@ class ModelledPlan(Prediction):
         }
 
     def is_laid_out_as(self, other: ModelledPlan) -> bool:
-        """Whether both put the same layouts onto the same devices: one layout for all roles is a way to colocate them."""
+        """Whether both put the same layouts onto the same devices: uniform plans are colocated, too."""
         together = ("uniform", "colocated")
         if self.kind != other.kind and not (self.kind in together and other.kind in together):
             return False

@@ -56,8 +56,8 @@ def moved_bytes(part: Layers, width: int, ranks: Division, *, eager: bool) -> fl
     """Bytes per token that a layer's norms, residuals, rotations and activations read and write, forward.
 
     Two norms read and write the hidden state, two sums read two and write one, the rotation reads and writes queries
-    and keys, and a fused activation reads its inputs and writes its output. Eager code in Llama's form, and towers under
-    autocast, do the norms and rotations step by step. Tokens that go to their experts are copied there and back.
+    and keys, and a fused activation reads its inputs and writes its output. Eager code in Llama's form, and towers
+    under autocast, do the norms and rotations step by step. Tokens of experts are copied to these and back.
 
     Args:
         part: the layers.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain_lightning.allocator.collectives import ring
-from flowtrain_lightning.allocator.division import Division, division, sharers
+from flowtrain_lightning.allocator.division import division, sharers
 from flowtrain_lightning.allocator.flops import FLASH_BACKWARD, FloatArray
 from flowtrain_lightning.allocator.kernels import attention_seconds, moving_seconds, product_seconds
 from flowtrain_lightning.allocator.module_parts import Dense, Layers
@@ -103,7 +103,9 @@ def _layer_seconds(
     ranks, mine = division(problem.half, part, family.tensor), tokens / family.context
     attention = attention_seconds(part, pairs, mine / ranks.attention, device, share, width)
     casts = _cast_bytes(part) / ranks.feed_forward if problem.precision.multiplied < width else 0.0
-    moved = moving_seconds(mine * (moved_bytes(part, width, ranks, eager=problem.precision.eager) + casts), device, share)
+    moved = moving_seconds(
+        mine * (moved_bytes(part, width, ranks, eager=problem.precision.eager) + casts), device, share
+    )
     start = share.launch * operations(part)
     forward = np.maximum(products + adapters + attention + moved, start)
     tensor, context = _exchange(problem, part, family, tokens)

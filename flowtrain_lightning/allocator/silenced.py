@@ -15,9 +15,9 @@ _OUTPUT = 1
 def silenced_output() -> Iterator[None]:
     """Inside, nothing that is written to file descriptor 1 is seen.
 
-    Some libraries print past ``sys.stdout``: HiGHS, scipy's solver, prints lines of its own for some problems though its
-    display is off, and a command that prints JSON must print nothing else. Without a standard output there is nothing to
-    keep clean.
+    Some libraries print past ``sys.stdout``: HiGHS, scipy's solver, prints lines of its own for some problems though
+    its display is off, and a command that prints JSON must print nothing else. Without a standard output there is
+    nothing to keep clean.
     """
     with suppress(OSError, ValueError, AttributeError):  # closed, or replaced by something without `flush`
         sys.stdout.flush()

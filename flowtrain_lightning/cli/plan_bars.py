@@ -68,8 +68,7 @@ def bars_of(plan: ModelledPlan, problems: Problems) -> str:
 def _layouts(plan: ModelledPlan) -> str:
     lines = [
         f"  {role:<{_longest(plan)}}  {candidate.layout.describe()}; {counted(candidate.devices, 'device')}; "
-        f"recompute {candidate.recompute}"
-        + ("" if candidate.offload == "none" else f"; offload {candidate.offload}")
+        f"recompute {candidate.recompute}" + ("" if candidate.offload == "none" else f"; offload {candidate.offload}")
         for role, candidate in plan.chosen.items()
     ]
     return "\n".join([f"Layouts ({plan.name})", *lines])
@@ -105,7 +104,7 @@ def step_phases(plan: ModelledPlan, problems: Problems) -> dict[str, list[Phase]
 
     Roles on devices of their own run side by side; the backbone begins when the first features are there. Roles on the
     same devices follow one another. In a mixed plan encoders are shown on the devices that do nothing else, and the
-    time before the backbone's work is when its devices encode. What a simulated step takes longer than its work is idle.
+    time before the backbone's work is when its devices encode. What a simulated step takes beyond its work is idle.
     """
     found, clock, together = {}, 0.0, plan.kind in ("uniform", "colocated")
     work = [one.seconds for one in plan.chosen.values()]

@@ -14,7 +14,6 @@ from flowtrain_lightning.allocator import (
     AllocationError,
     Layout,
     ModelledCosts,
-    NoPlanError,
     PlacementChoice,
     choose_placement,
 )
@@ -52,18 +51,21 @@ class _GivenPlans:
         return self.plans
 
 
-def choose_plans(costs: ModelledCosts, simulator: PlanSimulator | None = None) -> Choices:
+def choose_plans(
+    costs: ModelledCosts, simulator: PlanSimulator | None = None, running: Sequence[ModelledPlan] | None = None
+) -> Choices:
     """The plans to show.
 
     Args:
         costs: predict the best plan of every kind.
         simulator: plays these, so that the choice is by what a packed step takes; None takes them as modelled.
+        running: what `running_plans` gives, if it is known.
 
     Raises:
         NoPlanError: nothing fits at all.
     """
     anyway = choose_placement(costs)
-    modelled = running_plans(costs)
+    modelled = running_plans(costs) if running is None else list(running)
     if not modelled:
         return Choices(anyway, None)
     played = tuple(modelled if simulator is None else simulator.simulated(modelled))
@@ -75,8 +77,13 @@ def choose_plans(costs: ModelledCosts, simulator: PlanSimulator | None = None) -
 def running_plans(costs: ModelledCosts) -> list[ModelledPlan]:
     """The best plan of every kind among those that training runs."""
     problems = costs.problems
-    plans = costs.plans(lambda layout: _runs(layout, len(problems) - 1) and _suits(layout, problems) is None)
+    plans = costs.plans(lambda layout: can_run(layout, problems))
     return [plan for plan in plans if why_plan_cannot_run(plan, problems) is None]
+
+
+def can_run(layout: Layout, problems: Problems) -> bool:
+    """Whether training runs the backbone in a layout, in some placement."""
+    return _runs(layout, len(problems) - 1) and _suits(layout, problems) is None
 
 
 def _faster(best: ModelledPlan, modelled: ModelledPlan, recommended: ModelledPlan) -> ModelledPlan | None:

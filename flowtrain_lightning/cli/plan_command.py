@@ -162,7 +162,7 @@ def _answer(question: PlanQuestion, layout: Allocation | None) -> Choices:
     Raises:
         NoPlanError: nothing fits; says what would do, and what a layout that is given would take.
     """
-    if question.costs.plans():
+    if question.costs.every_plan:
         return question.answer()
     own = [] if layout is None else [given_in_words(question.given(layout), question.problems)]
     raise NoPlanError(" ".join([refusal(question), *own]))

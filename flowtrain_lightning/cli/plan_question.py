@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.allocator import (
+    BACKBONE,
     Allocation,
     Cluster,
     ModelledCosts,
@@ -21,7 +22,7 @@ from flowtrain_lightning.allocator import (
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems, given_plan
 from flowtrain_lightning.allocator.role_problem import Precision
 from flowtrain_lightning.cli.lengths import read_sizes
-from flowtrain_lightning.cli.plan_choice import Choices, choose_plans, running_plans
+from flowtrain_lightning.cli.plan_choice import Choices, can_run, choose_plans, running_plans
 from flowtrain_lightning.cli.plan_input import read_efficiencies
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.placement.drawn_steps import STEPS, DrawnSteps, draw_steps, sizes_of
@@ -30,6 +31,9 @@ from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 
 _LEAST_BUDGET = 1024
 """Tokens below which no budget is tried."""
+
+_NO_GAIN = 0.01
+"""Share of its time that twice a budget must save for larger ones to be tried."""
 
 _POWERS = (-3, -2, -1, 0, 1, 2, 3)
 """Powers of two between a usual token budget and those that are tried."""
@@ -91,7 +95,7 @@ class PlanQuestion:
         Raises:
             NoPlanError: nothing fits.
         """
-        return choose_plans(self.costs, self.simulator)
+        return choose_plans(self.costs, self.simulator, self.running)
 
     def given(self, allocation: Allocation) -> ModelledPlan:
         """What an allocation of the user's own takes, simulated where training runs it.
@@ -102,12 +106,16 @@ class PlanQuestion:
         plan = given_plan(self.problems, allocation)
         return plan if self.simulator is None else self.simulator.simulated([plan])[0]
 
-    def seconds_of_a_token(self) -> float | None:
-        """Of the fastest plan that training runs, or of any, by the models alone; None where nothing fits."""
-        plans = running_plans(self.costs) or self.costs.plans()
-        if not plans:
-            return None
-        return min(plan.seconds for plan in plans) / float(self.workload.tokens.mean())
+    @cached_property
+    def running(self) -> list[ModelledPlan]:
+        """The best plan of every kind that training runs."""
+        return running_plans(self.costs)
+
+    @cached_property
+    def seconds_of_a_token(self) -> float:
+        """Of the backbone alone, in the fastest layout that training runs: what a token budget decides. Inf: none."""
+        seconds = self.costs.fastest_alone(BACKBONE, lambda layout: can_run(layout, self.problems))
+        return seconds / float(self.workload.tokens.mean())
 
     def with_budget(self, tokens: int) -> PlanQuestion:
         """The same with another token budget, which cuts lengths that are only assumed."""
@@ -126,20 +134,18 @@ class PlanQuestion:
 def best_budget(question: PlanQuestion) -> PlanQuestion:
     """The question with the token budget whose plan is fastest; of those that cannot be told apart the smallest.
 
-    Budgets from an eighth of the usual one to eight times as many are tried, as far as samples fit into them. Lengths
-    that are only assumed are cut to a smaller one where nothing fits otherwise.
+    Budgets from an eighth of the usual one to eight times as many are tried, as far as samples fit into them, until a
+    larger one gains nothing. Lengths that are only assumed are cut to a smaller one where nothing fits otherwise.
     """
-    usual = question.workload.token_budget
+    usual, longest = question.workload.token_budget, int(question.workload.tokens.max())
     tried = sorted({max(question.least_budget, round(usual * 2.0**power)) for power in _POWERS})
-    longest = int(question.workload.tokens.max())
-    whole = [question.with_budget(tokens) for tokens in tried if tokens >= longest]
+    whole: list[PlanQuestion] = []
+    for one in (question.with_budget(tokens) for tokens in tried if tokens >= longest):
+        if whole and one.seconds_of_a_token > whole[-1].seconds_of_a_token * (1 - _NO_GAIN):
+            break
+        whole.append(one)
+    fastest = min((one.seconds_of_a_token for one in whole), default=inf)
+    enough = fastest * (1 + ModelledCosts.margin)
+    first = sorted(whole, key=lambda one: one.seconds_of_a_token > enough)
     cut = [question.with_budget(tokens) for tokens in reversed(tried) if tokens < longest]
-    return _fastest(whole) or next((one for one in cut if one.seconds_of_a_token() is not None), question)
-
-
-def _fastest(questions: Sequence[PlanQuestion]) -> PlanQuestion | None:
-    found = [(one, seconds) for one in questions if (seconds := one.seconds_of_a_token()) is not None]
-    if not found:
-        return None
-    enough = min(seconds for _, seconds in found) * (1 + ModelledCosts.margin)
-    return next(one for one, seconds in found if seconds <= enough)
+    return next((one for one in (*first, *cut) if one.running), question)

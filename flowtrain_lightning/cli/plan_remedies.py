@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import ceil, log2
 
 from flowtrain_lightning.allocator import BACKBONE, PlanningError
-from flowtrain_lightning.cli.plan_choice import running_plans
 from flowtrain_lightning.cli.plan_question import PlanQuestion
 
 _ADAPTERS = 16
@@ -23,7 +22,7 @@ def remedies(question: PlanQuestion) -> list[str]:
     if (budget := _fitting_budget(question)) is not None:
         found.append(f"--token-budget {budget}")
     for words, changed in _changed(question):
-        if _fits(changed):
+        if changed.running:
             found.append(words)
         elif budget is None and (less := _fitting_budget(changed)) is not None:
             found.append(f"{words} --token-budget {less}")
@@ -65,11 +64,7 @@ def _fitting_budget(question: PlanQuestion) -> int | None:
     usual, least = question.workload.token_budget, question.least_budget
     halves = [usual // 2**power for power in range(1, 1 + ceil(log2(max(2, usual / least))))]
     tried = (budget for budget in halves if budget >= least)
-    return next((budget for budget in tried if _fits(question.with_budget(budget))), None)
-
-
-def _fits(question: PlanQuestion) -> bool:
-    return bool(running_plans(question.costs))
+    return next((budget for budget in tried if question.with_budget(budget).running), None)
 
 
 def _either(words: list[str]) -> str:

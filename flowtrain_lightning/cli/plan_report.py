@@ -1,4 +1,4 @@
-"""What ``flowtrain plan`` prints: hours and cost, the recommended plan in words, the others beside it, what to do next."""
+"""What ``flowtrain plan`` prints: hours and cost, the recommended plan in words, the others beside it, what is next."""
 
 from __future__ import annotations
 
@@ -155,7 +155,10 @@ class PlanReport:
         rate = f"{plan.samples_per_second:,.4g} samples/s, {100 * plan.mfu:.1f} % of the peak FLOP/s (MFU)"
         lines = [
             ("a step", f"{plan.seconds:.4g} s; 80 % of measured ones from {_span(plan)}; {rate}"),
-            ("memory", f"{plan.peak_bytes / 1e9:.1f} GB of the {limit / 1e9:.1f} GB of a device that can be planned for"),
+            (
+                "memory",
+                f"{plan.peak_bytes / 1e9:.1f} GB of the {limit / 1e9:.1f} GB of a device that can be planned for",
+            ),
             *((role, candidate_in_words(one)) for role, one in plan.chosen.items()),
         ]
         longest = max(len(name) for name, _ in lines)

@@ -51,7 +51,7 @@ def sweep(
 
 def _figures(question: PlanQuestion, tokens: float | None, price: Price | None) -> dict[str, Any]:
     count = question.cluster.devices
-    if not question.costs.plans():
+    if not question.costs.every_plan:
         return {"devices": count, "placement": None}
     best = question.answer().recommended.chosen
     bill = None if tokens is None else bill_of(best, question.problems, tokens, price)

@@ -1,4 +1,4 @@
-"""Plans in the words of somebody who rents the devices: what each role does, on how many of them, and what starts it."""
+"""Plans in the words of somebody who rents the devices: what each role does, on how many of them, what starts it."""
 
 from __future__ import annotations
 

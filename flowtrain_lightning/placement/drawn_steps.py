@@ -42,9 +42,9 @@ class DrawnSteps:
         balanced_by = (self.token_budget, self.cost, self.encoder_cost)
         return [plan_on(allocation, self.sizes.select(chosen), chosen, *balanced_by) for chosen in self.chosen]
 
-    def part(self, share: int) -> DrawnSteps:
-        """The same with every ``share``-th sample of each step, and at least one."""
-        return replace(self, chosen=tuple(chosen[: max(1, len(chosen) // share)] for chosen in self.chosen))
+    def part(self, share: int, steps: int) -> DrawnSteps:
+        """The first steps, of each of them one ``share``-th of the samples, and at least one."""
+        return replace(self, chosen=tuple(chosen[: max(1, len(chosen) // share)] for chosen in self.chosen[:steps]))
 
 
 def draw_steps(available: int, count: int, steps: int, seed: int) -> tuple[IntArray, ...]:

@@ -21,6 +21,9 @@ from flowtrain_lightning.placement.simulation import Simulation, simulate
 MOST_RANKS = 64
 """Ranks that are simulated of larger clusters: a part in which every role has its share of ranks and of samples."""
 
+_STEPS_OF_A_PART = 3
+"""Steps that are simulated of a part: it has so many samples that steps hardly differ."""
+
 
 @dataclass(frozen=True)
 class PlanSimulator:
@@ -67,7 +70,7 @@ class PlanSimulator:
         costs = ModelledLayoutCosts(self.problems, allocation)
         share = _divisor(allocation.layouts, allocation.size, self.most_ranks)
         part = allocation if share == 1 else _part_of(allocation, share)
-        steps = self.steps if share == 1 else self.steps.part(share)
+        steps = self.steps if share == 1 else self.steps.part(share, _STEPS_OF_A_PART)
         return simulate(steps.packed(part), part, costs, ENCODER_BATCHES_IN_FLIGHT)
 
 
@@ -91,7 +94,7 @@ def _divisor(layouts: Mapping[str, Layout], ranks: int, most: int) -> int:
 
 
 def _smaller(layout: Layout, share: int) -> Layout | None:
-    """The layout with a part of its data ranks: of its replicas, or else of the ranks of each; None where it has none."""
+    """The layout with a part of its data ranks: of its replicas, or of the ranks of each; None where neither divides."""
     if layout.replicas % share == 0:
         return replace(layout, data=layout.data // share, replicas=layout.replicas // share)
     shards = layout.data // layout.replicas

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from lightning import Trainer
 
 from flowtrain_lightning.allocator.plan_file import read_plan
@@ -72,7 +71,7 @@ def test_it_prints_what_a_renter_asks_and_bars_where_they_are_wanted(plan):
         assert words in printed
     assert "in microbatches of up to 8,192 tokens" in printed
     assert re.search(r"a step +[0-9.]+ s; 80 % of measured ones from .* samples/s", printed)
-    assert re.search(r"memory +[0-9.]+ GB of the 141.1 GB of a device that can be planned for", printed)
+    assert re.search(r"memory +[0-9.]+ GB of a device's 141.1 GB that can be planned for", printed)
     head = next(line for line in printed.splitlines() if "s/step" in line)
     assert head.split() == ["s/step", "samples/s", "80", "%", "band", "devices", "MFU", "peak", "GB"]
     assert sum(line.startswith("> ") for line in printed.splitlines()) == 1
@@ -86,7 +85,9 @@ def test_one_plan_by_two_names_stands_on_one_line(plan):
     printed = plan("--model", "qwen2.5-vl-7b", "--devices", "8")
     assert "uniform = colocated" in printed
     assert "Recommended: uniform (every device has all roles, in one layout)" in printed
-    assert len([line for line in printed.splitlines() if re.match(r"[> ] (uniform|colocated|separate|mixed)", line)]) < 4
+    assert (
+        len([line for line in printed.splitlines() if re.match(r"[> ] (uniform|colocated|separate|mixed)", line)]) < 4
+    )
 
 
 def test_the_command_that_trains_on_the_plan_is_one_that_the_command_line_takes(plan, tmp_path, monkeypatch):
@@ -379,7 +380,10 @@ def test_whole_copies_keep_to_what_replicates(plan):
         ((*MODEL, "--devices", "8", "--time-to-train", "1", "--price", "0"), "--price is 0; it must be a number above"),
         ((*MODEL, "--devices", "8", "--data", "nowhere.parquet"), "there is no file nowhere.parquet"),
         ((*MODEL, "--devices", "8", "--out", "no/where.yaml"), "no/where.yaml cannot be written"),
-        ((*MODEL, "--devices", "8", "--time-to-train", "1", "--price", "2.5 euros"), "--price is 2.5 euros; it must be"),
+        (
+            (*MODEL, "--devices", "8", "--time-to-train", "1", "--price", "2.5 euros"),
+            "--price is 2.5 euros; it must",
+        ),
         (("--model", "text.yaml", "--devices", "8", "--out", "plan.yaml"), "text has no encoder; leave it out"),
     ],
 )
@@ -407,7 +411,17 @@ def test_what_fits_on_the_devices_at_hand_is_named_before_more_of_them(plan, tmp
 
 def test_a_smaller_token_budget_is_found_where_the_usual_one_does_not_fit(plan, tmp_path):
     (tmp_path / "small.yaml").write_text("{like: h100, memory: 24e9, per_node: 1}")
-    arguments = ("--model", "qwen2.5-vl-7b", "--lora", "16", "--frozen-bf16", "--device", "small.yaml", "--devices", "1")
+    arguments = (
+        "--model",
+        "qwen2.5-vl-7b",
+        "--lora",
+        "16",
+        "--frozen-bf16",
+        "--device",
+        "small.yaml",
+        "--devices",
+        "1",
+    )
     budget = int(re.search(r"On these it fits with --token-budget (\d+)", refused(plan, *arguments))[1])
     assert "Recommended: " in plan(*arguments, "--token-budget", str(budget))
     assert f"up to {budget:,} tokens" in plan(*arguments, "--token-budget", "search")
