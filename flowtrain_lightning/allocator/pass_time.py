@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +60,7 @@ def pass_time(
     zero = np.zeros_like(tokens)
     forward, backward, exchange, slowest, ends = zero, zero, zero, zero, zero
     flows = problem.receives_gradient
-    pairs = iter(problem.pairs_per_token if pairs_per_token is None else pairs_per_token)
+    pairs: Iterator[FloatArray | float] = iter(pairs_per_token or problem.pairs_per_token)
     for part in problem.half.parts:
         if isinstance(part, Dense):
             there, back = _dense_seconds(problem, part, family, tokens, flows)

@@ -94,7 +94,7 @@ def _divisor(layouts: Mapping[str, Layout], ranks: int, most: int) -> int:
 
 
 def _smaller(layout: Layout, share: int) -> Layout | None:
-    """The layout with a part of its data ranks: of its replicas, or of the ranks of each; None where neither divides."""
+    """The layout with a part of its data ranks: of its replicas, or of the ranks of each; None where none divides."""
     if layout.replicas % share == 0:
         return replace(layout, data=layout.data // share, replicas=layout.replicas // share)
     shards = layout.data // layout.replicas

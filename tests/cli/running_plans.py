@@ -8,12 +8,22 @@ import lightning as L
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.parallel.connecting import disconnect_groups
+from tests.exactness.modules import Divided
 from tests.forks import write_down
 from tests.tiny import TinyVLM, tiny_data
 
 
-def train_on_plans(folder: Path, *, data: str, plans: list[str], ranks: int) -> None:
-    """Writes down on which allocation each plan has trained, and for how many steps."""
+def train_on_plans(folder: Path, *, data: str, plans: list[str], ranks: int, divides: bool = False) -> None:
+    """Writes down on which allocation each plan has trained, and for how many steps.
+
+    Args:
+        folder: of this rank.
+        data: folder of the records.
+        plans: files.
+        ranks: of the run.
+        divides: the module has layers that tensor ranks divide, and sequences that context ranks share.
+    """
+    kind = Divided if divides else TinyVLM
     trained = {}
     for plan in plans:
         strategy = flow.FlowTrainStrategy(allocation=plan)
@@ -28,7 +38,7 @@ def train_on_plans(folder: Path, *, data: str, plans: list[str], ranks: int) -> 
             enable_model_summary=False,
             default_root_dir=folder / Path(plan).stem,
         )
-        trainer.fit(TinyVLM(), datamodule=tiny_data(Path(data)))
+        trainer.fit(kind(), datamodule=tiny_data(Path(data)))
         trained[plan] = {"allocation": strategy.allocation.state_dict(), "steps": trainer.global_step}
     write_down(folder, trained)
     disconnect_groups()

@@ -71,7 +71,7 @@ def test_it_prints_what_a_renter_asks_and_bars_where_they_are_wanted(plan):
         assert words in printed
     assert "in microbatches of up to 8,192 tokens" in printed
     assert re.search(r"a step +[0-9.]+ s; 80 % of measured ones from .* samples/s", printed)
-    assert re.search(r"memory +[0-9.]+ GB of a device's 141.1 GB that can be planned for", printed)
+    assert re.search(r"memory +[0-9.]+ GB of the 141.1 GB of a device that can be planned for", printed)
     head = next(line for line in printed.splitlines() if "s/step" in line)
     assert head.split() == ["s/step", "samples/s", "80", "%", "band", "devices", "MFU", "peak", "GB"]
     assert sum(line.startswith("> ") for line in printed.splitlines()) == 1

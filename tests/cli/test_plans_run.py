@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from flowtrain_lightning.allocator import Layout, ModelledCosts
 from flowtrain_lightning.allocator.plan_file import read_plan, write_plan
@@ -29,22 +31,35 @@ ASKED = {
 }
 """What is planned, for four devices each."""
 
+LONG = ("--data", "long.parquet", "--token-budget", "60000")
+DIVIDED = {
+    "few": ("--model", "grouped.yaml", "--device", "h200", "--batch", "2"),
+    "long": ("--model", "large.yaml", "--device", "h200", "--batch", "2", *LONG),
+    "offloaded": ("--model", "qwen2-vl-2b", "--device", "h200", "--offload-activations"),
+}
+"""More of it: few samples, which tensor ranks share; long ones, which context ranks do; activations on the host."""
+
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory):
     """Name -> the file that was written."""
     folder = tmp_path_factory.mktemp("plans")
     (folder / "large.yaml").write_text(LARGE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for name, asked in ASKED.items():
-            command = ["flowtrain", "plan", *asked, "--devices", str(RANKS), "--out", f"{name}-plan.yaml"]
-            patch.setattr(sys, "argv", command)
-            main()
+    write_plans(folder, ASKED)
     costs = ModelledCosts(problems("qwen2-vl-2b", devices=RANKS))
     mixed = next(plan for plan in choose_plans(costs).recommended.predictions if plan.kind == "mixed")
     write_plan(mixed.allocation(RANKS), folder / "mixed-plan.yaml", "the best that training runs of its kind")
     return {name: folder / f"{name}-plan.yaml" for name in (*ASKED, "mixed")}
+
+
+def write_plans(folder, asked):
+    """Has the command write a file for each of what is asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, options in asked.items():
+            command = ["flowtrain", "plan", *options, "--devices", str(RANKS), "--out", f"{name}-plan.yaml"]
+            patch.setattr(sys, "argv", command)
+            main()
 
 
 def test_they_differ_in_placement_in_sharding_and_in_what_they_recompute(plans):
@@ -56,11 +71,31 @@ def test_they_differ_in_placement_in_sharding_and_in_what_they_recompute(plans):
 
 
 def test_all_of_them_train(plans, tmp_path):
+    train(list(plans.values()), tmp_path)
+
+
+@pytest.mark.full
+def test_plans_of_tensor_and_context_ranks_and_of_the_hosts_memory_train(tmp_path):
+    (tmp_path / "large.yaml").write_text(LARGE)
+    (tmp_path / "grouped.yaml").write_text(LARGE.replace("heads: 32,", "heads: 32, key_value_heads: 2,"))
+    long = {"tokens": [60000, 50000], "image_tokens": [[4096] * 8, [2048] * 4]}
+    parquet.write_table(pyarrow.table(long), tmp_path / "long.parquet")
+    write_plans(tmp_path, DIVIDED)
+    paths = {name: tmp_path / f"{name}-plan.yaml" for name in DIVIDED}
+    backbones = {name: read_plan(path).layouts["backbone"] for name, path in paths.items()}
+    assert (backbones["few"].tensor, backbones["long"].context) == (2, 4)
+    assert read_plan(paths["offloaded"]).offload == dict.fromkeys(("encoder", "backbone"), "activations")
+    train(list(paths.values()), tmp_path, divides=True)
+
+
+def train(paths, tmp_path, *, divides=False):
+    """Trains on every plan, and compares on what each rank says it has trained."""
     write_records(tmp_path, 24)
-    arguments = {"data": str(tmp_path), "plans": [str(path) for path in plans.values()], "ranks": RANKS}
+    plans = [str(path) for path in paths]
+    arguments = {"data": str(tmp_path), "plans": plans, "ranks": RANKS, "divides": divides}
     job = Job("train", "tests.cli.running_plans:train_on_plans", RANKS, arguments)
     done = run_jobs(tmp_path, [job])["train"].check()
     for trained in read_down(done.folder):
-        for path in plans.values():
+        for path in paths:
             found = trained[str(path)]
             assert found == {"allocation": read_plan(path).state_dict(), "steps": 2}

@@ -1,0 +1,58 @@
+"""What ``flowtrain plan`` predicts of a plan is what ``flowtrain simulate`` finds for its file on the same data."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.cli import main
+
+pyarrow = pytest.importorskip("pyarrow")
+from pyarrow import parquet  # noqa: E402
+
+CELLS = [0, 3, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 202))]
+MODELS = ("smolvlm-2.2b", "qwen2-vl-2b", "qwen2.5-vl-3b", "qwen2.5-vl-7b", "gemma-3-4b")
+
+
+@pytest.fixture
+def flowtrain(monkeypatch, tmp_path, capsys):
+    """Runs a command in this process, in a folder of its own; answers with the JSON that it prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["flowtrain", *map(str, arguments), "--json"])
+        main()
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def write_lengths(draw, budget):
+    """Samples of a few media items or none, whose lengths spread by a factor that is drawn."""
+    count, spread = int(draw.integers(40, 400)), draw.uniform(0.1, 0.9)
+    items = draw.integers(0, 4, count)
+    media = [np.rint(draw.lognormal(6.0, spread, each)).astype(int).clip(16, 4096).tolist() for each in items]
+    if not items.any():
+        media[0] = [256]
+    tokens = np.rint(draw.lognormal(6.0, spread, count)).astype(int) + [sum(each) // 4 for each in media]
+    table = {"tokens": np.clip(tokens, 16, budget), "image_tokens": media}
+    parquet.write_table(pyarrow.table(table), "lengths.parquet")
+
+
+@pytest.mark.parametrize("seed", CELLS)
+def test_a_plan_and_the_simulation_of_its_file_agree(flowtrain, seed):
+    draw = np.random.default_rng(seed)
+    budget, devices = int(draw.choice([4096, 8192])), int(draw.choice([2, 4, 8, 16]))
+    frozen = ("--freeze", str(draw.choice(["encoder", "tower"]))) if draw.random() < 0.4 else ()
+    batch = devices * int(draw.choice([2, 8, 24]))
+    write_lengths(draw, budget)
+    common = ("--model", draw.choice(MODELS), "--device", "h200", "--data", "lengths.parquet", *frozen)
+    common = (*common, "--token-budget", budget, "--global-batch-size", batch)
+    planned = flowtrain("plan", *common, "--devices", devices, "--out", "plan.yaml")
+    assert planned["recommended"] is not None
+    simulated = flowtrain("simulate", *common, "--plan", "plan.yaml")
+    predicted = planned["plans"][planned["recommended"]]["step_seconds"]
+    assert predicted == pytest.approx(simulated["step_seconds"], rel=0.05)
