@@ -11,7 +11,7 @@ from flowtrain_lightning.packing.simulator import recomputed_batches
 from flowtrain_lightning.packing.step_plan import Turn
 from flowtrain_lightning.packing.step_work import EncoderWork, Lanes, StepWork, step_work
 from flowtrain_lightning.packing.work_order import lockstep_order
-from flowtrain_lightning.placement.layout_costs import LayoutCosts
+from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayoutCosts
 
 STEPS_AHEAD = 8
 """Later steps that a frozen encoder may have begun: the runtime's own limit, which needs torch to be read."""
@@ -40,7 +40,7 @@ class _PricedBatches:
                 found[role] |= {each.tobytes(): each for each in members}
         return cls(
             {
-                role: dict(zip(kinds, costs.batches(role, list(kinds.values())), strict=True))
+                role: dict(zip(kinds, _priced(costs, role, list(kinds.values())), strict=True))
                 for role, kinds in found.items()
             }
         )
@@ -52,6 +52,15 @@ class _PricedBatches:
     def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
         """Forward, and backward."""
         return self.seconds[ENCODER][patches.tobytes()]
+
+
+def _priced(costs: LayoutCosts, role: str, lengths: Sequence[IntArray]) -> list[tuple[float, float]]:
+    """Forward and backward of each batch; of a microbatch both together, as the backward."""
+    if isinstance(costs, ModelledLayoutCosts):
+        return costs.batches(role, lengths)  # one by one it would take a hundred times as long
+    if role == BACKBONE:
+        return [(0.0, costs.microbatch(each)) for each in lengths]
+    return [costs.encoder_batch(each) for each in lengths]
 
 
 def lane_work(

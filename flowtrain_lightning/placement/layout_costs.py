@@ -45,9 +45,6 @@ class LayoutCosts(Protocol):
     def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
         """Forward and backward of an encoder batch, by the ``[media items]`` patches of its media items."""
 
-    def batches(self, role: str, lengths: Sequence[IntArray]) -> list[tuple[float, float]]:
-        """Forward and backward of many batches of a role; of the backbone's microbatches what they add up to counts."""
-
     def end_of_step(self, role: str) -> tuple[float, float]:
         """The gradient reduction and the optimizer."""
 
@@ -102,12 +99,6 @@ class ProfiledLayoutCosts:
             return seconds + gather, 0.0
         forward = seconds * encoder.forward_share
         return forward + gather, seconds - forward + self._repeated_share(ENCODER) * forward + back
-
-    def batches(self, role: str, lengths: Sequence[IntArray]) -> list[tuple[float, float]]:
-        """See `LayoutCosts`."""
-        if role == BACKBONE:
-            return [(0.0, self.microbatch(each)) for each in lengths]
-        return [self.encoder_batch(each) for each in lengths]
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """See `LayoutCosts`."""
@@ -187,7 +178,7 @@ class ModelledLayoutCosts:
         return self._batch(ENCODER, patches)
 
     def batches(self, role: str, lengths: Sequence[IntArray]) -> list[tuple[float, float]]:
-        """See `LayoutCosts`. All at once: their lengths are columns of the same arrays."""
+        """Forward and backward of many batches of a role, all at once: they are columns of the same arrays."""
         if not lengths:
             return []
         problem, family = self.problems[role], self._families[role]
