@@ -248,6 +248,18 @@ def shared_tokens(tokens: int) -> Iterator[slice | None]:
         yield own
 
 
+@contextmanager
+def noting_heads(found: set[int]) -> Iterator[None]:
+    """Inside, the number of heads with which attention is called is added to ``found``."""
+
+    def attend(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        found.add(query.shape[1])
+        return kernel(query, key, value)
+
+    with attending_by(attend):
+        yield
+
+
 def with_summed_gradients(
     features: Mapping[str, Tensor | tuple[Tensor, ...]],
 ) -> dict[str, Tensor | tuple[Tensor, ...]]:

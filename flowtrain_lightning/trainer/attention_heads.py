@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from torch import Tensor
 
 from flowtrain_lightning.allocator import BACKBONE, Layout
 from flowtrain_lightning.allocator.candidates import why_heads_cannot_be_shared
-from flowtrain_lightning.attention import Kernel, attending_by
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch
 from flowtrain_lightning.data.collate import pack_sequences
 from flowtrain_lightning.data.conversation import TokenSequence
 from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.parallel.context_parallel import noting_heads
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.placement.meta_device import MetaTensorMode, copy_on_meta
 
@@ -45,14 +44,9 @@ def attention_heads(module: FlowModule) -> set[int]:
     It runs on the meta device, where nothing is computed. What cannot run there tells nothing: empty.
     """
     found: set[int] = set()
-
-    def attend(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        found.add(query.shape[1])
-        return kernel(query, key, value)
-
     try:
         copy = copy_on_meta(module)
-        with own_streams(), copy.logging_into(MetricAccumulator()), MetaTensorMode(), attending_by(attend):
+        with own_streams(), copy.logging_into(MetricAccumulator()), MetaTensorMode(), noting_heads(found):
             copy.backbone_step(_text(), {}, "train")
     except Exception:  # of the user's methods, which need not run without weights: the run itself will tell
         return found

@@ -43,7 +43,7 @@ def test_a_family_is_timed_as_its_members_are():
     assert together == pytest.approx([timed(data=one, tensor=2, shard="fsdp").total[0] for one in data])
 
 
-def test_a_sample_that_fills_the_budget_is_one_microbatch_however_much_more_it_costs_than_others():
+def test_a_sample_that_fills_the_budget_is_one_microbatch_whatever_it_costs():
     lengths = np.array([8192] + [1024] * 63)
     problem = replace(PROBLEMS["backbone"], load=replace(PROBLEMS["backbone"].load, lengths=lengths, items=64))
     time = timed(problem=problem, data=64)
