@@ -32,6 +32,7 @@ from flowtrain_lightning.cli.plan_question import PlanQuestion, best_budget
 from flowtrain_lightning.cli.plan_remedies import refusal
 from flowtrain_lightning.cli.plan_report import PlanReport, given_in_words
 from flowtrain_lightning.cli.plan_sweep import sweep
+from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.placement.profile import ProfileError, read_profile
 
 MISTAKES = (PlanningError, ProfileError)
@@ -100,7 +101,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="tokens whose logits the loss holds at a time (default: %(default)s, as the models of Hugging Face here)",
     )
-    add("--encoder-budget", type=int, default=16384, help="of an encoder batch (default: %(default)s)")
+    add(
+        "--encoder-budget",
+        type=int,
+        default=ENCODER_BUDGET,
+        metavar="PATCHES",
+        help="the most patches of an encoder batch (default: %(default)s)",
+    )
     add("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default: %(default)s")
     add("--optimizer", choices=list(OPTIMIZERS), default=OPTIMIZERS[0], help="default: %(default)s")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank in place of the backbone's weights")

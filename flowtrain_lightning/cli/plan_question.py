@@ -80,7 +80,7 @@ class PlanQuestion:
             return None
         sizes = self._sizes
         chosen = draw_steps(len(sizes), self.workload.global_batch_size, STEPS, seed=0)
-        steps = DrawnSteps(sizes, chosen, self.workload.token_budget)
+        steps = DrawnSteps(sizes, chosen, self.workload.token_budget, encoder_budget=self.workload.encoder_budget)
         if self.profile is not None:
             steps = replace(steps, cost=self.profile.cost, encoder_cost=self.profile.encoder_cost)
         return PlanSimulator(self.problems, steps)

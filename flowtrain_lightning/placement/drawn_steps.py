@@ -9,6 +9,7 @@ import numpy as np
 
 from flowtrain_lightning.allocator import Allocation, Workload
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
+from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.placement.simulation import plan_on
 
 STEPS = 10
@@ -25,6 +26,7 @@ class DrawnSteps:
         token_budget: the most tokens of a microbatch.
         cost: by which microbatches are balanced.
         encoder_cost: by which encoder batches are, see `plan_step`.
+        encoder_budget: the most patches of an encoder batch.
     """
 
     sizes: SampleSizes
@@ -32,6 +34,7 @@ class DrawnSteps:
     token_budget: int
     cost: CostModel = DEFAULT_COST
     encoder_cost: CostModel | None = None
+    encoder_budget: int = ENCODER_BUDGET
 
     def packed(self, allocation: Allocation) -> list[StepPlan]:
         """The plan of every step on an allocation's ranks.
@@ -39,8 +42,8 @@ class DrawnSteps:
         Raises:
             PackingError: samples do not fit into microbatches.
         """
-        balanced_by = (self.token_budget, self.cost, self.encoder_cost)
-        return [plan_on(allocation, self.sizes.select(chosen), chosen, *balanced_by) for chosen in self.chosen]
+        packing = (self.token_budget, self.cost, self.encoder_cost, self.encoder_budget)
+        return [plan_on(allocation, self.sizes.select(chosen), chosen, *packing) for chosen in self.chosen]
 
     def part(self, share: int, steps: int) -> DrawnSteps:
         """The first steps, of each of them one ``share``-th of the samples, and at least one."""
