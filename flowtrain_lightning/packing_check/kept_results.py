@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.index import cache_folders, user_cache
+from flowtrain_lightning.data.sources.naming import is_stream
 from flowtrain_lightning.packing_check.detached_copy import detached_copy
 from flowtrain_lightning.packing_check.findings import Finding
 
@@ -55,6 +56,8 @@ class KeptResults:
         What is kept is found again by the sources of all loaded code that is not installed, the versions of what is,
         the module as it was made, and what decides about samples.
         """
+        if any(is_stream(source) for source in data.files["train"].sources):
+            return cls()  # nobody can tell whether it brings the same samples again
         made = _as_made(module)
         code = _own_code()
         if made is None or code is None:

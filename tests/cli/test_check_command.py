@@ -33,7 +33,7 @@ def check(monkeypatch, tmp_path, capsys):
 def test_a_right_module_ends_with_0(check):
     code, text = check(CONFIG)
     assert code == 0
-    assert "TinyVLM, 5 samples with " in text
+    assert "TinyVLM, 6 samples with " in text
     assert text.rstrip().endswith("packed equals alone.")
 
 
