@@ -62,7 +62,7 @@ def separate_plans(problems: Problems, tables: Tables) -> tuple[ModelledPlan | N
     depends on the answer, so it is taken from the answer before, for a few rounds. What this leaves over goes to one
     of the roles in the first plan, even if that gains nothing. None stands for what does not fit.
     """
-    waits = dict.fromkeys(tables, 0.0)
+    waits, former = dict.fromkeys(tables, 0.0), None
     full: list[ModelledPlan] = []
     lean: list[ModelledPlan] = []
     for _ in range(_ROUNDS):
@@ -71,13 +71,34 @@ def separate_plans(problems: Problems, tables: Tables) -> tuple[ModelledPlan | N
         if slowed is None:
             break
         chosen = {role: replace(one, seconds=one.seconds - waits[role]) for role, one in slowed.items()}
-        if lean and chosen == lean[-1].chosen:
+        if chosen == former:
             break
-        lean.append(side_by_side(problems, chosen))
-        full += _on_all(problems, tables, chosen)
-        waits = waiting_seconds(problems, chosen)
+        for one in (chosen, *_beside(problems, tables, chosen)):
+            lean.append(side_by_side(problems, one))
+            full += _on_all(problems, tables, one)
+        waits, former = waiting_seconds(problems, chosen), chosen
     fastest = (min(plans, key=lambda plan: plan.seconds, default=None) for plans in (full, lean))
     return next(fastest), next(fastest)
+
+
+def _beside(problems: Problems, tables: Tables, chosen: Mapping[str, Candidate]) -> Iterator[dict[str, Candidate]]:
+    """Choices like this one in which one encoder has a few devices more or fewer, and the backbone the rest.
+
+    Matching throughputs takes the waits of another choice for its own, and so may miss the best one by a step.
+    """
+    backbone, devices = tables[BACKBONE].fastest_by_devices, problems[BACKBONE].cluster.devices
+    for role, one in chosen.items():
+        if role == BACKBONE:
+            continue
+        front = tables[role].fastest_by_devices
+        taken = sum(other.devices for name, other in chosen.items() if name not in (role, BACKBONE))
+        at = int(np.searchsorted(front.devices, one.devices))
+        for number in (at - 1, at + 1):
+            if not 0 <= number < len(front):
+                continue
+            fitting = int(np.searchsorted(backbone.devices, devices - taken - front.devices[number], side="right"))
+            if fitting > 0:
+                yield {**chosen, role: front.candidate(number), BACKBONE: backbone.candidate(fitting - 1)}
 
 
 def _on_all(problems: Problems, tables: Tables, chosen: Mapping[str, Candidate]) -> Iterator[ModelledPlan]:
