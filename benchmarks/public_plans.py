@@ -38,13 +38,13 @@ REVIEWS: Mapping[str, tuple[str, ...]] = {
     "qwen2.5-vl-7b": (_OFTEN, _GROUPS, _GROUPS, "Yes. 8 samples a device, or the exchange would dominate."),
     "qwen2-audio-7b": (
         _OFTEN,
-        "Yes: two groups of 32 already save some of the exchange between nodes.",
+        "Yes: shards over all ranks leave room to recompute less; two groups of 32 would save some of the exchange.",
         _GROUPS,
         _GROUPS,
     ),
     "qwen3-vl-8b": (
         _OFTEN,
-        "Yes: two groups of 32 already save some of the exchange between nodes.",
+        "Yes: shards over all ranks leave room to recompute less; two groups of 32 would save some of the exchange.",
         _GROUPS,
         _GROUPS,
     ),
