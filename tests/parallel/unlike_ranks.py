@@ -187,8 +187,8 @@ class WeighsLoss(Divided):
         return loss * tokens / len(batch.tokens), tokens
 
 
-def _with(backbone: type[DividedBackbone]) -> type[Divided]:
-    return type(f"With{backbone.__name__}", (PlainBackbone,), {"kind": backbone})
+def _with(backbone: type[DividedBackbone], couples: tuple[str, ...] = ()) -> type[Divided]:
+    return type(f"With{backbone.__name__}", (PlainBackbone,), {"kind": backbone, "couples": couples})
 
 
 KINDS: dict[str, type[Divided]] = {
@@ -202,7 +202,7 @@ KINDS: dict[str, type[Divided]] = {
     "one of four": _with(OneOfFour),
     "shift": _with(Shifts),
     "counted positions": _with(CountsPositions),
-    "mean": _with(Centres),
+    "mean": _with(Centres, couples=("backbone", "loss")),
     "positions": ForgetsPositions,
     "loss": WeighsLoss,
     "unusual": _with(Unusual),
