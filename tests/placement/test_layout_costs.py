@@ -72,7 +72,7 @@ def test_equal_samples_on_shared_ranks_take_what_is_predicted(allocation):
     assert simulated == pytest.approx(predicted, rel=1e-6)
 
 
-def test_two_ranks_that_share_sequences_of_even_numbers_of_samples_take_what_is_predicted():
+def test_two_ranks_that_share_even_numbers_of_samples_take_what_is_predicted():
     """Of an odd number one encodes more than the other, which waits."""
     predicted, simulated = compared(colocated(Layout(8), Layout(4, tensor=2)), each=10)
     assert simulated == pytest.approx(predicted, rel=1e-6)
