@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.device_events import median_milliseconds
 from benchmarks.gpu_variants import Run
 from benchmarks.pool_device import measure_device
 from benchmarks.pool_passing import SIZES, TINY_SIZES, measure_passing
@@ -99,17 +99,7 @@ def _timed(forward: Callable[[], Tensor], device: torch.device) -> float:
         start = time.monotonic()
         work()
         return time.monotonic() - start
-    for _ in range(3):
-        work()
-    marks = []
-    for _ in range(_SAMPLES):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()  # type: ignore[no-untyped-call]
-        work()
-        end.record()  # type: ignore[no-untyped-call]
-        marks.append((begin, end))
-    torch.cuda.synchronize()
-    return float(median(begin.elapsed_time(end) for begin, end in marks)) / 1e3
+    return median_milliseconds(work) / 1e3
 
 
 def _write(run: Run, found: dict[str, Any], rank: int = 0) -> None:

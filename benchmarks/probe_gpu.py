@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
+from benchmarks.device_events import median_milliseconds
 from benchmarks.modules import ROOT
 from flowtrain_lightning.attention import varlen_attention
 from flowtrain_lightning.compute.copy_stream import CopyStream
@@ -95,7 +95,7 @@ def _is_held_up(enter: Callable[[], AbstractContextManager[Any]], rows: Tensor) 
 def casts() -> str:
     """How long it takes to cast the weights of a 3B once, as bf16-mixed does in each step."""
     weights = [torch.randn(2048, 11008, device=GPU) for _ in range(108)]
-    milliseconds = _milliseconds(lambda: [weight.to(torch.bfloat16) for weight in weights])
+    milliseconds = median_milliseconds(lambda: [weight.to(torch.bfloat16) for weight in weights])
     return f"{sum(weight.numel() for weight in weights) / 1e9:.2f} G weights in {milliseconds:.1f} ms"
 
 
@@ -111,7 +111,7 @@ def windows() -> str:
         def attend(longest: int = longest) -> None:
             varlen_attention(query, key, value, bounds, longest, False).sum().backward()  # type: ignore[no-untyped-call]
 
-        found.append(f"told {longest}: {_milliseconds(attend):.2f} ms")
+        found.append(f"told {longest}: {median_milliseconds(attend):.2f} ms")
     return ", ".join(found)
 
 
@@ -178,21 +178,6 @@ PROBES: dict[str, Callable[[], str]] = {
     "optimizers": optimizers,
 }
 """Name -> what is probed in this process."""
-
-
-def _milliseconds(work: Callable[[], Any]) -> float:
-    """Of a piece of work, a median of ten, by events that are read at the end."""
-    for _ in range(3):
-        work()
-    marks = []
-    for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()  # type: ignore[no-untyped-call]
-        work()
-        end.record()  # type: ignore[no-untyped-call]
-        marks.append((begin, end))
-    torch.cuda.synchronize()
-    return float(median(begin.elapsed_time(end) for begin, end in marks))
 
 
 def _version(package: str) -> str:
