@@ -22,6 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 import flowtrain_lightning.packing
 from flowtrain_lightning.parallel.connecting import disconnect_groups
+from tests.checked import leave_out_packing_check
 
 _compiling: subprocess.Popen[bytes] | None = None
 _cache: str | None = None
@@ -72,6 +73,16 @@ def pytest_collection_finish() -> None:
     """Takes down the variables that are there when all tests are known; libraries have set theirs by then."""
     _await_compilation()
     _environment.update(os.environ)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _modules_are_checked_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fits check the packing of their modules in the long form, and in test files marked `checks_packing`."""
+    long_form = request.config.option.markexpr != "not full"
+    with pytest.MonkeyPatch.context() as patch:
+        if not long_form and request.node.get_closest_marker("checks_packing") is None:
+            leave_out_packing_check(patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

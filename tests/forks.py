@@ -19,6 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.checked import leave_out_packing_check, packing_is_checked
 from tests.paths import python_path
 from tests.ports import free_port
 from tests.warm import warm_up
@@ -35,6 +38,7 @@ class Job:
         arguments: keyword arguments, as JSON types.
         deadline: seconds after which its processes are killed.
         imports: a slow module that ranks would each import for themselves: it is imported before they are forked.
+        checks_packing: fits check the packing of their modules; as they do in the process that asks for the job.
     """
 
     name: str
@@ -43,6 +47,7 @@ class Job:
     arguments: dict[str, Any] = field(default_factory=dict)
     deadline: float = 600.0  # generous: machines are busy, and pytest ends a test that hangs
     imports: str | None = None
+    checks_packing: bool = field(default_factory=packing_is_checked)
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,8 @@ def _fork(job: Job, folder: Path, rank: int, port: int) -> int:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
+        if not job.checks_packing:
+            leave_out_packing_check(pytest.MonkeyPatch())
         module, _, function = job.target.partition(":")
         getattr(importlib.import_module(module), function)(folder, **job.arguments)
         code = 0

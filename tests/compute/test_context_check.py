@@ -14,6 +14,8 @@ from flowtrain_lightning.data.collate import pack_sequences
 from flowtrain_lightning.data.conversation import TokenSequence
 from tests.parallel.unlike_ranks import ranks_say
 
+pytestmark = pytest.mark.checks_packing
+
 CONTEXT = {"context": 2}
 
 

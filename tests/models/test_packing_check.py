@@ -14,6 +14,8 @@ from tests.models.foreign import FOREIGN
 from tests.models.tiny import FAMILIES
 from tests.tiny import tiny_data, write_records
 
+pytestmark = pytest.mark.checks_packing
+
 _QUICK = ("qwen2_5_vl", "internvl", "gemma3")
 
 

@@ -11,6 +11,8 @@ from tests.forks import Job, run_jobs
 from tests.packing_check.right_modules import Projects, ProjectsSome
 from tests.tiny import TinyVLM, tiny_data, write_records
 
+pytestmark = pytest.mark.checks_packing
+
 
 @pytest.fixture
 def data(tmp_path):

@@ -16,6 +16,8 @@ from tests.packing_check.fitting import trainer_of_a_step
 from tests.packing_check.wrong_modules import ClipsInAHook, DropsByFunction, NormalisesByBatch, SeesAll
 from tests.tiny import TinyVLM, tiny_data, write_records
 
+pytestmark = pytest.mark.checks_packing
+
 
 def fit(folder: Any, module: flow.FlowModule, strategy: Any = "auto", **settings: Any) -> L.Trainer:
     trainer = trainer_of_a_step(folder, strategy)
