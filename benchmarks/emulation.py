@@ -26,7 +26,8 @@ from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
 from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import CostModel, IntArray
-from flowtrain_lightning.packing.step_work import FORWARD_SHARE
+from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
+from flowtrain_lightning.packing.step_work import Passes, in_two_passes
 from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 WIDTH = 2048
@@ -53,16 +54,10 @@ class EmulatedCost:
     optimizer: float = 0.0
 
     encoder_trains: ClassVar[bool] = True
-    forward_share: ClassVar[float] = FORWARD_SHARE
 
-    def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
-        """Seconds of forward and of backward of an encoder batch."""
-        whole = self.per_patch * float(patches.sum())
-        return whole * FORWARD_SHARE, whole * (1 - FORWARD_SHARE)
-
-    def microbatch(self, tokens: IntArray) -> float:
-        """Seconds of forward and backward of a microbatch."""
-        return self.per_token * float(tokens.sum())
+    def batch(self, role: str, lengths: IntArray) -> Passes:
+        """Seconds of forward and of backward of a batch."""
+        return in_two_passes((self.per_token if role == BACKBONE else self.per_patch) * float(lengths.sum()))
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """Seconds of the reduction of gradients, which real ranks do, and of the optimizer."""
@@ -112,7 +107,7 @@ class _Encode(torch.autograd.Function):
         ctx: Any, weight: Tensor, media: PackedMedia, width: int, costs: LayoutCosts, clock: Clock, start: float
     ) -> Tensor:
         with clock.emulating():
-            forward, ctx.seconds = costs.encoder_batch(lengths_of(media.cu_seqlens))
+            forward, ctx.seconds = costs.batch(ENCODER, lengths_of(media.cu_seqlens))
             ctx.clock = clock
             ctx.numbers, ctx.rows = numbers_of(media), torch.tensor(media.rows)
             ctx.weight = weight
@@ -202,9 +197,8 @@ class SleepingVLM(FlowModule):
         """The time of a microbatch whose forward begins."""
         start = time.monotonic()
         with self.clock.emulating():
-            whole = self.costs.microbatch(lengths_of(batch.cu_seqlens))
-        forward = whole * self.costs.forward_share
-        return Spell(self.clock, start, forward, whole - forward)
+            passes = self.costs.batch(BACKBONE, lengths_of(batch.cu_seqlens))
+        return Spell(self.clock, start, *passes)
 
     def pictures_of(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """``[media]`` the numbers of a microbatch's pictures, and their rows."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.emulation import EmulatedCost
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
 from flowtrain_lightning.packing import StepPlan
-from flowtrain_lightning.packing.simulator import recomputed_batches, simulate_steps
-from flowtrain_lightning.packing.step_work import Lanes, step_work
+from flowtrain_lightning.packing.policies.forwards_first import recomputed_batches
+from flowtrain_lightning.packing.simulator import simulate_steps
+from flowtrain_lightning.packing.step_graph import Edge
+from flowtrain_lightning.packing.step_work import StepRules, step_work
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,14 @@ def step_ends(plans: Sequence[StepPlan], rules: Rules) -> list[float]:
     Moving features and gradients, planning, loading and optimizers take no time.
     """
     ranks, layouts = rules.allocation.ranks, rules.allocation.layouts
-    lanes = Lanes(
-        tuple(ranks[BACKBONE]),
-        tuple(ranks[ENCODER]),
-        sync_every="microbatch" if layouts[BACKBONE].shares_weights else "step",
-        kept_batches=rules.kept_batches,
-        encoder_first=rules.encoder_first,
+    order = StepRules(
+        {role: [(rank,) for rank in ranks[role]] for role in (BACKBONE, ENCODER)},
+        [Edge(ENCODER, BACKBONE)],
+        in_flight={ENCODER: rules.kept_batches},
+        meeting={BACKBONE: len(ranks[BACKBONE])} if layouts[BACKBONE].shares_weights else {},
+        producers_first=rules.encoder_first,
     )
     cost, kept = rules.cost, rules.kept_batches
-    works = [step_work(p, cost.microbatch, cost.encoder_batch, recomputed_batches(p, kept)) for p in plans]
-    return simulate_steps(works, lanes).backbone_ends
+    microbatch, encoder_batch = (partial(cost.batch, role) for role in (BACKBONE, ENCODER))
+    works = [step_work(p, microbatch, encoder_batch, recomputed_batches(p, kept)) for p in plans]
+    return simulate_steps(works, order).step_ends

@@ -37,7 +37,8 @@ from flowtrain_lightning import FlowTrainStrategy, PackedMedia
 from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig
 from flowtrain_lightning.models import LlavaVLM
 from flowtrain_lightning.packing.simulator import simulate_steps
-from flowtrain_lightning.packing.step_work import EncoderWork, Lanes, StepWork
+from flowtrain_lightning.packing.step_graph import BatchOf, Edge
+from flowtrain_lightning.packing.step_work import StepRules, TimedBatch, in_two_passes
 from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 
 DEADLINE = 300.0
@@ -220,10 +221,14 @@ def played(microbatches: int) -> float:
     """The gain by the simulator's rules, where all microbatches are equal and nothing else takes time."""
     seconds, steps = [], 2 * STEPS_AHEAD
     for backward, ahead in ((1e-6, 0), (0.0, STEPS_AHEAD)):
-        batches = [EncoderWork(TOWER_SECONDS, backward, ((0, number),)) for number in range(microbatches)]
-        work = StepWork([[DECODER_SECONDS] * microbatches], [batches])
-        lanes = Lanes((0,), (1,), "step", kept_batches=4, steps_ahead=ahead)
-        ends = simulate_steps([work] * (2 * steps), lanes).backbone_ends
+        encoding = [
+            TimedBatch(TOWER_SECONDS, backward, (BatchOf("backbone", 0, number),)) for number in range(microbatches)
+        ]
+        work = {"backbone": [[TimedBatch(*in_two_passes(DECODER_SECONDS))] * microbatches], "encoder": [encoding]}
+        rules = StepRules(
+            {"backbone": [(0,)], "encoder": [(1,)]}, [Edge("encoder", "backbone")], {"encoder": 4}, steps_ahead=ahead
+        )
+        ends = simulate_steps([work] * (2 * steps), rules).step_ends
         seconds.append(ends[-1] - ends[steps - 1])
     return seconds[0] / seconds[1]
 

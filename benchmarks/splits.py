@@ -15,6 +15,7 @@ from benchmarks.report import machine_line, table, write_results
 from benchmarks.schedules import EmulatedJob
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation, PlacementChoice, choose_placement
 from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing.step_work import FORWARD_SHARE
 from flowtrain_lightning.placement.measured import MeasuredCosts, MeasuredPrediction, Processors
 from flowtrain_lightning.placement.profile import Profile, ProfileOrigin, RoleProfile
 from flowtrain_lightning.placement.run_costs import first_steps
@@ -81,7 +82,7 @@ def _choose(job: EmulatedJob) -> PlacementChoice[MeasuredPrediction]:
             parameters=1,
             gradient_bytes=4,
             optimizer_seconds=cost.optimizer,
-            forward_share=cost.forward_share,
+            forward_share=FORWARD_SHARE,
             measured=(),
         )
         for role, linear in ((ENCODER, cost.per_patch), (BACKBONE, cost.per_token))

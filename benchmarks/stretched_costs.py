@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +11,7 @@ from flowtrain_lightning.allocator.modelled_plan import Problems
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.cost_model import Observation, fit_cost
+from flowtrain_lightning.packing.step_work import Passes
 from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 _PARTS = (1, 2, 4, 8)
@@ -32,19 +32,9 @@ class StretchedCosts:
     stretch: float
     encoder_trains: bool
 
-    @property
-    def forward_share(self) -> float:
-        """The part of a microbatch that is its forward."""
-        return self.costs.forward_share
-
-    def microbatch(self, tokens: IntArray) -> float:
-        """Seconds of forward and backward of a microbatch."""
-        return self.stretch * self.costs.microbatch(tokens)
-
-    def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
-        """Seconds of forward and of backward of an encoder batch."""
-        forward, backward = self.costs.encoder_batch(patches)
-        return self.stretch * forward, self.stretch * backward
+    def batch(self, role: str, lengths: IntArray) -> Passes:
+        """Seconds of forward and of backward of a batch."""
+        return Passes(*(self.stretch * seconds for seconds in self.costs.batch(role, lengths)))
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """Seconds of the reduction of gradients, and of the optimizer."""
@@ -59,17 +49,11 @@ def packing_by(costs: LayoutCosts, problems: Problems) -> PackingConfig:
         costs: of the layout.
         problems: role -> what was planned for, which has the budgets of batches.
     """
-
-    def encoder_batch(patches: IntArray) -> float:
-        return sum(costs.encoder_batch(patches))
-
-    return PackingConfig(
-        _fitted(costs.microbatch, problems[BACKBONE].load.budget),
-        _fitted(encoder_batch, problems[ENCODER].load.budget),
-    )
+    cost, encoder_cost = (_fitted(costs, role, problems[role].load.budget) for role in (BACKBONE, ENCODER))
+    return PackingConfig(cost, encoder_cost)
 
 
-def _fitted(seconds: Callable[[IntArray], float], budget: int) -> CostModel:
+def _fitted(costs: LayoutCosts, role: str, budget: int) -> CostModel:
     """By full batches and parts of them, of one sequence or of several."""
     several = [np.full(count, budget // (part * count)) for part in _PARTS for count in _PARTS]
-    return fit_cost([Observation.of(lengths, seconds(lengths)) for lengths in several])
+    return fit_cost([Observation.of(lengths, sum(costs.batch(role, lengths))) for lengths in several])

@@ -19,9 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from flowtrain_lightning.callbacks.timeline_recorder import COLOURS
 from flowtrain_lightning.packing import SampleSizes
+from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
+from flowtrain_lightning.packing.step_graph import BatchOf, Edge, Work
 from flowtrain_lightning.packing.step_planner import plan_step
-from flowtrain_lightning.packing.step_work import FORWARD_SHARE, Lanes, StepWork, step_work
+from flowtrain_lightning.packing.step_work import StepRules, StepWork, in_two_passes, step_work
 from tests.test_architecture import FILES, NAME, ROOMS, imports, room_of
 
 DOCS = Path(__file__).parent
@@ -128,7 +130,7 @@ def _height(graph: Imports, room: str) -> int:
 # ---- one step in time -----------------------------------------------------------------------------------------------
 
 
-def example_step() -> tuple[StepWork, Lanes]:
+def example_step() -> tuple[StepWork, StepRules]:
     """A step of 24 samples on one encoder rank and two backbone ranks, whose computing balances the sides."""
     texts = np.array([90, 200, 60, 150, 110, 260, 80, 140, 70, 180, 120, 100] * 2)
     rows = np.array([64, 0, 144, 36, 0, 100, 64, 0, 196, 49, 81, 0] * 2)
@@ -143,20 +145,20 @@ def example_step() -> tuple[StepWork, Lanes]:
     plan = plan_step(sizes, np.arange(len(texts)), backbone_ranks=2, encoder_ranks=1, token_budget=512)
     seconds_per_token = 1 / 512
     seconds_per_patch = 0.45 * seconds_per_token * sizes.tokens.sum() / sizes.media_patches.sum()
-
-    def encoder_batch(patches: np.ndarray) -> tuple[float, float]:
-        whole = seconds_per_patch * float(patches.sum())
-        return whole * FORWARD_SHARE, whole * (1 - FORWARD_SHARE)
-
-    work = step_work(plan, lambda tokens: seconds_per_token * float(tokens.sum()), encoder_batch)
-    return work, Lanes.separate(work, sync_every="step", kept_batches=4)
+    work = step_work(
+        plan,
+        lambda tokens: in_two_passes(seconds_per_token * float(tokens.sum())),
+        lambda patches: in_two_passes(seconds_per_patch * float(patches.sum())),
+    )
+    return work, StepRules.separate(work, [Edge(ENCODER, BACKBONE)], in_flight={ENCODER: 4})
 
 
 def draw_step() -> str:
-    """A line per lane, a bar per unit of work, and the way of one encoder batch through the pool and back."""
-    work, lanes = example_step()
-    spans = simulate_steps([work], lanes).spans
-    ranks = [lanes.backbone[0], *lanes.encoder, *lanes.backbone[1:]]  # so that no arrow crosses another lane
+    """A line per lane, a bar per work, and the way of one encoder batch through the pool and back."""
+    work, rules = example_step()
+    spans = simulate_steps([work], rules).spans
+    lanes = {ranks[0]: (role, member) for role, of_role in rules.ranks.items() for member, ranks in enumerate(of_role)}
+    ranks = sorted(lanes, key=lambda rank: (lanes[rank][1], lanes[rank][0]))  # so that no arrow crosses another lane
     end = max(span.end for span in spans)
     bottom = 34 + len(ranks) * (_LANE + _GAP)
 
@@ -168,22 +170,20 @@ def draw_step() -> str:
 
     shapes = []
     for rank in ranks:
-        role, lanes_of = ("encoder", lanes.encoder) if rank in lanes.encoder else ("backbone", lanes.backbone)
-        shapes.append(_text(_LEFT - 10, y(rank) + 25, f"{role} {lanes_of.index(rank)}", size=13, anchor="end"))
+        shapes.append(_text(_LEFT - 10, y(rank) + 25, "{} {}".format(*lanes[rank]), size=13, anchor="end"))
         shapes.append(_box(x(0), y(rank), _STEP_WIDTH, _LANE, COLOURS["stall"], edge=False))
     for span in spans:
-        shapes.append(_box(x(span.start), y(span.rank), x(span.end) - x(span.start), _LANE, COLOURS[span.kind]))
+        shapes.append(_box(x(span.start), y(span.rank), x(span.end) - x(span.start), _LANE, COLOURS[span.work.kind]))
         middle = x((span.start + span.end) / 2)
-        shapes.append(_text(middle, y(span.rank) + 25, str(span.number), size=12, colour=_GROUND))
+        shapes.append(_text(middle, y(span.rank) + 25, str(span.work.batch.number), size=12, colour=_GROUND))
     for start, arrival in _journey(work, spans, number=1):
         down = ranks.index(start.rank) < ranks.index(arrival.rank)
         from_y = y(start.rank) + (_LANE if down else 0)
         to_y = y(arrival.rank) + (0 if down else _LANE)
         shapes.append(_arrow((x(start.end), from_y), (x(arrival.start), to_y), COLOURS["communication"], 2))
     legend = {
-        "encoder forward": COLOURS["forward"],
-        "encoder backward": COLOURS["backward"],
-        "backbone microbatch": COLOURS["microbatch"],
+        "forward": COLOURS["forward"],
+        "backward": COLOURS["backward"],
         "stall": COLOURS["stall"],
         "features of encoder batch 1, and their gradients": COLOURS["communication"],
     }
@@ -197,12 +197,12 @@ def draw_step() -> str:
 
 
 def _journey(work: StepWork, spans: list[SimulatedSpan], number: int) -> Iterator[tuple[SimulatedSpan, SimulatedSpan]]:
-    """From an encoder batch's forward to the microbatches that read it, and from these to its backward."""
-    found = {(span.kind, span.lane, span.number): span for span in spans}
-    for lane, position in sorted(set(work.encoder_batches[0][number].readers)):
-        microbatch = found["microbatch", lane, position]
-        yield found["forward", 0, number], microbatch
-        yield microbatch, found["backward", 0, number]
+    """From an encoder batch's forward to those of its readers, and from their backwards to its own."""
+    found = {span.work: span for span in spans}
+    batch = BatchOf(ENCODER, 0, number)
+    for reader in sorted(set(work[ENCODER][0][number].readers)):
+        yield found[Work(batch, "forward")], found[Work(reader, "forward")]
+        yield found[Work(reader, "backward")], found[Work(batch, "backward")]
 
 
 # ---- shapes ---------------------------------------------------------------------------------------------------------

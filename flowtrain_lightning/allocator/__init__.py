@@ -22,21 +22,10 @@ from flowtrain_lightning.allocator.modelled import ModelledCosts
 from flowtrain_lightning.allocator.planner import NoPlanError, PlacementChoice, Prediction, choose_placement
 from flowtrain_lightning.allocator.public_models import named_model
 from flowtrain_lightning.allocator.rank_assignment import default_allocation
-from flowtrain_lightning.allocator.role_layout import (
-    BACKBONE,
-    ENCODER,
-    ROLES,
-    AllocationError,
-    Layout,
-    PlanningError,
-    RoleLayout,
-    Sharding,
-    encoder_of,
-    lane_of,
-    modality_of,
-)
+from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, PlanningError, RoleLayout, Sharding
 from flowtrain_lightning.allocator.role_problem import PRECISIONS, RoleProblem, role_problems
 from flowtrain_lightning.allocator.workload import Workload, typical_workload
+from flowtrain_lightning.packing.roles import BACKBONE, ENCODER, ROLES, encoder_of, lane_of, modality_of
 
 __all__ = [
     "BACKBONE",

@@ -7,15 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal, get_args
 
-from flowtrain_lightning.allocator.role_layout import (
-    BACKBONE,
-    ROLES,
-    AllocationError,
-    Layout,
-    Offload,
-    Recompute,
-    RoleLayout,
-)
+from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute, RoleLayout
+from flowtrain_lightning.packing.roles import BACKBONE, ROLES
 
 Placement = Literal["separate", "colocated", "mixed"]
 """``"separate"`` gives every rank one role, ``"colocated"`` gives every rank all of them, ``"mixed"`` gives every rank

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from flowtrain_lightning.allocator.devices import Cluster
 from flowtrain_lightning.allocator.flops import FloatArray, IntArray
 from flowtrain_lightning.allocator.memory_use import USABLE, MemoryUse, memory_use
-from flowtrain_lightning.allocator.role_layout import BACKBONE, Layout, Offload, Recompute, Sharding
+from flowtrain_lightning.allocator.role_layout import Layout, Offload, Recompute, Sharding
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, role_time
+from flowtrain_lightning.packing.roles import BACKBONE
 
 SPREAD = 1.25
 """Tokens of the largest microbatch over those of the mean one: they are alike in cost, and so differ in tokens."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
-from flowtrain_lightning.allocator.role_layout import BACKBONE, ENCODER, PlanningError
+from flowtrain_lightning.allocator.role_layout import PlanningError
+from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from flowtrain_lightning.allocator.placements import (
     uniform_plan,
 )
 from flowtrain_lightning.allocator.planner import NoPlanError
-from flowtrain_lightning.allocator.role_layout import BACKBONE, Layout
+from flowtrain_lightning.allocator.role_layout import Layout
 from flowtrain_lightning.allocator.role_problem import Family
+from flowtrain_lightning.packing.roles import BACKBONE
 
 _MOST_DEVICES = 2**16
 

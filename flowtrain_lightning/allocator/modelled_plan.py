@@ -11,8 +11,9 @@ from flowtrain_lightning.allocator.candidates import Candidate, evaluate, why_un
 from flowtrain_lightning.allocator.coefficients import FITTED_DEVICES, ROW_BAND, WIDENING, assumed_efficiency
 from flowtrain_lightning.allocator.planner import PlanKind, Prediction
 from flowtrain_lightning.allocator.rank_assignment import assign_ranks, largest_tensor_degree
-from flowtrain_lightning.allocator.role_layout import BACKBONE, Layout, PlanningError
+from flowtrain_lightning.allocator.role_layout import Layout, PlanningError
 from flowtrain_lightning.allocator.role_problem import RoleProblem, family_of
+from flowtrain_lightning.packing.roles import BACKBONE
 
 Problems = Mapping[str, RoleProblem]
 """Role -> what is known of it."""

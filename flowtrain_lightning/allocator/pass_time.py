@@ -13,8 +13,8 @@ from flowtrain_lightning.allocator.flops import FLASH_BACKWARD, FloatArray
 from flowtrain_lightning.allocator.kernels import attention_seconds, moving_seconds, product_seconds
 from flowtrain_lightning.allocator.module_parts import Dense, Layers
 from flowtrain_lightning.allocator.operations import moved_bytes, operations
-from flowtrain_lightning.allocator.role_layout import BACKBONE
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
+from flowtrain_lightning.packing.roles import BACKBONE
 
 LOSS_BYTES = 32
 """Bytes that eager code moves per logit, forward and backward together: the copy in float32, log-probabilities, their

@@ -23,8 +23,8 @@ from flowtrain_lightning.allocator.modelled_plan import (
     waiting_seconds,
 )
 from flowtrain_lightning.allocator.planner import PlanKind
-from flowtrain_lightning.allocator.role_layout import BACKBONE
 from flowtrain_lightning.allocator.solver import match_throughputs
+from flowtrain_lightning.packing.roles import BACKBONE
 
 Tables = Mapping[str, CandidateTable]
 """Role -> its candidates."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import get_args
 
 from flowtrain_lightning.allocator.allocation import Allocation, Placement, refuse_unknown_placement
-from flowtrain_lightning.allocator.role_layout import BACKBONE, ENCODER, ROLES, AllocationError, Layout
+from flowtrain_lightning.allocator.role_layout import AllocationError, Layout
+from flowtrain_lightning.packing.roles import BACKBONE, ENCODER, ROLES
 
 BACKBONE_SHARE = 4
 """One rank in so many encodes: in common vision-language models the backbone does most of the work."""

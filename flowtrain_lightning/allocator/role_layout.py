@@ -1,38 +1,11 @@
-"""What the roles are called, and in which layout the ranks of one hold and share its weights."""
+"""In which layout the ranks of a role hold and share its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flowtrain_lightning.packing.setting_values import check_settings
-
-ENCODER = "encoder"
-"""The role that turns media into features."""
-
-BACKBONE = "backbone"
-"""The role that reads tokens and features, and computes the loss."""
-
-ROLES = (ENCODER, BACKBONE)
-"""The names of the roles, in the order in which data flow through them."""
-
-
-def encoder_of(modality: str, roles: Collection[str]) -> str:
-    """The role among these that encodes a modality: ``encoder`` where there is one, else ``encoder_<modality>``."""
-    return ENCODER if ENCODER in roles else f"{ENCODER}_{modality}"
-
-
-def modality_of(role: str) -> str | None:
-    """The one modality that a role encodes; None of ``encoder``, which takes whatever there is, and the backbone."""
-    encoder, _, modality = role.partition("_")
-    return modality if encoder == ENCODER and modality else None
-
-
-def lane_of(role: str) -> str:
-    """What a rank with this role does: ``encoder`` or ``backbone``."""
-    return BACKBONE if role == BACKBONE else ENCODER
-
 
 Sharding = Literal["replicate", "zero1", "zero2", "zero3", "fsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
 """What a data-parallel rank keeps of the weights, gradients and optimizer states.

@@ -39,7 +39,7 @@ from flowtrain_lightning.pool import (
 MISTAKES = ()
 
 _TIER = "device tier"
-_TIER_SECONDS = 60.0  # after which opening it has failed
+_TIER_SECONDS = 180
 
 REQUIRED = ("flowtrain-lightning", "torch", "lightning", "torchmetrics", "numpy", "scipy")
 

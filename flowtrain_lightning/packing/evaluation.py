@@ -13,9 +13,11 @@ from flowtrain_lightning.packing.lower_bounds import (
     least_step_time,
 )
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings, PackedStep, cost_of_media
+from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
 from flowtrain_lightning.packing.simulator import simulate_step
+from flowtrain_lightning.packing.step_graph import BatchOf, Edge
 from flowtrain_lightning.packing.step_plan import FloatArray, IntArray
-from flowtrain_lightning.packing.step_work import FORWARD_SHARE, EncoderWork, Lanes, StepWork
+from flowtrain_lightning.packing.step_work import StepRules, TimedBatch, in_two_passes
 
 _SIMULATED_STEPS = 50
 """Steps that are simulated for ``flow_gap``, evenly chosen."""
@@ -164,17 +166,18 @@ def _flow(
     for step in (plan.steps[number] for number in chosen.tolist()):
         grid = np.zeros((step.positions, settings.ranks))
         np.add.at(grid.ravel(), step.bin_of, costs[step.samples])
-        batches = []
+        encoding = []
         for of_rank in step.encoder_batches:
-            works = []
+            batches = []
             for batch in of_rank:
                 bins = np.unique(step.bin_of[np.searchsorted(step.samples, owner[batch])])
-                readers = tuple((int(b % settings.ranks), int(b // settings.ranks)) for b in bins)
-                total = float(media_cost[batch].sum())
-                works.append(EncoderWork(total * FORWARD_SHARE, total * (1 - FORWARD_SHARE), readers))
-            batches.append(works)
-        step_work = StepWork(grid.T.tolist(), batches)
-        found = simulate_step(step_work, Lanes.separate(step_work, sync_every=settings.sync_every))
+                readers = tuple(BatchOf(BACKBONE, int(b % settings.ranks), int(b // settings.ranks)) for b in bins)
+                batches.append(TimedBatch(*in_two_passes(float(media_cost[batch].sum())), readers))
+            encoding.append(batches)
+        reading = [[TimedBatch(*in_two_passes(time)) for time in of_rank] for of_rank in grid.T.tolist()]
+        meeting = {BACKBONE: settings.ranks} if is_synchronised else {}
+        step_work = {BACKBONE: reading, ENCODER: encoding}
+        found = simulate_step(step_work, StepRules.separate(step_work, [Edge(ENCODER, BACKBONE)], meeting=meeting))
         makespan, work = makespan + found.makespan, work + found.work
         if is_synchronised:
             own = step.samples

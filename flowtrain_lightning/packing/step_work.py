@@ -1,91 +1,87 @@
-"""What the lanes of a step compute, and on which ranks: what the simulator simulates."""
+"""What the members of each role compute in a step, how long it takes them, and by which rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
-from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, SyncEvery, Turn
+from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
+from flowtrain_lightning.packing.step_graph import BatchOf, Edge
+from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, Turn
 
 FORWARD_SHARE = 1 / 3
-"""The forward's share of what an encoder batch costs when the encoder trains: a backward is two forwards."""
+"""The forward's share of what a batch costs that has a backward, too: a backward is two forwards."""
 
 
-@dataclass(frozen=True)
-class EncoderWork:
-    """One encoder batch.
+class Passes(NamedTuple):
+    """What the two passes over a batch take.
 
     Attributes:
-        forward: time of its forward.
-        backward: time of its backward; 0 where the encoder does not train.
-        readers: ``(backbone lane, position)`` of the microbatches that read it.
-        recomputed: nothing is kept of its forward, which runs again before its backward.
-        before: batches of its lane, for the same position, that come before it.
+        forward: time of the forward.
+        backward: time of the backward; 0 where there is none.
     """
 
     forward: float
     backward: float
-    readers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class TimedBatch:
+    """What one batch of a member takes.
+
+    Attributes:
+        forward: time of its forward.
+        backward: time of its backward; 0 where there is none.
+        readers: the batches that read its rows.
+        recomputed: nothing is kept of its forward, which runs again before its backward.
+        before: batches of its member, for the same position, that come before it.
+    """
+
+    forward: float
+    backward: float
+    readers: tuple[BatchOf, ...] = ()
     recomputed: bool = False
     before: int = 0
 
     @property
     def turn(self) -> Turn:
-        """When it is due."""
-        return min(position for _, position in self.readers), self.before
+        """When one that is read is due."""
+        return min(reader.number for reader in self.readers), self.before
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward; one that is computed again does not count."""
+        return self.forward + self.backward
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """What there is to compute in one step.
-
-    Attributes:
-        microbatches: ``[backbone lane][position]`` time of forward and backward together.
-        encoder_batches: ``[encoder lane][number]``.
-    """
-
-    microbatches: Sequence[Sequence[float]]
-    encoder_batches: Sequence[Sequence[EncoderWork]]
-
-    def on_ranks(self, backbone: int, encoder: int) -> StepWork:
-        """The same with a lane for every rank of members that have so many ranks, all of which do what the member does.
-
-        Times stay those of the member, of whose work each of its ranks does a part.
-        """
-
-        def readers(batch: EncoderWork) -> tuple[tuple[int, int], ...]:
-            return tuple((backbone * lane + rank, number) for lane, number in batch.readers for rank in range(backbone))
-
-        batches = [[replace(batch, readers=readers(batch)) for batch in member] for member in self.encoder_batches]
-        return StepWork(
-            [member for member in self.microbatches for _ in range(backbone)],
-            [member for member in batches for _ in range(encoder)],
-        )
+StepWork = Mapping[str, Sequence[Sequence[TimedBatch]]]
+"""What there is to compute in one step: role -> ``[member][number]``."""
 
 
 def step_work(
     plan: StepPlan,
-    microbatch_time: Callable[[IntArray], float],
-    encoder_batch_time: Callable[[IntArray], tuple[float, float]],
+    microbatch_time: Callable[[IntArray], Passes],
+    encoder_batch_time: Callable[[IntArray], Passes],
     recomputed: Sequence[Collection[int]] | None = None,
 ) -> StepWork:
-    """What a plan has its lanes compute.
+    """What a plan has its members compute; encoder batches that are empty are left out.
 
     Args:
         plan: who encodes and who reads what.
-        microbatch_time: time of forward and backward together, by the tokens of its sequences.
-        encoder_batch_time: time of forward and of backward, by the patches of its media items.
+        microbatch_time: what one takes, by the tokens of its sequences.
+        encoder_batch_time: what one takes, by the patches of its media items.
         recomputed: for each encoder rank the numbers of its recomputed batches; None for none.
     """
-    readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    readers: dict[tuple[int, int], list[BatchOf]] = {}
     for entry in plan.entries:
-        readers.setdefault((entry.encoder_rank, entry.encoder_batch), []).append(
-            (entry.backbone_rank, entry.microbatch)
-        )
+        reader = BatchOf(BACKBONE, entry.backbone_rank, entry.microbatch)
+        readers.setdefault((entry.encoder_rank, entry.encoder_batch), []).append(reader)
     sizes = plan.sizes
-    encoder_batches = [
+    encoding = [
         [
-            EncoderWork(
+            TimedBatch(
                 *encoder_batch_time(sizes.media_patches[media]),
                 readers=tuple(readers[rank, number]),
                 recomputed=recomputed is not None and number in recomputed[rank],
@@ -96,59 +92,63 @@ def step_work(
         ]
         for rank, batches in enumerate(plan.encoder_batches)
     ]
-    microbatches = [[microbatch_time(sizes.tokens[m]) if len(m) else 0.0 for m in rank] for rank in plan.microbatches]
-    return StepWork(microbatches, encoder_batches)
+    reading = [
+        [TimedBatch(*microbatch_time(sizes.tokens[members]) if len(members) else (0.0, 0.0)) for members in of_rank]
+        for of_rank in plan.microbatches
+    ]
+    return {BACKBONE: reading, ENCODER: encoding}
+
+
+def in_two_passes(time: float) -> Passes:
+    """The passes of a batch of which only the time of both together is known."""
+    return Passes(time * FORWARD_SHARE, time * (1 - FORWARD_SHARE))
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """Who computes, and what the simulator's rules leave open.
+class StepRules:
+    """Who computes, and in which order.
 
     Attributes:
-        backbone: the rank of each backbone lane.
-        encoder: the rank of each encoder lane.
-        sync_every: how often backbone lanes wait for each other.
-        kept_batches: encoder batches per lane whose activations may be kept at a time; None sets no limit.
-        encoder_first: no microbatch begins before all encoder forwards of the step are done.
-        steps_ahead: later steps that ranks which only encode may have begun; 0 where the encoder trains.
-        backbone_group: neighbouring backbone lanes that share the work of each microbatch, and so begin it together.
-        encoder_group: neighbouring encoder lanes that share the work of each encoder batch, and so begin it together.
-        in_fixed_order: ranks need each other to compute, so that those with both lanes have a fixed order, see
+        ranks: role -> the ranks of each member, which share its work. A rank of several roles does what it can of the
+            first one before it turns to the next.
+        edges: which role reads from which.
+        in_flight: role -> batches of a member whose activations may be kept at a time; no limit where it is missing.
+        meeting: role -> neighbouring members that begin each forward together; each for itself where it is missing.
+        producers_first: no role that reads begins before all that it reads is there.
+        steps_ahead: later steps that ranks which only produce may have begun; 0 where they train.
+        in_fixed_order: ranks need each other to compute, so that those of several roles have a fixed order, see
             `LaneOrder`.
     """
 
-    backbone: tuple[int, ...]
-    encoder: tuple[int, ...]
-    sync_every: SyncEvery
-    kept_batches: int | None = None
-    encoder_first: bool = False
+    ranks: Mapping[str, Sequence[tuple[int, ...]]]
+    edges: Sequence[Edge]
+    in_flight: Mapping[str, int] = field(default_factory=dict)
+    meeting: Mapping[str, int] = field(default_factory=dict)
+    producers_first: bool = False
     steps_ahead: int = 0
-    backbone_group: int = 1
-    encoder_group: int = 1
     in_fixed_order: bool = False
 
     @classmethod
-    def separate(cls, work: StepWork, *, sync_every: SyncEvery, kept_batches: int | None = None) -> Lanes:
-        """Every lane of ``work`` on a rank of its own."""
-        backbone, encoder = len(work.microbatches), len(work.encoder_batches)
-        return cls(tuple(range(backbone)), tuple(range(backbone, backbone + encoder)), sync_every, kept_batches)
+    def separate(
+        cls,
+        work: StepWork,
+        edges: Sequence[Edge],
+        in_flight: Mapping[str, int] = MappingProxyType({}),
+        meeting: Mapping[str, int] = MappingProxyType({}),
+    ) -> StepRules:
+        """Every member of ``work`` on a rank of its own."""
+        ranks: dict[str, list[tuple[int, ...]]] = {}
+        first = 0
+        for role, members in work.items():
+            ranks[role] = [(first + member,) for member in range(len(members))]
+            first += len(members)
+        return cls(ranks, edges, in_flight, meeting)
 
-    @property
-    def backbone_groups(self) -> tuple[range, ...]:
-        """Backbone lanes that begin every microbatch together, group by group."""
-        return _neighbours(len(self.backbone), 0 if self.sync_every == "microbatch" else self.backbone_group)
+    def produces(self, role: str) -> bool:
+        """Whether another role reads from this one."""
+        return any(edge.producer == role for edge in self.edges)
 
-    @property
-    def encoder_groups(self) -> tuple[range, ...]:
-        """Encoder lanes that begin every encoder batch together, group by group."""
-        return _neighbours(len(self.encoder), self.encoder_group)
-
-    @property
-    def ranks(self) -> set[int]:
-        """All ranks that have a lane."""
-        return {*self.backbone, *self.encoder}
-
-
-def _neighbours(lanes: int, size: int) -> tuple[range, ...]:
-    """All lanes in groups of ``size`` neighbours; 0 is one group of all."""
-    return tuple(range(first, first + (size or lanes)) for first in range(0, lanes, size or max(1, lanes)))
+    def ranks_of(self, produces: bool) -> frozenset[int]:
+        """All ranks of roles from which another one reads, or from which none does: whose end is the step's."""
+        roles = [role for role in self.ranks if self.produces(role) == produces]
+        return frozenset(rank for role in roles for ranks in self.ranks[role] for rank in ranks)

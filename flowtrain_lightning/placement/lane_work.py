@@ -2,74 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, Layout
 from flowtrain_lightning.packing import IntArray, StepPlan
-from flowtrain_lightning.packing.simulator import recomputed_batches
+from flowtrain_lightning.packing.policies.forwards_first import recomputed_batches
+from flowtrain_lightning.packing.policies.lockstep import lockstep_order
+from flowtrain_lightning.packing.step_graph import Edge
 from flowtrain_lightning.packing.step_plan import Turn
-from flowtrain_lightning.packing.step_work import EncoderWork, Lanes, StepWork, step_work
-from flowtrain_lightning.packing.work_order import lockstep_order
+from flowtrain_lightning.packing.step_work import Passes, StepRules, StepWork, TimedBatch, step_work
 from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayoutCosts
 
 STEPS_AHEAD = 8
 """Later steps that a frozen encoder may have begun: the runtime's own limit, which needs torch to be read."""
 
 
-@dataclass(frozen=True)
-class _PricedBatches:
-    """What all batches of some steps take, asked once for all of them.
-
-    Attributes:
-        seconds: role -> the lengths in a batch, as bytes -> forward and backward.
-    """
-
-    seconds: Mapping[str, Mapping[bytes, tuple[float, float]]]
-
-    @classmethod
-    def of(cls, plans: Sequence[StepPlan], costs: LayoutCosts) -> _PricedBatches:
-        """The batches of these plans, each kind once."""
-        found: dict[str, dict[bytes, IntArray]] = {role: {} for role in ROLES}
-        for plan in plans:
-            for role, lengths, batches in (
-                (BACKBONE, plan.sizes.tokens, plan.microbatches),
-                (ENCODER, plan.sizes.media_patches, plan.encoder_batches),
-            ):
-                members = (lengths[batch] for of_rank in batches for batch in of_rank if len(batch))
-                found[role] |= {each.tobytes(): each for each in members}
-        return cls(
-            {
-                role: dict(zip(kinds, _priced(costs, role, list(kinds.values())), strict=True))
-                for role, kinds in found.items()
-            }
-        )
-
-    def microbatch(self, tokens: IntArray) -> float:
-        """Forward and backward together."""
-        return sum(self.seconds[BACKBONE][tokens.tobytes()])
-
-    def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
-        """Forward, and backward."""
-        return self.seconds[ENCODER][patches.tobytes()]
-
-
-def _priced(costs: LayoutCosts, role: str, lengths: Sequence[IntArray]) -> list[tuple[float, float]]:
-    """Forward and backward of each batch; of a microbatch both together, as the backward."""
-    if isinstance(costs, ModelledLayoutCosts):
-        return costs.batches(role, lengths)  # one by one it would take a hundred times as long
-    if role == BACKBONE:
-        return [(0.0, costs.microbatch(each)) for each in lengths]
-    return [costs.encoder_batch(each) for each in lengths]
+def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str) -> Callable[[IntArray], Passes]:
+    """What a batch of a role takes, by its lengths: asked for all batches of some steps at once, each kind once."""
+    kinds: dict[bytes, IntArray] = {}
+    for plan in plans:
+        if role == BACKBONE:
+            lengths, batches = plan.sizes.tokens, plan.microbatches
+        else:
+            lengths, batches = plan.sizes.media_patches, plan.encoder_batches
+        members = (lengths[batch] for of_rank in batches for batch in of_rank if len(batch))
+        kinds |= {each.tobytes(): each for each in members}
+    if isinstance(costs, ModelledLayoutCosts):  # one by one it would take a hundred times as long
+        passes = dict(zip(kinds, costs.batches(role, list(kinds.values())), strict=True))
+    else:
+        passes = {kind: costs.batch(role, each) for kind, each in kinds.items()}
+    return lambda lengths: passes[lengths.tobytes()]
 
 
 def lane_work(
     plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCosts, kept_batches: int
-) -> tuple[list[StepWork], Lanes]:
+) -> tuple[list[StepWork], StepRules]:
     """What every rank computes in some steps, as a lane for each role that it has.
 
-    The end of a step is one more microbatch of every backbone lane, and, where the encoder trains, a part of the
-    backward of every encoder lane's last batch.
+    The end of a step is one more batch of every member of the backbone, with a forward alone, and, where the encoder
+    trains, a part of the backward of every encoder member's last batch.
 
     Args:
         plans: the steps, planned for the allocation.
@@ -79,18 +51,16 @@ def lane_work(
     """
     backbone, encoder = allocation.layouts[BACKBONE], allocation.layouts[ENCODER]
     waits = costs.encoder_trains or (encoder.shares_weights and allocation.placement == "mixed")
-    lanes = Lanes(
-        allocation.ranks[BACKBONE],
-        allocation.ranks[ENCODER],
-        sync_every="step",
-        kept_batches=kept_batches,
+    rules = StepRules(
+        {role: allocation.members(role) for role in (BACKBONE, ENCODER)},
+        [Edge(ENCODER, BACKBONE)],
+        in_flight={ENCODER: kept_batches},
+        meeting={BACKBONE: _ranks_in_step(backbone) // backbone.ranks_of_member},
         steps_ahead=0 if waits else STEPS_AHEAD,
-        backbone_group=_ranks_in_step(backbone),
-        encoder_group=encoder.ranks_of_member,
         in_fixed_order=allocation.in_lockstep,
     )
-    some_in_fixed_order = bool(allocation.colocated_lanes) and lanes.in_fixed_order
-    seconds = _PricedBatches.of(plans, costs)
+    some_in_fixed_order = bool(allocation.colocated_lanes) and rules.in_fixed_order
+    passes = {role: _priced(plans, costs, role) for role in ROLES}
     works = []
     for plan in plans:
         if not costs.encoder_trains:
@@ -99,8 +69,8 @@ def lane_work(
             recomputed = _recomputed_in_lockstep(plan, kept_batches, pads=encoder.sums_in_step)
         else:
             recomputed = recomputed_batches(plan, kept_batches)
-        works.append(_meeting(_step_work(plan, costs, seconds, recomputed), encoder))
-    return [work.on_ranks(backbone.ranks_of_member, encoder.ranks_of_member) for work in works], lanes
+        works.append(_meeting(_step_work(plan, costs, passes, recomputed), encoder))
+    return works, rules
 
 
 def _ranks_in_step(layout: Layout) -> int:
@@ -116,10 +86,10 @@ def _meeting(work: StepWork, encoder: Layout) -> StepWork:
     together = encoder.data // encoder.replicas
     if together == 1 or not encoder.sums_in_step:
         return work
-    joint: list[list[EncoderWork]] = []
+    joint: list[list[TimedBatch]] = []
     for first in range(0, encoder.data, together):
-        group = work.encoder_batches[first : first + together]
-        at: dict[Turn, list[EncoderWork]] = {}
+        group = work[ENCODER][first : first + together]
+        at: dict[Turn, list[TimedBatch]] = {}
         for batch in (batch for batches in group for batch in batches):
             at.setdefault(batch.turn, []).append(batch)
         forward = {turn: max(each.forward for each in found) for turn, found in at.items()}
@@ -129,7 +99,7 @@ def _meeting(work: StepWork, encoder: Layout) -> StepWork:
             if encoder.gathers_weights:
                 slowest = [replace(each, forward=forward[each.turn]) for each in slowest]
             joint.append(slowest)
-    return StepWork(work.microbatches, joint)
+    return {**work, ENCODER: joint}
 
 
 def _recomputed_in_lockstep(plan: StepPlan, kept_batches: int, pads: bool) -> list[set[int]]:
@@ -150,15 +120,18 @@ def _recomputed_in_lockstep(plan: StepPlan, kept_batches: int, pads: bool) -> li
 
 
 def _step_work(
-    plan: StepPlan, costs: LayoutCosts, seconds: _PricedBatches, recomputed: Sequence[Collection[int]] | None
+    plan: StepPlan,
+    costs: LayoutCosts,
+    passes: Mapping[str, Callable[[IntArray], Passes]],
+    recomputed: Sequence[Collection[int]] | None,
 ) -> StepWork:
     """The same by data-parallel member."""
     ends = {role: sum(costs.end_of_step(role)) for role in ROLES}
-    work = step_work(plan, seconds.microbatch, seconds.encoder_batch, recomputed)
-    encoding = work.encoder_batches
+    work = step_work(plan, passes[BACKBONE], passes[ENCODER], recomputed)
+    encoding = work[ENCODER]
     if costs.encoder_trains:
         encoding = [
             [*batches[:-1], *(replace(last, backward=last.backward + ends[ENCODER]) for last in batches[-1:])]
-            for batches in work.encoder_batches
+            for batches in encoding
         ]
-    return StepWork([[*of_rank, ends[BACKBONE]] for of_rank in work.microbatches], encoding)
+    return {BACKBONE: [[*batches, TimedBatch(ends[BACKBONE], 0.0)] for batches in work[BACKBONE]], ENCODER: encoding}

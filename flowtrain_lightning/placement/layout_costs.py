@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, AllocationError, RoleProblem
+from flowtrain_lightning.allocator import ENCODER, ROLES, Allocation, AllocationError, RoleProblem
 from flowtrain_lightning.allocator.candidates import why_undividable
 from flowtrain_lightning.allocator.flops import pairs_of_each
 from flowtrain_lightning.allocator.pass_time import pass_time
@@ -22,6 +22,7 @@ from flowtrain_lightning.allocator.role_problem import Family, family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, offload_seconds, role_time, slowest_of
 from flowtrain_lightning.allocator.sharing_time import sharing_time
 from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.packing.step_work import Passes
 from flowtrain_lightning.placement.profile import Profile
 
 _WIDTHS = {"64-true": 8, "32-true": 4}
@@ -35,15 +36,8 @@ class LayoutCosts(Protocol):
     def encoder_trains(self) -> bool:
         """Encoder batches have backwards."""
 
-    @property
-    def forward_share(self) -> float:
-        """The part of a microbatch that is its forward, from 0 to 1."""
-
-    def microbatch(self, tokens: IntArray) -> float:
-        """Forward and backward of a microbatch, by the ``[sequences]`` tokens of its sequences."""
-
-    def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
-        """Forward and backward of an encoder batch, by the ``[media items]`` patches of its media items."""
+    def batch(self, role: str, lengths: IntArray) -> Passes:
+        """Forward and backward of a batch of a role, by the ``[items]`` lengths of what is in it."""
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """The gradient reduction and the optimizer."""
@@ -81,24 +75,14 @@ class ProfiledLayoutCosts:
         """See `LayoutCosts`."""
         return self.profile.roles[ENCODER].trains
 
-    @property
-    def forward_share(self) -> float:
+    def batch(self, role: str, lengths: IntArray) -> Passes:
         """See `LayoutCosts`."""
-        return self.profile.roles[BACKBONE].forward_share
-
-    def microbatch(self, tokens: IntArray) -> float:
-        """See `LayoutCosts`."""
-        again = self._repeated_share(BACKBONE) * self.forward_share
-        return self.profile.cost.of_set(tokens) * (1 + again) + sum(self._sharing(BACKBONE))
-
-    def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
-        """See `LayoutCosts`."""
-        encoder, (gather, back) = self.profile.roles[ENCODER], self._sharing(ENCODER)
-        seconds = encoder.cost.of_set(patches)
-        if not encoder.trains:
-            return seconds + gather, 0.0
-        forward = seconds * encoder.forward_share
-        return forward + gather, seconds - forward + self._repeated_share(ENCODER) * forward + back
+        half, (gather, back) = self.profile.roles[role], self._sharing(role)
+        seconds = half.cost.of_set(lengths)
+        if role == ENCODER and not half.trains:
+            return Passes(seconds + gather, 0.0)
+        forward = seconds * half.forward_share
+        return Passes(forward + gather, seconds - forward + self._repeated_share(role) * forward + back)
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """See `LayoutCosts`."""
@@ -163,21 +147,11 @@ class ModelledLayoutCosts:
         """See `LayoutCosts`."""
         return self.problems[ENCODER].half.trains
 
-    @cached_property
-    def forward_share(self) -> float:
+    def batch(self, role: str, lengths: IntArray) -> Passes:
         """See `LayoutCosts`."""
-        forward, backward = self._batch(BACKBONE, self.problems[BACKBONE].load.lengths)
-        return forward / (forward + backward)
+        return self.batches(role, [lengths])[0]
 
-    def microbatch(self, tokens: IntArray) -> float:
-        """See `LayoutCosts`."""
-        return sum(self._batch(BACKBONE, tokens))
-
-    def encoder_batch(self, patches: IntArray) -> tuple[float, float]:
-        """See `LayoutCosts`."""
-        return self._batch(ENCODER, patches)
-
-    def batches(self, role: str, lengths: Sequence[IntArray]) -> list[tuple[float, float]]:
+    def batches(self, role: str, lengths: Sequence[IntArray]) -> list[Passes]:
         """Forward and backward of many batches of a role, all at once: they are columns of the same arrays."""
         if not lengths:
             return []
@@ -198,7 +172,7 @@ class ModelledLayoutCosts:
         slower = 1 + problem.efficiency.jitter * slowest_of(family.data * family.replica) + once.exchange / computing
         forward, backward = once.forward * slower + sharing.forward, once.backward * slower + sharing.backward
         backward = backward + offload_seconds(problem, family, once, tokens)
-        return list(zip(forward.tolist(), backward.tolist(), strict=True))
+        return list(map(Passes, forward.tolist(), backward.tolist()))
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """See `LayoutCosts`."""
@@ -216,7 +190,3 @@ class ModelledLayoutCosts:
     @cached_property
     def _times(self) -> dict[str, RoleTime]:
         return {role: role_time(self.problems[role], family) for role, family in self._families.items()}
-
-    def _batch(self, role: str, lengths: IntArray) -> tuple[float, float]:
-        """Forward and backward of one batch, on the slowest of the role's ranks."""
-        return self.batches(role, [lengths])[0]

@@ -25,7 +25,7 @@ from flowtrain_lightning.allocator import (
 from flowtrain_lightning.allocator.memory_use import USABLE
 from flowtrain_lightning.packing import PackingError, StepPlan
 from flowtrain_lightning.packing.simulator import simulate_steps
-from flowtrain_lightning.packing.step_work import StepWork
+from flowtrain_lightning.packing.step_work import StepWork, TimedBatch
 from flowtrain_lightning.placement.lane_work import lane_work
 from flowtrain_lightning.placement.layout_costs import ProfiledLayoutCosts
 from flowtrain_lightning.placement.profile import Profile
@@ -205,10 +205,10 @@ def predict_steps(
         processors: which of the ranks share what they compute on.
         kept_batches: encoder batches whose activations each encoder rank keeps.
     """
-    works, lanes = lane_work(plans, allocation, ProfiledLayoutCosts(profile, allocation), kept_batches)
+    works, rules = lane_work(plans, allocation, ProfiledLayoutCosts(profile, allocation), kept_batches)
     # Round once more to the first step, for what a step takes from one backbone's end to the next.
-    backbone_ends = simulate_steps([*works, works[0]], lanes).backbone_ends
-    simulated = (backbone_ends[-1] - backbone_ends[0]) / len(works)
+    ends = simulate_steps([*works, works[0]], rules).step_ends
+    simulated = (ends[-1] - ends[0]) / len(works)
     busy = _busy_seconds(works, allocation)
     crowded = max(sum(sum(busy[rank].values()) for rank in ranks) / processors.capacity for ranks in processors.sharing)
     seconds = max(simulated, crowded)
@@ -237,15 +237,14 @@ def _busy_seconds(works: Sequence[StepWork], allocation: Allocation) -> dict[int
     """Rank -> role -> seconds that it computes for that role in a step, on average."""
     busy: dict[int, dict[str, float]] = {rank: {} for rank in range(allocation.size)}
     for role in ROLES:
-        for lane, rank in enumerate(allocation.ranks[role]):
-            busy[rank][role] = float(np.mean([_lane_seconds(work, role, lane) for work in works]))
+        for member, ranks in enumerate(allocation.members(role)):
+            of_steps = [sum(map(_batch_seconds, work[role][member])) for work in works]
+            busy.update({rank: {**busy[rank], role: float(np.mean(of_steps))} for rank in ranks})
     return busy
 
 
-def _lane_seconds(work: StepWork, role: str, lane: int) -> float:
-    if role == BACKBONE:
-        return sum(work.microbatches[lane])
-    return sum(batch.forward * (2 if batch.recomputed else 1) + batch.backward for batch in work.encoder_batches[lane])
+def _batch_seconds(batch: TimedBatch) -> float:
+    return batch.seconds + (batch.forward if batch.recomputed else 0.0)
 
 
 def _idle_shares(busy: dict[int, dict[str, float]], allocation: Allocation, seconds: float) -> dict[str, float]:

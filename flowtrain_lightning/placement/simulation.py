@@ -17,9 +17,6 @@ from flowtrain_lightning.packing.step_work import StepWork
 from flowtrain_lightning.placement.lane_work import lane_work
 from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
-MICROBATCH = "microbatch"
-"""Forward and backward of a microbatch, as one activity."""
-
 PURPOSES = ("forward", "backward", "reduction", "optimizer", "idle")
 """What a rank's time goes into. A forward that is computed again is part of the backward, and gathering weights and
 scattering gradients part of the pass that waits for it."""
@@ -32,10 +29,9 @@ class Activity:
     Attributes:
         rank: who.
         role: for which role.
-        name: ``"microbatch"``, ``"forward"`` or ``"backward"`` (of an encoder batch), ``"reduction"`` (of gradients) or
-            ``"optimizer"``.
+        name: ``"forward"``, ``"backward"``, ``"reduction"`` (of gradients) or ``"optimizer"``.
         step: which of the steps; 0 is the one that does not count.
-        number: which microbatch or encoder batch of the lane.
+        number: of the batch in its lane.
         start: seconds since the first step began.
         end: seconds since the first step began.
     """
@@ -127,9 +123,9 @@ def simulate(plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCos
         kept_batches: encoder batches whose activations each encoder rank keeps.
     """
     plans = [plans[0], *plans]
-    works, lanes = lane_work(plans, allocation, costs, kept_batches)
-    simulated = simulate_steps(works, lanes)
-    ends = simulated.backbone_ends
+    works, rules = lane_work(plans, allocation, costs, kept_batches)
+    simulated = simulate_steps(works, rules)
+    ends = simulated.step_ends
     activities = tuple(_activities(simulated.spans, works, costs))
     counted = plans[1:]
     return Simulation(
@@ -137,47 +133,39 @@ def simulate(plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCos
         seconds=np.diff(ends).tolist(),
         samples=float(np.mean([len(plan.samples) for plan in counted])),
         tokens=float(np.mean([plan.sizes.tokens.sum() for plan in counted])),
-        shares=_shares(activities, allocation, costs.forward_share, (ends[0], ends[-1])),
+        shares=_shares(activities, allocation, (ends[0], ends[-1])),
         activities=activities,
     )
 
 
 def _activities(spans: Sequence[SimulatedSpan], works: Sequence[StepWork], costs: LayoutCosts) -> Iterator[Activity]:
-    """What was simulated, with the end of a step told apart from the microbatches and batches."""
+    """What was simulated, with the end of a step told apart from the batches."""
     ends = {role: costs.end_of_step(role) for role in (ENCODER, BACKBONE)}
     for span in spans:
-        role = BACKBONE if span.kind == MICROBATCH else ENCODER
+        (role, member, number), kind = span.work
         start, seconds = span.start, span.end - span.start
-        parts: list[tuple[str, float]] = [(span.kind, seconds)]
-        if _ends_a_step(span, works[span.step]):
+        parts: list[tuple[str, float]] = [(kind, seconds)]
+        batches = works[span.step][role][member]
+        # A backward, or all there is of what is no batch.
+        if number == len(batches) - 1 and (kind == "backward" or role == BACKBONE):
             reduction, optimizer = ends[role]
             own = max(0.0, seconds - reduction - optimizer)
-            parts = [(span.kind, own), ("reduction", reduction), ("optimizer", optimizer)]
+            parts = [(kind, own), ("reduction", reduction), ("optimizer", optimizer)]
         for part, seconds in parts:
             if seconds > 0:
-                yield Activity(span.rank, role, part, span.step, span.number, start, start + seconds)
+                yield Activity(span.rank, role, part, span.step, number, start, start + seconds)
             start += seconds
 
 
-def _ends_a_step(span: SimulatedSpan, work: StepWork) -> bool:
-    if span.kind == MICROBATCH:
-        return span.number == len(work.microbatches[span.lane]) - 1
-    return span.kind == "backward" and span.number == len(work.encoder_batches[span.lane]) - 1
-
-
 def _shares(
-    activities: Sequence[Activity], allocation: Allocation, forward_share: float, window: tuple[float, float]
+    activities: Sequence[Activity], allocation: Allocation, window: tuple[float, float]
 ) -> dict[str, dict[str, float]]:
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     busy: dict[int, float] = defaultdict(float)
     for one in activities:
         spent = max(0.0, min(one.end, window[1]) - max(one.start, window[0]))
         busy[one.rank] += spent
-        if one.name == MICROBATCH:
-            seconds[one.role, "forward"] += spent * forward_share
-            seconds[one.role, "backward"] += spent * (1 - forward_share)
-        else:
-            seconds[one.role, one.name] += spent
+        seconds[one.role, one.name] += spent
     shares = {}
     for role, ranks in allocation.ranks.items():
         whole = len(ranks) * (window[1] - window[0])

@@ -9,8 +9,10 @@ import numpy as np
 
 from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
-from flowtrain_lightning.packing.simulator import recomputed_batches
-from flowtrain_lightning.packing.work_order import LaneOrder, Work, encoder_order, lockstep_order
+from flowtrain_lightning.packing.policies.forwards_first import forwards_first, recomputed_batches
+from flowtrain_lightning.packing.policies.lockstep import lockstep_order
+from flowtrain_lightning.packing.policies.taking_turns import LaneOrder
+from flowtrain_lightning.packing.step_graph import Pass
 from flowtrain_lightning.pool import Reservation, assign_offsets
 
 PADDING = -1
@@ -75,7 +77,7 @@ class StepProgram:
     """
 
     encoder_batches: dict[int, EncoderBatchWork]
-    encoder_order: tuple[Work, ...]
+    encoder_order: tuple[Pass, ...]
     microbatches: tuple[MicrobatchWork, ...]
     last_microbatch: int
     entry_rows: tuple[tuple[tuple[int, ...], ...], ...]
@@ -142,7 +144,7 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     in_fixed_order = has_both and shard.in_lockstep
     some_in_fixed_order = bool(shard.colocated_lanes) and shard.in_lockstep
     batches: dict[int, EncoderBatchWork] = {}
-    order: tuple[Work, ...] = ()
+    order: tuple[Pass, ...] = ()
     encoded: tuple[int, ...] = ()
     if shard.encoder_rank is not None:
         batches, order, encoded = _encoder_work(plan, shard, of_batch[shard.encoder_rank], kept_batches)
@@ -166,7 +168,7 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
 
 def _encoder_work(
     plan: StepPlan, shard: RankShard, own: Mapping[int, Sequence[int]], kept_batches: int
-) -> tuple[dict[int, EncoderBatchWork], tuple[Work, ...], tuple[int, ...]]:
+) -> tuple[dict[int, EncoderBatchWork], tuple[Pass, ...], tuple[int, ...]]:
     """What an encoder lane does.
 
     Args:
@@ -185,7 +187,7 @@ def _encoder_work(
         kept = _fewest_kept(plan, kept_batches) if alone else kept_batches
         recomputed = recomputed_batches(plan, kept)[shard.encoder_rank]
         batches = {number: _encoder_batch(plan, number, own[number], number in recomputed) for number in own}
-        return batches, tuple(encoder_order(list(batches), kept, recomputed)), tuple(position for position, _ in turns)
+        return batches, tuple(forwards_first(list(batches), kept, recomputed)), tuple(position for position, _ in turns)
     number_of = {turn: number for number, turn in enumerate(turns)}
     if shard.pads_encoder_batches:
         turns = plan.all_encoder_turns

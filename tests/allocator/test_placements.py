@@ -10,8 +10,10 @@ from flowtrain_lightning.allocator.candidates import SearchSpace, candidates
 from flowtrain_lightning.allocator.modelled_plan import waiting_seconds
 from flowtrain_lightning.allocator.placements import separate_plans
 from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
+from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
 from flowtrain_lightning.packing.simulator import simulate_step
-from flowtrain_lightning.packing.step_work import EncoderWork, Lanes, StepWork
+from flowtrain_lightning.packing.step_graph import BatchOf, Edge
+from flowtrain_lightning.packing.step_work import StepRules, TimedBatch, in_two_passes
 from tests.allocator.problems import problems
 
 SECONDS = st.floats(0.01, 10.0)
@@ -19,10 +21,10 @@ SECONDS = st.floats(0.01, 10.0)
 
 def simulated(batches, forward, backward, microbatch):
     """Seconds of a step of one encoder rank and one backbone rank, whose batches are all alike."""
-    encoding = [EncoderWork(forward, backward, ((0, number),)) for number in range(batches)]
-    work = StepWork([[microbatch] * batches], [encoding])
-    lanes = Lanes.separate(work, sync_every="step", kept_batches=ENCODER_BATCHES_IN_FLIGHT)
-    return simulate_step(work, lanes).makespan
+    encoding = [TimedBatch(forward, backward, (BatchOf(BACKBONE, 0, number),)) for number in range(batches)]
+    work = {BACKBONE: [[TimedBatch(*in_two_passes(microbatch))] * batches], ENCODER: [encoding]}
+    rules = StepRules.separate(work, [Edge(ENCODER, BACKBONE)], in_flight={ENCODER: ENCODER_BATCHES_IN_FLIGHT})
+    return simulate_step(work, rules).makespan
 
 
 @given(st.integers(1, 16), SECONDS, SECONDS, SECONDS)

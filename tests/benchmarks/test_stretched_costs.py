@@ -37,14 +37,14 @@ def costs_of(layout, *frozen):
 def test_all_times_are_longer_by_the_factor():
     costs = costs_of(Layout(data=8, shard="fsdp"))
     longer = StretchedCosts(costs, 3.0, encoder_trains=True)
-    assert longer.microbatch(PAGES) == pytest.approx(3 * costs.microbatch(PAGES))
-    assert sum(longer.encoder_batch(PAGES)) == pytest.approx(3 * sum(costs.encoder_batch(PAGES)))
+    for role in ("backbone", "encoder"):
+        assert sum(longer.batch(role, PAGES)) == pytest.approx(3 * sum(costs.batch(role, PAGES)))
     assert sum(longer.end_of_step(ENCODER)) == pytest.approx(3 * sum(costs.end_of_step(ENCODER)))
 
 
 def test_an_encoder_in_the_tensor_degree_of_a_backbone_takes_more_time_of_all_ranks():
     alone, shared = (
-        sum(costs_of(layout).encoder_batch(PAGES)) * layout.ranks_of_member
+        sum(costs_of(layout).batch("encoder", PAGES)) * layout.ranks_of_member
         for layout in (Layout(data=8), Layout(data=2, tensor=4))
     )
     assert shared > 1.5 * alone
@@ -52,7 +52,7 @@ def test_an_encoder_in_the_tensor_degree_of_a_backbone_takes_more_time_of_all_ra
 
 def test_a_frozen_encoder_has_a_forward_only():
     costs = costs_of(Layout(data=8), "encoder")
-    forward, backward = costs.encoder_batch(PAGES)
+    forward, backward = costs.batch("encoder", PAGES)
     assert forward > 0
     assert (backward, sum(costs.end_of_step(ENCODER))) == (0.0, 0.0)
 
@@ -63,5 +63,5 @@ def test_batches_are_balanced_by_what_they_take(layout):
     packing = packing_by(costs, problems())
     for tokens in ([8192], [1000] * 8, [300, 5000]):
         lengths = np.array(tokens)
-        assert packing.cost.of_set(lengths) == pytest.approx(costs.microbatch(lengths), rel=0.05)
-        assert packing.encoder_cost.of_set(lengths) == pytest.approx(sum(costs.encoder_batch(lengths)), rel=0.1)
+        assert packing.cost.of_set(lengths) == pytest.approx(sum(costs.batch("backbone", lengths)), rel=0.05)
+        assert packing.encoder_cost.of_set(lengths) == pytest.approx(sum(costs.batch("encoder", lengths)), rel=0.1)

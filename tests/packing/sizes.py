@@ -8,13 +8,18 @@ import numpy as np
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import CostModel, SampleSizes, StepPlan, SyncEvery
+from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
 from flowtrain_lightning.packing.simulator import SimulatedStep, simulate_step
+from flowtrain_lightning.packing.step_graph import Edge
 from flowtrain_lightning.packing.step_planner import plan_step
-from flowtrain_lightning.packing.step_work import FORWARD_SHARE, Lanes, step_work
+from flowtrain_lightning.packing.step_work import StepRules, StepWork, in_two_passes, step_work
 
+FEATURES = Edge(ENCODER, BACKBONE)
 TOKEN_BUDGET = 100
 PATCHES_PER_ROW = 4
 RANKS = st.integers(1, 4)
+BUDGETS = st.sampled_from([1, 20, 60, 10_000])
+"""Patches of an encoder batch: those of one media item, of some, of any number."""
 
 
 def make_sizes(*samples: tuple[int, list[int]]) -> SampleSizes:
@@ -51,14 +56,19 @@ def plan_of(sizes: SampleSizes, encoder_ranks: int = 1, backbone_ranks: int = 1,
 
 
 def simulated(plan: StepPlan, cost: CostModel, encoder_cost: CostModel, sync_every: SyncEvery) -> SimulatedStep:
-    """The plan's step with an encoder that trains, every lane on a rank of its own."""
+    """The plan's step with an encoder that trains, every member on a rank of its own."""
+    work = work_of(plan, cost, encoder_cost)
+    meeting = {BACKBONE: len(plan.microbatches)} if sync_every == "microbatch" else {}
+    return simulate_step(work, StepRules.separate(work, [FEATURES], meeting=meeting))
 
-    def encoder_batch_time(patches: np.ndarray) -> tuple[float, float]:
-        total = encoder_cost.of_set(patches)
-        return total * FORWARD_SHARE, total * (1 - FORWARD_SHARE)
 
-    work = step_work(plan, cost.of_set, encoder_batch_time)
-    return simulate_step(work, Lanes.separate(work, sync_every=sync_every))
+def work_of(plan: StepPlan, cost: CostModel, encoder_cost: CostModel) -> StepWork:
+    """What a plan has its members compute, with an encoder that trains."""
+    return step_work(
+        plan,
+        lambda tokens: in_two_passes(cost.of_set(tokens)),
+        lambda patches: in_two_passes(encoder_cost.of_set(patches)),
+    )
 
 
 def falling(lengths: list[int]) -> np.ndarray:

@@ -13,7 +13,7 @@ import pytest
 
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.offline import OfflineSettings, pack_offline
-from flowtrain_lightning.packing.simulator import recomputed_batches
+from flowtrain_lightning.packing.policies.forwards_first import recomputed_batches
 from flowtrain_lightning.packing.step_planner import plan_step
 from tests.packing.sizes import make_sizes
 

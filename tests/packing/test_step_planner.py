@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from flowtrain_lightning.packing import SYNC_EVERY, CostModel, PackingError, StepPlan
 from flowtrain_lightning.packing.simulator import simulate_step
 from flowtrain_lightning.packing.step_planner import plan_step
-from flowtrain_lightning.packing.step_work import Lanes, step_work
-from tests.packing.sizes import RANKS, TOKEN_BUDGET, make_sizes, simulated, sizes_strategy
+from flowtrain_lightning.packing.step_work import StepRules
+from tests.packing.sizes import FEATURES, RANKS, TOKEN_BUDGET, make_sizes, simulated, sizes_strategy, work_of
 
 
 def plan(sizes, backbone_ranks=2, encoder_ranks=2, **settings) -> StepPlan:
@@ -167,13 +167,11 @@ def mixed_step(encoder, backbone_ranks, encoder_ranks, sync_every="step", planne
         in_fixed_order=planned_so,
     )
 
-    def encoding(patches):
-        whole = encoder_cost.of_set(patches)
-        return whole / 3, 2 * whole / 3
-
-    rules = {"kept_batches": 4, "backbone_group": backbone_ranks, "in_fixed_order": True} if in_fixed_order else {}
-    lanes = Lanes(tuple(range(backbone_ranks)), tuple(range(encoder_ranks)), sync_every=sync_every, **rules)
-    step = simulate_step(step_work(found, cost.of_set, encoding), lanes)
+    ranks = {"backbone": [(rank,) for rank in range(backbone_ranks)], "encoder": [(r,) for r in range(encoder_ranks)]}
+    in_flight = {"encoder": 4} if in_fixed_order else {}
+    meeting = {"backbone": backbone_ranks} if in_fixed_order or sync_every == "microbatch" else {}
+    rules = StepRules(ranks, [FEATURES], in_flight, meeting, in_fixed_order=in_fixed_order)
+    step = simulate_step(work_of(found, cost, encoder_cost), rules)
     return step.makespan / ((cost.of_set(sizes.tokens) + encoder_cost.of_set(sizes.media_patches)) / encoder_ranks)
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.packing.cost_model import CostModel
 from flowtrain_lightning.packing.simulator import simulate_steps
+from flowtrain_lightning.packing.step_graph import BatchOf, Work
+from flowtrain_lightning.packing.step_work import Passes
 from flowtrain_lightning.placement.lane_work import lane_work
 from flowtrain_lightning.placement.simulation import plan_on
 from tests.placement.test_simulation import draw_sizes
@@ -39,13 +41,10 @@ class EvenCosts:
     """One second for a token or patch in each direction, and one for each end of a step."""
 
     encoder_trains: bool
-    forward_share: float = 0.25
 
-    def microbatch(self, tokens):
-        return float(tokens.sum())
-
-    def encoder_batch(self, patches):
-        return float(patches.sum()), float(patches.sum()) if self.encoder_trains else 0.0
+    def batch(self, role, lengths):
+        seconds = float(lengths.sum())
+        return Passes(seconds, seconds if role == "backbone" or self.encoder_trains else 0.0)
 
     def end_of_step(self, role):
         return 1.0, 1.0
@@ -76,12 +75,19 @@ def test_no_rank_is_ever_stuck(placement, encoder, backbone, trains, kept, sampl
     draw = np.random.default_rng(seed)
     drawn = [draw_sizes(draw, samples) for _ in range(2)]
     plans = [plan_on(allocation, sizes, np.arange(samples), 100, cost, cost) for sizes in drawn]
-    works, lanes = lane_work(plans, allocation, EvenCosts(trains), kept)
-    spans = simulate_steps(works, lanes).spans
-    assert sum(span.kind == "microbatch" for span in spans) == sum(len(m) for work in works for m in work.microbatches)
-    batches = sum(len(of_rank) for work in works for of_rank in work.encoder_batches)
-    assert sum(span.kind == "forward" for span in spans) == batches
-    assert sum(span.kind == "backward" for span in spans) == (batches if trains else 0)
+    works, rules = lane_work(plans, allocation, EvenCosts(trains), kept)
+    done = [(span.step, span.work, span.rank) for span in simulate_steps(works, rules).spans]
+    assert len(done) == len(set(done))
+    passes = [
+        (step, Work(BatchOf(role, member, number), kind), rank)
+        for step, work in enumerate(works)
+        for role, members in work.items()
+        for member, batches in enumerate(members)
+        for number, batch in enumerate(batches)
+        for kind in (("forward", "backward") if batch.backward else ("forward",))
+        for rank in rules.ranks[role][member]
+    ]
+    assert set(done) == set(passes)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +97,7 @@ def test_a_shard_group_takes_as_long_for_an_encoder_batch_as_its_slowest_rank(la
     sizes, cost = draw_sizes(np.random.default_rng(0), 16), CostModel(1.0, 0.0, 0.0)
     alone, met = (allocation_of("colocated", name, "whole copies") for name in ("whole copies", layout))
     plan = plan_on(alone, sizes, np.arange(16), 100, cost, cost)
-    apart, together = (lane_work([plan], one, EvenCosts(True), 4)[0][0].encoder_batches for one in (alone, met))
+    apart, together = (lane_work([plan], one, EvenCosts(True), 4)[0][0]["encoder"] for one in (alone, met))
     assert len({batch.forward for of_rank in apart for batch in of_rank}) > 1
     for group in groups:
         found = [batch for rank in group for batch in apart[rank]]

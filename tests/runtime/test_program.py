@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.data import RankShard, StepPlan
+from flowtrain_lightning.packing.policies.forwards_first import forwards_first
 from flowtrain_lightning.packing.step_planner import plan_step
-from flowtrain_lightning.packing.work_order import encoder_order
 from flowtrain_lightning.pool import Reservation, entry_nbytes
 from flowtrain_lightning.runtime.program import StepProgram, make_program
 from tests.packing.sizes import TOKEN_BUDGET, make_sizes, plan_of, sizes_strategy
@@ -46,7 +46,7 @@ def test_a_spec_tells_what_a_row_of_features_is():
     ],
 )
 def test_forwards_go_first_while_activations_may_be_kept(kept, recomputed, order):
-    assert " ".join(f"{kind[0]}{number}" for kind, number in encoder_order([0, 1, 2], kept, recomputed)) == order
+    assert " ".join(f"{kind[0]}{number}" for kind, number in forwards_first([0, 1, 2], kept, recomputed)) == order
 
 
 def test_a_rank_that_is_alone_keeps_no_more_than_it_takes():

@@ -1,0 +1,152 @@
+"""Makes the graph of a step from what its members compute and from the rules of their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from flowtrain_lightning.packing.policies.forwards_first import forwards_first
+from flowtrain_lightning.packing.policies.lockstep import lockstep_order
+from flowtrain_lightning.packing.policies.taking_turns import LaneOrder
+from flowtrain_lightning.packing.step_graph import BatchOf, Pass, StepGraph, Work
+from flowtrain_lightning.packing.step_work import StepRules, StepWork, TimedBatch
+
+
+class TimedGraph(NamedTuple):
+    """A step, and what it takes.
+
+    Attributes:
+        graph: of the step.
+        seconds: ``[works]`` what each takes.
+    """
+
+    graph: StepGraph
+    seconds: list[float]
+
+
+def graph_of_step(work: StepWork, rules: StepRules) -> TimedGraph:
+    """The graph of a step.
+
+    A batch's forward needs the forwards of all batches that it reads; its backward needs the backwards of all batches
+    that read it, or their forwards where they have no backward.
+
+    Args:
+        work: what there is to compute.
+        rules: who computes, and in which order.
+
+    Raises:
+        BlockedError: a role may keep no batch.
+    """
+    lanes = {
+        (role, member): _Lane.of(batches, rules, role)
+        for role, members in work.items()
+        for member, batches in enumerate(members)
+    }
+    works: list[Work] = []
+    seconds: list[float] = []
+    for (role, member), lane in lanes.items():
+        for kind, number in lane.order:
+            lane.numbers[kind == "backward"][number] = len(works)
+            works.append(Work(BatchOf(role, member, number), kind))
+            seconds.append(lane.seconds(kind, number))
+    needs: list[list[int]] = [[] for _ in works]
+    for lane in lanes.values():
+        forwards, backwards = lane.numbers
+        for number, batch in enumerate(lane.batches):
+            for role, member, read_as in batch.readers:
+                reading, giving_back = lanes[role, member].numbers
+                needs[reading[read_as]].append(forwards[number])
+                if number in backwards:
+                    needs[backwards[number]].append(giving_back.get(read_as, reading[read_as]))
+    if rules.producers_first:
+        _wait_for_all(needs, lanes, rules)
+    of_ranks = {rank: list(_lanes_of_rank(members, lanes, rules)) for rank, members in _members(work, rules).items()}
+    return TimedGraph(StepGraph(works, needs, of_ranks, list(_meetings(lanes, work, rules))), seconds)
+
+
+class _Lane(NamedTuple):
+    """What a member does, in order, where nobody else decides it.
+
+    Attributes:
+        batches: of the member.
+        order: of its passes.
+        numbers: of the works: of the forward of each batch, and of its backward, if it has one.
+    """
+
+    batches: Sequence[TimedBatch]
+    order: list[Pass]
+    numbers: tuple[dict[int, int], dict[int, int]]
+
+    @classmethod
+    def of(cls, batches: Sequence[TimedBatch], rules: StepRules, role: str) -> _Lane:
+        has_backward = {number for number, batch in enumerate(batches) if batch.backward > 0}
+        if rules.produces(role):
+            keeps_nothing = {n for n, batch in enumerate(batches) if batch.recomputed or n not in has_backward}
+            order = forwards_first(range(len(batches)), rules.in_flight.get(role, len(batches)), keeps_nothing)
+        else:  # what nobody reads waits for nobody else: its backward comes at once
+            order = forwards_first(range(len(batches)), in_flight=1, recomputed=())
+        return cls(batches, [(kind, n) for kind, n in order if kind == "forward" or n in has_backward], ({}, {}))
+
+    def seconds(self, kind: str, number: int) -> float:
+        batch = self.batches[number]
+        if kind == "forward":
+            return batch.forward
+        return batch.backward + (batch.forward if batch.recomputed else 0.0)
+
+    def works(self, order: Iterable[Pass]) -> list[int]:
+        return [self.numbers[kind == "backward"][number] for kind, number in order]
+
+
+_Member = tuple[str, int]
+_Lanes = dict[_Member, _Lane]
+
+
+def _members(work: StepWork, rules: StepRules) -> dict[int, list[_Member]]:
+    """Rank -> the members that it belongs to, in order of precedence."""
+    found: dict[int, list[_Member]] = {}
+    for role, of_role in rules.ranks.items():
+        for member, ranks in enumerate(of_role):
+            for rank in ranks:
+                own = found.setdefault(rank, [])
+                if member < len(work.get(role, ())):
+                    own.append((role, member))
+    return found
+
+
+def _lanes_of_rank(members: Sequence[_Member], lanes: _Lanes, rules: StepRules) -> Iterator[list[int]]:
+    """What a rank does, by lanes; in one lane where its order is fixed."""
+    if not rules.in_fixed_order or len(members) < 2:
+        yield from (lanes[member].works(lanes[member].order) for member in members)
+        return
+    (producer,) = [lanes[member] for member in members if rules.produces(member[0])]
+    (consumer,) = [lanes[member] for member in members if not rules.produces(member[0])]
+    (role,) = [role for role, _ in members if rules.produces(role)]
+    encoded = tuple(batch.turn[0] for batch in producer.batches)
+    kept = max(1, rules.in_flight.get(role, len(producer.batches)))
+    trains = any(batch.backward > 0 for batch in producer.batches)
+    of_producer = iter(producer.works(lockstep_order(encoded, kept)[0] if trains else producer.order))
+    of_consumer: list[list[int]] = [[] for _ in consumer.batches]
+    for (_, position), number in zip(consumer.order, consumer.works(consumer.order), strict=True):
+        of_consumer[position].append(number)
+    positions = iter(of_consumer)
+    turns = LaneOrder(len(of_consumer), encoded, kept).order(trains)
+    yield [number for lane in turns for number in ([next(of_producer)] if lane == "encoder" else next(positions))]
+
+
+def _wait_for_all(needs: list[list[int]], lanes: _Lanes, rules: StepRules) -> None:
+    """Lets no role that reads begin before the last forward of all that it reads."""
+    for producer, consumer in rules.edges:
+        last = [max(lane.numbers[0].values()) for (role, _), lane in lanes.items() if role == producer and lane.batches]
+        for (role, _), lane in lanes.items():
+            if role == consumer and lane.batches:
+                needs[lane.numbers[0][0]] += last
+
+
+def _meetings(lanes: _Lanes, work: StepWork, rules: StepRules) -> Iterator[list[int]]:
+    """Forwards that neighbouring members begin together."""
+    for role, size in rules.meeting.items():
+        members = [lanes[role, member].numbers[0] for member in range(len(work.get(role, ())))]
+        for first in range(0, len(members), size) if size > 1 else ():
+            group = members[first : first + size]
+            for number in range(max(map(len, group))):
+                yield [forwards[number] for forwards in group if number in forwards]

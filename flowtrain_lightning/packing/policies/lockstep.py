@@ -1,0 +1,40 @@
+"""The policy of members that gather weights together: all of them come to the same passes in one order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from flowtrain_lightning.packing.step_graph import Pass
+
+
+def lockstep_order(positions: Sequence[int], kept: int) -> tuple[tuple[Pass, ...], frozenset[int]]:
+    """The order in which encoder ranks that share weights work: alike on all that have the same turns.
+
+    As in `forwards_first` a forward goes while activations may be kept, else the oldest backward does; and what has to
+    be recomputed follows from the positions alone. A backward waits for the microbatches of its position, and these for
+    every forward of it: so a forward that finds no room beside others of its own position keeps nothing. Where only
+    one batch may be kept, nothing else is computed between its forward and its backward, which ZeRO-3 cannot do: none
+    of several batches of a position is kept, and what waits goes backward before the next position.
+
+    Args:
+        positions: ``[batches]`` of the microbatches that read each encoder batch, never falling.
+        kept: batches whose activations may be kept at a time, from 1.
+
+    Returns:
+        the works in order, and the numbers of the batches of which nothing is kept.
+    """
+    works: list[Pass] = []
+    waiting, recomputed, held = deque[int](), set[int](), 0
+    for number, position in enumerate(positions):
+        while waiting and (held == kept or kept == 1) and positions[waiting[0]] < position:
+            oldest = waiting.popleft()
+            held -= oldest not in recomputed
+            works.append(("backward", oldest))
+        if held == kept or (kept == 1 and positions.count(position) > 1):
+            recomputed.add(number)
+        else:
+            held += 1
+        waiting.append(number)
+        works.append(("forward", number))
+    return (*works, *(("backward", number) for number in waiting)), frozenset(recomputed)

@@ -1,0 +1,117 @@
+"""A step as a graph of works: what each needs of others, which begin together, and in which order ranks come to them.
+
+Nothing here names a role. A work is what the ranks of one member do with one batch of one role, in one direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward"]
+"""What is done with a batch."""
+
+Pass = tuple[Kind, int]
+"""A forward or a backward of a member's batch of this number."""
+
+
+class Edge(NamedTuple):
+    """Rows that one role makes and another one reads; the gradients of these rows go back.
+
+    Attributes:
+        producer: makes the rows.
+        consumer: reads them.
+    """
+
+    producer: str
+    consumer: str
+
+
+class BatchOf(NamedTuple):
+    """Which batch of a step it is.
+
+    Attributes:
+        role: whose it is.
+        member: which data-parallel member of the role.
+        number: its place in the member's order.
+    """
+
+    role: str
+    member: int
+    number: int
+
+
+class Work(NamedTuple):
+    """What the ranks of one member do with one batch, together.
+
+    Attributes:
+        batch: the batch.
+        kind: what is done.
+    """
+
+    batch: BatchOf
+    kind: Kind
+
+
+class BlockedError(ValueError):
+    """No rank can go on, for each waits for what another one does later."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "No rank of the step can go on: each waits for what another one does later. Allow more batches in flight, "
+            "or mark some as recomputed."
+        )
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """All works of a step. Works go by their numbers: their places in ``works``.
+
+    Attributes:
+        works: of all ranks.
+        needs: ``[works]`` the works whose results each one takes.
+        lanes: rank -> its lanes, in order of precedence: the works of each, in order. A rank does the next work of the
+            first lane that can go on. A work of several ranks stands in a lane of each. A rank whose order is fixed has
+            one lane.
+        meetings: works that begin together, once all of them have what they need and all of their ranks have come.
+    """
+
+    works: Sequence[Work]
+    needs: Sequence[Sequence[int]]
+    lanes: Mapping[int, Sequence[Sequence[int]]]
+    meetings: Sequence[Sequence[int]] = ()
+
+    @cached_property
+    def ranks(self) -> list[list[int]]:
+        """``[works]`` the ranks that do each one."""
+        found: list[list[int]] = [[] for _ in self.works]
+        for rank, lanes in self.lanes.items():
+            for lane in lanes:
+                for work in lane:
+                    found[work].append(rank)
+        return found
+
+    @cached_property
+    def takers(self) -> list[list[int]]:
+        """``[works]`` the works that take the result of each one."""
+        found: list[list[int]] = [[] for _ in self.works]
+        for work, needs in enumerate(self.needs):
+            for needed in needs:
+                found[needed].append(work)
+        return found
+
+    @cached_property
+    def beginnings(self) -> tuple[list[int], list[list[int]]]:
+        """``[works]`` the number of the beginning that each one is part of; and the works of each beginning."""
+        of_work = [-1] * len(self.works)
+        together = [list(meeting) for meeting in self.meetings]
+        for number, meeting in enumerate(together):
+            for work in meeting:
+                of_work[work] = number
+        for work, number in enumerate(of_work):
+            if number < 0:
+                of_work[work] = len(together)
+                together.append([work])
+        return of_work, together
