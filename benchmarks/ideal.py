@@ -37,12 +37,11 @@ def step_ends(plans: Sequence[StepPlan], rules: Rules) -> list[float]:
 
     Moving features and gradients, planning, loading and optimizers take no time.
     """
-    ranks, layouts = rules.allocation.ranks, rules.allocation.layouts
     order = StepRules(
-        {role: [(rank,) for rank in ranks[role]] for role in (BACKBONE, ENCODER)},
+        {role: rules.allocation.members(role) for role in (BACKBONE, ENCODER)},
         [Edge(ENCODER, BACKBONE)],
         in_flight={ENCODER: rules.kept_batches},
-        meeting={BACKBONE: len(ranks[BACKBONE])} if layouts[BACKBONE].shares_weights else {},
+        meets=rules.allocation.meets,
         producers_first=rules.encoder_first,
     )
     cost, kept = rules.cost, rules.kept_batches

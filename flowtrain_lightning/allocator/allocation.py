@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute, RoleLayout
 from flowtrain_lightning.packing.roles import BACKBONE, ROLES
+from flowtrain_lightning.packing.step_graph import Meeting
 
 Placement = Literal["separate", "colocated", "mixed"]
 """``"separate"`` gives every rank one role, ``"colocated"`` gives every rank all of them, ``"mixed"`` gives every rank
@@ -87,9 +88,9 @@ class Allocation:
         return tuple((encoder, backbone) for encoder, backbone in lanes if encoder is not None and backbone is not None)
 
     @property
-    def in_lockstep(self) -> bool:
-        """Ranks need each other to compute a layer of some role."""
-        return any(layout.shares_weights or layout.sums_in_step for layout in self.layouts.values())
+    def meets(self) -> dict[str, Meeting]:
+        """Role -> which of its ranks begin a pass together."""
+        return {role: layout.meets for role, layout in self.layouts.items()}
 
     def shard_groups(self, role: str) -> tuple[tuple[int, ...], ...]:
         """The global ranks that need each other to compute with a half of ``role``, group by group."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flowtrain_lightning.packing.setting_values import check_settings
+from flowtrain_lightning.packing.step_graph import Meeting
 
 Sharding = Literal["replicate", "zero1", "zero2", "zero3", "fsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
 """What a data-parallel rank keeps of the weights, gradients and optimizer states.
@@ -120,9 +121,13 @@ class Layout:
         return 1 if self.shard == "deepspeed-3" else None
 
     @property
-    def sums_in_step(self) -> bool:
-        """Data-parallel members need each other in every backward, so that all must work in one order."""
-        return self.gathers_weights or self.shard == "deepspeed-2"
+    def meets(self) -> Meeting:
+        """Which of the ranks need each other in a pass: to gather weights, or to sum gradients in every backward."""
+        if self.gathers_weights:
+            return Meeting(self.ranks_of_member, self.data // self.replicas, ("forward", "backward"))
+        if self.shard == "deepspeed-2":
+            return Meeting(self.ranks_of_member, self.data, ("backward",))
+        return Meeting(self.ranks_of_member)
 
     @property
     def shares_weights(self) -> bool:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.packing import StepPlan
+from flowtrain_lightning.packing.roles import lane_of
+from flowtrain_lightning.packing.step_graph import Meeting
 
 IGNORED_LABEL = -100
 """The label of a token that carries no loss, as in PyTorch's cross entropy."""
@@ -36,12 +38,7 @@ class RankShard:
             there is one node.
         backbone_nodes: the node of each backbone rank, likewise.
         local: every rank encodes just the media that it reads (plain Lightning).
-        pads_microbatches: backbone ranks gather weights together, so each runs a microbatch at every position: where it
-            has none, one that counts for nothing.
-        pads_encoder_batches: encoder ranks gather weights together, so each runs an encoder batch where any has one.
-        in_lockstep: ranks need each other to compute a layer of some role, so that two lanes of one rank take turns in
-            a fixed order.
-        shares_encoder_batches: several ranks compute each encoder batch together.
+        meets: role -> which of its ranks begin a pass together; each by itself where a role is missing.
         encoders: modality and ranks of each encoder, in the order of the encoder ranks; ``()`` where one takes all.
     """
 
@@ -53,11 +50,17 @@ class RankShard:
     encoder_nodes: tuple[int, ...] = ()
     backbone_nodes: tuple[int, ...] = ()
     local: bool = False
-    pads_microbatches: bool = False
-    pads_encoder_batches: bool = False
-    in_lockstep: bool = False
-    shares_encoder_batches: bool = False
+    meets: Mapping[str, Meeting] = field(default_factory=dict)
     encoders: tuple[tuple[str, int], ...] = ()
+
+    def meeting(self, lane: str) -> Meeting:
+        """Which ranks begin a pass of a lane together: of several encoders, those that need each other most."""
+        return max((meeting for role, meeting in self.meets.items() if lane_of(role) == lane), default=Meeting())
+
+    @property
+    def in_fixed_order(self) -> bool:
+        """Ranks need each other in some pass, so that one of two lanes takes turns in a fixed order."""
+        return any(meeting.binds for meeting in self.meets.values())
 
     @classmethod
     def plain(cls, rank: int, ranks: int) -> RankShard:

@@ -30,6 +30,7 @@ from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.data.workers import SharedMemoryBatch
 from flowtrain_lightning.packing import IntArray, StepPlan
+from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
 from flowtrain_lightning.packing.sample_stream import StreamStep
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
             encoder_batches = tuple(
                 self._encoder_batch(plan, items, epoch, record_of) for items in plan.encoder_batches[shard.encoder_rank]
             )
-            if shard.pads_encoder_batches and len(plan.sizes.media_patches):
+            if shard.meeting(ENCODER).passes and len(plan.sizes.media_patches):
                 smallest = int(plan.sizes.media_patches.argmin())
                 padding_media = self._encoder_batch(plan, np.array([smallest]), epoch, record_of)
         return StepBatch(plan, shard, microbatches, encoder_batches, epoch, step, padding_media)
@@ -224,7 +225,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
 
     def _microbatch(self, plan: StepPlan, members: IntArray, record_of: Callable[[int], Record]) -> PackedBatch | None:
         if len(members) == 0:
-            return padding_microbatch() if self.shard.pads_microbatches else None
+            return padding_microbatch() if self.shard.meeting(BACKBONE).passes else None
         sizes = plan.sizes.select(members)
         samples = plan.samples[members].tolist()
         rows = np.split(sizes.media_rows, sizes.media_start[1:-1])

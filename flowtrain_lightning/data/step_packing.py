@@ -13,6 +13,7 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.microbatches import arrange, as_microbatches
+from flowtrain_lightning.packing.roles import BACKBONE
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep
 from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.packing.step_plan import Microbatches
@@ -108,7 +109,7 @@ class StepPacking:
             cost=self.cost,
             encoder_cost=self.encoder_cost,
             sync_every=self._sync_every(shard),
-            in_fixed_order=shard.in_lockstep,
+            in_fixed_order=shard.in_fixed_order,
             microbatches=microbatches,
         )
 
@@ -127,7 +128,7 @@ class StepPacking:
         return as_microbatches(bin_of, settings.microbatches // shard.backbone_ranks, shard.backbone_ranks)
 
     def _sync_every(self, shard: RankShard) -> SyncEvery:
-        return self.sync_every or ("microbatch" if shard.pads_microbatches else "step")
+        return self.sync_every or ("microbatch" if shard.meeting(BACKBONE).passes else "step")
 
     def state_dict(self) -> dict[str, Any]:
         """All settings in JSON types, for a checkpoint."""

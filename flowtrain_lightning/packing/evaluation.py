@@ -15,7 +15,7 @@ from flowtrain_lightning.packing.lower_bounds import (
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings, PackedStep, cost_of_media
 from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
 from flowtrain_lightning.packing.simulator import simulate_step
-from flowtrain_lightning.packing.step_graph import BatchOf, Edge
+from flowtrain_lightning.packing.step_graph import BatchOf, Edge, Meeting
 from flowtrain_lightning.packing.step_plan import FloatArray, IntArray
 from flowtrain_lightning.packing.step_work import StepRules, TimedBatch, in_two_passes
 
@@ -175,9 +175,9 @@ def _flow(
                 batches.append(TimedBatch(*in_two_passes(float(media_cost[batch].sum())), readers))
             encoding.append(batches)
         reading = [[TimedBatch(*in_two_passes(time)) for time in of_rank] for of_rank in grid.T.tolist()]
-        meeting = {BACKBONE: settings.ranks} if is_synchronised else {}
+        meets = {BACKBONE: Meeting(1, settings.ranks, ("forward", "backward"))} if is_synchronised else {}
         step_work = {BACKBONE: reading, ENCODER: encoding}
-        found = simulate_step(step_work, StepRules.separate(step_work, [Edge(ENCODER, BACKBONE)], meeting=meeting))
+        found = simulate_step(step_work, StepRules.separate(step_work, [Edge(ENCODER, BACKBONE)], meets=meets))
         makespan, work = makespan + found.makespan, work + found.work
         if is_synchronised:
             own = step.samples

@@ -143,9 +143,10 @@ def _wait_for_all(needs: list[list[int]], lanes: _Lanes, rules: StepRules) -> No
 
 
 def _meetings(lanes: _Lanes, work: StepWork, rules: StepRules) -> Iterator[list[int]]:
-    """Forwards that neighbouring members begin together."""
-    for role, size in rules.meeting.items():
-        members = [lanes[role, member].numbers[0] for member in range(len(work.get(role, ())))]
+    """Forwards that members begin together, of roles that nobody reads: all of these have batches of one number."""
+    for role, (_, size, _) in rules.meets.items():
+        of_role = () if rules.produces(role) else work.get(role, ())
+        members = [lanes[role, member].numbers[0] for member in range(len(of_role))]
         for first in range(0, len(members), size) if size > 1 else ():
             group = members[first : first + size]
             for number in range(max(map(len, group))):

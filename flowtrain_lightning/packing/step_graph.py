@@ -17,6 +17,25 @@ Pass = tuple[Kind, int]
 """A forward or a backward of a member's batch of this number."""
 
 
+class Meeting(NamedTuple):
+    """Which ranks of a role begin a pass together, since each needs the others in it.
+
+    Attributes:
+        ranks: of one member: they share all of its work.
+        members: neighbouring members that need each other in ``passes``.
+        passes: where members do. In these, a member runs an empty batch where others have one and it has none.
+    """
+
+    ranks: int = 1
+    members: int = 1
+    passes: tuple[Kind, ...] = ()
+
+    @property
+    def binds(self) -> bool:
+        """A rank needs another one, so that all must come to their passes in one order."""
+        return self.ranks > 1 or bool(self.passes)
+
+
 class Edge(NamedTuple):
     """Rows that one role makes and another one reads; the gradients of these rows go back.
 

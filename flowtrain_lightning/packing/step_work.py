@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
-from flowtrain_lightning.packing.step_graph import BatchOf, Edge
+from flowtrain_lightning.packing.step_graph import BatchOf, Edge, Meeting
 from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, Turn
 
 FORWARD_SHARE = 1 / 3
@@ -113,20 +113,18 @@ class StepRules:
             first one before it turns to the next.
         edges: which role reads from which.
         in_flight: role -> batches of a member whose activations may be kept at a time; no limit where it is missing.
-        meeting: role -> neighbouring members that begin each forward together; each for itself where it is missing.
+        meets: role -> which of its ranks begin a pass together, each by itself where it is missing. Where any do, ranks
+            of several roles have a fixed order, see `LaneOrder`.
         producers_first: no role that reads begins before all that it reads is there.
         steps_ahead: later steps that ranks which only produce may have begun; 0 where they train.
-        in_fixed_order: ranks need each other to compute, so that those of several roles have a fixed order, see
-            `LaneOrder`.
     """
 
     ranks: Mapping[str, Sequence[tuple[int, ...]]]
     edges: Sequence[Edge]
     in_flight: Mapping[str, int] = field(default_factory=dict)
-    meeting: Mapping[str, int] = field(default_factory=dict)
+    meets: Mapping[str, Meeting] = field(default_factory=dict)
     producers_first: bool = False
     steps_ahead: int = 0
-    in_fixed_order: bool = False
 
     @classmethod
     def separate(
@@ -134,7 +132,7 @@ class StepRules:
         work: StepWork,
         edges: Sequence[Edge],
         in_flight: Mapping[str, int] = MappingProxyType({}),
-        meeting: Mapping[str, int] = MappingProxyType({}),
+        meets: Mapping[str, Meeting] = MappingProxyType({}),
     ) -> StepRules:
         """Every member of ``work`` on a rank of its own."""
         ranks: dict[str, list[tuple[int, ...]]] = {}
@@ -142,7 +140,12 @@ class StepRules:
         for role, members in work.items():
             ranks[role] = [(first + member,) for member in range(len(members))]
             first += len(members)
-        return cls(ranks, edges, in_flight, meeting)
+        return cls(ranks, edges, in_flight, meets)
+
+    @property
+    def in_fixed_order(self) -> bool:
+        """Ranks need each other in some pass."""
+        return any(meeting.binds for meeting in self.meets.values())
 
     def produces(self, role: str) -> bool:
         """Whether another role reads from this one."""

@@ -49,15 +49,14 @@ def lane_work(
         costs: what it takes.
         kept_batches: encoder batches whose activations each encoder rank keeps.
     """
-    backbone, encoder = allocation.layouts[BACKBONE], allocation.layouts[ENCODER]
+    encoder = allocation.layouts[ENCODER]
     waits = costs.encoder_trains or (encoder.shares_weights and allocation.placement == "mixed")
     rules = StepRules(
         {role: allocation.members(role) for role in (BACKBONE, ENCODER)},
         [Edge(ENCODER, BACKBONE)],
         in_flight={ENCODER: kept_batches},
-        meeting={BACKBONE: _ranks_in_step(backbone) // backbone.ranks_of_member},
+        meets=allocation.meets,
         steps_ahead=0 if waits else STEPS_AHEAD,
-        in_fixed_order=allocation.in_lockstep,
     )
     some_in_fixed_order = bool(allocation.colocated_lanes) and rules.in_fixed_order
     passes = {role: _priced(plans, costs, role) for role in ROLES}
@@ -65,17 +64,12 @@ def lane_work(
     for plan in plans:
         if not costs.encoder_trains:
             recomputed: Sequence[Collection[int]] | None = None
-        elif encoder.sums_in_step or some_in_fixed_order:
-            recomputed = _recomputed_in_lockstep(plan, kept_batches, pads=encoder.sums_in_step)
+        elif encoder.meets.passes or some_in_fixed_order:
+            recomputed = _recomputed_in_lockstep(plan, kept_batches, pads=bool(encoder.meets.passes))
         else:
             recomputed = recomputed_batches(plan, kept_batches)
         works.append(_meeting(_step_work(plan, costs, passes, recomputed), encoder))
     return works, rules
-
-
-def _ranks_in_step(layout: Layout) -> int:
-    """Neighbouring ranks that begin every microbatch together."""
-    return layout.ranks if layout.sums_in_step and not layout.gathers_weights else layout.ranks_of_shard_group
 
 
 def _meeting(work: StepWork, encoder: Layout) -> StepWork:
@@ -83,8 +77,8 @@ def _meeting(work: StepWork, encoder: Layout) -> StepWork:
 
     A rank that has no batch where others have one encodes something small, whose time is left out.
     """
-    together = encoder.data // encoder.replicas
-    if together == 1 or not encoder.sums_in_step:
+    together = encoder.meets.members
+    if together == 1:
         return work
     joint: list[list[TimedBatch]] = []
     for first in range(0, encoder.data, together):
@@ -96,7 +90,7 @@ def _meeting(work: StepWork, encoder: Layout) -> StepWork:
         backward = {turn: max(each.backward for each in found) for turn, found in at.items()}
         for batches in group:
             slowest = [replace(each, backward=backward[each.turn]) for each in batches]
-            if encoder.gathers_weights:
+            if "forward" in encoder.meets.passes:
                 slowest = [replace(each, forward=forward[each.turn]) for each in slowest]
             joint.append(slowest)
     return {**work, ENCODER: joint}

@@ -32,10 +32,7 @@ def rank_shard(allocation: Allocation, rank: int, nodes: int = 1) -> RankShard:
         colocated_lanes=allocation.colocated_lanes,
         encoder_nodes=node_of(allocation.encoder_members),
         backbone_nodes=node_of(allocation.members(BACKBONE)),
-        pads_microbatches=layouts[BACKBONE].sums_in_step,
-        pads_encoder_batches=any(layout.sums_in_step for layout in encoders),
-        in_lockstep=allocation.in_lockstep,
-        shares_encoder_batches=any(layout.ranks_of_member > 1 for layout in encoders),
+        meets=allocation.meets,
         encoders=tuple(
             (modality, layouts[role].data)
             for role in allocation.encoders

@@ -106,8 +106,8 @@ def plan_on(
         colocated_lanes=allocation.colocated_lanes,
         cost=cost,
         encoder_cost=encoder_cost,
-        sync_every="microbatch" if backbone.sums_in_step else "step",
-        in_fixed_order=allocation.in_lockstep,
+        sync_every="microbatch" if backbone.meets.passes else "step",
+        in_fixed_order=any(meeting.binds for meeting in allocation.meets.values()),
     )
 
 

@@ -71,7 +71,7 @@ class BackboneLane:
                     yield f"features of microbatch {number}"
             waiting.popleft()
             if packed is not None:
-                if spec is not None and not features.tensors and step.batch.shard.pads_microbatches:
+                if spec is not None and not features.tensors and step.batch.shard.meeting(BACKBONE).passes:
                     # Other ranks may have media now, and sum gradients of all that a layout gathers together. So what
                     # only features meet, such as a projector, takes part here as well.
                     modality = step.plan.entries[0].modality  # of all of them, where ranks share weights

@@ -31,7 +31,7 @@ class EncoderLane:
         readers: for each data-parallel rank of the backbone, its global ranks.
         publishes: this rank puts features into the pool; of tensor ranks, which all have the same, the first does.
         role: the rank's, which is named after a modality where there are several encoders.
-        pads_forwards: other ranks need this one in every forward; else padding batches are for backwards alone.
+        meets_in_forwards: other ranks need this one in every forward; else padding batches are for backwards alone.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class EncoderLane:
         *,
         publishes: bool = True,
         role: str = ENCODER,
-        pads_forwards: bool = True,
+        meets_in_forwards: bool = True,
     ) -> None:
         self._context = context
         self._readers = readers
         self._publishes = publishes
         self._role = role
         self._modality = modality_of(role)
-        self._pads_forwards = pads_forwards
+        self._meets_in_forwards = meets_in_forwards
         self._ahead: dict[tuple[str, int], list[int]] = {}  # stage and step -> encoder batches that were encoded ahead
 
     def run(self, step: Step, spec: FeatureSpec) -> Schedule:
@@ -111,7 +111,7 @@ class EncoderLane:
 
     def _encode(self, step: Step, batch: EncoderBatchWork, ahead: bool = False) -> Schedule:
         """What there is to do of a batch that has no backward."""
-        if batch.number != PADDING or self._pads_forwards:
+        if batch.number != PADDING or self._meets_in_forwards:
             yield from self._publish(step, batch, self._forward(step, batch, keep=False), ahead)
 
     def _done_ahead(self, step: Step) -> int:

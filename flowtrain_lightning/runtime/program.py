@@ -12,6 +12,7 @@ from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing.policies.forwards_first import forwards_first, recomputed_batches
 from flowtrain_lightning.packing.policies.lockstep import lockstep_order
 from flowtrain_lightning.packing.policies.taking_turns import LaneOrder
+from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
 from flowtrain_lightning.packing.step_graph import Pass
 from flowtrain_lightning.pool import Reservation, assign_offsets
 
@@ -141,8 +142,8 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         if entry.backbone_rank == shard.backbone_rank:
             of_microbatch.setdefault(entry.microbatch, []).append(number)
     has_both = shard.encoder_rank is not None and shard.backbone_rank is not None
-    in_fixed_order = has_both and shard.in_lockstep
-    some_in_fixed_order = bool(shard.colocated_lanes) and shard.in_lockstep
+    in_fixed_order = has_both and shard.in_fixed_order
+    some_in_fixed_order = bool(shard.colocated_lanes) and shard.in_fixed_order
     batches: dict[int, EncoderBatchWork] = {}
     order: tuple[Pass, ...] = ()
     encoded: tuple[int, ...] = ()
@@ -152,7 +153,7 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     last_microbatch = -1
     if shard.backbone_rank is not None:
         members = plan.microbatches[shard.backbone_rank]
-        works = (number for number, samples in enumerate(members) if len(samples) or shard.pads_microbatches)
+        works = (number for number, samples in enumerate(members) if len(samples) or shard.meeting(BACKBONE).passes)
         last_microbatch = max(works, default=-1)
         microbatches = tuple(_microbatch(plan, number, of_microbatch.get(number, [])) for number in range(len(members)))
     rows = tuple(
@@ -161,7 +162,7 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     )
     lane_order = LaneOrder(len(microbatches), encoded, max(kept_batches, 1)) if in_fixed_order else None
     # A lane that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
-    holds_all = some_in_fixed_order or shard.shares_encoder_batches
+    holds_all = some_in_fixed_order or shard.meeting(ENCODER).ranks > 1
     modalities = tuple(sorted({entry.modality for entry in plan.entries}))
     return StepProgram(batches, order, microbatches, last_microbatch, rows, modalities, lane_order, holds_all)
 
@@ -182,14 +183,15 @@ def _encoder_work(
     """
     assert shard.encoder_rank is not None
     turns = plan.encoder_turns[shard.encoder_rank]
-    if not (shard.pads_encoder_batches or (shard.backbone_rank is not None and shard.in_lockstep)):
+    pads = bool(shard.meeting(ENCODER).passes)
+    if not (pads or (shard.backbone_rank is not None and shard.in_fixed_order)):
         alone = shard.backbone_rank is not None and len(plan.encoder_batches) == len(plan.microbatches) == 1
         kept = _fewest_kept(plan, kept_batches) if alone else kept_batches
         recomputed = recomputed_batches(plan, kept)[shard.encoder_rank]
         batches = {number: _encoder_batch(plan, number, own[number], number in recomputed) for number in own}
         return batches, tuple(forwards_first(list(batches), kept, recomputed)), tuple(position for position, _ in turns)
     number_of = {turn: number for number, turn in enumerate(turns)}
-    if shard.pads_encoder_batches:
+    if pads:
         turns = plan.all_encoder_turns
     encoded = tuple(position for position, _ in turns)
     order, recomputed = lockstep_order(encoded, max(kept_batches, 1))

@@ -229,7 +229,7 @@ class RoleRunner:
                     job.allocation.members(BACKBONE),
                     publishes=job.is_first(self._encoder),
                     role=self._encoder,
-                    pads_forwards=job.allocation.layouts[self._encoder].gathers_weights,
+                    meets_in_forwards=job.allocation.layouts[self._encoder].gathers_weights,
                 )
         assert self._capacity.context is not None
         return step, self._capacity.context

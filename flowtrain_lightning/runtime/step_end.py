@@ -94,7 +94,7 @@ class StepEnd:
         allocation = self._job.allocation
         layout, within = allocation.layouts[role], allocation.rank_within(role, self._job.rank)
         assert within is not None
-        if layout.sums_in_step:
+        if layout.meets.passes:
             return range(layout.ranks)
         first = within - within % layout.ranks_of_member
         return range(first, first + layout.ranks_of_member)

@@ -195,7 +195,7 @@ def refuse_frozen_backbone(layouts: Mapping[str, Layout], module: FlowModule) ->
     Raises:
         ValueError: says what was given and what to do.
     """
-    if layouts[BACKBONE].sums_in_step and half_trains(module, ENCODER) and not half_trains(module, BACKBONE):
+    if layouts[BACKBONE].meets.passes and half_trains(module, ENCODER) and not half_trains(module, BACKBONE):
         raise ValueError(
             "All weights of the backbone are frozen and sharded while the encoder trains: a microbatch without media "
             "items has no backward then, which other ranks wait for. Let some of its weights train, or take whole "

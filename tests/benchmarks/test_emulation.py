@@ -18,6 +18,7 @@ from benchmarks.emulation import (
     numbers_of,
     pattern,
 )
+from tests.packing.sizes import meeting_of
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_one_picture_that_nobody_reads_may_have_no_gradient(folder, module):
     data = emulated_data(folder, global_batch_size=12, token_budget=8192)
     data.setup("fit")
     steps = data.train_dataloader().steps
-    padding = replace(steps, shard=replace(steps.shard, pads_encoder_batches=True)).load(0, 0).padding_media
+    padding = replace(steps, shard=replace(steps.shard, meets={"encoder": meeting_of(2)})).load(0, 0).padding_media
     features = module.encode(padding)
     features.backward(torch.zeros_like(features))
     with pytest.raises(RuntimeError, match="gradients of"):

@@ -6,6 +6,7 @@ import numpy as np
 
 from flowtrain_lightning.packing.step_graph import BatchOf, Edge, StepGraph
 from flowtrain_lightning.packing.step_work import StepRules, StepWork, TimedBatch
+from tests.packing.sizes import meeting_of
 
 
 def random_step(random: np.random.Generator) -> tuple[StepWork, StepRules]:
@@ -13,11 +14,12 @@ def random_step(random: np.random.Generator) -> tuple[StepWork, StepRules]:
     roles = [chr(ord("a") + number) for number in range(random.integers(2, 5))]
     edges = [Edge(role, roles[random.integers(number)]) for number, role in enumerate(roles[1:], 1)]
     ranks: dict[str, list[tuple[int, ...]]] = {}
-    free = 0
+    free, shared = 0, False  # fixed orders of ranks of several roles are for two roles only
     for role in roles:
         members, size = int(random.integers(1, 4)), int(random.integers(1, 3))
         first = 0 if ranks and random.random() < 0.4 else free
         ranks[role] = [tuple(range(first + m * size, first + (m + 1) * size)) for m in range(members)]
+        shared |= first < free
         free = max(free, first + members * size)
     positions = {role: int(random.integers(1, 6)) for role in roles}
     readers_of = {edge.producer: edge.consumer for edge in edges}
@@ -33,8 +35,8 @@ def random_step(random: np.random.Generator) -> tuple[StepWork, StepRules]:
     }
     _within(work, positions)
     in_flight = {edge.producer: int(random.integers(1, 6)) for edge in edges}
-    meeting = {role: len(ranks[role]) for role in roles if random.random() < 0.3}
-    return work, StepRules(ranks, edges, in_flight, meeting)
+    meets = {} if shared else {role: meeting_of(len(ranks[role])) for role in roles if random.random() < 0.4}
+    return work, StepRules(ranks, edges, in_flight, meets)
 
 
 def _readers(

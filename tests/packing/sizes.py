@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flowtrain_lightning.packing import CostModel, SampleSizes, StepPlan, SyncEvery
 from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
 from flowtrain_lightning.packing.simulator import SimulatedStep, simulate_step
-from flowtrain_lightning.packing.step_graph import Edge
+from flowtrain_lightning.packing.step_graph import Edge, Meeting
 from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.packing.step_work import StepRules, StepWork, in_two_passes, step_work
 
@@ -58,8 +58,13 @@ def plan_of(sizes: SampleSizes, encoder_ranks: int = 1, backbone_ranks: int = 1,
 def simulated(plan: StepPlan, cost: CostModel, encoder_cost: CostModel, sync_every: SyncEvery) -> SimulatedStep:
     """The plan's step with an encoder that trains, every member on a rank of its own."""
     work = work_of(plan, cost, encoder_cost)
-    meeting = {BACKBONE: len(plan.microbatches)} if sync_every == "microbatch" else {}
-    return simulate_step(work, StepRules.separate(work, [FEATURES], meeting=meeting))
+    meets = {BACKBONE: meeting_of(len(plan.microbatches))} if sync_every == "microbatch" else {}
+    return simulate_step(work, StepRules.separate(work, [FEATURES], meets=meets))
+
+
+def meeting_of(members: int) -> Meeting:
+    """Members that need each other in every pass, as those do that gather weights."""
+    return Meeting(1, members, ("forward", "backward"))
 
 
 def work_of(plan: StepPlan, cost: CostModel, encoder_cost: CostModel) -> StepWork:

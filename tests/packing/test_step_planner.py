@@ -13,7 +13,16 @@ from flowtrain_lightning.packing import SYNC_EVERY, CostModel, PackingError, Ste
 from flowtrain_lightning.packing.simulator import simulate_step
 from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.packing.step_work import StepRules
-from tests.packing.sizes import FEATURES, RANKS, TOKEN_BUDGET, make_sizes, simulated, sizes_strategy, work_of
+from tests.packing.sizes import (
+    FEATURES,
+    RANKS,
+    TOKEN_BUDGET,
+    make_sizes,
+    meeting_of,
+    simulated,
+    sizes_strategy,
+    work_of,
+)
 
 
 def plan(sizes, backbone_ranks=2, encoder_ranks=2, **settings) -> StepPlan:
@@ -169,8 +178,8 @@ def mixed_step(encoder, backbone_ranks, encoder_ranks, sync_every="step", planne
 
     ranks = {"backbone": [(rank,) for rank in range(backbone_ranks)], "encoder": [(r,) for r in range(encoder_ranks)]}
     in_flight = {"encoder": 4} if in_fixed_order else {}
-    meeting = {"backbone": backbone_ranks} if in_fixed_order or sync_every == "microbatch" else {}
-    rules = StepRules(ranks, [FEATURES], in_flight, meeting, in_fixed_order=in_fixed_order)
+    meets = {"backbone": meeting_of(backbone_ranks)} if in_fixed_order else {}
+    rules = StepRules(ranks, [FEATURES], in_flight, meets)
     step = simulate_step(work_of(found, cost, encoder_cost), rules)
     return step.makespan / ((cost.of_set(sizes.tokens) + encoder_cost.of_set(sizes.media_patches)) / encoder_ranks)
 

@@ -24,6 +24,7 @@ from flowtrain_lightning.runtime.encoder_lane import EncoderLane
 from flowtrain_lightning.runtime.program import make_program
 from flowtrain_lightning.runtime.schedule import LaneContext, Schedule, Step, run_in_order, run_schedule
 from flowtrain_lightning.runtime.timeline import Timeline
+from tests.packing.sizes import meeting_of
 from tests.runtime.late_copies import LateCopies, read_after_copies
 
 SPEC = FeatureSpec(((2,),), (torch.float64,))
@@ -176,7 +177,9 @@ class DeliveredLease:
 
 def least_bytes(plan: StepPlan, spec: FeatureSpec, in_fixed_order: bool = False) -> int:
     """Bytes of the pool with which a step of this plan cannot block, on any rank."""
-    shard = RankShard(0, 1, 0, 1, ((0, 0),), in_lockstep=True) if in_fixed_order else RankShard(None, 0, None, 0)
+    shard = RankShard(None, 0, None, 0)
+    if in_fixed_order:
+        shard = RankShard(0, 1, 0, 1, ((0, 0),), meets={"backbone": meeting_of(1)})
     return make_program(plan, shard, 0).pool_demand(spec).least
 
 
@@ -273,7 +276,7 @@ class InterleavedStep:
         seed: of the order in which ranks run and messages arrive.
         sharing: roles whose ranks share weights: each forward and backward is a collective of them, or where some ranks
             have both lanes and others have not, of those of one kind.
-        pads_forwards: of the encoder lanes.
+        meets_in_forwards: of the encoder lanes.
     """
 
     def __init__(
@@ -286,7 +289,7 @@ class InterleavedStep:
         trains: bool,
         seed: int,
         sharing: Collection[str] = (),
-        pads_forwards: bool = True,
+        meets_in_forwards: bool = True,
     ) -> None:
         encoders, backbones = len(plan.encoder_batches), len(plan.microbatches)
         ranks = max(encoders, backbones) if colocated else encoders + backbones
@@ -306,7 +309,7 @@ class InterleavedStep:
         for rank in range(ranks):
 
             def gather(role: str, what: str, rank: int = rank) -> None:
-                if role in sharing and (what != "forward" or pads_forwards):
+                if role in sharing and (what != "forward" or meets_in_forwards):
                     peers = [other for other in of_role[role] if (other in backbone_ranks) == (rank in backbone_ranks)]
                     interleaving.gather(rank, peers, f"{role} {what}")
 
@@ -321,9 +324,7 @@ class InterleavedStep:
                 encoder_ranks.index(rank) if rank in encoder_ranks else None,
                 encoders,
                 colocated_lanes=both_lanes,
-                pads_microbatches="backbone" in sharing,
-                pads_encoder_batches="encoder" in sharing,
-                in_lockstep=bool(sharing),
+                meets={role: meeting_of(len(of_role[role])) for role in sharing},
             )
             step = Step(batch_of(plan, part), make_program(plan, part, kept_batches), "train", 0, trains)
             context = LaneContext(self.pools[rank], self.compute[rank], Page(), Timeline())  # type: ignore[arg-type]
@@ -335,7 +336,7 @@ class InterleavedStep:
                 )
             if part.encoder_rank is not None and spec is not None:
                 readers = [(each,) for each in backbone_ranks]
-                lane = EncoderLane(context, readers, pads_forwards=pads_forwards)
+                lane = EncoderLane(context, readers, meets_in_forwards=meets_in_forwards)
                 lanes.append(("encoder", lane.run(step, spec)))
             if (lane_order := step.program.lane_order) is not None:
                 order = lane_order.order(trains)
@@ -374,7 +375,9 @@ def batch_of(plan: StepPlan, part: RankShard) -> StepBatch:
     encoder_batches: tuple[Any, ...] = ()
     if part.backbone_rank is not None:
         members_of = plan.microbatches[part.backbone_rank]
-        microbatches = tuple(_microbatch(plan, members, part.pads_microbatches) for members in members_of)
+        microbatches = tuple(
+            _microbatch(plan, members, bool(part.meeting("backbone").passes)) for members in members_of
+        )
     if part.encoder_rank is not None:
         encoder_batches = tuple(_media(plan, media) for media in plan.encoder_batches[part.encoder_rank])
     padding = _media(plan, plan.sizes.media_patches.argmin(keepdims=True)) if plan.entries else None

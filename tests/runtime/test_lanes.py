@@ -143,7 +143,7 @@ def test_a_padding_batch_is_computed_only_where_other_ranks_need_it(colocated, t
     batches = sum(len(media) > 0 for of_rank in plan.encoder_batches for media in of_rank)
     positions = {entry.microbatch for entry in plan.entries}
     settings = {"part_bytes": ROOM_ENOUGH, "kept_batches": 4, "sharing": ["encoder"]}
-    step = InterleavedStep(plan, colocated=colocated, trains=trains, seed=0, pads_forwards=pads, **settings)
+    step = InterleavedStep(plan, colocated=colocated, trains=trains, seed=0, meets_in_forwards=pads, **settings)
     check_exact(step, plan, trains=trains)
     assert batches < 2 * len(positions)
     assert sum(compute.forwards for compute in step.compute) == (2 * len(positions) if trains or pads else batches)

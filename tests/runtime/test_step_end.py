@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flowtrain_lightning.allocator import default_allocation
+from flowtrain_lightning.allocator import Layout, default_allocation
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.parallel.cross_group import CrossGroup
@@ -88,7 +88,7 @@ def test_ranks_that_share_weights_compare_what_they_have_used(other: StepRecord,
     def gather(role: str, value: Any) -> list[Any]:
         return [value, [value[0], other.layers, other.unused]]
 
-    layout = SimpleNamespace(sums_in_step=True, ranks=2)
+    layout = Layout(2, shard="fsdp")
     allocation = SimpleNamespace(
         layouts={"backbone": layout}, rank_within=lambda *_: 0, encoders=(), ranks={"backbone": (0, 1)}
     )

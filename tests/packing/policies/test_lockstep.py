@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing.policies.lockstep import lockstep_order
 from flowtrain_lightning.runtime.program import PADDING, make_program
-from tests.packing.sizes import BUDGETS, RANKS, plan_of, sizes_strategy
+from tests.packing.sizes import BUDGETS, RANKS, meeting_of, plan_of, sizes_strategy
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,9 @@ def test_of_a_position_with_more_batches_than_may_be_kept_the_others_are_recompu
 @given(sizes_strategy(20), RANKS, RANKS, st.integers(0, 3), BUDGETS)
 def test_encoder_ranks_that_share_weights_have_one_order_of_work(sizes, encoders, backbones, kept, budget):
     plan = plan_of(sizes, encoders, backbones, encoder_budget=budget)
-    shards = [RankShard(None, backbones, rank, encoders, pads_encoder_batches=True) for rank in range(encoders)]
+    shards = [
+        RankShard(None, backbones, rank, encoders, meets={"encoder": meeting_of(encoders)}) for rank in range(encoders)
+    ]
     programs = [make_program(plan, shard, kept) for shard in shards]
     assert len({program.encoder_order for program in programs}) == 1
     for rank, program in enumerate(programs):

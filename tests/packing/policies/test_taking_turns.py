@@ -10,14 +10,15 @@ from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing.policies.lockstep import lockstep_order
 from flowtrain_lightning.packing.policies.taking_turns import LaneOrder
 from flowtrain_lightning.runtime.program import make_program
-from tests.packing.sizes import BUDGETS, RANKS, plan_of, sizes_strategy
+from tests.packing.sizes import BUDGETS, RANKS, meeting_of, plan_of, sizes_strategy
 
 
 @given(sizes_strategy(20), RANKS, st.integers(0, 3), st.booleans(), BUDGETS, st.booleans())
 def test_no_turn_comes_before_what_it_waits_for(sizes, ranks, kept, trains, budget, pads):
     plan = plan_of(sizes, ranks, ranks, encoder_budget=budget)
     for rank in range(ranks):
-        shard = RankShard(rank, ranks, rank, ranks, pads_microbatches=True, in_lockstep=True, pads_encoder_batches=pads)
+        meets = {role: meeting_of(ranks) for role in ("backbone", "encoder")[: 1 + pads]}
+        shard = RankShard(rank, ranks, rank, ranks, meets=meets)
         program = make_program(plan, shard, kept)
         assert program.lane_order is not None
         left = list(program.encoder_order if trains else [w for w in program.encoder_order if w[0] == "forward"])
