@@ -38,8 +38,7 @@ from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig
 from flowtrain_lightning.models import LlavaVLM
 from flowtrain_lightning.packing.simulator import simulate_steps
 from flowtrain_lightning.packing.step_graph import BatchOf, Edge
-from flowtrain_lightning.packing.step_work import StepRules, TimedBatch, in_two_passes
-from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
+from flowtrain_lightning.packing.step_work import STEPS_AHEAD, StepRules, TimedBatch, in_two_passes
 
 DEADLINE = 300.0
 """Seconds for one run, on a machine that may be busy otherwise."""

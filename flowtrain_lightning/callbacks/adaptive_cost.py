@@ -14,7 +14,7 @@ from flowtrain_lightning.data import StepBatch, StepLoader
 from flowtrain_lightning.data.step_packing import CostChange
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import AdaptiveCost, Observation
-from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
+from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.runtime.rank_metrics import joined_timings
 from flowtrain_lightning.runtime.runner import RoleRunner
 

@@ -15,6 +15,11 @@ FORWARD_SHARE = 1 / 3
 """The forward's share of what a batch costs that has a backward, too: a backward is two forwards."""
 
 
+STEPS_AHEAD = 8
+"""How many later steps ranks may have begun that only produce and do not train: a bound on loaded pixels where few of
+these steps hold media."""
+
+
 class Passes(NamedTuple):
     """What the two passes over a batch take.
 

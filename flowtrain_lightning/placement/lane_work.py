@@ -11,11 +11,8 @@ from flowtrain_lightning.packing.policies.forwards_first import recomputed_batch
 from flowtrain_lightning.packing.policies.lockstep import lockstep_order
 from flowtrain_lightning.packing.step_graph import Edge
 from flowtrain_lightning.packing.step_plan import Turn
-from flowtrain_lightning.packing.step_work import Passes, StepRules, StepWork, TimedBatch, step_work
+from flowtrain_lightning.packing.step_work import STEPS_AHEAD, Passes, StepRules, StepWork, TimedBatch, step_work
 from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayoutCosts
-
-STEPS_AHEAD = 8
-"""Later steps that a frozen encoder may have begun: the runtime's own limit, which needs torch to be read."""
 
 
 def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str) -> Callable[[IntArray], Passes]:

@@ -12,13 +12,11 @@ from torch import Tensor
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, modality_of
 from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.compute.copy_stream import CopyStream
+from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.program import PADDING, EncoderBatchWork
 from flowtrain_lightning.runtime.schedule import LaneContext, Progress, Schedule, Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE
-
-STEPS_AHEAD = 8
-"""How many later steps a frozen encoder may have begun: a bound on loaded pixels where few of them hold media."""
 
 _ROOM = "bytes for features in the pool"
 

@@ -13,8 +13,8 @@ import torch
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, lane_of
 from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing import IntArray, StepPlan
+from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.pool import PoolCounters
-from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.schedule import Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Timeline

@@ -18,9 +18,9 @@ import torch
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
+from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.pool import Key
-from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.schedule import LaneContext, Step
 from flowtrain_lightning.runtime.timeline import STALL

@@ -9,7 +9,6 @@ import pytest
 
 from flowtrain_lightning.allocator import NoPlanError, RoleLayout, choose_placement, default_allocation
 from flowtrain_lightning.packing import PackingError, StepPlan
-from flowtrain_lightning.placement import lane_work
 from flowtrain_lightning.placement.measured import (
     MeasuredCosts,
     MeasuredPrediction,
@@ -18,7 +17,6 @@ from flowtrain_lightning.placement.measured import (
     search_splits,
     short_name,
 )
-from flowtrain_lightning.runtime import encoder_lane
 from tests.packing.sizes import make_sizes
 from tests.placement.profiles import make_profile
 
@@ -60,10 +58,6 @@ def test_a_frozen_encoder_works_ahead_and_only_its_forward_counts():
     profile = make_profile(5.0, 1.0, trains=False)
     assert seconds(SEPARATE, APART, profile) == 2 * 20  # its cost is the forward's alone
     assert seconds(SEPARATE, APART, make_profile(2.0, 1.0, trains=False)) == 2 * 10
-
-
-def test_an_encoder_works_as_far_ahead_as_in_the_runtime():
-    assert lane_work.STEPS_AHEAD == encoder_lane.STEPS_AHEAD
 
 
 def test_each_rank_ends_with_the_optimizers_and_reductions_of_its_roles():

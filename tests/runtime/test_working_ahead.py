@@ -18,7 +18,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.data import RankShard, StepPlan
-from flowtrain_lightning.runtime.encoder_lane import STEPS_AHEAD
+from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.runtime.program import PADDING
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Span
 from flowtrain_lightning.runtime.working_ahead import AheadTogether
