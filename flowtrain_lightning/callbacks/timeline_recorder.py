@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 
-from flowtrain_lightning.runtime.timeline import COMMUNICATION, Span
+from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, Span
 from flowtrain_lightning.strategy import FlowTrainStrategy
 
 COLOURS = {
@@ -20,6 +20,7 @@ COLOURS = {
     "communication": "#e8a33d",
     "stall": "#e3e3e0",
 }
+_LEGEND = {"microbatch": "microbatch, forward and backward"}
 
 
 class TimelineRecorder(L.Callback):
@@ -111,9 +112,9 @@ def draw_steps(steps: Mapping[str, tuple[Sequence[dict[str, Any]], int | None]],
         _draw_lanes(axes, timelines, _middle_step(timelines) if step is None else step)
         axes.set_title(title, loc="left")
     panels[-1].set_xlabel("milliseconds since the step began")
-    names = ["encoder forward", "encoder backward", "backbone microbatch", "communication", "stall"]
-    handles = [Patch(color=colour, label=name) for colour, name in zip(COLOURS.values(), names, strict=True)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False)
+    drawn = {_colour_name(span) for timelines, _ in steps.values() for _, span in _training_spans(timelines)}
+    handles = [Patch(color=colour, label=_LEGEND.get(name, name)) for name, colour in COLOURS.items() if name in drawn]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(COLOURS), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
 
@@ -128,12 +129,16 @@ def _draw_lanes(axes: Any, timelines: Sequence[dict[str, Any]], step: int | None
             (span.end - span.start) * 1e3,
             left=(span.start - origin) * 1e3,
             height=0.6,
-            color=COLOURS[span.name if span.name in COLOURS else span.kind],
+            color=COLOURS[_colour_name(span)],
             linewidth=0,
         )
     axes.set_yticks(range(len(lanes)), [f"{label}: {lane}" if " and " in label else label for label, lane in lanes])
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
+
+
+def _colour_name(span: Span) -> str:
+    return span.name if span.name in COLOURS else span.kind
 
 
 def _training_spans(timelines: Sequence[dict[str, Any]]) -> list[tuple[str, Span]]:
@@ -148,7 +153,7 @@ def _lanes(timelines: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _middle_step(timelines: Sequence[dict[str, Any]]) -> int | None:
-    steps = sorted({span.step for _, span in _training_spans(timelines) if span.name == "microbatch"})
+    steps = sorted({span.step for _, span in _training_spans(timelines) if span.kind == COMPUTE})
     return steps[len(steps) // 2] if steps else None
 
 

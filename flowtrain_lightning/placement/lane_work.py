@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, Layout
 from flowtrain_lightning.packing import IntArray, StepPlan
-from flowtrain_lightning.packing.policies.forwards_first import recomputed_batches
-from flowtrain_lightning.packing.policies.lockstep import lockstep_order
+from flowtrain_lightning.packing.policies.member_orders import member_orders
 from flowtrain_lightning.packing.step_graph import Edge
 from flowtrain_lightning.packing.step_plan import Turn
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD, Passes, StepRules, StepWork, TimedBatch, step_work
@@ -55,16 +54,10 @@ def lane_work(
         meets=allocation.meets,
         steps_ahead=0 if waits else STEPS_AHEAD,
     )
-    some_in_fixed_order = bool(allocation.colocated_lanes) and rules.in_fixed_order
     passes = {role: _priced(plans, costs, role) for role in ROLES}
     works = []
     for plan in plans:
-        if not costs.encoder_trains:
-            recomputed: Sequence[Collection[int]] | None = None
-        elif encoder.meets.passes or some_in_fixed_order:
-            recomputed = _recomputed_in_lockstep(plan, kept_batches, pads=bool(encoder.meets.passes))
-        else:
-            recomputed = recomputed_batches(plan, kept_batches)
+        recomputed = _recomputed(plan, allocation, kept_batches) if costs.encoder_trains else None
         works.append(_meeting(_step_work(plan, costs, passes, recomputed), encoder))
     return works, rules
 
@@ -93,21 +86,21 @@ def _meeting(work: StepWork, encoder: Layout) -> StepWork:
     return {**work, ENCODER: joint}
 
 
-def _recomputed_in_lockstep(plan: StepPlan, kept_batches: int, pads: bool) -> list[set[int]]:
-    """For each encoder rank the numbers of the batches that it recomputes, where ranks work in `lockstep_order`.
-
-    Args:
-        plan: the step's.
-        kept_batches: encoder batches whose activations each encoder rank keeps.
-        pads: a rank that has no batch in its turn, where others have one, encodes something small then.
-    """
-    found = []
-    for own in plan.encoder_turns:
-        turns = plan.all_encoder_turns if pads else own
-        _, recomputed = lockstep_order([position for position, _ in turns], max(kept_batches, 1))
-        again = {turn for number, turn in enumerate(turns) if number in recomputed or not kept_batches}
-        found.append({number for number, turn in enumerate(own) if turn in again})
-    return found
+def _recomputed(plan: StepPlan, allocation: Allocation, kept_batches: int) -> list[set[int]]:
+    """For each encoder member the numbers of the batches that it recomputes in the order that the runtime gives it."""
+    orders = member_orders(
+        plan,
+        range(len(plan.encoder_batches)),
+        kept_batches,
+        meet=bool(allocation.layouts[ENCODER].meets.passes),
+        colocated={encoder for encoder, _ in allocation.colocated_lanes},
+        in_fixed_order=any(meeting.binds for meeting in allocation.meets.values()),
+    )
+    again = [{order.turns[place] for place in order.recomputed} for order in orders]
+    return [
+        {number for number, turn in enumerate(own) if turn in turns}
+        for own, turns in zip(plan.encoder_turns, again, strict=True)
+    ]
 
 
 def _step_work(

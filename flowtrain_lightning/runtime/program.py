@@ -9,8 +9,7 @@ import numpy as np
 
 from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
-from flowtrain_lightning.packing.policies.forwards_first import forwards_first, recomputed_batches
-from flowtrain_lightning.packing.policies.lockstep import lockstep_order
+from flowtrain_lightning.packing.policies.member_orders import member_orders
 from flowtrain_lightning.packing.policies.taking_turns import LaneOrder
 from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
 from flowtrain_lightning.packing.step_graph import Pass
@@ -181,36 +180,22 @@ def _encoder_work(
     Returns:
         the encoder batches, the order of those of an encoder that trains, and the position at which each is read.
     """
-    assert shard.encoder_rank is not None
-    turns = plan.encoder_turns[shard.encoder_rank]
-    pads = bool(shard.meeting(ENCODER).passes)
-    if not (pads or (shard.backbone_rank is not None and shard.in_fixed_order)):
-        alone = shard.backbone_rank is not None and len(plan.encoder_batches) == len(plan.microbatches) == 1
-        kept = _fewest_kept(plan, kept_batches) if alone else kept_batches
-        recomputed = recomputed_batches(plan, kept)[shard.encoder_rank]
-        batches = {number: _encoder_batch(plan, number, own[number], number in recomputed) for number in own}
-        return batches, tuple(forwards_first(list(batches), kept, recomputed)), tuple(position for position, _ in turns)
-    number_of = {turn: number for number, turn in enumerate(turns)}
-    if pads:
-        turns = plan.all_encoder_turns
-    encoded = tuple(position for position, _ in turns)
-    order, recomputed = lockstep_order(encoded, max(kept_batches, 1))
-    batches = {}
-    for number, turn in enumerate(turns):
-        recomputes = kept_batches == 0 or number in recomputed
-        batches[number] = _encoder_batch(
-            plan, number_of.get(turn, PADDING), own.get(number_of.get(turn, PADDING), ()), recomputes
-        )
-    return batches, order, encoded
-
-
-def _fewest_kept(plan: StepPlan, most: int) -> int:
-    """Batches to keep on a rank that is alone: one that runs ahead of no other rank gains nothing by keeping more.
-
-    It is as many as it takes to recompute no more batches than with ``most``.
-    """
-    recomputed = recomputed_batches(plan, most)
-    return next(kept for kept in range(min(1, most), most + 1) if recomputed_batches(plan, kept) == recomputed)
+    rank = shard.encoder_rank
+    assert rank is not None
+    (order,) = member_orders(
+        plan,
+        [rank],
+        kept_batches,
+        meet=bool(shard.meeting(ENCODER).passes),
+        colocated=[rank] if shard.backbone_rank is not None else [],
+        in_fixed_order=shard.in_fixed_order,
+    )
+    number_of = {turn: number for number, turn in enumerate(plan.encoder_turns[rank])}
+    batches: dict[int, EncoderBatchWork] = {}
+    for place in dict.fromkeys(place for _, place in order.passes):
+        number = number_of.get(order.turns[place], PADDING)
+        batches[place] = _encoder_batch(plan, number, own.get(number, ()), place in order.recomputed)
+    return batches, order.passes, tuple(position for position, _ in order.turns)
 
 
 def _encoder_batch(plan: StepPlan, number: int, numbers: Sequence[int], recomputes: bool) -> EncoderBatchWork:

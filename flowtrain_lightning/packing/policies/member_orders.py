@@ -1,0 +1,74 @@
+"""In which order the members of a role that is read work: the policy that its ranks need, on the batches of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from flowtrain_lightning.packing.policies.forwards_first import forwards_first, recomputed_batches
+from flowtrain_lightning.packing.policies.lockstep import lockstep_order
+from flowtrain_lightning.packing.step_graph import Pass
+from flowtrain_lightning.packing.step_plan import StepPlan, Turn
+
+
+class MemberOrder(NamedTuple):
+    """In which order a member works.
+
+    Attributes:
+        turns: when each batch is due, in order: the member's own batches, or, where members meet, those of all of them.
+        passes: forwards and backwards of these batches; of an encoder that does not train the forwards alone count.
+        recomputed: the batches of which nothing is kept.
+    """
+
+    turns: tuple[Turn, ...]
+    passes: tuple[Pass, ...]
+    recomputed: frozenset[int]
+
+
+def member_orders(
+    plan: StepPlan,
+    members: Iterable[int],
+    kept_batches: int,
+    *,
+    meet: bool,
+    colocated: Collection[int],
+    in_fixed_order: bool,
+) -> list[MemberOrder]:
+    """The orders of some encoder members.
+
+    Args:
+        plan: who encodes and who reads what.
+        members: which of the encoder's, or of all encoders'.
+        kept_batches: encoder batches of a member whose activations may be kept at a time.
+        meet: members need each other in a pass: each has a batch in every turn, if only an empty one.
+        colocated: members whose ranks have a backbone lane, too.
+        in_fixed_order: these take turns in a fixed order.
+    """
+    orders = []
+    kept, recomputed = kept_batches, None
+    for member in members:
+        if meet or (in_fixed_order and member in colocated):
+            orders.append(_in_lockstep(plan.all_encoder_turns if meet else plan.encoder_turns[member], kept_batches))
+            continue
+        if recomputed is None:
+            if colocated and len(plan.encoder_batches) == len(plan.microbatches) == 1:
+                kept = _fewest_kept(plan, kept_batches)
+            recomputed = recomputed_batches(plan, kept)
+        numbers = [number for number, media in enumerate(plan.encoder_batches[member]) if len(media)]
+        passes = tuple(forwards_first(numbers, kept, recomputed[member]))
+        orders.append(MemberOrder(plan.encoder_turns[member], passes, recomputed[member]))
+    return orders
+
+
+def _in_lockstep(turns: tuple[Turn, ...], kept_batches: int) -> MemberOrder:
+    passes, recomputed = lockstep_order([position for position, _ in turns], max(kept_batches, 1))
+    return MemberOrder(turns, passes, recomputed if kept_batches else frozenset(range(len(turns))))
+
+
+def _fewest_kept(plan: StepPlan, most: int) -> int:
+    """Batches to keep on a rank that is alone: one that runs ahead of no other rank gains nothing by keeping more.
+
+    It is as many as it takes to recompute no more batches than with ``most``.
+    """
+    recomputed = recomputed_batches(plan, most)
+    return next(kept for kept in range(min(1, most), most + 1) if recomputed_batches(plan, kept) == recomputed)
