@@ -27,7 +27,7 @@ from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
-from flowtrain_lightning.packing.step_work import Passes, in_two_passes
+from flowtrain_lightning.packing.step_work import PassTimes, in_two_passes
 from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 WIDTH = 2048
@@ -55,7 +55,7 @@ class EmulatedCost:
 
     encoder_trains: ClassVar[bool] = True
 
-    def batch(self, role: str, lengths: IntArray) -> Passes:
+    def batch(self, role: str, lengths: IntArray) -> PassTimes:
         """Seconds of forward and of backward of a batch."""
         return in_two_passes((self.per_token if role == BACKBONE else self.per_patch) * float(lengths.sum()))
 

@@ -11,7 +11,7 @@ from flowtrain_lightning.allocator.modelled_plan import Problems
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.cost_model import Observation, fit_cost
-from flowtrain_lightning.packing.step_work import Passes
+from flowtrain_lightning.packing.step_work import PassTimes
 from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 _PARTS = (1, 2, 4, 8)
@@ -32,9 +32,9 @@ class StretchedCosts:
     stretch: float
     encoder_trains: bool
 
-    def batch(self, role: str, lengths: IntArray) -> Passes:
+    def batch(self, role: str, lengths: IntArray) -> PassTimes:
         """Seconds of forward and of backward of a batch."""
-        return Passes(*(self.stretch * seconds for seconds in self.costs.batch(role, lengths)))
+        return PassTimes(*(self.stretch * seconds for seconds in self.costs.batch(role, lengths)))
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """Seconds of the reduction of gradients, and of the optimizer."""

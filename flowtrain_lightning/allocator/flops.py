@@ -24,7 +24,7 @@ appendix B)."""
 
 
 @dataclass(frozen=True)
-class Work:
+class FlopCount:
     """FLOPs, told apart by what does them, since the two reach different shares of a device's peak.
 
     Attributes:
@@ -40,18 +40,18 @@ class Work:
         """All FLOPs."""
         return self.dense + self.attention
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.dense + other.dense, self.attention + other.attention)
+    def __add__(self, other: FlopCount) -> FlopCount:
+        return FlopCount(self.dense + other.dense, self.attention + other.attention)
 
-    def __mul__(self, times: float) -> Work:
-        return Work(self.dense * times, self.attention * times)
+    def __mul__(self, times: float) -> FlopCount:
+        return FlopCount(self.dense * times, self.attention * times)
 
 
 @dataclass(frozen=True)
 class _Product:
     """One operation: FLOPs of its forward, and whether it has weights that train."""
 
-    work: Work
+    flops: FlopCount
     trainable: bool
     unused: bool
 
@@ -80,19 +80,19 @@ def pairs_of_each(lengths: IntArray, causal: bool, window: int | None) -> FloatA
     return np.asarray(blocks * window * window + rest * rest)
 
 
-def forward_work(half: Half, lengths: IntArray) -> Work:
+def forward_flops(half: Half, lengths: IntArray) -> FlopCount:
     """FLOPs of a forward over packed sequences.
 
     Args:
         half: the encoder or backbone.
         lengths: ``[sequences]`` tokens of each that attend to each other: those of a sample, or patches of a picture.
     """
-    return sum((product.work for product in _products(half, lengths)), Work())
+    return sum((product.flops for product in _products(half, lengths)), FlopCount())
 
 
-def backward_work(
+def backward_flops(
     half: Half, lengths: IntArray, receives_gradient: bool = False, attention_factor: float = FLASH_BACKWARD
-) -> Work:
+) -> FlopCount:
     """FLOPs of the backward over packed sequences.
 
     A product costs its forward once for its weights' gradient, if they train, and once for its input's gradient, if
@@ -105,20 +105,20 @@ def backward_work(
         attention_factor: attention's backward over its forward; `MODEL_BACKWARD` for MFU.
     """
     flows = receives_gradient
-    total = Work()
+    total = FlopCount()
     for product in _products(half, lengths):
         if product.unused:
             continue
         times = int(product.trainable) + int(flows)
-        total += Work(product.work.dense * times, product.work.attention * attention_factor * flows)
+        total += FlopCount(product.flops.dense * times, product.flops.attention * attention_factor * flows)
         flows = flows or product.trainable
     return total
 
 
 def model_flops(half: Half, lengths: IntArray, receives_gradient: bool = False) -> float:
     """FLOPs that training must spend on sequences of ``lengths``, ``[sequences]``: what MFU sets against the peak."""
-    backward = backward_work(half, lengths, receives_gradient, MODEL_BACKWARD)
-    return forward_work(half, lengths).total + backward.total
+    backward = backward_flops(half, lengths, receives_gradient, MODEL_BACKWARD)
+    return forward_flops(half, lengths).total + backward.total
 
 
 def _products(half: Half, lengths: IntArray) -> Iterator[_Product]:
@@ -129,23 +129,23 @@ def _products(half: Half, lengths: IntArray) -> Iterator[_Product]:
             yield from _layer_products(part, lengths + half.extra_tokens)
         elif isinstance(part, Dense):
             flops = 2.0 * part.inputs * part.outputs * part.copies * part.per_token * tokens
-            yield _Product(Work(dense=flops), part.trainable, False)
+            yield _Product(FlopCount(dense=flops), part.trainable, False)
         else:
-            yield _Product(Work(), part.trainable, False)
+            yield _Product(FlopCount(), part.trainable, False)
 
 
 def _layer_products(part: Layers, lengths: IntArray) -> Iterator[_Product]:
     tokens = float(lengths.sum())
-    entry = Work(dense=2.0 * part.hidden * (part.query_width + 2 * part.key_value_width) * tokens)
+    entry = FlopCount(dense=2.0 * part.hidden * (part.query_width + 2 * part.key_value_width) * tokens)
     pairs = attended_pairs(lengths, part.causal, part.window)
-    attention = Work(attention=4.0 * part.query_width * pairs)
+    attention = FlopCount(attention=4.0 * part.query_width * pairs)
     leave = part.query_width + (3 if part.gated else 2) * part.active_feed_forward
     if part.experts is not None:
         leave += part.experts.count
-    adapters = Work(dense=2.0 * part.adapters * part.adapted_width * tokens)
+    adapters = FlopCount(dense=2.0 * part.adapters * part.adapted_width * tokens)
     for _ in range(part.count):
         if part.adapters:
             yield _Product(adapters, True, part.unused)
         yield _Product(entry, part.trainable, part.unused)
         yield _Product(attention, False, part.unused)
-        yield _Product(Work(dense=2.0 * part.hidden * leave * tokens), part.trainable, part.unused)
+        yield _Product(FlopCount(dense=2.0 * part.hidden * leave * tokens), part.trainable, part.unused)

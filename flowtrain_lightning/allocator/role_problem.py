@@ -11,7 +11,7 @@ import numpy as np
 from flowtrain_lightning.allocator.coefficients import Efficiency, assumed_efficiency
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
 from flowtrain_lightning.allocator.devices import Cluster
-from flowtrain_lightning.allocator.flops import FloatArray, attended_pairs, forward_work, model_flops
+from flowtrain_lightning.allocator.flops import FloatArray, attended_pairs, forward_flops, model_flops
 from flowtrain_lightning.allocator.role_layout import Layout, Offload, PlanningError, Recompute, Sharding
 from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_loads
 from flowtrain_lightning.packing.bin_packing import best_fit
@@ -247,7 +247,7 @@ class RoleProblem:
         lengths = np.sort(self.load.lengths)[::-1]
         distinct, inverse = np.unique(lengths, return_inverse=True)
         picked = np.unique(np.linspace(0, len(distinct) - 1, _DRAWN_LENGTHS).round().astype(np.int64))
-        few = [forward_work(self.half, distinct[one : one + 1]).total for one in picked]
+        few = [forward_flops(self.half, distinct[one : one + 1]).total for one in picked]
         costs = np.interp(distinct, distinct[picked], few)
         costs = costs[inverse]
         count = max(1, round(self.load.items))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.packing.roles import lane_of
-from flowtrain_lightning.packing.step_graph import Meeting
+from flowtrain_lightning.packing.step_graph import Meeting, any_binds
 
 IGNORED_LABEL = -100
 """The label of a token that carries no loss, as in PyTorch's cross entropy."""
@@ -54,13 +54,15 @@ class RankShard:
     encoders: tuple[tuple[str, int], ...] = ()
 
     def meeting(self, lane: str) -> Meeting:
-        """Which ranks begin a pass of a lane together: of several encoders, those that need each other most."""
-        return max((meeting for role, meeting in self.meets.items() if lane_of(role) == lane), default=Meeting())
+        """Which ranks begin a pass of a lane together: of several encoders, whatever ranks of any of them need."""
+        of_lane = [Meeting(), *(meeting for role, meeting in self.meets.items() if lane_of(role) == lane)]
+        ranks, members, passes = zip(*of_lane, strict=True)
+        return Meeting(max(ranks), max(members), max(passes, key=len))
 
     @property
     def in_fixed_order(self) -> bool:
         """Ranks need each other in some pass, so that one of two lanes takes turns in a fixed order."""
-        return any(meeting.binds for meeting in self.meets.values())
+        return any_binds(self.meets)
 
     @classmethod
     def plain(cls, rank: int, ranks: int) -> RankShard:

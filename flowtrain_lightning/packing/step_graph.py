@@ -36,6 +36,11 @@ class Meeting(NamedTuple):
         return self.ranks > 1 or bool(self.passes)
 
 
+def any_binds(meets: Mapping[str, Meeting]) -> bool:
+    """Whether ranks need each other in a pass of some role: then ranks of several roles have a fixed order."""
+    return any(meeting.binds for meeting in meets.values())
+
+
 class Edge(NamedTuple):
     """Rows that one role makes and another one reads; the gradients of these rows go back.
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
-from flowtrain_lightning.packing.step_graph import BatchOf, Edge, Meeting
+from flowtrain_lightning.packing.step_graph import BatchOf, Edge, Meeting, any_binds
 from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, Turn
 
 FORWARD_SHARE = 1 / 3
@@ -20,7 +20,7 @@ STEPS_AHEAD = 8
 these steps hold media."""
 
 
-class Passes(NamedTuple):
+class PassTimes(NamedTuple):
     """What the two passes over a batch take.
 
     Attributes:
@@ -67,8 +67,8 @@ StepWork = Mapping[str, Sequence[Sequence[TimedBatch]]]
 
 def step_work(
     plan: StepPlan,
-    microbatch_time: Callable[[IntArray], Passes],
-    encoder_batch_time: Callable[[IntArray], Passes],
+    microbatch_time: Callable[[IntArray], PassTimes],
+    encoder_batch_time: Callable[[IntArray], PassTimes],
     recomputed: Sequence[Collection[int]] | None = None,
 ) -> StepWork:
     """What a plan has its members compute; encoder batches that are empty are left out.
@@ -104,9 +104,9 @@ def step_work(
     return {BACKBONE: reading, ENCODER: encoding}
 
 
-def in_two_passes(time: float) -> Passes:
+def in_two_passes(time: float) -> PassTimes:
     """The passes of a batch of which only the time of both together is known."""
-    return Passes(time * FORWARD_SHARE, time * (1 - FORWARD_SHARE))
+    return PassTimes(time * FORWARD_SHARE, time * (1 - FORWARD_SHARE))
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class StepRules:
     @property
     def in_fixed_order(self) -> bool:
         """Ranks need each other in some pass."""
-        return any(meeting.binds for meeting in self.meets.values())
+        return any_binds(self.meets)
 
     def produces(self, role: str) -> bool:
         """Whether another role reads from this one."""

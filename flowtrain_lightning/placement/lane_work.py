@@ -8,13 +8,13 @@ from dataclasses import replace
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, Layout
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders
-from flowtrain_lightning.packing.step_graph import Edge
+from flowtrain_lightning.packing.step_graph import Edge, any_binds
 from flowtrain_lightning.packing.step_plan import Turn
-from flowtrain_lightning.packing.step_work import STEPS_AHEAD, Passes, StepRules, StepWork, TimedBatch, step_work
+from flowtrain_lightning.packing.step_work import STEPS_AHEAD, PassTimes, StepRules, StepWork, TimedBatch, step_work
 from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayoutCosts
 
 
-def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str) -> Callable[[IntArray], Passes]:
+def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str) -> Callable[[IntArray], PassTimes]:
     """What a batch of a role takes, by its lengths: asked for all batches of some steps at once, each kind once."""
     kinds: dict[bytes, IntArray] = {}
     for plan in plans:
@@ -94,7 +94,7 @@ def _recomputed(plan: StepPlan, allocation: Allocation, kept_batches: int) -> li
         kept_batches,
         meet=bool(allocation.layouts[ENCODER].meets.passes),
         colocated={encoder for encoder, _ in allocation.colocated_lanes},
-        in_fixed_order=any(meeting.binds for meeting in allocation.meets.values()),
+        in_fixed_order=any_binds(allocation.meets),
     )
     again = [{order.turns[place] for place in order.recomputed} for order in orders]
     return [
@@ -106,7 +106,7 @@ def _recomputed(plan: StepPlan, allocation: Allocation, kept_batches: int) -> li
 def _step_work(
     plan: StepPlan,
     costs: LayoutCosts,
-    passes: Mapping[str, Callable[[IntArray], Passes]],
+    passes: Mapping[str, Callable[[IntArray], PassTimes]],
     recomputed: Sequence[Collection[int]] | None,
 ) -> StepWork:
     """The same by data-parallel member."""

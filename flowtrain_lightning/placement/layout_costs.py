@@ -22,7 +22,7 @@ from flowtrain_lightning.allocator.role_problem import Family, family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, offload_seconds, role_time, slowest_of
 from flowtrain_lightning.allocator.sharing_time import sharing_time
 from flowtrain_lightning.packing import IntArray
-from flowtrain_lightning.packing.step_work import Passes
+from flowtrain_lightning.packing.step_work import PassTimes
 from flowtrain_lightning.placement.profile import Profile
 
 _WIDTHS = {"64-true": 8, "32-true": 4}
@@ -36,7 +36,7 @@ class LayoutCosts(Protocol):
     def encoder_trains(self) -> bool:
         """Encoder batches have backwards."""
 
-    def batch(self, role: str, lengths: IntArray) -> Passes:
+    def batch(self, role: str, lengths: IntArray) -> PassTimes:
         """Forward and backward of a batch of a role, by the ``[items]`` lengths of what is in it."""
 
     def end_of_step(self, role: str) -> tuple[float, float]:
@@ -75,14 +75,14 @@ class ProfiledLayoutCosts:
         """See `LayoutCosts`."""
         return self.profile.roles[ENCODER].trains
 
-    def batch(self, role: str, lengths: IntArray) -> Passes:
+    def batch(self, role: str, lengths: IntArray) -> PassTimes:
         """See `LayoutCosts`."""
         half, (gather, back) = self.profile.roles[role], self._sharing(role)
         seconds = half.cost.of_set(lengths)
         if role == ENCODER and not half.trains:
-            return Passes(seconds + gather, 0.0)
+            return PassTimes(seconds + gather, 0.0)
         forward = seconds * half.forward_share
-        return Passes(forward + gather, seconds - forward + self._repeated_share(role) * forward + back)
+        return PassTimes(forward + gather, seconds - forward + self._repeated_share(role) * forward + back)
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """See `LayoutCosts`."""
@@ -147,11 +147,11 @@ class ModelledLayoutCosts:
         """See `LayoutCosts`."""
         return self.problems[ENCODER].half.trains
 
-    def batch(self, role: str, lengths: IntArray) -> Passes:
+    def batch(self, role: str, lengths: IntArray) -> PassTimes:
         """See `LayoutCosts`."""
         return self.batches(role, [lengths])[0]
 
-    def batches(self, role: str, lengths: Sequence[IntArray]) -> list[Passes]:
+    def batches(self, role: str, lengths: Sequence[IntArray]) -> list[PassTimes]:
         """Forward and backward of many batches of a role, all at once: they are columns of the same arrays."""
         if not lengths:
             return []
@@ -172,7 +172,7 @@ class ModelledLayoutCosts:
         slower = 1 + problem.efficiency.jitter * slowest_of(family.data * family.replica) + once.exchange / computing
         forward, backward = once.forward * slower + sharing.forward, once.backward * slower + sharing.backward
         backward = backward + offload_seconds(problem, family, once, tokens)
-        return list(map(Passes, forward.tolist(), backward.tolist()))
+        return list(map(PassTimes, forward.tolist(), backward.tolist()))
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """See `LayoutCosts`."""

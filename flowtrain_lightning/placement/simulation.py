@@ -12,6 +12,7 @@ from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
+from flowtrain_lightning.packing.step_graph import any_binds
 from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.packing.step_work import StepWork
 from flowtrain_lightning.placement.lane_work import lane_work
@@ -107,7 +108,7 @@ def plan_on(
         cost=cost,
         encoder_cost=encoder_cost,
         sync_every="microbatch" if backbone.meets.passes else "step",
-        in_fixed_order=any(meeting.binds for meeting in allocation.meets.values()),
+        in_fixed_order=any_binds(allocation.meets),
     )
 
 

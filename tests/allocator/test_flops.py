@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.allocator.description import Half
-from flowtrain_lightning.allocator.flops import FLASH_BACKWARD, attended_pairs, backward_work, forward_work, model_flops
+from flowtrain_lightning.allocator.flops import (
+    FLASH_BACKWARD,
+    attended_pairs,
+    backward_flops,
+    forward_flops,
+    model_flops,
+)
 from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Layers
 
 torch = pytest.importorskip("torch")
@@ -81,25 +87,25 @@ def test_frozen_parts_skip_what_torch_skips(trains):
     )
     half, lengths = Half(parts), np.array([30])
     forward, backward = counted(trains)
-    assert forward_work(half, lengths).total == pytest.approx(forward, rel=0.01)
+    assert forward_flops(half, lengths).total == pytest.approx(forward, rel=0.01)
     assert model_flops(half, lengths) == pytest.approx(forward + backward, rel=0.01)
 
 
 def test_a_frozen_half_still_passes_gradients_on_to_what_trains_before_it():
     frozen = HALF.frozen()
-    assert backward_work(frozen, LENGTHS).total == 0
-    passed = backward_work(frozen, LENGTHS, receives_gradient=True)
-    assert passed.dense == pytest.approx(forward_work(frozen, LENGTHS).dense)
+    assert backward_flops(frozen, LENGTHS).total == 0
+    passed = backward_flops(frozen, LENGTHS, receives_gradient=True)
+    assert passed.dense == pytest.approx(forward_flops(frozen, LENGTHS).dense)
 
 
 def test_a_tower_may_be_frozen_below_a_projector_that_trains():
     projector = 2 * 16 * 12 * LENGTHS.sum()
-    assert backward_work(HALF.frozen(keep_projector=True), LENGTHS).total == pytest.approx(projector)
+    assert backward_flops(HALF.frozen(keep_projector=True), LENGTHS).total == pytest.approx(projector)
 
 
 def test_a_fused_kernel_computes_the_scores_again_and_mfu_does_not_count_that():
     shape = (1, 2, 30, 8)
     assert sdpa_backward_flop_count(shape, shape, shape, shape) / sdpa_flop_count(shape, shape, shape) == FLASH_BACKWARD
-    attention = forward_work(HALF, LENGTHS).attention
-    computed = forward_work(HALF, LENGTHS).total + backward_work(HALF, LENGTHS).total
+    attention = forward_flops(HALF, LENGTHS).attention
+    computed = forward_flops(HALF, LENGTHS).total + backward_flops(HALF, LENGTHS).total
     assert computed - model_flops(HALF, LENGTHS) == pytest.approx(attention / 2)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flowtrain_lightning.allocator import PlanningError, describe_config
-from flowtrain_lightning.allocator.flops import MODEL_BACKWARD, backward_work, forward_work
+from flowtrain_lightning.allocator.flops import MODEL_BACKWARD, backward_flops, forward_flops
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -43,21 +43,21 @@ def test_parameters_are_those_of_the_live_model(live, described, encoder):
 
 
 def test_an_encoders_forward_is_what_torch_counts(live, encoder):
-    counted, work = count(live.encode), forward_work(encoder, live.lengths)
+    counted, work = count(live.encode), forward_flops(encoder, live.lengths)
     assert (work.dense, work.attention) == (near(counted.dense), near(counted.attention))
 
 
 def test_an_encoders_backward_is_what_torch_counts(live, encoder):
     counted = count_backward(live.encode)
-    work = backward_work(encoder, live.lengths, attention_factor=MODEL_BACKWARD)
+    work = backward_flops(encoder, live.lengths, attention_factor=MODEL_BACKWARD)
     assert (work.dense, work.attention) == (near(counted.dense), near(counted.attention))
 
 
 def test_a_backbones_passes_are_what_torch_counts_with_causal_attention_halved(live, described):
     embeddings = torch.nn.Parameter(torch.randn(1, int(TOKENS[0]), 64))
     forward, backward = count(lambda: live.read(embeddings)), count_backward(lambda: live.read(embeddings))
-    ours = forward_work(described.backbone, TOKENS)
-    back = backward_work(described.backbone, TOKENS, attention_factor=MODEL_BACKWARD)
+    ours = forward_flops(described.backbone, TOKENS)
+    back = backward_flops(described.backbone, TOKENS, attention_factor=MODEL_BACKWARD)
     assert (ours.dense, ours.attention) == (near(forward.dense), near(forward.attention / 2))
     assert (back.dense, back.attention) == (near(backward.dense), near(backward.attention / 2))
 

@@ -18,7 +18,7 @@ from flowtrain_lightning.allocator import (
     named_model,
 )
 from flowtrain_lightning.allocator.candidates import evaluate, families_of
-from flowtrain_lightning.allocator.flops import backward_work, forward_work
+from flowtrain_lightning.allocator.flops import backward_flops, forward_flops
 from flowtrain_lightning.allocator.modelled_plan import given_plan
 from flowtrain_lightning.allocator.module_parts import Layers
 from flowtrain_lightning.allocator.role_problem import Family
@@ -86,8 +86,8 @@ def test_adapters_train_few_parameters_and_spare_the_gradients_of_the_weights():
     matrices = (4096 + 4096) * 4 + (4096 + 11008) * 3
     assert adapted.trainable_parameters == layers.count * 16 * matrices  # 40 million
     assert adapted.parameters == module.backbone.parameters + adapted.trainable_parameters
-    whole, light = (backward_work(half, LENGTHS).dense for half in (module.backbone, adapted))
-    forward = forward_work(module.backbone, LENGTHS).dense
+    whole, light = (backward_flops(half, LENGTHS).dense for half in (module.backbone, adapted))
+    forward = forward_flops(module.backbone, LENGTHS).dense
     assert whole == pytest.approx(2 * forward, rel=0.02)
     assert light == pytest.approx(forward, rel=0.05)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flowtrain_lightning.packing import SYNC_EVERY, StepPlan
 from flowtrain_lightning.packing.simulator import closed_form_time, simulate_step, simulate_steps
 from flowtrain_lightning.packing.step_graph import BatchOf, BlockedError, Edge
-from flowtrain_lightning.packing.step_work import Passes, StepRules, TimedBatch, step_work
+from flowtrain_lightning.packing.step_work import PassTimes, StepRules, TimedBatch, step_work
 from tests.packing.sizes import make_sizes, meeting_of
 
 EDGES = [Edge("a", "t"), Edge("b", "t")]
@@ -206,7 +206,7 @@ def test_the_work_of_a_plan_names_readers_and_leaves_empty_batches_out():
     microbatches = ((np.array([0]), np.array([1])), (np.array([], dtype=np.int64), np.array([2])))
     batches = ((np.array([], dtype=np.int64), np.array([0, 1])),)
     plan = StepPlan(np.arange(3), sizes, microbatches, batches)
-    work = step_work(plan, lambda t: Passes(float(t.sum()), 1.0), lambda p: Passes(float(p.sum()), 0.5), [{1}])
+    work = step_work(plan, lambda t: PassTimes(float(t.sum()), 1.0), lambda p: PassTimes(float(p.sum()), 0.5), [{1}])
     assert [[batch.forward for batch in of_rank] for of_rank in work["backbone"]] == [[15.0, 10.0], [0.0, 17.0]]
     readers = (BatchOf("backbone", 0, 0), BatchOf("backbone", 1, 1))
     assert work["encoder"] == [[TimedBatch(48.0, 0.5, readers, recomputed=True)]]

@@ -5,7 +5,7 @@ import pytest
 from torch.utils.checkpoint import checkpoint
 
 from flowtrain_lightning.allocator.dimensions import backbone, vision_encoder
-from flowtrain_lightning.allocator.flops import MODEL_BACKWARD, backward_work, forward_work
+from flowtrain_lightning.allocator.flops import MODEL_BACKWARD, backward_flops, forward_flops
 from flowtrain_lightning.packing.cost_model import Observation, predict
 from flowtrain_lightning.placement.flop_counter import count_flops
 from flowtrain_lightning.placement.probes import load_probes
@@ -51,8 +51,8 @@ def test_a_live_module_has_the_flops_of_its_dimensions(module_with_dimensions, f
     for role, half in halves.items():
         for lengths in (np.array([70]), np.array([20, 20, 30]), np.array([100, 4])):
             item = Observation.of(lengths, 1.0)
-            forward = forward_work(half, lengths).total
-            backward = backward_work(half, lengths, role == "backbone" and not freeze, MODEL_BACKWARD).total
+            forward = forward_flops(half, lengths).total
+            backward = backward_flops(half, lengths, role == "backbone" and not freeze, MODEL_BACKWARD).total
             assert predict(counted[role].forward, item) == pytest.approx(forward, rel=0.01)
             assert predict(counted[role].backward, item) == pytest.approx(backward, rel=0.01)
 

@@ -13,7 +13,7 @@ from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.packing.cost_model import CostModel
 from flowtrain_lightning.packing.simulator import simulate_steps
 from flowtrain_lightning.packing.step_graph import BatchOf, Work
-from flowtrain_lightning.packing.step_work import Passes
+from flowtrain_lightning.packing.step_work import PassTimes
 from flowtrain_lightning.placement.lane_work import lane_work
 from flowtrain_lightning.placement.simulation import plan_on
 from tests.placement.test_simulation import draw_sizes
@@ -44,7 +44,7 @@ class EvenCosts:
 
     def batch(self, role, lengths):
         seconds = float(lengths.sum())
-        return Passes(seconds, seconds if role == "backbone" or self.encoder_trains else 0.0)
+        return PassTimes(seconds, seconds if role == "backbone" or self.encoder_trains else 0.0)
 
     def end_of_step(self, role):
         return 1.0, 1.0

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowtrain_lightning.allocator import describe_config
-from flowtrain_lightning.allocator.flops import forward_work
+from flowtrain_lightning.allocator.flops import forward_flops
 from flowtrain_lightning.placement.meta_device import MetaTensorMode
 
 pytest.importorskip("transformers")
@@ -76,6 +76,6 @@ def test_live_models_run_without_weights_and_have_their_flops(family):
     described = describe_config(live.config)
     (encoder,) = described.encoders.values()
     tokens = np.array([40])
-    assert counted(live.encode) == pytest.approx(forward_work(encoder, live.lengths).total, rel=0.01)
+    assert counted(live.encode) == pytest.approx(forward_flops(encoder, live.lengths).total, rel=0.01)
     reading = counted(lambda: live.read(torch.empty(1, 40, 64, device="meta")))
-    assert reading == pytest.approx(forward_work(described.backbone, tokens).total, rel=0.01)
+    assert reading == pytest.approx(forward_flops(described.backbone, tokens).total, rel=0.01)

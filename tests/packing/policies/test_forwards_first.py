@@ -10,7 +10,7 @@ from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.packing.policies.forwards_first import recomputed_batches
 from flowtrain_lightning.packing.simulator import simulate_step
 from flowtrain_lightning.packing.step_graph import BlockedError
-from flowtrain_lightning.packing.step_work import Passes, StepRules, step_work
+from flowtrain_lightning.packing.step_work import PassTimes, StepRules, step_work
 from tests.packing.sizes import FEATURES, RANKS, make_sizes, plan_of, sizes_strategy
 
 
@@ -50,7 +50,7 @@ def test_only_recomputed_batches_keep_a_step_from_blocking_whatever_takes_how_lo
 
     def simulate(marked):
         def passes(_):
-            return Passes(random.random(), 0.1 + random.random())
+            return PassTimes(random.random(), 0.1 + random.random())
 
         work = step_work(plan, passes, passes, marked)
         return simulate_step(work, StepRules.separate(work, [FEATURES], in_flight={"encoder": limit}))
