@@ -459,7 +459,7 @@ class FlowTrainStrategy(ParallelStrategy):
         """Whether all ranks (or any rank) say yes."""
         if self._job is None:
             return decision
-        votes = int(self._job.groups.cross.all_reduce(torch.tensor([int(decision)])))
+        votes = int(self._job.groups.cross.all_reduce(torch.tensor([int(decision)], device="cpu")))
         return votes == self.world_size if all else votes > 0
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

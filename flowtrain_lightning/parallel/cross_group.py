@@ -42,7 +42,8 @@ class CrossGroup:
     torch.distributed makes subgroups of the default group only, and the default group is a role; so this one is a
     ``ProcessGroupGloo`` of its own. Its collectives are counted, for the test that none runs inside a step.
 
-    What ranks tell each other here as messages is sealed with the job's key; tensors are not.
+    What ranks tell each other here as messages is sealed with the job's key; tensors are not. It may be used where
+    Lightning makes a GPU the default device, as it does while a module is built.
 
     Args:
         store: where the ranks find each other.
@@ -75,7 +76,7 @@ class CrossGroup:
 
     def reduce_over(self, ranks: Sequence[int], tensor: Tensor, operation: str) -> Tensor:
         """The ``"sum"``, ``"mean"``, ``"min"`` or ``"max"`` of the CPU tensors of ``ranks``, on every rank."""
-        of_ranks = torch.zeros((self.ranks, *tensor.shape), dtype=tensor.dtype)
+        of_ranks = torch.zeros((self.ranks, *tensor.shape), dtype=tensor.dtype, device="cpu")
         of_ranks[self.rank] = tensor
         return _REDUCTIONS[operation](self.all_reduce(of_ranks)[list(ranks)])
 
@@ -108,7 +109,7 @@ class CrossGroup:
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
-        self.all_reduce(torch.zeros(1))
+        self.all_reduce(torch.zeros(1, device="cpu"))
 
     def _message_key(self) -> JobKey | None:
         """Of the next message alone: one that was overheard cannot be said again later."""

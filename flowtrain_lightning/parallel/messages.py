@@ -98,5 +98,5 @@ def _tensor(name: str, shape: list[int], data: bytes) -> Tensor:
     if not isinstance(dtype, torch.dtype) or len(data) != dtype.itemsize * torch.Size(shape).numel():
         raise ValueError(f"A message from another rank holds a tensor {name} {shape} of {len(data)} bytes.")
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)

@@ -55,7 +55,7 @@ def gather_sealed(value: Any, gather: Callable[[Tensor], list[Tensor]], rank: in
         ForeignMessageError: one was not sealed with the key.
     """
     message = _seal(value, rank, key)
-    sizes = [int(size) for size in gather(torch.tensor([len(message)]))]
+    sizes = [int(size) for size in gather(torch.tensor([len(message)], device="cpu"))]
     _refuse_long(max(sizes))
     padded = gather(_as_tensor(message, max(sizes)))
     found = (tensor[:size] for tensor, size in zip(padded, sizes, strict=True))
@@ -72,7 +72,7 @@ def broadcast_sealed(
         ForeignMessageError: it was not sealed with the key.
     """
     message = _seal(value, source, key) if rank == source else b""
-    size = int(broadcast(torch.tensor([len(message)])))
+    size = int(broadcast(torch.tensor([len(message)], device="cpu")))
     _refuse_long(size)
     sent = broadcast(_as_tensor(message, size))
     return value if rank == source else _open(sent, source, key)
@@ -94,7 +94,7 @@ def _context(source: int) -> str:
 
 def _as_tensor(message: bytes, size: int) -> Tensor:
     """``[size]`` uint8, which begins with ``message``."""
-    tensor = torch.zeros(size, dtype=torch.uint8)
+    tensor = torch.zeros(size, dtype=torch.uint8, device="cpu")
     if message:
         tensor[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     return tensor

@@ -108,6 +108,14 @@ def cross_group(folder: Path) -> None:
     seen["role of another layout"] = (other.role_rank, other.role_ranks)
     seen["gathered in another layout"] = other.gather_over_role("backbone", rank)
     other.cross.barrier()
+    with torch.device("meta"):  # as Lightning has a GPU for the default device while a module is built
+        seen["beside a default device"] = [
+            other.cross.broadcast_message({"tensor": torch.zeros(0, device="cpu"), "rank": rank}, 2)["rank"],
+            other.cross.gather_messages(rank),
+            other.cross.reduce_over((0, 2), torch.tensor([float(rank)], device="cpu"), "sum").tolist(),
+            other.gather_over_role("backbone", rank),
+        ]
+        other.cross.barrier()
     mixed = connect_groups(rank, ((0, 1, 2),), "gloo", timedelta(seconds=30), {"backbone": (0, 1)})
     seen["objects of all"] = mixed.gather_over_role("encoder", rank)
     seen["objects of a part"] = mixed.gather_over_role("backbone", rank) if rank < 2 else mixed.ranks_of("backbone")

@@ -92,6 +92,8 @@ def test_all_ranks_meet_in_one_group_and_each_role_in_its_own(tmp_path):
     assert [seen["gathered in another layout"] for seen in ranks] == [[0], [1, 2], [1, 2]]
     assert [seen["objects of all"] for seen in ranks] == [[0, 1, 2]] * 3
     assert [seen["objects of a part"] for seen in ranks] == [[0, 1]] * 3
+    assert [seen["beside a default device"][:3] for seen in ranks] == [[2, [0, 1, 2], [2.0]]] * 3
+    assert [seen["beside a default device"][3] for seen in ranks] == [[0], [1, 2], [1, 2]]
 
 
 def test_collectives_of_the_group_over_all_ranks_are_counted(tmp_path):
