@@ -12,24 +12,27 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
-from flowtrain_lightning.data import FlowDataModule
+from flowtrain_lightning.data import DataError, FlowDataModule
 from flowtrain_lightning.packing_check import findings as say
 from flowtrain_lightning.packing_check.checked_module import (
+    WHOLE,
+    NotCheckable,
     checked_copy,
     default_dtype,
     freeze_batch_norms,
-    on_the_host,
 )
 from flowtrain_lightning.packing_check.conditional_modules import conditional_modules
 from flowtrain_lightning.packing_check.course import Course
 from flowtrain_lightning.packing_check.diagnosis import backbone_finding, encoder_finding, label_findings
 from flowtrain_lightning.packing_check.findings import BACKBONE, ENCODE, Finding
+from flowtrain_lightning.packing_check.machine import CPU, made_on, many_threads, memory_given_back
 from flowtrain_lightning.packing_check.operations import InFloat64
 from flowtrain_lightning.packing_check.passes import FeaturesOfItems, Pass, Passes
 from flowtrain_lightning.packing_check.random_draws import kept_random_states
 from flowtrain_lightning.packing_check.rounding import EXACT
-from flowtrain_lightning.packing_check.samples import CheckedSamples, Item, load_samples
+from flowtrain_lightning.packing_check.samples import Item, load_samples
 
 T = TypeVar("T")
 
@@ -49,11 +52,13 @@ class CheckReport:
         findings: ways in which packing changes the result.
         hints: sentences on what may be meant so.
         conditional: paths of modules with weights that some samples run and others do not.
+        device: that computed.
         seconds: that it took.
     """
 
     samples: int
     media: int
+    device: torch.device
     findings: list[Finding] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     conditional: list[str] = field(default_factory=list)
@@ -63,13 +68,14 @@ class CheckReport:
 def check_packing(module: Any, data: FlowDataModule, trainer: L.Trainer) -> CheckReport:
     """Compares samples that are packed with the same samples one by one: features, loss, count and every gradient.
 
-    It runs the user's methods on a copy, on the CPU and in float64 (in float32 where they take nothing else), with a
-    few real samples: in both orders, and each a second time, so that what is kept between calls shows.
+    It runs the user's methods on a copy, in float64 (in float32 where they take nothing else), with a few real samples:
+    in both orders, and each a second time, so that what is kept between calls shows. It computes on the Trainer's GPU,
+    and on the CPU where there is none, or too little room, or no kernel for float64.
 
     Args:
         module: a `FlowModule`, built or not.
         data: belongs to no Trainer; has training data.
-        trainer: which the copy may ask for settings.
+        trainer: whose device computes; the copy may ask it for settings.
 
     Raises:
         NotCheckable: the module does not fit into memory, even with fewer blocks.
@@ -77,28 +83,37 @@ def check_packing(module: Any, data: FlowDataModule, trainer: L.Trainer) -> Chec
         Exception: whatever the user's methods raise for one sample alone.
     """
     start = time.perf_counter()
-    padding = _PADDING if data.packing.pad_to_budget else 0
-    with kept_random_states(), on_the_host():
-        copied = checked_copy(module, trainer)
-        samples = load_samples(data, sum(weight.numel() for weight in copied.parameters()))
+    device = trainer.strategy.root_device
+    with kept_random_states(), made_on(CPU):
+        if device.type == "cuda":
+            with memory_given_back(), suppress(Exception):  # whatever it is, it is raised on the CPU too, or is not
+                return _report(module, data, trainer, torch.float64, device, start)
         try:
-            report = _report(copied, samples, torch.float64, padding)
+            return _report(module, data, trainer, torch.float64, CPU, start)
+        except (NotCheckable, DataError):
+            raise
         except Exception:  # such as of an operation that takes float32 alone; what else it is, comes again
-            copied = checked_copy(module, trainer, torch.float32)
-            report = _report(copied, samples, torch.float32, padding)
-    report.seconds = time.perf_counter() - start
-    return report
+            return _report(module, data, trainer, torch.float32, CPU, start)
 
 
-def _report(copied: Any, samples: CheckedSamples, dtype: torch.dtype, padding: int) -> CheckReport:
-    report = CheckReport(len(samples.samples), len(samples.media))
+def _report(
+    module: Any, data: FlowDataModule, trainer: L.Trainer, dtype: torch.dtype, device: torch.device, start: float
+) -> CheckReport:
+    """Checks a copy in one precision on one device."""
+    copied = checked_copy(module, trainer, dtype, device)
+    weights = sum(weight.numel() for weight in copied.parameters())
+    samples = load_samples(data, weights)
+    report = CheckReport(len(samples.samples), len(samples.media), device)
     report.findings += _of_batch_norms(copied, freeze_batch_norms(copied))
-    passes = Passes(copied, samples, dtype, padding)
+    passes = Passes(copied, samples, dtype, _PADDING if data.packing.pad_to_budget else 0, device)
     features: FeaturesOfItems = {}
     with ExitStack() as inside:
+        if weights > WHOLE:
+            rank_zero_info(say.TAKES_LONG.format(module=type(module).__name__, weights=weights / 1e6, device=device))
+            inside.enter_context(many_threads())
         inside.enter_context(default_dtype(dtype))
         inside.enter_context(torch.enable_grad())
-        inside.enter_context(torch.autocast("cpu", enabled=False))
+        inside.enter_context(torch.autocast(device.type, enabled=False))
         if dtype == torch.float64:
             inside.enter_context(InFloat64())  # type: ignore[no-untyped-call]
         if "torch._dynamo" in sys.modules:  # which takes seconds to import, and has compiled nothing where it is not
@@ -108,6 +123,7 @@ def _report(copied: Any, samples: CheckedSamples, dtype: torch.dtype, padding: i
         _check_backbone(passes, range(len(samples.samples)), features, report)
         with suppress(Exception):  # they are told of where training meets them
             report.conditional = conditional_modules(passes, samples, features)
+    report.seconds = time.perf_counter() - start
     return report
 
 

@@ -1,11 +1,10 @@
-"""The copy of a module that is checked: whole or with fewer blocks, on the CPU, in float64, its dropout off."""
+"""The copy of a module that is checked: whole or with fewer blocks, in float64, its dropout off."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import lightning as L
@@ -16,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from flowtrain_lightning.compute.whole_module import WholeModule
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.packing_check.detached_copy import detached_copy
+from flowtrain_lightning.packing_check.machine import CPU, free_memory, made_on
 from flowtrain_lightning.parallel.halves import fill_half, roles_of
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 
@@ -69,20 +69,23 @@ class NotCheckable(Exception):  # no error of the user's
     """The module cannot be checked here; says why."""
 
 
-def checked_copy(module: Any, trainer: L.Trainer, dtype: torch.dtype = torch.float64) -> Any:
+def checked_copy(
+    module: Any, trainer: L.Trainer, dtype: torch.dtype = torch.float64, device: torch.device = CPU
+) -> Any:
     """A built copy to be checked; the module itself stays as it is.
 
     Args:
         module: a `CheckedModule`, built or not.
         trainer: which the copy may ask for settings.
         dtype: of its weights.
+        device: of its weights.
 
     Raises:
         NotCheckable: it does not fit into memory, even with fewer blocks.
     """
-    with default_dtype(dtype):
-        copied = _built_copy(module, trainer)
-    copied.to(dtype)
+    with default_dtype(dtype), made_on(device):
+        copied = _built_copy(module, trainer, device)
+    copied.to(device, dtype)
     for layer in copied.modules():
         for name in dropout_settings(layer):  # the log tells of it, see `not_layout_invariant`
             setattr(layer, name, 0.0)
@@ -96,7 +99,12 @@ def _fill_zeros(module: nn.Module) -> None:
     with torch.no_grad():
         for weight in module.parameters():
             if weight.requires_grad and not is_lazy(weight) and not weight.any():
-                weight.add_(_SMALL * torch.randn(weight.shape, generator=draw, dtype=torch.float32).to(weight.dtype))
+                weight.add_(_SMALL * _drawn(weight, draw))
+
+
+def _drawn(weight: Tensor, draw: torch.Generator) -> Tensor:
+    """Numbers in the form of a weight, the same on every device."""
+    return torch.randn(weight.shape, generator=draw, dtype=torch.float32, device=CPU).to(weight)
 
 
 def freeze_batch_norms(module: nn.Module) -> list[str]:
@@ -125,7 +133,7 @@ def _normalised(layer: Any, batch: Tensor) -> Tensor:
     return batch
 
 
-def _built_copy(module: Any, trainer: L.Trainer) -> Any:
+def _built_copy(module: Any, trainer: L.Trainer, device: torch.device) -> Any:
     built = any(True for _ in module.parameters())
     shape = module if built else _on_meta(module, trainer)
     large = shape is not None and _count(shape) > WHOLE
@@ -134,7 +142,7 @@ def _built_copy(module: Any, trainer: L.Trainer) -> Any:
         copied.set_local_roles(None)
         copied.configure_model()
         return copied
-    _refuse_too_large(shape)
+    _refuse_too_large(shape, device)
     if built:
         dropped = {
             id(weight): nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
@@ -150,7 +158,7 @@ def _built_copy(module: Any, trainer: L.Trainer) -> Any:
     copied.configure_model()
     _cut_blocks(copied)
     for role, weights in copied.unfilled.items():
-        fill_half(copied, role, weights, torch.device("cpu"))
+        fill_half(copied, role, weights, device, as_built_whole=False)  # or numbers are drawn for blocks that are cut
     copied.mark_filled()
     return copied
 
@@ -210,27 +218,19 @@ def _count(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
-def _refuse_too_large(shape: nn.Module) -> None:
+def _refuse_too_large(shape: nn.Module, device: torch.device) -> None:
     dropped = {
         id(weight): weight.numel()
         for blocks, depth in blocks_to_cut(shape)
         for block in list(blocks)[depth:]
         for weight in block.parameters()
     }
-    needed, free = _COPIES * 8 * (_count(shape) - sum(dropped.values())), free_memory()
+    needed, free = _COPIES * 8 * (_count(shape) - sum(dropped.values())), free_memory(device)
     if free is not None and needed > free:
         raise NotCheckable(
             f"{_count(shape) / 1e9:.1f}e9 weights need {needed / 1e9:.0f} GB in float64, even with one block of every "
-            f"kind, and {free / 1e9:.0f} GB of host memory are free"
+            f"kind, and {free / 1e9:.0f} GB of memory are free there"
         )
-
-
-def free_memory() -> int | None:
-    """Bytes of host memory that are free; None where nobody says."""
-    with suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return None
 
 
 def dropout_settings(layer: nn.Module) -> list[str]:
@@ -249,8 +249,3 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def on_the_host() -> AbstractContextManager[object]:
-    """Inside, tensors are made on the CPU, as they are anyway where nobody has said otherwise."""
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")

@@ -210,6 +210,10 @@ BATCH_NORM = (
     "{method}: {layers} by the statistics of whatever is packed together. Use a norm over each item (GroupNorm, "
     "LayerNorm), or freeze the statistics: call eval() on the layer in train()."
 )
+TAKES_LONG = (
+    "flowtrain: whether packing changes what {module} learns is checked once, on {device}, with one block of every "
+    "kind ({weights:.0f} million weights)."
+)
 NOT_COMPARED = (
     "the model's own forward, for one sample without packing, could not be run beside it ({error}): whether some "
     "tokens see those behind them was not checked."

@@ -66,5 +66,5 @@ def _tell(report: CheckReport) -> None:
     if not report.findings:
         rank_zero_info(
             f"flowtrain: packed equals alone: {report.samples} samples with {report.media} media items give the same "
-            f"loss and gradients together as one by one ({report.seconds:.1f} s)."
+            f"loss and gradients together as one by one ({report.seconds:.1f} s on {report.device})."
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedBatch
+from flowtrain_lightning.packing_check.machine import CPU
 from flowtrain_lightning.packing_check.output_rows import output_rows
 from flowtrain_lightning.packing_check.samples import CheckedSamples, Item
 
@@ -69,6 +70,7 @@ class Passes:
         samples: what it runs on.
         dtype: of the pixels.
         padding: tokens of padding behind what is packed together, as the data module adds them.
+        device: of the module.
 
     Attributes:
         module: see above.
@@ -76,17 +78,25 @@ class Passes:
         before_call: called before every call of the user's methods.
     """
 
-    def __init__(self, module: Any, samples: CheckedSamples, dtype: torch.dtype, padding: int = 0) -> None:
+    def __init__(
+        self,
+        module: Any,
+        samples: CheckedSamples,
+        dtype: torch.dtype,
+        padding: int = 0,
+        device: torch.device = CPU,
+    ) -> None:
         self.module = module
         self.dtype = dtype
         self.before_call: Callable[[], None] = lambda: None
         self._samples = samples
         self._padding = padding
+        self._device = device
         self._weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
 
     def on(self, module: Any) -> Passes:
         """The same passes on another copy of the module."""
-        same = Passes(module, self._samples, self.dtype, self._padding)
+        same = Passes(module, self._samples, self.dtype, self._padding, self._device)
         same.before_call = self.before_call
         return same
 
@@ -105,7 +115,7 @@ class Passes:
         for items in groups:
             media = self._samples.encoder_batch(items, changed)
             media = media.with_patches(_of_dtype(media.patches, self.dtype))
-            media = replace(media, inputs=self.module.prepare_media(media))
+            media = replace(media, inputs=self.module.prepare_media(media)).to(self._device)
             self.before_call()
             with self.module.logging_refused("encode"):
                 output = self.module.encode(media)
@@ -156,7 +166,7 @@ class Passes:
 
     def microbatch(self, members: Sequence[int], *, together: bool) -> PackedBatch:
         """Some of the samples as one microbatch."""
-        return self._samples.microbatch(members, self._padding if together else 0)
+        return self._samples.microbatch(members, self._padding if together else 0).to(self._device)
 
     def loss_of(self, batch: PackedBatch, features: Features) -> tuple[Tensor, Any]:
         """The summed loss of a microbatch and the number of its targets.
@@ -272,7 +282,7 @@ def _gradient(leaf: Tensor) -> Tensor:
 def _cotangent(rows: Tensor, item: Item) -> Tensor:
     """A gradient for the features of an item: the same in every pass."""
     own = torch.Generator().manual_seed(1_000_003 * item[0] + item[1])
-    return torch.randn(rows.shape, generator=own, dtype=torch.float64).to(rows.dtype)
+    return torch.randn(rows.shape, generator=own, dtype=torch.float64, device=CPU).to(rows)
 
 
 def relative_errors(

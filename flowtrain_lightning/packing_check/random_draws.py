@@ -23,8 +23,10 @@ def kept_random_states() -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds torch's generator on the CPU, Python's and numpy's."""
+    """Seeds torch's generators on the CPU and on this process's GPU, Python's and numpy's."""
     torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
@@ -48,4 +50,6 @@ def draws_random_numbers(run: Callable[[], object]) -> bool:
 
 def _states() -> tuple[object, ...]:
     _, keys, position, *_ = np.random.get_state(legacy=True)
-    return bytes(torch.get_rng_state().numpy()), random.getstate(), bytes(np.asarray(keys)), position
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    of_torch = [bytes(state.numpy()) for state in (torch.get_rng_state(), *on_gpu)]
+    return of_torch, random.getstate(), bytes(np.asarray(keys)), position

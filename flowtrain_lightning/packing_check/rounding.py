@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.packing_check.detached_copy import detached_copy
+from flowtrain_lightning.packing_check.machine import CPU
 from flowtrain_lightning.packing_check.operations import SeenPrecisions
 from flowtrain_lightning.packing_check.passes import Pass, Passes, relative_errors
 
@@ -77,8 +78,8 @@ def _with_rounded_weights(module: nn.Module, unit: float) -> nn.Module:
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in module.parameters():
-            sign = torch.rand(weight.shape, generator=draw, dtype=torch.float32).sub_(0.5).sign_()
-            weight.mul_(1 + unit * sign.to(weight.dtype))
+            sign = torch.rand(weight.shape, generator=draw, dtype=torch.float32, device=CPU).sub_(0.5).sign_()
+            weight.mul_(1 + unit * sign.to(weight))
     return module
 
 

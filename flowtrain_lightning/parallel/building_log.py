@@ -191,13 +191,20 @@ class BuildingLog:
         given = notes[0].leaves[0]
         return given if isinstance(given, Tensor) and tuple(given.shape) == wanted.shape else None
 
-    def make(self, wanted: Iterable[NotedTensor], take: Callable[[int, torch.UntypedStorage], None]) -> None:
+    def make(
+        self,
+        wanted: Iterable[NotedTensor],
+        take: Callable[[int, torch.UntypedStorage], None],
+        as_built_whole: bool = True,
+    ) -> None:
         """Makes tensors, with random numbers of the stream in which torch is.
 
         Args:
             wanted: which ones.
             take: is called with the number of every memory that they lie in and the memory itself, as soon as it is
                 final. It is not kept afterwards.
+            as_built_whole: numbers are drawn for what is not wanted too, so that the wanted ones are the same as in a
+                process that makes all.
 
         Raises:
             NotNotableError: a tensor from outside was changed after it had been used.
@@ -223,7 +230,7 @@ class BuildingLog:
                         take(memory, here.pop(memory))
                     else:
                         del here[memory]
-            elif note.draws and number < last_draw:
+            elif as_built_whole and note.draws and number < last_draw:
                 note.draw()
         for memory in finals:  # which nobody has written
             take(memory, self._blank(memory))

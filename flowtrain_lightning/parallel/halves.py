@@ -140,6 +140,7 @@ def fill_half(
     *,
     on_host: bool = False,
     keep: Callable[[nn.Parameter], None] | None = None,
+    as_built_whole: bool = True,
 ) -> None:
     """Gives the weights of a half their numbers, and moves whatever else of it is a whole tensor to its device.
 
@@ -150,10 +151,12 @@ def fill_half(
         device: where the half computes.
         on_host: its weights lie in host memory nevertheless.
         keep: see `UnfilledWeights.fill`.
+        as_built_whole: see there.
     """
     assert isinstance(module, nn.Module)
     paths = module.halves[role]
-    weights.fill(module, lambda name: _is_under(name, paths), torch.device("cpu") if on_host else device, keep)
+    target = torch.device("cpu") if on_host else device
+    weights.fill(module, lambda name: _is_under(name, paths), target, keep, as_built_whole=as_built_whole)
     for tensor in half_tensors(module, role):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)

@@ -56,6 +56,8 @@ class UnfilledWeights:
         wanted: Callable[[str], bool],
         device: torch.device,
         keep: Callable[[nn.Parameter], None] | None = None,
+        *,
+        as_built_whole: bool = True,
     ) -> None:
         """Gives weights their numbers: all of each, or what this rank holds of a DTensor.
 
@@ -67,6 +69,7 @@ class UnfilledWeights:
             wanted: says which parameters by name.
             device: where they are to lie.
             keep: is called with each weight as soon as it has its numbers, and may give up some of them.
+            as_built_whole: see `BuildingLog.make`.
 
         Raises:
             ValueError: a hook is on one of them, which would be lost.
@@ -101,14 +104,19 @@ class UnfilledWeights:
             for value, parameter in waiting[memory]:
                 give(parameter, value.within(content), value.dtype)
 
-        self._make([value for values in waiting.values() for value, _ in values], take)
+        self._make([value for values in waiting.values() for value, _ in values], take, as_built_whole)
         _replace(module, filled)
 
-    def _make(self, wanted: list[NotedTensor], take: Callable[[int, torch.UntypedStorage], None]) -> None:
+    def _make(
+        self,
+        wanted: list[NotedTensor],
+        take: Callable[[int, torch.UntypedStorage], None],
+        as_built_whole: bool = True,
+    ) -> None:
         if wanted:
             with own_streams(), torch.no_grad():
                 enter_stream(*self._stream)
-                self._log.make(wanted, take)
+                self._log.make(wanted, take, as_built_whole)
 
     def _make_tables(self, module: nn.Module) -> None:
         """Gives tensors that are no parameters their numbers now, since they are small and moved with the module."""

@@ -11,10 +11,13 @@ import lightning as L
 import pytest
 import torch
 
+from flowtrain_lightning.packing_check import CheckReport, report_of
 from tests.exactness.compare import Run, error, read_run
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, run_jobs
+from tests.packing_check.right_modules import RIGHT
+from tests.packing_check.wrong_modules import WRONG
 
 pytest.importorskip("transformers")
 from tests.compute.test_never_waiting import MODELS, family, quickstart, run_step
@@ -92,6 +95,34 @@ def test_microbatches_and_encoder_batches_never_wait_for_the_gpu(tmp_path, name)
     write_records(tmp_path, 8)
     module, images = quickstart() if name == "quickstart" else family(name)
     assert run_step(module, images, tmp_path, torch.device("cuda", 0), never_waiting)
+
+
+def checked(module: Any, folder: Path, **settings: Any) -> CheckReport:
+    """What the packing check of a run on the GPU finds."""
+    trainer = L.Trainer(accelerator="cuda", devices=1, logger=False, enable_checkpointing=False)
+    return report_of(module, tiny_data(folder, **settings), trainer)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "quickstart"])
+def test_families_pass_the_packing_check_on_the_gpu(tmp_path, name):
+    write_records(tmp_path, 24)
+    module, images = quickstart() if name == "quickstart" else family(name)
+    report = checked(module, tmp_path, images=images)
+    assert (report.findings, report.device.type) == ([], "cuda")
+
+
+@pytest.mark.parametrize("module", WRONG, ids=lambda module: module.__name__)
+def test_a_wrong_module_is_named_on_the_gpu(tmp_path, module):
+    write_records(tmp_path, 24)
+    kind, words = WRONG[module]
+    found = checked(module(), tmp_path).findings
+    assert any(finding.kind == kind and words in finding.sentence for finding in found), found
+
+
+@pytest.mark.parametrize("module", RIGHT, ids=lambda module: module.__name__)
+def test_a_right_module_is_not_accused_on_the_gpu(tmp_path, module):
+    write_records(tmp_path, 24)
+    assert checked(module(), tmp_path).findings == []
 
 
 def test_after_a_run_nothing_of_it_is_left_on_the_gpu(tmp_path):

@@ -53,7 +53,7 @@ def test_a_large_module_is_checked_with_fewer_blocks(tmp_path, monkeypatch, buil
 
 def test_what_does_not_fit_into_memory_is_said_with_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(checked_module, "WHOLE", 1000)
-    monkeypatch.setattr(checked_module, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(checked_module, "free_memory", lambda device: 1 << 20)
     write_records(tmp_path, 16)
     with pytest.raises(NotCheckable, match=r"weights need .* GB in float64, even with one block of every kind"):
         report_of(Deep(), tiny_data(tmp_path))

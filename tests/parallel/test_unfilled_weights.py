@@ -187,6 +187,25 @@ def test_no_more_than_one_weight_beside_the_filled_ones_is_in_memory():
     assert most == 1
 
 
+def test_nothing_is_drawn_for_unwanted_weights_where_any_numbers_will_do():
+    log = BuildingLog(CPU)
+    with noting(log):
+        layers = [nn.Linear(8, 8, bias=False) for _ in range(3)]
+    last = log.noted(layers[2].weight)
+    assert last is not None
+
+    def made(as_built_whole: bool) -> Tensor:
+        found: list[Tensor] = []
+        torch.manual_seed(1)
+        log.make([last], lambda number, memory: found.append(last.within(memory).clone()), as_built_whole)
+        return found[0]
+
+    torch.manual_seed(1)
+    whole = [nn.Linear(8, 8, bias=False).weight for _ in range(3)]
+    assert torch.equal(made(True), whole[2])
+    assert torch.equal(made(False), whole[0])
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_on_a_weight_that_is_put_off_is_refused_before_it_is_lost(register):
     class Hooked(nn.Module):
