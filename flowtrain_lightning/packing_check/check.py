@@ -53,12 +53,14 @@ class CheckReport:
         hints: sentences on what may be meant so.
         conditional: paths of modules with weights that some samples run and others do not.
         device: that computed.
+        dtype: in which; float32 where the module takes no float64, with tolerances to match.
         seconds: that it took.
     """
 
     samples: int
     media: int
     device: torch.device
+    dtype: torch.dtype
     findings: list[Finding] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     conditional: list[str] = field(default_factory=list)
@@ -103,7 +105,7 @@ def _report(
     copied = checked_copy(module, trainer, dtype, device)
     weights = sum(weight.numel() for weight in copied.parameters())
     samples = load_samples(data, weights)
-    report = CheckReport(len(samples.samples), len(samples.media), device)
+    report = CheckReport(len(samples.samples), len(samples.media), device, dtype)
     report.findings += _of_batch_norms(copied, freeze_batch_norms(copied))
     passes = Passes(copied, samples, dtype, _PADDING if data.packing.pad_to_budget else 0, device)
     features: FeaturesOfItems = {}

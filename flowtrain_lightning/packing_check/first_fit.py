@@ -64,7 +64,8 @@ def _tell(report: CheckReport) -> None:
     for hint in report.hints:
         rank_zero_info(f"flowtrain: {hint}")
     if not report.findings:
+        precision = str(report.dtype).removeprefix("torch.")
         rank_zero_info(
             f"flowtrain: packed equals alone: {report.samples} samples with {report.media} media items give the same "
-            f"loss and gradients together as one by one ({report.seconds:.1f} s on {report.device})."
+            f"loss and gradients together as one by one ({report.seconds:.1f} s on {report.device} in {precision})."
         )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _CONSTANTS = {"randn": 0.0, "normal": 0.0, "exponential": 1.0, "rand": 0.5, "uniform": 0.5, "bernoulli": 1.0}
 """Beginning of an operation's name -> the number that it gives."""
@@ -42,9 +43,11 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, what asks for float32 or less is given float64.
+    """Inside, what asks for float32 or less is given float64, and so is what meets float64 on its way.
 
     Norms, softmax and logits in float32, and autocast that a module sets itself, would else round away small mixtures.
+    Tables that stay in float32 when their module is moved, as rotary frequencies do in transformers 5.17, could not be
+    multiplied with the rest.
     """
 
     def __torch_dispatch__(
@@ -54,7 +57,20 @@ class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = dict(kwargs or {})
         if given.get("dtype") in _LOWER:
             given["dtype"] = torch.float64
+        if not func._schema.is_mutable:
+            args = _in_one_precision(args)
         return func(*args, **given)
+
+
+def _in_one_precision(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of which some are tensors in float64, with the others of floating point in it too."""
+    flat, tree = tree_flatten(args)
+    seen = {leaf.dtype for leaf in flat if isinstance(leaf, Tensor)}
+    if torch.float64 not in seen or seen.isdisjoint(_LOWER):
+        return args
+    raised = [leaf.double() if isinstance(leaf, Tensor) and leaf.dtype in _LOWER else leaf for leaf in flat]
+    arguments: tuple[Any, ...] = tree_unflatten(raised, tree)
+    return arguments
 
 
 class SeenPrecisions(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -158,6 +158,19 @@ class RoundsToFloat32(TinyVLM):
         return super().loss(outputs.float(), batch)
 
 
+class KeepsItsTable(TinyVLM):
+    """A table that stays in float32 when the module is moved, as rotary frequencies do in transformers 5.17."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.table = [torch.linspace(0.1, 1.0, WIDTH, dtype=torch.float32)]
+
+    def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
+        given = super().merge(batch, features)
+        table = self.table[0].to(given["x"].device)
+        return given | {"x": given["x"] + batch.position_ids[:, None].float() @ table[None].float()}
+
+
 class OnlyFloat32(TinyVLM):
     """Takes no other precision."""
 
@@ -308,6 +321,7 @@ RIGHT = (
     OwnGenerator,
     SeedsEachSample,
     RoundsToFloat32,
+    KeepsItsTable,
     OnlyFloat32,
     FrozenStatistics,
     GrowsATable,

@@ -37,6 +37,7 @@ BreaksTogether MixesBehindZeros MixesInBfloat16 MixesLongSamples SeesAllBehindAS
 """
 UNLIKE_WAYS = """
 TwoLevels DropsByModule HeadAtTargets IsZero PreparesMedia OwnGenerator OnlyFloat32 HoldsALock ComputesInHalfPrecision
+KeepsItsTable
 """
 
 
@@ -49,7 +50,9 @@ def test_a_wrong_module_is_named_with_what_mixes(records, module):
 
 @pytest.mark.parametrize("module", named(RIGHT, UNLIKE_WAYS))
 def test_a_right_module_is_not_accused_however_unusual(records, module):
-    assert flow.check(module(), tiny_data(records)) == []
+    report = report_of(module(), tiny_data(records))
+    assert report.findings == []
+    assert (report.dtype == torch.float32) == (module.__name__ == "OnlyFloat32")
 
 
 def test_draws_of_python_hide_nothing_and_accuse_of_nothing_else(records):
