@@ -83,8 +83,11 @@ def test_a_family_that_no_class_trains_is_refused_by_what_it_would_lose_or_is_ex
 
 @pytest.mark.full
 @pytest.mark.skipif(find_spec("fla") is not None, reason="its kernels keep sequences apart")
-def test_scans_whose_kernels_are_missing_end_the_run_itself(records):
+def test_scans_whose_kernels_are_missing_are_refused_by_transformers_or_by_the_check(records):
     if not FOREIGN["qwen3_5"].is_installed:
         pytest.skip("this version of transformers has no Qwen3.5")
-    with pytest.raises(ValueError, match="keep packed sequences apart"):
-        flow.check(FOREIGN["qwen3_5"].module(), tiny_data(records))
+    try:
+        found = flow.check(FOREIGN["qwen3_5"].module(), tiny_data(records))
+    except ValueError as error:  # of transformers; in 5.18 its scans cross samples without a word
+        found = [str(error)]
+    assert any("keep packed sequences apart" in each or "sees the tokens of others" in each for each in found), found
