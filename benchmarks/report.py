@@ -94,9 +94,8 @@ def draw_schedules(path: Path, schedules: Mapping[str, Sequence[dict[str, Any]]]
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(left=False, labelsize=8)
     panels[-1].set_xlabel(f"milliseconds since step {step} began")
-    names = ["encoder forward", "encoder backward", "backbone microbatch", "communication", "stall"]
-    handles = [Patch(color=colour, label=name) for colour, name in zip(COLOURS.values(), names, strict=True)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False)
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
 

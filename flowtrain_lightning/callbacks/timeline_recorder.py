@@ -16,11 +16,9 @@ from flowtrain_lightning.strategy import FlowTrainStrategy
 COLOURS = {
     "forward": "#2a78d6",
     "backward": "#104281",
-    "microbatch": "#1baa6f",
     "communication": "#e8a33d",
     "stall": "#e3e3e0",
 }
-_LEGEND = {"microbatch": "microbatch, forward and backward"}
 
 
 class TimelineRecorder(L.Callback):
@@ -113,7 +111,7 @@ def draw_steps(steps: Mapping[str, tuple[Sequence[dict[str, Any]], int | None]],
         axes.set_title(title, loc="left")
     panels[-1].set_xlabel("milliseconds since the step began")
     drawn = {_colour_name(span) for timelines, _ in steps.values() for _, span in _training_spans(timelines)}
-    handles = [Patch(color=colour, label=_LEGEND.get(name, name)) for name, colour in COLOURS.items() if name in drawn]
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items() if name in drawn]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(COLOURS), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)

@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import BACKBONE, ROLES
+from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.context_check import ContextCheck
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
@@ -109,8 +109,8 @@ class Compute:
         metrics: one accumulator for each stage, since a name may be logged with other options in validation than in
             training.
         spec: what a row of features was found to be, for which bytes are reserved; None where nobody reserves any.
-        copies: lane -> streams for what comes through the pool: the microbatches, or encoder batches, that wait at the
-            same time take one each. Lanes share none: gradients would wait for features that another rank still makes.
+        copies: role -> streams for what comes through the pool: batches that wait at the same time take one each. Roles
+            share none: gradients would wait for features that another rank still makes.
 
     Args:
         module: the user's.
@@ -135,7 +135,7 @@ class Compute:
         self._keeps_casts = frozenset(keeps_casts)
         self.metrics: defaultdict[str, MetricAccumulator] = defaultdict(MetricAccumulator)
         self.spec: FeatureSpec | None = None
-        self.copies = {lane: [CopyStream(device) for _ in range(_COPY_STREAMS)] for lane in ROLES}
+        self.copies = {role: [CopyStream(device) for _ in range(_COPY_STREAMS)] for role in engines}
         self._inputs = CopyStream(device)
         self._module = module
         self._name = type(module).__name__

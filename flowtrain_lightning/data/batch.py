@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.packing import StepPlan
-from flowtrain_lightning.packing.roles import lane_of
+from flowtrain_lightning.packing.roles import ENCODER, lane_of
 from flowtrain_lightning.packing.step_graph import Meeting, any_binds
 
 IGNORED_LABEL = -100
@@ -58,6 +58,16 @@ class RankShard:
         of_lane = [Meeting(), *(meeting for role, meeting in self.meets.items() if lane_of(role) == lane)]
         ranks, members, passes = zip(*of_lane, strict=True)
         return Meeting(max(ranks), max(members), max(passes, key=len))
+
+    @property
+    def encoder_role(self) -> str:
+        """The role for which this rank encodes."""
+        first = 0
+        for modality, ranks in self.encoders:
+            first += ranks
+            if self.encoder_rank is not None and self.encoder_rank < first:
+                return f"{ENCODER}_{modality}"
+        return ENCODER
 
     @property
     def in_fixed_order(self) -> bool:

@@ -50,7 +50,7 @@ def pack_encoder_batches(
         busy: ``[encoder ranks]`` what each has to do beside encoding, in the unit of ``costs``: it is balanced together
             with what is encoded, and where some ranks only encode, media items go there first. None is nothing.
         in_fixed_order: ranks with both roles encode all they can before their first microbatch and after their last one
-            (see `LaneOrder`), so that ranks that only encode should be as far: media items go there evenly over the
+            (see `taking_turns`), so that ranks that only encode should be as far: media items go there evenly over the
             step.
         encoder_nodes: the node of each encoder rank; ``()`` where there is one.
         backbone_nodes: the node of each backbone rank; ``()`` where there is one.

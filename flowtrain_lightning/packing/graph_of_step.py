@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from flowtrain_lightning.packing.policies.forwards_first import forwards_first
 from flowtrain_lightning.packing.policies.lockstep import lockstep_order
-from flowtrain_lightning.packing.policies.taking_turns import LaneOrder
+from flowtrain_lightning.packing.policies.taking_turns import Due, taking_turns
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, StepGraph, Work
 from flowtrain_lightning.packing.step_work import StepRules, StepWork, TimedBatch
 
@@ -121,16 +121,17 @@ def _lanes_of_rank(members: Sequence[_Member], lanes: _Lanes, rules: StepRules) 
     (producer,) = [lanes[member] for member in members if rules.produces(member[0])]
     (consumer,) = [lanes[member] for member in members if not rules.produces(member[0])]
     (role,) = [role for role, _ in members if rules.produces(role)]
-    encoded = tuple(batch.turn[0] for batch in producer.batches)
+    due = [batch.turn[0] for batch in producer.batches]
     kept = max(1, rules.in_flight.get(role, len(producer.batches)))
     trains = any(batch.backward > 0 for batch in producer.batches)
-    of_producer = iter(producer.works(lockstep_order(encoded, kept)[0] if trains else producer.order))
+    passes = lockstep_order(due, kept)[0] if trains else producer.order
+    of_producer = [
+        (Due(kind, due[number]), work) for (kind, number), work in zip(passes, producer.works(passes), strict=True)
+    ]
     of_consumer: list[list[int]] = [[] for _ in consumer.batches]
     for (_, position), number in zip(consumer.order, consumer.works(consumer.order), strict=True):
         of_consumer[position].append(number)
-    positions = iter(of_consumer)
-    turns = LaneOrder(len(of_consumer), encoded, kept).order(trains)
-    yield [number for lane in turns for number in ([next(of_producer)] if lane == "encoder" else next(positions))]
+    yield list(taking_turns(of_producer, of_consumer, trains=trains))
 
 
 def _wait_for_all(needs: list[list[int]], lanes: _Lanes, rules: StepRules) -> None:

@@ -10,7 +10,7 @@ A *lane* is what a rank does for one role. The rules, which :func:`graph_of_step
 3. A member keeps the activations of at most ``in_flight`` batches from forward to backward; a forward that would keep
    more waits. Nothing is kept of a *recomputed* batch: its forward runs again before its backward.
 4. A rank of several roles does one thing at a time, what reads first; where ranks need each other to compute, in the
-   fixed order of `LaneOrder`.
+   fixed order of `taking_turns`.
 5. Ranks of a role that is not read begin a step when all of them have ended the one before; the others when all ranks
    have. Ranks that only produce, and do not train, work ahead into later steps.
 

@@ -74,7 +74,7 @@ def plan_step(
             and orders positions by how much media they read; where some ranks only encode and others do both, a media
             item then is taken to cost the encoder what its rows cost the backbone.
         sync_every: how often backbone ranks wait for each other.
-        in_fixed_order: ranks with both roles work in the fixed order of `LaneOrder`, not as they can go on.
+        in_fixed_order: ranks with both roles work in the fixed order of `taking_turns`, not as they can go on.
         microbatches: the microbatches, if they are made already: they are put in order, and media items dealt. None
             packs as many as are needed.
 

@@ -119,7 +119,7 @@ class StepRules:
         edges: which role reads from which.
         in_flight: role -> batches of a member whose activations may be kept at a time; no limit where it is missing.
         meets: role -> which of its ranks begin a pass together, each by itself where it is missing. Where any do, ranks
-            of several roles have a fixed order, see `LaneOrder`.
+            of several roles have a fixed order, see `taking_turns`.
         producers_first: no role that reads begins before all that it reads is there.
         steps_ahead: later steps that ranks which only produce may have begun; 0 where they train.
     """

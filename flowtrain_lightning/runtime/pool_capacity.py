@@ -27,7 +27,7 @@ from flowtrain_lightning.pool import (
 )
 from flowtrain_lightning.pool.device.device_opening import CLOSE_SECONDS
 from flowtrain_lightning.runtime.job import Job
-from flowtrain_lightning.runtime.schedule import LaneContext, Step
+from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
 
 _log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
@@ -79,7 +79,7 @@ class PoolCapacity:
     def __init__(
         self, module: nn.Module, job: Job, compute: Compute, timeline: Timeline, settings: PoolSettings
     ) -> None:
-        self.context: LaneContext | None = None
+        self.context: RankContext | None = None
         self._module = module
         self._job = job
         self._compute = compute
@@ -167,7 +167,7 @@ class PoolCapacity:
                 _log.info(f"flowtrain: {self._tier.sentence}")
         runtime = self._tier.runtime if self._tier is not None else runtime_of(self._compute.device)
         pool = Pool.open(self._job.mesh, nbytes, nbytes, self._settings.network, self._tier, runtime)
-        self.context = LaneContext(pool, self._compute, page, self._timeline)
+        self.context = RankContext(pool, self._compute, page, self._timeline)
         if former is not None:
             former.pool.close()
 

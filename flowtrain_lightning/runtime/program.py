@@ -2,60 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders
-from flowtrain_lightning.packing.policies.taking_turns import LaneOrder
+from flowtrain_lightning.packing.policies.taking_turns import Due, taking_turns
 from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
-from flowtrain_lightning.packing.step_graph import Pass
+from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
 from flowtrain_lightning.pool import Reservation, assign_offsets
 
 PADDING = -1
-"""Number of an encoder batch that the plan does not have."""
+"""Number of a batch that the plan does not have."""
+
+
+class MadeEntry(NamedTuple):
+    """Rows of a batch that another one reads.
+
+    Attributes:
+        entry: its number.
+        rows: how many, adjacent in the batch.
+        reader: the member that reads them, within its role.
+    """
+
+    entry: int
+    rows: int
+    reader: int
+
+
+class ReadEntry(NamedTuple):
+    """Rows that a batch reads of another one.
+
+    Attributes:
+        entry: its number.
+        modality: of the media items that they are made of.
+        maker: the member that makes them, counted over all encoders.
+        slices: the runs of adjacent rows that they become in the batch, one after another.
+    """
+
+    entry: int
+    modality: str
+    maker: int
+    slices: tuple[slice, ...]
+
+    @property
+    def rows(self) -> int:
+        """How many they are."""
+        return sum(run.stop - run.start for run in self.slices)
 
 
 @dataclass(frozen=True)
-class EncoderBatchWork:
-    """One encoder batch of this rank: what of it goes where.
+class RankBatch:
+    """One batch of a role of this rank: what it reads, and who reads it.
 
     Attributes:
-        number: which of the rank's encoder batches it is; ``PADDING`` for one that is computed for nothing, since other
-            ranks of the role have a batch then.
-        entries: numbers of its entries, in the order of its rows.
-        rows: rows of features of each entry.
-        readers: for each entry, who reads it, counted within the backbone role.
+        number: which of the rank's batches of this role it is; ``PADDING`` for one that is computed for nothing, since
+            other ranks of the role have a batch then.
+        made: its entries, in the order of its rows.
+        read: those that it reads, in the order in which their makers put them.
+        rows_read: modality -> rows in all, in the order in which its media items appear in the batch.
         recomputes: nothing is kept of its forward, which runs again before its backward.
     """
 
     number: int
-    entries: tuple[int, ...]
-    rows: list[int]
-    readers: tuple[int, ...]
-    recomputes: bool
+    made: tuple[MadeEntry, ...] = ()
+    read: tuple[ReadEntry, ...] = ()
+    rows_read: Mapping[str, int] = field(default_factory=dict)
+    recomputes: bool = False
 
 
 @dataclass(frozen=True)
-class MicrobatchWork:
-    """One microbatch of this rank: which features it needs, and where they belong.
+class Lane:
+    """What a rank does one thing after another.
 
     Attributes:
-        number: its position in this rank's order.
-        rows: modality -> rows of features in all, in the order in which its media items appear in the microbatch.
-        slices: number of an entry -> the runs of adjacent rows that its own rows become, one after another.
-        owners: number of an entry -> who encodes it, counted over all encoders.
-        modalities: number of an entry -> the modality of its media items.
+        roles: for which it does it.
+        works: in order.
     """
 
-    number: int
-    rows: dict[str, int]
-    slices: dict[int, tuple[slice, ...]]
-    owners: dict[int, int]
-    modalities: dict[int, str]
+    roles: tuple[str, ...]
+    works: tuple[Work, ...]
+
+
+@dataclass(frozen=True)
+class RankRole:
+    """What a rank does for one of its roles.
+
+    Attributes:
+        role: its name.
+        member: which one the rank belongs to.
+        batches: by their place in the member's order; where members meet, a place for every turn of any of them.
+        passes: forwards and backwards of these, in order.
+        due: the position of each batch's readers; of a role that nobody reads, its own.
+    """
+
+    role: str
+    member: int
+    batches: Mapping[int, RankBatch]
+    passes: tuple[Pass, ...]
+    due: tuple[int, ...]
+
+    def works(self, trains: bool) -> list[Work]:
+        """Its works in order, forwards alone where it does not train."""
+        kinds = [(kind, place) for kind, place in self.passes if trains or kind == "forward"]
+        return [Work(BatchOf(self.role, self.member, place), kind) for kind, place in kinds]
 
 
 @dataclass(frozen=True)
@@ -63,28 +117,40 @@ class StepProgram:
     """The work of one rank in one step. A pure function of plan and settings, so it can be made ahead of the step.
 
     Attributes:
-        encoder_batches: those of this rank that hold media items, by number; empty without an encoder lane. Where
-            encoder ranks share weights, by turn: one for every turn of which any encoder rank has media items.
-        encoder_order: the order of an encoder that trains. One that does not runs forwards only.
-        microbatches: those of this rank; empty without a backbone lane.
-        last_microbatch: number of the last one that is not empty; -1 where all are.
+        roles: those of this rank, by name, in order of precedence.
         entry_rows: for each encoder rank the rows of the entries of each of its batches, for what the pool must hold.
         modalities: of all media items of the step, by name.
-        lane_order: which lane works next, on a rank of two roles of which one shares weights with other ranks. None
-            where lanes take turns as they can go on.
+        positions: microbatches of each backbone rank.
+        in_fixed_order: this rank has two roles, of which one needs other ranks to compute. Else it does what it can of
+            the first role before it turns to the next.
         holds_all: the pool has bytes for all of the step, on every rank: one that waits for others inside of a
             computation takes nothing out of it meanwhile, and must not keep them from coming.
     """
 
-    encoder_batches: dict[int, EncoderBatchWork]
-    encoder_order: tuple[Pass, ...]
-    microbatches: tuple[MicrobatchWork, ...]
-    last_microbatch: int
+    roles: Mapping[str, RankRole]
     entry_rows: tuple[tuple[tuple[int, ...], ...], ...]
     modalities: tuple[str, ...]
-    lane_order: LaneOrder | None = None
+    positions: int
+    in_fixed_order: bool = False
     holds_all: bool = False
     _sizes: dict[FeatureSpec, PoolDemand] = field(default_factory=dict)
+
+    def lanes(self, trained: Collection[str]) -> list[Lane]:
+        """What this rank does, by lanes in order of precedence.
+
+        Args:
+            trained: roles that have backwards in this step.
+        """
+        works = {role: each.works(role in trained) for role, each in self.roles.items()}
+        if not self.in_fixed_order:
+            return [Lane((role,), tuple(of_role)) for role, of_role in works.items()]
+        consumer, producer = self.roles.values()  # the backbone comes first
+        at_position: list[list[Work]] = [[] for _ in range(self.positions)]
+        for work in works[consumer.role]:
+            at_position[consumer.due[work.batch.number]].append(work)
+        due = [(Due(work.kind, producer.due[work.batch.number]), work) for work in works[producer.role]]
+        order = taking_turns(due, at_position, trains=producer.role in trained)
+        return [Lane((producer.role, consumer.role), tuple(order))]
 
     def pool_demand(self, spec: FeatureSpec) -> PoolDemand:
         """What the step asks of the pool where a row of features is ``spec``; worked out once."""
@@ -112,16 +178,18 @@ class PoolDemand:
             self.least = max((assign_offsets(_held_by_batch(of_rank)).capacity for of_rank in sized), default=0)
         else:
             self.least = self.ample = sum(sum(map(sum, of_rank)) for of_rank in sized)
-        batches = program.encoder_batches.values()
-        own = _held_by_batch([spec.entry_nbytes(batch.rows) for batch in batches if batch.entries])
-        numbers = [entry for batch in batches for entry in batch.entries]
+        batches = [batch for role in program.roles.values() for batch in role.batches.values()]
+        made = [[(each.entry, each.rows) for each in batch.made] for batch in batches if batch.made]
+        own = _held_by_batch([spec.entry_nbytes([rows for _, rows in of_batch]) for of_batch in made])
+        numbers = [entry for of_batch in made for entry, _ in of_batch]
         self.features: dict[int, Reservation] = dict(zip(numbers, own, strict=True))
-        self.gradients: dict[int, Reservation] = {}
-        for microbatch in program.microbatches:
-            rows = [sum(part.stop - part.start for part in parts) for parts in microbatch.slices.values()]
-            for entry, nbytes in zip(microbatch.slices, spec.entry_nbytes(rows), strict=True):
-                # An encoder lane copies gradients whenever it has its turn: none is held until another one was put.
-                self.gradients[entry] = Reservation(nbytes, released_after=len(self.gradients))
+        read = [each for batch in batches for each in batch.read]
+        nbytes = spec.entry_nbytes([each.rows for each in read])
+        # Who made rows copies gradients whenever it has its turn: none is held until another one was put.
+        self.gradients: dict[int, Reservation] = {
+            each.entry: Reservation(size, released_after=number)
+            for number, (each, size) in enumerate(zip(read, nbytes, strict=True))
+        }
         if program.holds_all:
             self.features, self.gradients = _held_to_the_end(self.features), _held_to_the_end(self.gradients)
 
@@ -140,45 +208,52 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         of_batch[entry.encoder_rank].setdefault(entry.encoder_batch, []).append(number)
         if entry.backbone_rank == shard.backbone_rank:
             of_microbatch.setdefault(entry.microbatch, []).append(number)
-    has_both = shard.encoder_rank is not None and shard.backbone_rank is not None
-    in_fixed_order = has_both and shard.in_fixed_order
-    some_in_fixed_order = bool(shard.colocated_lanes) and shard.in_fixed_order
-    batches: dict[int, EncoderBatchWork] = {}
-    order: tuple[Pass, ...] = ()
-    encoded: tuple[int, ...] = ()
-    if shard.encoder_rank is not None:
-        batches, order, encoded = _encoder_work(plan, shard, of_batch[shard.encoder_rank], kept_batches)
-    microbatches: tuple[MicrobatchWork, ...] = ()
-    last_microbatch = -1
+    roles = []
     if shard.backbone_rank is not None:
-        members = plan.microbatches[shard.backbone_rank]
-        works = (number for number, samples in enumerate(members) if len(samples) or shard.meeting(BACKBONE).passes)
-        last_microbatch = max(works, default=-1)
-        microbatches = tuple(_microbatch(plan, number, of_microbatch.get(number, [])) for number in range(len(members)))
+        roles.append(_reading_role(plan, shard, of_microbatch))
+    if shard.encoder_rank is not None:
+        roles.append(_encoding_role(plan, shard, of_batch[shard.encoder_rank], kept_batches))
     rows = tuple(
         tuple(tuple(plan.entries[entry].rows for entry in numbers) for numbers in of_rank.values())
         for of_rank in of_batch
     )
-    lane_order = LaneOrder(len(microbatches), encoded, max(kept_batches, 1)) if in_fixed_order else None
-    # A lane that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
-    holds_all = some_in_fixed_order or shard.meeting(ENCODER).ranks > 1
-    modalities = tuple(sorted({entry.modality for entry in plan.entries}))
-    return StepProgram(batches, order, microbatches, last_microbatch, rows, modalities, lane_order, holds_all)
+    # A role that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
+    some_in_fixed_order = bool(shard.colocated_lanes) and shard.in_fixed_order
+    return StepProgram(
+        {role.role: role for role in roles},
+        rows,
+        tuple(sorted({entry.modality for entry in plan.entries})),
+        len(plan.microbatches[0]),
+        in_fixed_order=len(roles) > 1 and shard.in_fixed_order,
+        holds_all=some_in_fixed_order or shard.meeting(ENCODER).ranks > 1,
+    )
 
 
-def _encoder_work(
-    plan: StepPlan, shard: RankShard, own: Mapping[int, Sequence[int]], kept_batches: int
-) -> tuple[dict[int, EncoderBatchWork], tuple[Pass, ...], tuple[int, ...]]:
-    """What an encoder lane does.
+def _reading_role(plan: StepPlan, shard: RankShard, entries: Mapping[int, Sequence[int]]) -> RankRole:
+    """What a rank does for the backbone: each microbatch backward at once, as nobody waits for what it makes.
+
+    Args:
+        plan: who encodes and who reads what.
+        shard: which rank it is.
+        entries: number of each of its microbatches -> its entries.
+    """
+    assert shard.backbone_rank is not None
+    members = plan.microbatches[shard.backbone_rank]
+    pads = bool(shard.meeting(BACKBONE).passes)
+    numbers = [number for number, samples in enumerate(members) if len(samples) or pads]
+    batches = {number: _microbatch(plan, number, entries.get(number, [])) for number in numbers}
+    passes: list[Pass] = [(kind, number) for number in numbers for kind in ("forward", "backward")]  # type: ignore[misc]
+    return RankRole(BACKBONE, shard.backbone_rank, batches, tuple(passes), tuple(range(len(members))))
+
+
+def _encoding_role(plan: StepPlan, shard: RankShard, own: Mapping[int, Sequence[int]], kept_batches: int) -> RankRole:
+    """What a rank does for an encoder.
 
     Args:
         plan: who encodes and who reads what.
         shard: which rank it is.
         own: number of each of its encoder batches -> its entries.
         kept_batches: encoder batches whose activations may be kept at a time.
-
-    Returns:
-        the encoder batches, the order of those of an encoder that trains, and the position at which each is read.
     """
     rank = shard.encoder_rank
     assert rank is not None
@@ -191,25 +266,17 @@ def _encoder_work(
         in_fixed_order=shard.in_fixed_order,
     )
     number_of = {turn: number for number, turn in enumerate(plan.encoder_turns[rank])}
-    batches: dict[int, EncoderBatchWork] = {}
+    batches: dict[int, RankBatch] = {}
     for place in dict.fromkeys(place for _, place in order.passes):
         number = number_of.get(order.turns[place], PADDING)
-        batches[place] = _encoder_batch(plan, number, own.get(number, ()), place in order.recomputed)
-    return batches, order.passes, tuple(position for position, _ in order.turns)
+        entries = ((entry, plan.entries[entry]) for entry in own.get(number, ()))
+        made = tuple(MadeEntry(entry, found.rows, found.backbone_rank) for entry, found in entries)
+        batches[place] = RankBatch(number, made, recomputes=place in order.recomputed)
+    due = tuple(position for position, _ in order.turns)
+    return RankRole(shard.encoder_role, rank, batches, order.passes, due)
 
 
-def _encoder_batch(plan: StepPlan, number: int, numbers: Sequence[int], recomputes: bool) -> EncoderBatchWork:
-    entries = [plan.entries[entry] for entry in numbers]
-    return EncoderBatchWork(
-        number,
-        tuple(numbers),
-        [entry.rows for entry in entries],
-        tuple(entry.backbone_rank for entry in entries),
-        recomputes,
-    )
-
-
-def _microbatch(plan: StepPlan, number: int, numbers: Sequence[int]) -> MicrobatchWork:
+def _microbatch(plan: StepPlan, number: int, numbers: Sequence[int]) -> RankBatch:
     entries = {entry: plan.entries[entry] for entry in numbers}
     rows: dict[str, int] = {}
     slices: dict[int, tuple[slice, ...]] = {}
@@ -217,13 +284,8 @@ def _microbatch(plan: StepPlan, number: int, numbers: Sequence[int]) -> Microbat
         own = {entry: found for entry, found in entries.items() if found.modality == modality}
         rows[modality], found_slices = feature_slices(plan, list(own.values()))
         slices |= zip(own, found_slices, strict=True)
-    return MicrobatchWork(
-        number,
-        rows,
-        {entry: slices[entry] for entry in entries},
-        {entry: found.encoder_rank for entry, found in entries.items()},
-        {entry: found.modality for entry, found in entries.items()},
-    )
+    read = (ReadEntry(entry, found.modality, found.encoder_rank, slices[entry]) for entry, found in entries.items())
+    return RankBatch(number, read=tuple(read), rows_read=rows)
 
 
 def feature_slices(plan: StepPlan, entries: Sequence[Entry]) -> tuple[int, list[tuple[slice, ...]]]:

@@ -16,7 +16,7 @@ from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.pool import PoolCounters
 from flowtrain_lightning.runtime.job import Job
-from flowtrain_lightning.runtime.schedule import Step
+from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Timeline
 
 Timings = dict[str, list[list[float]]]
@@ -27,7 +27,7 @@ class RankMetrics:
     """Takes the metrics of one rank, each time those since the last.
 
     Args:
-        lanes: lane -> what this rank is in it, such as ``"encoder 1"``.
+        lanes: role -> what this rank is in it, such as ``"encoder 1"``.
         label: what this rank is in all its roles.
         timeline: of this rank.
     """
@@ -43,7 +43,7 @@ class RankMetrics:
     @classmethod
     def of(cls, job: Job, timeline: Timeline) -> RankMetrics:
         """Those of the calling rank."""
-        lanes = {lane_of(role): f"{role} {job.allocation.rank_within(role, job.rank)}" for role in job.roles}
+        lanes = {role: f"{role} {job.allocation.rank_within(role, job.rank)}" for role in job.roles}
         return cls(lanes, job.labels[job.rank], timeline)
 
     def take(self, counters: PoolCounters | None) -> dict[str, float]:
@@ -156,7 +156,7 @@ def _timings(step: _TimedStep, timeline: Timeline) -> Timings:
             sizes = plan.sizes.tokens[plan.microbatches[shard.backbone_rank][number]]
         elif shard.encoder_rank is not None:
             sizes = plan.sizes.media_patches[plan.encoder_batches[shard.encoder_rank][number]]
-        timings[role].append([*_sums(sizes), spent])
+        timings[lane_of(role)].append([*_sums(sizes), spent])
     return timings
 
 

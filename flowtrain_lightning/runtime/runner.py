@@ -1,4 +1,4 @@
-"""The course of a step on one rank: its lanes over the pool, the report, and the gradients that they leave."""
+"""The course of a step on one rank: its works over the pool, the report, and the gradients that they leave."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, modality_of
-from flowtrain_lightning.compute.compute import Compute, FeatureSpec
+from flowtrain_lightning.allocator import BACKBONE
+from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.module import FlowModule
@@ -22,18 +22,18 @@ from flowtrain_lightning.parallel.halves import half_parameters
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.parallel.role_buffers import RoleBuffers
 from flowtrain_lightning.pool import PoolCounters
-from flowtrain_lightning.runtime.backbone_lane import BackboneLane
 from flowtrain_lightning.runtime.encoder_checks import FrozenEncoder, UnusedFeatures
-from flowtrain_lightning.runtime.encoder_lane import EncoderLane
 from flowtrain_lightning.runtime.epoch_metrics import EpochMetricSync
+from flowtrain_lightning.runtime.executor import Executor, RolePart
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.pool_capacity import PoolCapacity, PoolSettings
 from flowtrain_lightning.runtime.program import StepProgram, make_program
 from flowtrain_lightning.runtime.rank_metrics import BatchTimes, RankMetrics
-from flowtrain_lightning.runtime.schedule import STAGES, LaneContext, Schedule, Step, run_in_order, run_schedule
+from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod
+from flowtrain_lightning.runtime.step import STAGES, RankContext, Step
 from flowtrain_lightning.runtime.step_end import Note, StepEnd
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, DeviceClock, Timeline
-from flowtrain_lightning.runtime.working_ahead import AheadAlone, AheadTogether, WorkAhead
+from flowtrain_lightning.runtime.working_ahead import AheadAlone, AheadTogether, LaterSteps, WorkAhead
 
 _log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
 
@@ -52,7 +52,7 @@ class RoleRunner:
 
     Attributes:
         trainer: whose steps these are.
-        timeline: what the lanes did when.
+        timeline: what was done when.
         stop_requested: some rank was asked to end (SIGTERM); known to all ranks after the same step.
         collects_timings: reports of training steps have notes of how long everything took.
         metrics_every: after so many training steps, the report has notes of `RankMetrics`; 0 is never.
@@ -93,7 +93,6 @@ class RoleRunner:
         groups = {role: job.groups.between_steps(role) for role in asked}
         self._buffers = {role: RoleBuffers(module, role, groups[role], device) for role in self._roles}
         self._in_lockstep = [role for role, engine in self._engines.items() if engine.in_lockstep]
-        self._modalities = {role: modality_of(role) for role in encoders}
         self._parameters = list(module.parameters())
         # Without memory on a rank that does not encode.
         self._encoder_parameters = {role: half_parameters(module, role) for role in encoders}
@@ -110,6 +109,8 @@ class RoleRunner:
         self._looks_at_encoder = self._encoder is not None and job.rank == ranks[self._encoder][0]
         self._indices = dict.fromkeys(STAGES, 0)
         self._ahead: dict[str, tuple[int, int] | None] = {}  # stage -> name of the step that may have been begun
+        self._later: LaterSteps | None = None
+        self._readers, self._makers = job.allocation.members(BACKBONE), job.allocation.encoder_members
 
     # ---- what FlowModule calls ----------------------------------------------------------------------------------
 
@@ -122,7 +123,7 @@ class RoleRunner:
         for engine in self._engines.values():
             engine.begin_step()
         with own_streams():
-            self._run_lanes(step, context, [])
+            self._run_works(step, context, [])
             # Before the report: a rank that waits in a sum for this one may not come to the report until it has it.
             for engine in self._engines.values():  # the backbone's first, on every rank
                 engine.send_gradients()
@@ -143,7 +144,7 @@ class RoleRunner:
         """Forward of this rank's part; the mean loss is returned."""
         step, context = self._begin(batch, stage)
         with own_streams():
-            self._run_lanes(step, context, [])
+            self._run_works(step, context, [])
             report = self._end(step, context, batch_idx, None)
         self.stop_requested = self.stop_requested or report.stop
         context.enter("between steps", step)
@@ -154,7 +155,7 @@ class RoleRunner:
         step, context = self._begin(batch, "predict")
         outputs: list[Any] = []
         with own_streams():
-            self._run_lanes(step, context, outputs)
+            self._run_works(step, context, outputs)
         context.enter("between steps", step)
         return outputs
 
@@ -198,12 +199,11 @@ class RoleRunner:
 
     # ---- the course of a step -----------------------------------------------------------------------------------
 
-    def _begin(self, batch: StepBatch, stage: str, training: Collection[str] = ()) -> tuple[Step, LaneContext]:
+    def _begin(self, batch: StepBatch, stage: str, training: Collection[str] = ()) -> tuple[Step, RankContext]:
         self._page.begin_step()
         self.timeline.settle()
         program = batch.program or self.prepare(batch)
-        frozen = [modality for role, modality in self._modalities.items() if role not in training]
-        step = Step(batch, program, stage, self._indices[stage], bool(training), frozen)
+        step = Step(batch, program, stage, self._indices[stage], training)
         self._indices[stage] += 1
         self._page.enter("begin the step", step.index)
         for buffers in self._buffers.values():
@@ -214,40 +214,32 @@ class RoleRunner:
         changes_course = ahead is not None and (step.trains or step.name != ahead)
         if ahead is not None and not changes_course:
             self._frozen.refuse_changes(stage)
-        if self._capacity.ensure_capacity(step, anew=changes_course):
-            assert self._capacity.context is not None
-            context, job = self._capacity.context, self._job
-            self._backbone_lane = BackboneLane(
-                context,
-                job.allocation.encoder_members,
-                answers=job.is_first(BACKBONE),
-                counts=job.is_first_tensor_rank(BACKBONE),
-            )
-            if self._encoder is not None:
-                self._encoder_lane = EncoderLane(
-                    context,
-                    job.allocation.members(BACKBONE),
-                    publishes=job.is_first(self._encoder),
-                    role=self._encoder,
-                    meets_in_forwards=job.allocation.layouts[self._encoder].gathers_weights,
-                )
-        assert self._capacity.context is not None
-        return step, self._capacity.context
+        opened = self._capacity.ensure_capacity(step, anew=changes_course)
+        context = self._capacity.context
+        assert context is not None
+        if opened and self._encoder is not None:
+            self._later = LaterSteps(context, self._encoder_part(context, self._encoder), self._encoder)
+        return step, context
 
-    def _run_lanes(self, step: Step, context: LaneContext, outputs: list[Any]) -> None:
-        spec = self._compute.spec if step.plan.entries else None
+    def _encoder_part(self, context: RankContext, role: str) -> RolePart:
+        method = EncoderMethod(context, role, meets_in_forwards=self._job.allocation.layouts[role].gathers_weights)
+        return RolePart(method, readers=self._readers, speaks=self._job.is_first(role))
+
+    def _backbone_part(self, context: RankContext, predictions: list[Any]) -> RolePart:
+        speaks, counts = self._job.is_first(BACKBONE), self._job.is_first_tensor_rank(BACKBONE)
+        method = BackboneMethod(context, predictions, speaks=speaks, counts=counts)
+        return RolePart(method, makers=self._makers, speaks=speaks)
+
+    def _run_works(self, step: Step, context: RankContext, predictions: list[Any]) -> None:
         if step.stage == "train":
             for buffers in self._buffers.values():
                 buffers.note()
-        lanes: list[tuple[str, Schedule]] = []
-        if BACKBONE in self._roles:
-            lanes.append((BACKBONE, self._backbone_lane.run(step, spec, outputs)))
-        if self._encoder is not None and spec is not None:
-            lanes.append((ENCODER, self._encoder_lane.run(step, spec)))
-        if step.program.lane_order is not None:
-            run_in_order(context, dict(lanes), step.program.lane_order.order(step.trains), step)
-        else:
-            run_schedule(context, lanes, step)
+        parts = {
+            role: self._backbone_part(context, predictions) if role == BACKBONE else self._encoder_part(context, role)
+            for role in self._roles
+        }
+        begun = {} if self._encoder is None or self._later is None else {self._encoder: self._later.take(step)}
+        Executor(context, parts, step, begun).run()
         self._compute.end_step()
         if step.stage == "train":
             self._look_at_buffers(step)
@@ -267,7 +259,7 @@ class RoleRunner:
                     "those of the role's first rank, which follow its samples, so they differ a little between layouts."
                 )
 
-    def _end(self, step: Step, context: LaneContext, batch_idx: int, note: Note | None) -> StepReport:
+    def _end(self, step: Step, context: RankContext, batch_idx: int, note: Note | None) -> StepReport:
         steps_left = self._steps_left(step.stage, batch_idx) if self._frozen_works_ahead and not step.trains else 0
         may_work_ahead = steps_left > 0
         self._ahead[step.stage] = (step.name[0], step.name[1] + 1) if may_work_ahead else None
@@ -275,11 +267,11 @@ class RoleRunner:
             self._frozen.note(step.stage)
         if BACKBONE in self._roles:
             return self._step_end.agree(context, step, note)
-        spec = self._compute.spec if may_work_ahead else None
-        work_ahead = None if spec is None else self._work_ahead(step, context, spec, steps_left)
+        is_able = may_work_ahead and self._compute.spec is not None
+        work_ahead = self._work_ahead(step, context, steps_left) if is_able else None
         return self._step_end.receive(context, step, note, work_ahead)
 
-    def _work_ahead(self, step: Step, context: LaneContext, spec: FeatureSpec, steps_left: int) -> WorkAhead:
+    def _work_ahead(self, step: Step, context: RankContext, steps_left: int) -> WorkAhead:
         """What this encoder rank does until the step has ended."""
 
         def later(distance: int) -> Step | None:
@@ -287,26 +279,26 @@ class RoleRunner:
             if following is None:
                 return None
             program = following.program or self.prepare(following)
-            return Step(following, program, step.stage, step.index + distance, trains=False)
+            return Step(following, program, step.stage, step.index + distance)
 
-        lane = self._encoder_lane
-        buffers = self._buffers[str(self._encoder)]
+        ahead, buffers = self._later, self._buffers[str(self._encoder)]
+        assert ahead is not None
 
-        def fits(step: Step, number: int) -> bool:
-            return buffers.may_work_ahead and lane.fits_ahead(step, number, spec=spec)
+        def fits(step: Step, place: int) -> bool:
+            return buffers.may_work_ahead and ahead.fits(step, place)
 
-        find = partial(lane.find_ahead, later, steps_left)
+        find = partial(ahead.find, later, steps_left)
         if self._encoder not in self._in_lockstep:
-            return AheadAlone(find, fits, lane.encode_ahead)
-        return AheadTogether(find, fits, lane.encode_ahead, partial(self._vote, context, step))
+            return AheadAlone(find, fits, ahead.publish)
+        return AheadTogether(find, fits, ahead.publish, partial(self._vote, context, step))
 
-    def _vote(self, context: LaneContext, step: Step, votes: Tensor) -> Tensor:
+    def _vote(self, context: RankContext, step: Step, votes: Tensor) -> Tensor:
         """The sum of what the encoder ranks say."""
         assert self._encoder is not None
         context.enter("wait for the other encoder ranks", step)
         start = self.timeline.start()
         self._job.groups.sum_over_role(self._encoder, votes)
-        self.timeline.stop(start, ENCODER, STALL, "other encoder ranks", step.stage, step.index)
+        self.timeline.stop(start, self._encoder, STALL, "other encoder ranks", step.stage, step.index)
         return votes
 
     def _note(self, step: Step) -> Note | None:

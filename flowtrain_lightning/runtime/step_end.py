@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER
+from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.job import Job
-from flowtrain_lightning.runtime.schedule import LaneContext, Step
+from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import STALL
 from flowtrain_lightning.runtime.working_ahead import WorkAhead
 
@@ -99,7 +99,7 @@ class StepEnd:
         first = within - within % layout.ranks_of_member
         return range(first, first + layout.ranks_of_member)
 
-    def agree(self, context: LaneContext, step: Step, note: Note | None) -> StepReport:
+    def agree(self, context: RankContext, step: Step, note: Note | None) -> StepReport:
         """On every backbone rank: the report of a step whose lanes have ended.
 
         Args:
@@ -126,7 +126,7 @@ class StepEnd:
             context.pool.settle()
         return report
 
-    def receive(self, context: LaneContext, step: Step, note: Note | None, work_ahead: WorkAhead | None) -> StepReport:
+    def receive(self, context: RankContext, step: Step, note: Note | None, work_ahead: WorkAhead | None) -> StepReport:
         """On an encoder rank without a backbone lane: the report, when the backbone ranks have agreed on it.
 
         Args:
@@ -156,14 +156,14 @@ class StepEnd:
                 context.enter("wait for the backbone to end the step", step)
                 waits = True
             pool.poll(_WAKE_SECONDS)
-        context.timeline.stop(start, ENCODER, STALL, "end of the step", step.stage, step.index)
+        context.timeline.stop(start, self._job.roles[0], STALL, "end of the step", step.stage, step.index)
         lease = pool.get(key)
         assert lease is not None, "it has arrived"
         report = StepReport(**json.loads(bytes(lease.tensors[0].numpy())))
         lease.release()
         return replace(report, notes=tuple(report.notes))
 
-    def _arrived(self, context: LaneContext, step: Step) -> list[Note]:
+    def _arrived(self, context: RankContext, step: Step) -> list[Note]:
         """Notes of encoder ranks that are here by now."""
         context.pool.poll()
         found = []

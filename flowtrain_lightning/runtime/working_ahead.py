@@ -5,16 +5,71 @@ Only where the encoder is frozen. How far they come is a matter of time; what th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.runtime.schedule import Step
+from flowtrain_lightning.packing.step_work import STEPS_AHEAD
+from flowtrain_lightning.runtime.executor import Executor, RolePart
+from flowtrain_lightning.runtime.step import RankContext, Step
 
 Ahead = tuple[Step, int]
 """A later step, and the number of one of its encoder batches."""
+
+
+class LaterSteps:
+    """The encoder batches of later steps that a rank has published, of an encoder that is frozen.
+
+    Args:
+        context: what the rank works with.
+        part: what it needs for the works of the encoder.
+        role: the encoder.
+    """
+
+    def __init__(self, context: RankContext, part: RolePart, role: str) -> None:
+        self._context = context
+        self._parts: Mapping[str, RolePart] = {role: part}
+        self._role = role
+        self._executors: dict[tuple[str, int], Executor] = {}  # stage and step -> runs what is done ahead of it
+        self._begun: dict[tuple[str, int], int] = {}  # stage and step -> the place of the first batch that is left
+
+    def take(self, step: Step) -> int:
+        """The place of the first batch that was not published ahead of a step, which begins now."""
+        self._executors.pop((step.stage, step.index), None)
+        return self._begun.pop((step.stage, step.index), 0)
+
+    def find(self, later: Callable[[int], Step | None], steps_left: int) -> Ahead | None:
+        """The next encoder batch of later steps, and its step; None where there is none within `STEPS_AHEAD`.
+
+        Args:
+            later: gives the n-th step after the one that runs, from 1; None past the end.
+            steps_left: steps of this stage that will follow.
+        """
+        for distance in range(1, min(steps_left, STEPS_AHEAD) + 1):
+            if (step := later(distance)) is None:
+                return None
+            begun = self._begun.get((step.stage, step.index), 0)
+            place = next((place for place in step.program.roles[self._role].batches if place >= begun), None)
+            if place is not None:
+                return step, place
+        return None
+
+    def fits(self, step: Step, place: int) -> bool:
+        """Whether there is room now for the rows of a batch of a later step."""
+        spec = self._context.compute.spec
+        assert spec is not None
+        rows = [made.rows for made in step.program.roles[self._role].batches[place].made]
+        return not self._parts[self._role].speaks or self._context.pool.fits(spec.entry_nbytes(rows), ahead=True)
+
+    def publish(self, step: Step, place: int) -> None:
+        """Encodes and publishes what `find` found and `fits` has room for."""
+        name = step.stage, step.index
+        if name not in self._executors:
+            self._executors[name] = Executor(self._context, self._parts, step)
+        self._executors[name].publish_ahead(self._role, place)
+        self._begun[name] = place + 1
 
 
 class WorkAhead(Protocol):

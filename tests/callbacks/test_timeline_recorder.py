@@ -37,7 +37,7 @@ def test_files_of_an_earlier_run_with_more_ranks_are_not_taken_for_this_run(tmp_
 def one_rank(lanes: list[str]) -> list[dict]:
     """The timeline of a rank that worked for 10 ms in each of its lanes."""
     spans = [
-        [lane, "compute", "microbatch", "train", 3, 0, 0.01 * start, 0.01 * (start + 1)]
+        [lane, "compute", "forward", "train", 3, 0, 0.01 * start, 0.01 * (start + 1)]
         for start, lane in enumerate(lanes)
     ]
     return [{"rank": 0, "label": " and ".join(f"{lane} 0" for lane in lanes), "spans": spans}]

@@ -60,7 +60,7 @@ def settings_for(fault: Fault, hang_timeout: float = HANG_TIMEOUT) -> dict[str, 
 
 def phase(fault: Fault) -> str:
     """What the broken rank was doing, in the words of the messages."""
-    work = "forward of encoder batch 0" if fault.rank == ENCODER else "compute microbatch 0"
+    work = "forward of encoder batch 0" if fault.rank == ENCODER else "forward of microbatch 0"
     if (fault.rank, fault.place, fault.step) == (ENCODER, "train", 0):
         return "first forward of the encoder' of step 0"
     return {

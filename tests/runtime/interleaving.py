@@ -1,4 +1,4 @@
-"""Runs all ranks of a step in one process: the real lanes on a pool whose messages a random order delivers."""
+"""Runs all ranks of a step in one process: the real executor on a pool whose messages a random order delivers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch, StepPlan
 from flowtrain_lightning.pool import Key, MemoryRegion, Reservation, entry_nbytes
-from flowtrain_lightning.runtime.backbone_lane import BackboneLane
-from flowtrain_lightning.runtime.encoder_lane import EncoderLane
+from flowtrain_lightning.runtime.executor import Executor, RolePart
 from flowtrain_lightning.runtime.program import make_program
-from flowtrain_lightning.runtime.schedule import LaneContext, Schedule, Step, run_in_order, run_schedule
+from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod
+from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
 from tests.packing.sizes import meeting_of
 from tests.runtime.late_copies import LateCopies, read_after_copies
@@ -196,6 +196,7 @@ class NumbersCompute:
     """What ``Compute`` does, on numbers: a media's patch is its number, a microbatch's loss couples its features."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    spec: FeatureSpec = SPEC
     copies: Mapping[str, Sequence[CopyStream]] = field(
         default_factory=lambda: {lane: [CopyStream(torch.device("cpu"))] for lane in ROLES}
     )
@@ -326,23 +327,17 @@ class InterleavedStep:
                 colocated_lanes=both_lanes,
                 meets={role: meeting_of(len(of_role[role])) for role in sharing},
             )
-            step = Step(batch_of(plan, part), make_program(plan, part, kept_batches), "train", 0, trains)
-            context = LaneContext(self.pools[rank], self.compute[rank], Page(), Timeline())  # type: ignore[arg-type]
-            lanes = []
-            spec = SPEC if plan.entries else None
+            program = make_program(plan, part, kept_batches)
+            step = Step(batch_of(plan, part), program, "train", 0, ["encoder"] if trains else [])
+            context = RankContext(self.pools[rank], self.compute[rank], Page(), Timeline())  # type: ignore[arg-type]
+            roles = {}
             if part.backbone_rank is not None:
-                lanes.append(
-                    ("backbone", BackboneLane(context, [(each,) for each in encoder_ranks]).run(step, spec, []))
-                )
-            if part.encoder_rank is not None and spec is not None:
-                readers = [(each,) for each in backbone_ranks]
-                lane = EncoderLane(context, readers, meets_in_forwards=meets_in_forwards)
-                lanes.append(("encoder", lane.run(step, spec)))
-            if (lane_order := step.program.lane_order) is not None:
-                order = lane_order.order(trains)
-                parts.append(partial(run_in_order, context, dict(lanes), order, step))
-            else:
-                parts.append(partial(_run_and_sum, context, lanes, step))
+                method = BackboneMethod(context, [], speaks=True, counts=True)
+                roles["backbone"] = RolePart(method, makers=[(each,) for each in encoder_ranks])
+            if part.encoder_rank is not None:
+                encoding = EncoderMethod(context, "encoder", meets_in_forwards=meets_in_forwards)
+                roles["encoder"] = RolePart(encoding, readers=[(each,) for each in backbone_ranks])
+            parts.append(partial(_run_and_sum, Executor(context, roles, step), self.compute[rank]))
         interleaving.run(parts)
 
     def gradient(self, half: str) -> Tensor:
@@ -350,11 +345,11 @@ class InterleavedStep:
         return _gradient([getattr(compute, half) for compute in self.compute])
 
 
-def _run_and_sum(context: LaneContext, lanes: Sequence[tuple[str, Schedule]], step: Step) -> None:
-    """Runs the lanes; the backbone's gradients are summed at their end, if they are not yet."""
-    run_schedule(context, lanes, step)
-    if not context.compute.sums:
-        context.compute.sum_backbone()
+def _run_and_sum(executor: Executor, compute: NumbersCompute) -> None:
+    """Runs all works; the backbone's gradients are summed at their end, if they are not yet."""
+    executor.run()
+    if not compute.sums:
+        compute.sum_backbone()
 
 
 def _gradient(halves: Sequence[Numbers]) -> Tensor:

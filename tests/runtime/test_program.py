@@ -51,17 +51,18 @@ def test_forwards_go_first_while_activations_may_be_kept(kept, recomputed, order
 
 def test_a_rank_that_is_alone_keeps_no_more_than_it_takes():
     plan = plan_of(make_sizes((10, [30]), (80, [20]), (70, [5])))
-    kinds = [kind for kind, _ in colocated(plan).encoder_order]
+    kinds = [kind for kind, _ in colocated(plan).roles["encoder"].passes]
     assert kinds == ["forward", "backward"] * 3, "with others it would go forward first, so that these need not wait"
-    assert [kind for kind, _ in make_program(plan, RankShard(None, 1, 0, 1), 4).encoder_order] == sorted(kinds)[::-1]
+    apart = make_program(plan, RankShard(None, 1, 0, 1), 4).roles["encoder"]
+    assert [kind for kind, _ in apart.passes] == sorted(kinds)[::-1]
 
 
 def test_a_rank_that_is_alone_recomputes_no_more_for_keeping_less():
     plan = plan_of(make_sizes((10, [30, 20]), (60, [20, 4, 4]), (50, [5, 30])))
     for kept in range(5):
-        apart = make_program(plan, RankShard(None, 1, 0, 1), kept)
-        recomputed = [number for number, batch in apart.encoder_batches.items() if batch.recomputes]
-        alone = colocated(plan, kept=kept).encoder_batches
+        apart = make_program(plan, RankShard(None, 1, 0, 1), kept).roles["encoder"]
+        recomputed = [number for number, batch in apart.batches.items() if batch.recomputes]
+        alone = colocated(plan, kept=kept).roles["encoder"].batches
         assert [number for number, batch in alone.items() if batch.recomputes] == recomputed
 
 
@@ -71,13 +72,13 @@ def test_every_batch_has_one_forward_and_one_backward_and_no_more_are_kept_than_
 ):
     plan = plan_of(sizes, encoders, ranks, encoder_budget=budget)
     for rank in range(encoders):
-        program = make_program(plan, RankShard(None, ranks, rank, encoders), kept)
+        encoder = make_program(plan, RankShard(None, ranks, rank, encoders), kept).roles["encoder"]
         numbers = list(range(len(plan.encoder_batches[rank])))
         for kind in ("forward", "backward"):
-            assert [number for done, number in program.encoder_order if done == kind] == numbers
+            assert [number for done, number in encoder.passes if done == kind] == numbers
         held = 0
-        for kind, number in program.encoder_order:
-            held += (kind == "forward") - (kind == "backward") if not program.encoder_batches[number].recomputes else 0
+        for kind, number in encoder.passes:
+            held += (kind == "forward") - (kind == "backward") if not encoder.batches[number].recomputes else 0
             assert held <= kept
 
 
@@ -85,14 +86,16 @@ def test_every_batch_has_one_forward_and_one_backward_and_no_more_are_kept_than_
 def test_the_features_of_a_microbatch_are_its_media_in_order_each_row_once(sizes, encoders, ranks):
     plan = plan_of(sizes, encoders, ranks)
     for rank in range(ranks):
-        program = make_program(plan, RankShard(rank, ranks, None, encoders), 4)
-        assert len(program.microbatches) == len(plan.microbatches[rank])
-        for microbatch in program.microbatches:
-            found = np.full(microbatch.rows.get("image", 0), -1)
-            for entry, slices in microbatch.slices.items():
-                rows = np.repeat(plan.entries[entry].media, plan.sizes.media_rows[plan.entries[entry].media])
-                found[np.concatenate([np.arange(part.start, part.stop) for part in slices])] = rows
-                assert microbatch.owners[entry] == plan.entries[entry].encoder_rank
+        microbatches = make_program(plan, RankShard(rank, ranks, None, encoders), 4).roles["backbone"].batches
+        filled = [number for number, samples in enumerate(plan.microbatches[rank]) if len(samples)]
+        assert list(microbatches) == filled
+        for microbatch in microbatches.values():
+            found = np.full(microbatch.rows_read.get("image", 0), -1)
+            for read in microbatch.read:
+                media = plan.entries[read.entry].media
+                places = np.concatenate([np.arange(part.start, part.stop) for part in read.slices])
+                found[places] = np.repeat(media, plan.sizes.media_rows[media])
+                assert read.maker == plan.entries[read.entry].encoder_rank
             members = plan.microbatches[rank][microbatch.number]
             media = [m for s in members for m in range(plan.sizes.media_start[s], plan.sizes.media_start[s + 1])]
             assert found.tolist() == np.repeat(media, plan.sizes.media_rows[media]).tolist() if media else True
@@ -103,12 +106,12 @@ def test_features_of_a_batch_are_held_together_and_gradients_one_by_one():
     program = colocated(plan)
     demand = program.pool_demand(SPEC)
     last, expected = -1, {}
-    for batch in program.encoder_batches.values():
-        last += len(batch.entries)
-        for entry in batch.entries:
-            expected[entry] = Reservation(nbytes(plan.entries[entry].rows), last)
+    for batch in program.roles["encoder"].batches.values():
+        last += len(batch.made)
+        for made in batch.made:
+            expected[made.entry] = Reservation(nbytes(made.rows), last)
     assert demand.features == expected
-    read = [entry for microbatch in program.microbatches for entry in microbatch.slices]
+    read = [each.entry for microbatch in program.roles["backbone"].batches.values() for each in microbatch.read]
     assert demand.gradients == {
         entry: Reservation(nbytes(plan.entries[entry].rows), number) for number, entry in enumerate(read)
     }
@@ -139,11 +142,19 @@ def test_each_modality_of_a_microbatch_has_rows_of_its_own():
     plan = plan_step(
         sizes, np.arange(2), backbone_ranks=1, encoder_ranks=2, token_budget=TOKEN_BUDGET, encoders=encoders
     )
-    (microbatch,) = make_program(plan, RankShard(0, 1, None, 2, encoders=encoders), 4).microbatches
-    assert microbatch.rows == {"audio": 9, "image": 6}
-    found = {microbatch.modalities[entry]: slices for entry, slices in microbatch.slices.items()}
-    assert found == {"audio": (slice(0, 9),), "image": (slice(0, 6),)}
-    assert {microbatch.modalities[entry]: owner for entry, owner in microbatch.owners.items()} == {
-        "image": 0,
-        "audio": 1,
+    program = make_program(plan, RankShard(0, 1, None, 2, encoders=encoders), 4)
+    (microbatch,) = program.roles["backbone"].batches.values()
+    assert microbatch.rows_read == {"audio": 9, "image": 6}
+    assert {read.modality: (read.maker, read.slices) for read in microbatch.read} == {
+        "image": (0, (slice(0, 6),)),
+        "audio": (1, (slice(0, 9),)),
     }
+
+
+def test_a_rank_with_one_of_several_encoders_works_for_the_role_of_its_modality():
+    encoders = (("image", 1), ("audio", 2))
+    assert [RankShard(None, 1, rank, 3, encoders=encoders).encoder_role for rank in range(3)] == [
+        "encoder_image",
+        "encoder_audio",
+        "encoder_audio",
+    ]

@@ -13,7 +13,7 @@ from flowtrain_lightning.packing import SampleSizes, StepPlan
 from flowtrain_lightning.pool import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.runtime.program import make_program
 from flowtrain_lightning.runtime.rank_metrics import BatchTimes, RankMetrics
-from flowtrain_lightning.runtime.schedule import Step
+from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Span, Timeline
 
 COUNTERS = PoolCounters(
@@ -80,7 +80,7 @@ def step_of(part: RankShard, index: int = 20) -> Step:
     numbers = [np.array([number]) for number in range(4)]
     microbatches = ((np.array([0, 1]), numbers[2]), (numbers[3], np.array([], dtype=np.int64)))
     plan = StepPlan(np.arange(4), sizes, microbatches, ((np.array([0, 3]), np.array([1, 2])),))
-    return Step(StepBatch(plan, part, (), (), 0, index), make_program(plan, part, 4), "train", index, trains=True)
+    return Step(StepBatch(plan, part, (), (), 0, index), make_program(plan, part, 4), "train", index, ["encoder"])
 
 
 def timeline_of(*spans: tuple[str, str, str, int, int, float]) -> Timeline:

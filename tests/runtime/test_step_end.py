@@ -21,7 +21,7 @@ from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.pool import Key, Mesh, Pool
 from flowtrain_lightning.runtime.program import make_program
-from flowtrain_lightning.runtime.schedule import LaneContext, Step
+from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.step_end import StepEnd
 from flowtrain_lightning.runtime.timeline import Timeline
 from tests.packing.sizes import make_sizes, plan_of
@@ -40,11 +40,11 @@ class Rank:
     def __init__(self, mesh: Mesh, pool: Pool) -> None:
         alone = CrossGroup(dist.HashStore(), mesh.rank, 1, timedelta(seconds=5))
         groups = Groups(alone, alone, alone, 0, 1, None, JobKey(b"both ranks"), iter(()))  # type: ignore[arg-type]
-        job: Any = SimpleNamespace(rank=mesh.rank, allocation=ALLOCATION, mesh=mesh, groups=groups)
+        job: Any = SimpleNamespace(rank=mesh.rank, roles=("encoder",), allocation=ALLOCATION, mesh=mesh, groups=groups)
         self.metrics = MetricAccumulator()
         self.pool, self.mesh = pool, mesh
         self._end = StepEnd(job, [ENCODER], {"train": self.metrics})
-        self._context = LaneContext(pool, None, mesh.page, Timeline())  # type: ignore[arg-type]
+        self._context = RankContext(pool, None, mesh.page, Timeline())  # type: ignore[arg-type]
 
     def agree(self, index: int, note: dict[str, Any] | None) -> StepReport:
         self.metrics.close_microbatch(torch.tensor(6.0), 3)
@@ -56,7 +56,7 @@ class Rank:
 
 def step(index: int, shard: RankShard) -> Step:
     plan = plan_of(make_sizes((10, [4])), 1, 1)
-    return Step(StepBatch(plan, shard, (), (), 0, index), make_program(plan, shard, 4), "train", index, trains=True)
+    return Step(StepBatch(plan, shard, (), (), 0, index), make_program(plan, shard, 4), "train", index, ["encoder"])
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])

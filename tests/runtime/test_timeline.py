@@ -11,7 +11,7 @@ import pytest
 
 from flowtrain_lightning.pool import WAIT_LIMITS, Occupancy, PoolCounters
 from flowtrain_lightning.runtime import timeline as timeline_module
-from flowtrain_lightning.runtime.schedule import LaneContext
+from flowtrain_lightning.runtime.step import RankContext
 from flowtrain_lightning.runtime.timeline import COMPUTE, STALL, DeviceClock, Span, Timeline
 from tests.runtime.late_device import LateDevice
 
@@ -28,7 +28,7 @@ def test_shares_are_of_the_recorded_time_of_one_lane():
     timeline = Timeline()
     timeline.add(Span("encoder", COMPUTE, "forward", "train", 0, 0, 10.0, 13.0))
     timeline.add(Span("encoder", STALL, "room", "train", 0, -1, 13.0, 14.0))
-    timeline.add(Span("backbone", COMPUTE, "microbatch", "train", 0, 0, 10.0, 12.0))
+    timeline.add(Span("backbone", COMPUTE, "forward", "train", 0, 0, 10.0, 12.0))
     assert timeline.share("encoder", STALL) == 0.25
     assert timeline.share("backbone", COMPUTE) == 1.0
     assert timeline.share("generator", STALL) == 0.0
@@ -49,7 +49,7 @@ def test_spans_of_a_device_count_once_it_has_ended_them_and_the_host_never_waits
     for number in range(3):
         start = timeline.start()
         device.give(0.5)
-        timeline.stop(start, "backbone", COMPUTE, "microbatch", "train", 0, number)
+        timeline.stop(start, "backbone", COMPUTE, "forward", "train", 0, number)
     assert not timeline.spans
     assert not timeline.is_settled("train", 0)
     device.host += 1.2  # as long as two microbatches take, and some of the third
@@ -66,10 +66,10 @@ def test_what_a_device_waits_for_through_the_pool_is_a_stall_though_the_host_goe
     timeline = Timeline(DeviceClock(device.record, now=device.host_clock))
     copies = SimpleNamespace(is_late=True, hand_over=lambda tensors: device.give(2.0))  # an encoder is not done yet
     step = SimpleNamespace(stage="train", index=0)
-    LaneContext(None, None, None, timeline).hand_over(copies, [], "backbone", step)
+    RankContext(None, None, None, timeline).hand_over(copies, [], "backbone", step)
     start = timeline.start()
     device.give(1.0)
-    timeline.stop(start, "backbone", COMPUTE, "microbatch", "train", 0, 0)
+    timeline.stop(start, "backbone", COMPUTE, "forward", "train", 0, 0)
     device.host += 3.0
     assert timeline.share("backbone", STALL) == pytest.approx(2 / 3)
     assert device.waits == 0
@@ -80,7 +80,7 @@ def test_a_timeline_is_saved_whole_though_the_device_is_late(tmp_path):
     timeline = Timeline(DeviceClock(device.record, now=device.host_clock))
     start = timeline.start()
     device.give(2.0)
-    timeline.stop(start, "backbone", COMPUTE, "microbatch", "train", 0, 0)
+    timeline.stop(start, "backbone", COMPUTE, "forward", "train", 0, 0)
     timeline.save(tmp_path / "rank0.json", rank=0, label="backbone 0")
     assert json.loads((tmp_path / "rank0.json").read_text())["totals"] == {"backbone": {"compute": 2.0}}
 

@@ -42,7 +42,7 @@ def test_encoder_ranks_that_share_weights_have_one_order_of_work(sizes, encoders
         RankShard(None, backbones, rank, encoders, meets={"encoder": meeting_of(encoders)}) for rank in range(encoders)
     ]
     programs = [make_program(plan, shard, kept) for shard in shards]
-    assert len({program.encoder_order for program in programs}) == 1
+    assert len({program.roles["encoder"].passes for program in programs}) == 1
     for rank, program in enumerate(programs):
-        real = [batch.number for batch in program.encoder_batches.values() if batch.number != PADDING]
+        real = [batch.number for batch in program.roles["encoder"].batches.values() if batch.number != PADDING]
         assert real == list(range(len(plan.encoder_batches[rank])))

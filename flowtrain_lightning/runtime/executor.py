@@ -1,0 +1,328 @@
+"""Runs the works of a rank in a step: takes what a work reads, runs its role's method, puts what others read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate, islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.compute.copy_stream import CopyStream
+from flowtrain_lightning.packing.step_graph import BatchOf, Work
+from flowtrain_lightning.pool import Key
+from flowtrain_lightning.runtime.gathering import Gathering, Place
+from flowtrain_lightning.runtime.program import Lane, RankBatch, RankRole
+from flowtrain_lightning.runtime.role_methods import Outputs, RoleMethod
+from flowtrain_lightning.runtime.step import RankContext, Step
+from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL
+
+_WAKE_SECONDS = 0.5
+_FETCHED_AHEAD = 2
+"""Batches whose rows are fetched as they come: so their makers' bytes are free sooner, and they are here in time."""
+
+_ROOM_FOR_ROWS = "bytes for features in the pool"
+_ROOM_FOR_GRADIENTS = "bytes for gradients in the pool"
+_OWN = "own rows"
+
+
+class Progress(Enum):
+    """What a lane has done since it was asked last."""
+
+    WORK = "a work"
+    PART = "something inside of one"
+
+
+class Wait(NamedTuple):
+    """A lane cannot go on.
+
+    Attributes:
+        role: whose work waits.
+        reason: for what.
+    """
+
+    role: str
+    reason: str
+
+
+Course = Iterator[Progress | Wait]
+"""Lanes and works on their way: they yield what they have done, or what they wait for."""
+
+
+@dataclass(frozen=True)
+class RolePart:
+    """What a rank needs for the works of one of its roles.
+
+    Attributes:
+        method: runs its forwards.
+        readers: member of the role that reads its rows -> that member's ranks.
+        makers: member of those whose rows it reads, counted over all encoders -> that member's ranks.
+        speaks: of ranks that share a work, which all have the same, this one puts it into the pool.
+    """
+
+    method: RoleMethod
+    readers: Sequence[tuple[int, ...]] = ()
+    makers: Sequence[tuple[int, ...]] = ()
+    speaks: bool = True
+
+
+@dataclass
+class _Batch:
+    """A batch on its way through the step.
+
+    Attributes:
+        batch: what it reads, and who reads it.
+        read: the rows that it reads.
+        gradients: of the rows that it makes.
+        outputs: of its forward, with their graph; None before it, or where it will be computed again.
+    """
+
+    batch: RankBatch
+    read: Gathering
+    gradients: Gathering
+    outputs: Outputs | None = None
+
+
+class Executor:
+    """The course of one step on one rank.
+
+    Args:
+        context: what the rank works with.
+        parts: role -> what its works need, in order of precedence.
+        step: the step.
+        begun: role -> the place of the first batch that was not published ahead of the step.
+    """
+
+    def __init__(
+        self, context: RankContext, parts: Mapping[str, RolePart], step: Step, begun: Mapping[str, int] | None = None
+    ) -> None:
+        self._context = context
+        self._parts = parts
+        self._step = step
+        self._begun = begun or {}
+        self._lanes = step.program.lanes(step.trained)
+        self._ended: set[str] = set()
+        works = [work for lane in self._lanes for work in lane.works]
+        self._last = {work.batch.role: work for work in works}  # the last one of each role
+        self._coming: dict[str, deque[_Batch]] = {}
+        self._open: dict[str, dict[int, _Batch]] = {}
+        for role, each in step.program.roles.items():
+            streams = context.compute.copies[role]
+            places = [work.batch.number for work in works if work.batch.role == role and work.kind == "forward"]
+            self._coming[role] = deque(
+                self._batch(each, place, streams[n % len(streams)]) for n, place in enumerate(places)
+            )
+            self._open[role] = {}
+
+    def run(self) -> None:
+        """Runs all works, in one thread.
+
+        After every work the first lane is asked again, so it has precedence. Where no lane can go on, the rank sleeps
+        until something arrives from another rank.
+        """
+        pool, running = self._context.pool, {lane.roles: self._course(lane) for lane in self._lanes}
+        pool.poll()
+        while running:
+            waits: list[Wait] = []
+            for roles, course in list(running.items()):
+                found = next(course, None)
+                if found is None:
+                    del running[roles]
+                    self._ended.update(roles)
+                if not isinstance(found, Wait):
+                    pool.poll()
+                    break
+                waits.append(found)
+            else:
+                self._sleep(waits)
+        pool.settle()
+
+    def _sleep(self, waits: Sequence[Wait]) -> None:
+        """Waits until something arrives from another rank."""
+        context, step = self._context, self._step
+        context.enter(f"wait for {' and '.join(wait.reason for wait in waits)}", step)
+        start = context.timeline.start()
+        while not context.pool.poll(_WAKE_SECONDS):
+            pass
+        context.timeline.stop(start, waits[0].role, STALL, waits[0].reason, step.stage, step.index)
+
+    def publish_ahead(self, role: str, place: int) -> None:
+        """Runs a forward before the step begins, of a role that reads nothing and does not train.
+
+        There is room for what it makes.
+        """
+        each = self._step.program.roles[role]
+        batch = self._batch(each, place, self._context.compute.copies[role][0])
+        if self._parts[role].method.is_for_nothing(batch.batch):
+            return
+        outputs = self._compute(Work(BatchOf(role, each.member, place), "forward"), batch, keep=False)
+        if self._parts[role].speaks:
+            for found in self._publish(role, batch.batch, outputs.rows, ahead=True):
+                raise AssertionError(f"it was to wait for {found}, but there was room for the whole batch")
+
+    # ---- works --------------------------------------------------------------------------------------------------
+
+    def _course(self, lane: Lane) -> Course:
+        for role in lane.roles:
+            yield from self._reserve(role)
+        for work in lane.works:
+            role, place = work.batch.role, work.batch.number
+            self._step.executed[role].append(f"{work.kind} {place}")
+            if place < self._begun.get(role, 0):  # published ahead of the step
+                self._coming[role].popleft()
+                continue
+            # Whatever it waits for, it takes what has arrived: the bytes may be what another work needs.
+            self._take_arrived()
+            if work.kind == "forward":
+                yield from self._forward(work)
+            else:
+                yield from self._backward(work)
+            yield Progress.WORK
+
+    def _reserve(self, role: str) -> Course:
+        pool, spec, part = self._context.pool, self._context.compute.spec, self._parts[role]
+        if spec is None or not self._step.plan.entries or not part.speaks:
+            return
+        if part.readers:
+            rows = self._step.reserved_features(spec, role, self._begun.get(role, 0))
+            yield from self._until(lambda: pool.reserve(rows), role, _ROOM_FOR_ROWS)
+        if part.makers and self._step.trains:
+            gradients = self._step.reserved_gradients(spec)
+            yield from self._until(lambda: pool.reserve(gradients, ahead=True), role, _ROOM_FOR_GRADIENTS)
+
+    def _forward(self, work: Work) -> Course:
+        role, place = work.batch.role, work.batch.number
+        batch, part = self._coming[role][0], self._parts[role]
+        name = f"{part.method.batch_name} {batch.batch.number}"
+        yield from self._until(lambda: not batch.read.missing, role, f"features of {name}")
+        keys = [Key(self._step.features, self._step.index, made.entry) for made in batch.batch.made]
+        if part.speaks and keys:
+            yield from self._until(lambda: self._context.pool.has_room(keys), role, _ROOM_FOR_ROWS)
+        self._coming[role].popleft()
+        goes_back = role in self._step.trained
+        if not goes_back and part.method.is_for_nothing(batch.batch):
+            return
+        outputs = self._compute(work, batch, keep=goes_back and not batch.batch.recomputes)
+        if goes_back:
+            batch.outputs = None if batch.batch.recomputes else outputs
+            self._open[role][place] = batch
+        if part.speaks:
+            yield from self._publish(role, batch.batch, outputs.rows)
+
+    def _backward(self, work: Work) -> Course:
+        role, place, context = work.batch.role, work.batch.number, self._context
+        batch = self._open[role][place]
+        name = f"{self._parts[role].method.batch_name} {batch.batch.number}"
+        yield from self._until(lambda: not batch.gradients.missing, role, f"gradients of {name}")
+        del self._open[role][place]
+        outputs = self._compute(work, batch, keep=True) if batch.outputs is None else batch.outputs
+        is_last = work == self._last[role]
+        if is_last:
+            self._send_gradients_before(role)
+        context.enter(f"backward of {name}", self._step)
+        gradients = batch.gradients.tensors(_OWN) or (None,) * len(outputs.rows)
+        context.hand_over(batch.gradients.copies, gradients, role, self._step)
+        start = context.timeline.start()
+        reached, given = (*outputs.rows,), (*gradients,)
+        if outputs.loss is not None:
+            reached, given = (*reached, outputs.loss), (*given, outputs.seed)
+        if reached:
+            context.compute.backward(role, reached, given, last=is_last)
+        context.timeline.stop(start, role, COMPUTE, "backward", self._step.stage, self._step.index, batch.batch.number)
+        if self._step.trains and self._parts[role].speaks:
+            yield from self._give_back(role, batch)
+
+    def _compute(self, work: Work, batch: _Batch, *, keep: bool) -> Outputs:
+        """A forward, by the role's method."""
+        role, context, step = work.batch.role, self._context, self._step
+        method, number = self._parts[role].method, batch.batch.number
+        for name in batch.read.names:
+            context.hand_over(batch.read.copies, batch.read.tensors(name), role, step)
+        context.enter(f"forward of {method.batch_name} {number}", step)
+        start = context.timeline.start()
+        outputs = method.forward(step, work.batch.member, batch.batch, batch.read, keep=keep)
+        context.timeline.stop(start, role, COMPUTE, "forward", step.stage, step.index, number)
+        return outputs
+
+    def _send_gradients_before(self, role: str) -> None:
+        """Begins to sum the gradients of the roles before this one, in their order on every rank.
+
+        From here on no other rank needs anything of this one but sums, in which a GPU may wait for the others.
+        """
+        before = [other for other in self._parts if other != role][: list(self._parts).index(role)]
+        if before and self._ended.issuperset(before) and self._context.pool.is_settled:
+            for other in before:
+                self._context.compute.send_gradients(other)
+
+    # ---- what passes through the pool ---------------------------------------------------------------------------
+
+    def _publish(self, role: str, batch: RankBatch, rows: Sequence[Tensor], ahead: bool = False) -> Course:
+        """Puts the rows of a batch that others read."""
+        if not batch.made:
+            return
+        step, timeline = self._step, self._context.timeline
+        start = timeline.start()
+        sizes = [made.rows for made in batch.made]
+        for made, part in zip(
+            batch.made, zip(*(torch.split(each.detach(), sizes) for each in rows), strict=True), strict=True
+        ):
+            key, readers = Key(step.features, step.index, made.entry), self._parts[role].readers[made.reader]
+            while self._context.pool.put(key, part, readers, ahead=ahead) is None:
+                yield Progress.PART if self._take_arrived() else Wait(role, _ROOM_FOR_ROWS)
+                start = timeline.start()
+        timeline.stop(start, role, COMMUNICATION, "features", step.stage, step.index)
+
+    def _give_back(self, role: str, batch: _Batch) -> Course:
+        """Puts the gradients of the rows that a batch has read."""
+        step, timeline = self._step, self._context.timeline
+        start = timeline.start()
+        for read in batch.batch.read:
+            if read.modality not in step.answered:
+                continue
+            # No rows stand for no gradient: what took no part in the loss keeps None, as it would in one process.
+            leaves = [leaf for leaf in batch.read.tensors(read.modality) if leaf is not None]
+            gradients = [leaf.detach()[:0] if leaf.grad is None else _rows(leaf.grad, read.slices) for leaf in leaves]
+            key, makers = Key(step.gradients, step.index, read.entry), self._parts[role].makers[read.maker]
+            # An encoder that trains never works ahead, so that region is free for gradients. Were they to share one
+            # with features, two ranks with both roles could each fill it with what the other must read first.
+            while self._context.pool.put(key, gradients, makers, ahead=True) is None:
+                yield Progress.PART if self._take_arrived() else Wait(role, _ROOM_FOR_GRADIENTS)
+                start = timeline.start()
+        timeline.stop(start, role, COMMUNICATION, "gradients", step.stage, step.index)
+
+    def _until(self, can_go_on: Callable[[], bool], role: str, reason: str) -> Course:
+        while not can_go_on():
+            yield Progress.PART if self._take_arrived() else Wait(role, reason)
+
+    def _take_arrived(self) -> bool:
+        """Copies all that has arrived, so that no rank waits for this one to come to it; says whether it was any."""
+        taken = False
+        for role in self._parts:
+            for batch in islice(self._coming.get(role, ()), _FETCHED_AHEAD):
+                taken |= batch.read.take_arrived(role, self._step)
+            for batch in self._open.get(role, {}).values():
+                taken |= batch.gradients.take_arrived(role, self._step)
+        return taken
+
+    def _batch(self, role: RankRole, place: int, copies: CopyStream) -> _Batch:
+        batch, step = role.batches[place], self._step
+        read = {Key(step.features, step.index, each.entry): Place(each.modality, each.slices) for each in batch.read}
+        ends = accumulate(made.rows for made in batch.made)
+        given = {
+            Key(step.gradients, step.index, made.entry): Place(_OWN, (slice(end - made.rows, end),))
+            for made, end in zip(batch.made, ends, strict=True)
+        }
+        return _Batch(
+            batch,
+            Gathering(self._context, read, batch.rows_read, copies, "features"),
+            Gathering(self._context, given, {_OWN: sum(made.rows for made in batch.made)}, copies, "gradients"),
+        )
+
+
+def _rows(gradient: Tensor, slices: tuple[slice, ...]) -> Tensor:
+    """The rows of one entry; a view where they are in one piece."""
+    return gradient[slices[0]] if len(slices) == 1 else torch.cat([gradient[run] for run in slices])

@@ -1,0 +1,137 @@
+"""What the roles of a rank compute: which of the user's methods runs on a batch, and on what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.compute.compute import as_features
+from flowtrain_lightning.data import Features
+from flowtrain_lightning.runtime.gathering import Gathering
+from flowtrain_lightning.runtime.program import PADDING, RankBatch
+from flowtrain_lightning.runtime.step import RankContext, Step
+
+
+class Outputs(NamedTuple):
+    """What a forward gives.
+
+    Attributes:
+        rows: that others read.
+        loss: summed; None of a role that has none, or where it is not differentiated.
+        seed: the gradient of the loss.
+    """
+
+    rows: tuple[Tensor, ...] = ()
+    loss: Tensor | None = None
+    seed: Tensor | None = None
+
+
+class RoleMethod(Protocol):
+    """Runs the forward of one role."""
+
+    batch_name: str
+    """What a batch of the role is called."""
+
+    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> Outputs:
+        """The forward of one batch.
+
+        Args:
+            step: the step.
+            member: of the role, to which this rank belongs.
+            batch: which one.
+            read: what it reads, complete.
+            keep: its backward will follow.
+        """
+
+    def is_for_nothing(self, batch: RankBatch) -> bool:
+        """Whether a batch need not be computed that has no backward."""
+
+
+class EncoderMethod:
+    """Runs ``encode``.
+
+    Args:
+        context: what the rank works with.
+        role: the encoder.
+        meets_in_forwards: other ranks need this one in every forward; else padding batches are for backwards alone.
+    """
+
+    batch_name = "encoder batch"
+
+    def __init__(self, context: RankContext, role: str, *, meets_in_forwards: bool = True) -> None:
+        self._context = context
+        self._role = role
+        self._meets_in_forwards = meets_in_forwards
+
+    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> Outputs:
+        """See `RoleMethod`."""
+        is_padding = batch.number == PADDING
+        media = step.batch.padding_media if is_padding else step.batch.encoder_batches[batch.number]
+        assert media is not None
+        stream = batch.number * len(step.plan.encoder_batches) + member
+        with torch.set_grad_enabled(keep):
+            return Outputs(self._context.compute.encode(self._role, media, step=step.name, number=stream))
+
+    def is_for_nothing(self, batch: RankBatch) -> bool:
+        """See `RoleMethod`."""
+        return batch.number == PADDING and not self._meets_in_forwards
+
+
+class BackboneMethod:
+    """Runs ``backbone_step``.
+
+    Args:
+        context: what the rank works with.
+        predictions: to which they are appended, on the rank that speaks for those that share a microbatch.
+        speaks: this rank does.
+        counts: its losses and logged values count; of tensor ranks, which all have the same, those of the first do.
+    """
+
+    batch_name = "microbatch"
+
+    def __init__(self, context: RankContext, predictions: list[Any], *, speaks: bool, counts: bool) -> None:
+        self._context = context
+        self._predictions = predictions
+        self._speaks = speaks
+        self._counts = counts
+
+    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> Outputs:
+        """See `RoleMethod`; the rows that it reads are leaves of the graph, and have gradients after the backward."""
+        compute, packed = self._context.compute, step.batch.microbatches[batch.number]
+        assert packed is not None
+        features: Features = {}
+        for modality in read.names:
+            rows = tuple(tensor for tensor in read.tensors(modality) if tensor is not None)
+            for tensor in rows:
+                tensor.requires_grad_(modality in step.answered and tensor.is_floating_point())
+            features |= as_features(modality, rows)
+        if not features and step.plan.entries and step.batch.shard.meeting("backbone").passes:
+            # Other ranks may have media now, and sum gradients of all that a layout gathers together. So what only
+            # features meet, such as a projector, takes part here as well.
+            assert compute.spec is not None
+            modality = step.plan.entries[0].modality  # of all of them, where ranks share weights
+            features = as_features(modality, compute.spec.no_rows(compute.device))
+            packed = replace(packed, media_positions={modality: packed.tokens[:0]})
+        if step.stage == "train" and batch.number == 0:
+            compute.check_context(packed, features)
+        result = compute.microbatch(
+            packed,
+            features,
+            stage=step.stage,
+            step=step.name,
+            number=batch.number * len(step.plan.microbatches) + member,
+            counts=self._counts,
+        )
+        is_padding = not packed.samples
+        if step.stage == "predict":
+            self._predictions += [] if is_padding or not self._speaks else [result]
+        if not keep or not result.requires_grad:
+            return Outputs()
+        return Outputs(loss=result, seed=torch.full_like(result, 0.0 if is_padding else 1.0))
+
+    def is_for_nothing(self, batch: RankBatch) -> bool:
+        """See `RoleMethod`: each microbatch has samples, or is one that others need."""
+        return False

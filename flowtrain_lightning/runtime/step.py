@@ -1,0 +1,133 @@
+"""One step of a stage as a rank sees it, and what the rank works with."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flowtrain_lightning.compute.compute import Compute, FeatureSpec
+from flowtrain_lightning.compute.copy_stream import CopyStream
+from flowtrain_lightning.data import StepBatch, StepPlan
+from flowtrain_lightning.packing.roles import BACKBONE, modality_of
+from flowtrain_lightning.pool import Key, Pool, Reservation, StatusPage
+from flowtrain_lightning.runtime.program import StepProgram
+from flowtrain_lightning.runtime.timeline import STALL, Timeline
+
+STAGES = ("train", "val", "test", "predict")
+
+_FEATURES, _GRADIENTS, _REPORT, _NOTES, _KINDS = range(5)
+
+
+class Step:
+    """A step of one stage.
+
+    Args:
+        training: roles of encoders that train now, whether they have media items in the step or not.
+
+    Attributes:
+        batch: this rank's part.
+        plan: of the whole step.
+        program: what this rank does in it.
+        stage: one of ``STAGES``.
+        index: counts the steps of this stage since the start of the run, alike on all ranks.
+        trains: gradients go back to an encoder.
+        trained: roles that have backwards in the step.
+        answered: modalities of the step to whose encoders gradients go.
+        name: epoch and step within it, which name random streams.
+        features: channel of the pool for features, whose keys go on with ``index`` and the number of the entry.
+        gradients: channel for the gradients of features, with keys of the same form.
+        report: channel on which encoder ranks find the step's report, under ``index``.
+        notes: channel for what encoder ranks tell at the step's end, under a round and their number among all
+            that encode.
+        executed: role -> its forwards and backwards, in the order in which this rank ran them.
+    """
+
+    def __init__(
+        self, batch: StepBatch, program: StepProgram, stage: str, index: int, training: Collection[str] = ()
+    ) -> None:
+        self.batch = batch
+        self.plan: StepPlan = batch.plan
+        self.program = program
+        self.stage = stage
+        self.index = index
+        self.trains = bool(training)
+        self.trained = frozenset([*training, BACKBONE] if stage == "train" else [])
+        modalities = {modality_of(role) for role in training}
+        self.answered = frozenset(
+            modality for modality in program.modalities if modality in modalities or None in modalities
+        )
+        self.name = batch.epoch, batch.step
+        self.executed: defaultdict[str, list[str]] = defaultdict(list)
+        first = STAGES.index(stage) * _KINDS
+        self.features, self.gradients = first + _FEATURES, first + _GRADIENTS
+        self.report, self.notes = first + _REPORT, first + _NOTES
+
+    def reserved_features(self, spec: FeatureSpec, role: str, begun: int = 0) -> dict[Key, Reservation]:
+        """What this rank reserves for the rows that a role of it makes, in the order in which it puts entries.
+
+        Args:
+            spec: what a row of features is.
+            role: whose batches make them.
+            begun: batches below this place were published ahead of the step.
+        """
+        demand = self.program.pool_demand(spec).features
+        if begun:
+            batches = self.program.roles[role].batches.items()
+            left = [made.entry for place, batch in batches if place >= begun for made in batch.made]
+            before = len(demand) - len(left)
+            demand = {entry: Reservation(demand[entry].nbytes, demand[entry].released_after - before) for entry in left}
+        return {Key(self.features, self.index, entry): reserved for entry, reserved in demand.items()}
+
+    def reserved_gradients(self, spec: FeatureSpec) -> dict[Key, Reservation]:
+        """What this rank reserves for the gradients that it gives back, in the order in which it puts entries."""
+        demand = self.program.pool_demand(spec).gradients
+        if len(self.answered) < len(self.program.modalities):
+            answered = [entry for entry in demand if self.plan.entries[entry].modality in self.answered]
+            demand = {entry: Reservation(demand[entry].nbytes, number) for number, entry in enumerate(answered)}
+        return {Key(self.gradients, self.index, entry): reserved for entry, reserved in demand.items()}
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank works with.
+
+    Attributes:
+        pool: through which rows and their gradients pass.
+        compute: runs the user's methods.
+        page: tells the other ranks what this one is doing.
+        timeline: records what was done when.
+    """
+
+    pool: Pool
+    compute: Compute
+    page: StatusPage
+    timeline: Timeline
+
+    def enter(self, phase: str, step: Step) -> None:
+        """Tells the other ranks what this one does from now on.
+
+        Args:
+            phase: a few words; begins with ``"wait"`` where the rank only waits for others.
+            step: the step that it belongs to.
+        """
+        self.page.enter(phase if step.stage == "train" else f"{phase} ({step.stage})", step.index)
+
+    def hand_over(self, copies: CopyStream, tensors: Iterable[Tensor | None], role: str, step: Step) -> None:
+        """Lets the computing stream wait for tensors that come through the pool.
+
+        The host, which was told of them when they were given to a device, goes on: so on a GPU this is where a rank
+        waits for another one.
+
+        Args:
+            copies: the stream that fetches the tensors.
+            tensors: that are to be used.
+            role: whose work uses them.
+            step: the step that runs.
+        """
+        if copies.is_late:
+            start = self.timeline.start()
+            copies.hand_over(tensors)
+            self.timeline.stop(start, role, STALL, "what comes through the pool", step.stage, step.index)
