@@ -88,7 +88,7 @@ def test_an_encoder_whose_features_need_more_room_than_was_reserved_is_told_of_b
     module = TinyVLM(levels=2)
     module.configure_model()
     compute = compute_of(module, tmp_path)
-    compute.spec = FeatureSpec(((16,),), (torch.float32,))
+    compute.specs["image"] = FeatureSpec(((16,),), (torch.float32,))
     words = r"returned features of \[16\] torch.float32 and \[16\] torch.float32, but of \[16\] torch.float32 when"
     with pytest.raises(ValueError, match=words):
         compute.encode("encoder", first_media(first_step(folder)), step=(0, 0), number=0)

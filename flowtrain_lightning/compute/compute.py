@@ -73,6 +73,10 @@ class FeatureSpec:
         return " and ".join(f"{list(shape)} {dtype}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
 
+FeatureSpecs = Mapping[str, FeatureSpec]
+"""Modality -> what a row of its features is."""
+
+
 def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:
     """What ``merge`` gets: a tensor, or a tuple where the encoder returned several."""
     return {modality: tensors[0] if len(tensors) == 1 else tensors}
@@ -108,7 +112,8 @@ class Compute:
     Attributes:
         metrics: one accumulator for each stage, since a name may be logged with other options in validation than in
             training.
-        spec: what a row of features was found to be, for which bytes are reserved; None where nobody reserves any.
+        specs: modality -> what a row of features was found to be, for which bytes are reserved; none where nobody
+            reserves any.
         copies: role -> streams for what comes through the pool: batches that wait at the same time take one each. Roles
             share none: gradients would wait for features that another rank still makes.
 
@@ -134,7 +139,7 @@ class Compute:
         self._casts = WeightCasts(device.type)
         self._keeps_casts = frozenset(keeps_casts)
         self.metrics: defaultdict[str, MetricAccumulator] = defaultdict(MetricAccumulator)
-        self.spec: FeatureSpec | None = None
+        self.specs: dict[str, FeatureSpec] = {}
         self.copies = {role: [CopyStream(device) for _ in range(_COPY_STREAMS)] for role in engines}
         self._inputs = CopyStream(device)
         self._module = module
@@ -176,8 +181,9 @@ class Compute:
                     f"items, but their sizes promise {rows} (PackedMedia.rows). Check that the encoder merges patches "
                     "as the data module's image processor says."
                 )
-        if self.spec is not None and not self.spec.describes(features):
-            self._refuse_wider_rows(features, self.spec)
+        spec = self.specs.get(media.modality)
+        if spec is not None and not spec.describes(features):
+            self._refuse_wider_rows(features, spec)
         return features
 
     def microbatch(

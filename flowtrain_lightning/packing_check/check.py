@@ -26,9 +26,9 @@ from flowtrain_lightning.packing_check.checked_module import (
 from flowtrain_lightning.packing_check.conditional_modules import conditional_modules
 from flowtrain_lightning.packing_check.course import Course
 from flowtrain_lightning.packing_check.diagnosis import backbone_finding, encoder_finding, label_findings
+from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
 from flowtrain_lightning.packing_check.findings import BACKBONE, ENCODE, Finding
 from flowtrain_lightning.packing_check.machine import CPU, made_on, many_threads, memory_given_back
-from flowtrain_lightning.packing_check.operations import InFloat64
 from flowtrain_lightning.packing_check.passes import FeaturesOfItems, Pass, Passes
 from flowtrain_lightning.packing_check.random_draws import kept_random_states
 from flowtrain_lightning.packing_check.rounding import EXACT

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 import torch
 
 from flowtrain_lightning.packing_check import findings as say
+from flowtrain_lightning.packing_check.dispatch_modes import SameDraws
 from flowtrain_lightning.packing_check.findings import Difference, Finding, Method
-from flowtrain_lightning.packing_check.operations import SameDraws
 from flowtrain_lightning.packing_check.passes import Pass, Passes, relative_errors
 from flowtrain_lightning.packing_check.random_draws import draws_random_numbers, seed_all
 from flowtrain_lightning.packing_check.rounding import EXACT, Bounds, loss_scale, rounding_bounds

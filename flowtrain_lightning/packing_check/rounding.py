@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.packing_check.detached_copy import detached_copy
+from flowtrain_lightning.packing_check.dispatch_modes import SeenPrecisions
 from flowtrain_lightning.packing_check.machine import CPU
-from flowtrain_lightning.packing_check.operations import SeenPrecisions
 from flowtrain_lightning.packing_check.passes import Pass, Passes, relative_errors
 
 EXACT = 1e-9

@@ -17,7 +17,7 @@ from flowtrain_lightning.packing.step_graph import BatchOf, Work
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.gathering import Gathering, Place
 from flowtrain_lightning.runtime.program import Lane, RankBatch, RankRole
-from flowtrain_lightning.runtime.role_methods import Outputs, RoleMethod
+from flowtrain_lightning.runtime.role_methods import ForwardResult, RoleMethod
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL
 
@@ -84,7 +84,7 @@ class _Batch:
     batch: RankBatch
     read: Gathering
     gradients: Gathering
-    outputs: Outputs | None = None
+    outputs: ForwardResult | None = None
 
 
 class Executor:
@@ -184,14 +184,14 @@ class Executor:
             yield Progress.WORK
 
     def _reserve(self, role: str) -> Course:
-        pool, spec, part = self._context.pool, self._context.compute.spec, self._parts[role]
-        if spec is None or not self._step.plan.entries or not part.speaks:
+        pool, specs, part = self._context.pool, self._context.compute.specs, self._parts[role]
+        if not self._step.plan.entries or not part.speaks:
             return
         if part.readers:
-            rows = self._step.reserved_features(spec, role, self._begun.get(role, 0))
+            rows = self._step.reserved_features(specs, role, self._begun.get(role, 0))
             yield from self._until(lambda: pool.reserve(rows), role, _ROOM_FOR_ROWS)
         if part.makers and self._step.trains:
-            gradients = self._step.reserved_gradients(spec)
+            gradients = self._step.reserved_gradients(specs)
             yield from self._until(lambda: pool.reserve(gradients, ahead=True), role, _ROOM_FOR_GRADIENTS)
 
     def _forward(self, work: Work) -> Course:
@@ -236,7 +236,7 @@ class Executor:
         if self._step.trains and self._parts[role].speaks:
             yield from self._give_back(role, batch)
 
-    def _compute(self, work: Work, batch: _Batch, *, keep: bool) -> Outputs:
+    def _compute(self, work: Work, batch: _Batch, *, keep: bool) -> ForwardResult:
         """A forward, by the role's method."""
         role, context, step = work.batch.role, self._context, self._step
         method, number = self._parts[role].method, batch.batch.number

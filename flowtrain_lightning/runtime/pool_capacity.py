@@ -85,7 +85,6 @@ class PoolCapacity:
         self._compute = compute
         self._timeline = timeline
         self._settings = settings
-        self._encoded: set[str] = set()  # modalities whose features are known
         self._region_bytes = 0
         self._last_counters: PoolCounters | None = None
         self._tier: DeviceTier | None = None
@@ -108,14 +107,12 @@ class PoolCapacity:
 
         Raises:
             PoolError: the pool's bytes were bounded to too few for this step; the text says how many would do.
-            ValueError: encoders return other rows of features than each other.
         """
         for modality in step.program.modalities:
-            if modality not in self._encoded:
+            if modality not in self._compute.specs:
                 self._agree_on_spec(step, modality)
-        spec = self._compute.spec
-        demand = step.program.pool_demand(spec) if step.plan.entries and spec is not None else None
-        least, ample = (demand.least, demand.ample) if demand is not None else (0, 0)
+        demand = step.program.pool_demand(self._compute.specs)
+        least, ample = demand.least, demand.ample
         if self.context is None or least > self._region_bytes:
             self._region_bytes = self._choose_bytes(least, ample)
         elif not anew:
@@ -172,38 +169,28 @@ class PoolCapacity:
             former.pool.close()
 
     def _agree_on_spec(self, step: Step, modality: str) -> None:
-        """Finds what a row of features is, by encoding the first batch of the first rank that has one."""
+        """Finds what a row of a modality's features is, by encoding the first batch of the first rank that has one."""
         job, role = self._job, encoder_of(modality, self._job.allocation.layouts)
         encoder_rank = min(entry.encoder_rank for entry in step.plan.entries if entry.modality == modality)
         layout, members = job.allocation.layouts[role], job.allocation.encoder_members
         source, found = members[encoder_rank][0], None
         if job.rank in (job.allocation.ranks[role] if layout.gathers_weights else members[encoder_rank]):
-            own = (media for media in step.batch.encoder_batches if media is not None)
+            own = (media for media in step.batch.encoder_batches if media is not None and media.modality == modality)
             media = next(own, step.batch.padding_media)
             assert media is not None
             job.mesh.page.enter("first forward of the encoder", step.index)
             spec = self._probe(role, media)
             found = spec.shapes, tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
         shapes, dtypes = job.groups.cross.broadcast_message(found, source)
-        spec, known = FeatureSpec(shapes, tuple(getattr(torch, name) for name in dtypes)), self._compute.spec
-        if known is not None and spec != known:
-            raise ValueError(
-                f"encode returned features of {spec} for the modality {modality!r}, but of {known} for "
-                f"{' and '.join(map(repr, sorted(self._encoded)))}. Features of all modalities pass through one pool, "
-                "which takes one kind of row: return as many tensors, as wide and of the same type, for each of them."
-            )
-        self._compute.spec = spec
-        self._encoded.add(modality)
+        self._compute.specs[modality] = FeatureSpec(shapes, tuple(getattr(torch, name) for name in dtypes))
 
     def _probe(self, role: str, media: PackedMedia) -> FeatureSpec:
         training = [module for module in self._module.modules() if module.training]
-        known, self._compute.spec = self._compute.spec, None  # that of another modality
         try:
             for module in training:
                 module.training = False  # so that running statistics and the like stay as they are
             with own_streams(), torch.no_grad():
                 return FeatureSpec.of(self._compute.encode(role, media, step=(-1, -1), number=0))
         finally:
-            self._compute.spec = known
             for module in training:
                 module.training = True

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flowtrain_lightning.compute.compute import FeatureSpec
+from flowtrain_lightning.compute.compute import FeatureSpec, FeatureSpecs
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders
 from flowtrain_lightning.packing.policies.taking_turns import Due, taking_turns
@@ -25,11 +25,13 @@ class MadeEntry(NamedTuple):
 
     Attributes:
         entry: its number.
+        modality: of the media items that they are made of.
         rows: how many, adjacent in the batch.
         reader: the member that reads them, within its role.
     """
 
     entry: int
+    modality: str
     rows: int
     reader: int
 
@@ -118,7 +120,8 @@ class StepProgram:
 
     Attributes:
         roles: those of this rank, by name, in order of precedence.
-        entry_rows: for each encoder rank the rows of the entries of each of its batches, for what the pool must hold.
+        entry_rows: for each encoder rank the modality of each of its batches and the rows of its entries, for what the
+            pool must hold.
         modalities: of all media items of the step, by name.
         positions: microbatches of each backbone rank.
         in_fixed_order: this rank has two roles, of which one needs other ranks to compute. Else it does what it can of
@@ -128,12 +131,12 @@ class StepProgram:
     """
 
     roles: Mapping[str, RankRole]
-    entry_rows: tuple[tuple[tuple[int, ...], ...], ...]
+    entry_rows: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
     modalities: tuple[str, ...]
     positions: int
     in_fixed_order: bool = False
     holds_all: bool = False
-    _sizes: dict[FeatureSpec, PoolDemand] = field(default_factory=dict)
+    _sizes: dict[frozenset[tuple[str, FeatureSpec]], PoolDemand] = field(default_factory=dict)
 
     def lanes(self, trained: Collection[str]) -> list[Lane]:
         """What this rank does, by lanes in order of precedence.
@@ -152,12 +155,16 @@ class StepProgram:
         order = taking_turns(due, at_position, trains=producer.role in trained)
         return [Lane((producer.role, consumer.role), tuple(order))]
 
-    def pool_demand(self, spec: FeatureSpec) -> PoolDemand:
-        """What the step asks of the pool where a row of features is ``spec``; worked out once."""
-        demand = self._sizes.get(spec)
-        if demand is None:
-            demand = self._sizes[spec] = PoolDemand(self, spec)
-        return demand
+    def pool_demand(self, specs: FeatureSpecs) -> PoolDemand:
+        """What the step asks of the pool; worked out once.
+
+        Args:
+            specs: modality -> what a row of its features is, for all modalities of the step.
+        """
+        known = frozenset(specs.items())
+        if known not in self._sizes:
+            self._sizes[known] = PoolDemand(self, specs)
+        return self._sizes[known]
 
 
 class PoolDemand:
@@ -171,20 +178,20 @@ class PoolDemand:
         gradients: the same for the gradients that this rank returns.
     """
 
-    def __init__(self, program: StepProgram, spec: FeatureSpec) -> None:
-        sized = [[spec.entry_nbytes(batch) for batch in of_rank] for of_rank in program.entry_rows]
+    def __init__(self, program: StepProgram, specs: FeatureSpecs) -> None:
+        sized = [[specs[modality].entry_nbytes(rows) for modality, rows in of_rank] for of_rank in program.entry_rows]
         self.ample = max((sum(map(sum, of_rank)) for of_rank in sized), default=0)
         if not program.holds_all:
             self.least = max((assign_offsets(_held_by_batch(of_rank)).capacity for of_rank in sized), default=0)
         else:
             self.least = self.ample = sum(sum(map(sum, of_rank)) for of_rank in sized)
         batches = [batch for role in program.roles.values() for batch in role.batches.values()]
-        made = [[(each.entry, each.rows) for each in batch.made] for batch in batches if batch.made]
-        own = _held_by_batch([spec.entry_nbytes([rows for _, rows in of_batch]) for of_batch in made])
-        numbers = [entry for of_batch in made for entry, _ in of_batch]
+        made = [batch.made for batch in batches if batch.made]
+        own = _held_by_batch([_nbytes(of_batch, specs) for of_batch in made])
+        numbers = [each.entry for of_batch in made for each in of_batch]
         self.features: dict[int, Reservation] = dict(zip(numbers, own, strict=True))
         read = [each for batch in batches for each in batch.read]
-        nbytes = spec.entry_nbytes([each.rows for each in read])
+        nbytes = _nbytes(read, specs)
         # Who made rows copies gradients whenever it has its turn: none is held until another one was put.
         self.gradients: dict[int, Reservation] = {
             each.entry: Reservation(size, released_after=number)
@@ -213,10 +220,7 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         roles.append(_reading_role(plan, shard, of_microbatch))
     if shard.encoder_rank is not None:
         roles.append(_encoding_role(plan, shard, of_batch[shard.encoder_rank], kept_batches))
-    rows = tuple(
-        tuple(tuple(plan.entries[entry].rows for entry in numbers) for numbers in of_rank.values())
-        for of_rank in of_batch
-    )
+    rows = tuple(tuple(_rows_of(plan, numbers) for numbers in of_rank.values()) for of_rank in of_batch)
     # A role that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
     some_in_fixed_order = bool(shard.colocated_lanes) and shard.in_fixed_order
     return StepProgram(
@@ -270,10 +274,20 @@ def _encoding_role(plan: StepPlan, shard: RankShard, own: Mapping[int, Sequence[
     for place in dict.fromkeys(place for _, place in order.passes):
         number = number_of.get(order.turns[place], PADDING)
         entries = ((entry, plan.entries[entry]) for entry in own.get(number, ()))
-        made = tuple(MadeEntry(entry, found.rows, found.backbone_rank) for entry, found in entries)
+        made = tuple(MadeEntry(entry, found.modality, found.rows, found.backbone_rank) for entry, found in entries)
         batches[place] = RankBatch(number, made, recomputes=place in order.recomputed)
     due = tuple(position for position, _ in order.turns)
     return RankRole(shard.encoder_role, rank, batches, order.passes, due)
+
+
+def _rows_of(plan: StepPlan, numbers: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """The modality of an encoder batch of these entries, and their rows."""
+    return plan.entries[numbers[0]].modality, tuple(plan.entries[number].rows for number in numbers)
+
+
+def _nbytes(entries: Sequence[MadeEntry | ReadEntry], specs: FeatureSpecs) -> list[int]:
+    """Bytes of the pool that each entry takes."""
+    return [specs[each.modality].entry_nbytes([each.rows])[0] for each in entries]
 
 
 def _microbatch(plan: StepPlan, number: int, numbers: Sequence[int]) -> RankBatch:

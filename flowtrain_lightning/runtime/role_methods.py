@@ -15,7 +15,7 @@ from flowtrain_lightning.runtime.program import PADDING, RankBatch
 from flowtrain_lightning.runtime.step import RankContext, Step
 
 
-class Outputs(NamedTuple):
+class ForwardResult(NamedTuple):
     """What a forward gives.
 
     Attributes:
@@ -35,7 +35,7 @@ class RoleMethod(Protocol):
     batch_name: str
     """What a batch of the role is called."""
 
-    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> Outputs:
+    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
         """The forward of one batch.
 
         Args:
@@ -66,14 +66,14 @@ class EncoderMethod:
         self._role = role
         self._meets_in_forwards = meets_in_forwards
 
-    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> Outputs:
+    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
         """See `RoleMethod`."""
         is_padding = batch.number == PADDING
         media = step.batch.padding_media if is_padding else step.batch.encoder_batches[batch.number]
         assert media is not None
         stream = batch.number * len(step.plan.encoder_batches) + member
         with torch.set_grad_enabled(keep):
-            return Outputs(self._context.compute.encode(self._role, media, step=step.name, number=stream))
+            return ForwardResult(self._context.compute.encode(self._role, media, step=step.name, number=stream))
 
     def is_for_nothing(self, batch: RankBatch) -> bool:
         """See `RoleMethod`."""
@@ -98,7 +98,7 @@ class BackboneMethod:
         self._speaks = speaks
         self._counts = counts
 
-    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> Outputs:
+    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
         """See `RoleMethod`; the rows that it reads are leaves of the graph, and have gradients after the backward."""
         compute, packed = self._context.compute, step.batch.microbatches[batch.number]
         assert packed is not None
@@ -111,9 +111,8 @@ class BackboneMethod:
         if not features and step.plan.entries and step.batch.shard.meeting("backbone").passes:
             # Other ranks may have media now, and sum gradients of all that a layout gathers together. So what only
             # features meet, such as a projector, takes part here as well.
-            assert compute.spec is not None
             modality = step.plan.entries[0].modality  # of all of them, where ranks share weights
-            features = as_features(modality, compute.spec.no_rows(compute.device))
+            features = as_features(modality, compute.specs[modality].no_rows(compute.device))
             packed = replace(packed, media_positions={modality: packed.tokens[:0]})
         if step.stage == "train" and batch.number == 0:
             compute.check_context(packed, features)
@@ -129,8 +128,8 @@ class BackboneMethod:
         if step.stage == "predict":
             self._predictions += [] if is_padding or not self._speaks else [result]
         if not keep or not result.requires_grad:
-            return Outputs()
-        return Outputs(loss=result, seed=torch.full_like(result, 0.0 if is_padding else 1.0))
+            return ForwardResult()
+        return ForwardResult(loss=result, seed=torch.full_like(result, 0.0 if is_padding else 1.0))
 
     def is_for_nothing(self, batch: RankBatch) -> bool:
         """See `RoleMethod`: each microbatch has samples, or is one that others need."""

@@ -184,8 +184,8 @@ class RoleRunner:
     def prepare(self, batch: StepBatch) -> StepProgram:
         """This rank's work in a step; asked for ahead of it, in the loader's thread."""
         program = make_program(batch.plan, batch.shard, self._encoder_activations)
-        if self._compute.spec is not None:
-            program.pool_demand(self._compute.spec)
+        if self._compute.specs.keys() >= set(program.modalities):
+            program.pool_demand(self._compute.specs)
         return program
 
     @property
@@ -267,8 +267,7 @@ class RoleRunner:
             self._frozen.note(step.stage)
         if BACKBONE in self._roles:
             return self._step_end.agree(context, step, note)
-        is_able = may_work_ahead and self._compute.spec is not None
-        work_ahead = self._work_ahead(step, context, steps_left) if is_able else None
+        work_ahead = self._work_ahead(step, context, steps_left) if may_work_ahead else None
         return self._step_end.receive(context, step, note, work_ahead)
 
     def _work_ahead(self, step: Step, context: RankContext, steps_left: int) -> WorkAhead:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowtrain_lightning.compute.compute import Compute, FeatureSpec
+from flowtrain_lightning.compute.compute import Compute, FeatureSpecs
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.data import StepBatch, StepPlan
 from flowtrain_lightning.packing.roles import BACKBONE, modality_of
@@ -65,15 +65,15 @@ class Step:
         self.features, self.gradients = first + _FEATURES, first + _GRADIENTS
         self.report, self.notes = first + _REPORT, first + _NOTES
 
-    def reserved_features(self, spec: FeatureSpec, role: str, begun: int = 0) -> dict[Key, Reservation]:
+    def reserved_features(self, specs: FeatureSpecs, role: str, begun: int = 0) -> dict[Key, Reservation]:
         """What this rank reserves for the rows that a role of it makes, in the order in which it puts entries.
 
         Args:
-            spec: what a row of features is.
+            specs: what a row of features of each modality is.
             role: whose batches make them.
             begun: batches below this place were published ahead of the step.
         """
-        demand = self.program.pool_demand(spec).features
+        demand = self.program.pool_demand(specs).features
         if begun:
             batches = self.program.roles[role].batches.items()
             left = [made.entry for place, batch in batches if place >= begun for made in batch.made]
@@ -81,9 +81,9 @@ class Step:
             demand = {entry: Reservation(demand[entry].nbytes, demand[entry].released_after - before) for entry in left}
         return {Key(self.features, self.index, entry): reserved for entry, reserved in demand.items()}
 
-    def reserved_gradients(self, spec: FeatureSpec) -> dict[Key, Reservation]:
+    def reserved_gradients(self, specs: FeatureSpecs) -> dict[Key, Reservation]:
         """What this rank reserves for the gradients that it gives back, in the order in which it puts entries."""
-        demand = self.program.pool_demand(spec).gradients
+        demand = self.program.pool_demand(specs).gradients
         if len(self.answered) < len(self.program.modalities):
             answered = [entry for entry in demand if self.plan.entries[entry].modality in self.answered]
             demand = {entry: Reservation(demand[entry].nbytes, number) for number, entry in enumerate(answered)}

@@ -58,10 +58,14 @@ class LaterSteps:
 
     def fits(self, step: Step, place: int) -> bool:
         """Whether there is room now for the rows of a batch of a later step."""
-        spec = self._context.compute.spec
-        assert spec is not None
-        rows = [made.rows for made in step.program.roles[self._role].batches[place].made]
-        return not self._parts[self._role].speaks or self._context.pool.fits(spec.entry_nbytes(rows), ahead=True)
+        specs = self._context.compute.specs
+        if not specs.keys() >= set(step.program.modalities):  # of one that has not been seen yet
+            return False
+        if not self._parts[self._role].speaks:
+            return True
+        demand = step.program.pool_demand(specs).features
+        made = step.program.roles[self._role].batches[place].made
+        return self._context.pool.fits([demand[each.entry].nbytes for each in made], ahead=True)
 
     def publish(self, step: Step, place: int) -> None:
         """Encodes and publishes what `find` found and `fits` has room for."""

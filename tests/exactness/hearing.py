@@ -198,6 +198,20 @@ class SeeingAndHearing(TinyVLM):
         return torch.optim.AdamW(groups, lr=1e-2)
 
 
+class WideEar(SeeingAndHearing):
+    """The same; its ear hands on two tensors, one as wide as the eye's and a wider one, of which `merge` makes one."""
+
+    def encode(self, media: PackedMedia) -> tuple[Tensor, ...]:
+        (rows,) = super().encode(media)
+        return (rows,) if media.modality == "image" else (rows, torch.cat([rows, rows], 1))
+
+    def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
+        if "audio" in features:
+            rows, wide = features["audio"]
+            features = features | {"audio": (rows + wide[:, :WIDTH] + wide[:, WIDTH:]) / 3}
+        return super().merge(batch, features)
+
+
 def memory_data(train: Memory | None = None, **settings: Any) -> FlowDataModule:
     """The samples, in their order; those of ``train`` instead, if it is given."""
     defaults = {"token_budget": 48, "global_batch_size": GLOBAL_BATCH, "shuffle": False, "tokenizer": CharTokenizer()}
@@ -229,6 +243,7 @@ def train(
     clip: float | None = None,
     resume: str | None = None,
     workers: int = 0,
+    wide: bool = False,
 ) -> None:
     """Trains ``STEPS`` steps under ``"auto"``, ``"ddp 2"`` or on such a layout; then validates and predicts.
 
@@ -255,7 +270,7 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = SeeingAndHearing(**(module or {}))
+    model = (WideEar if wide else SeeingAndHearing)(**(module or {}))
     trainer.fit(model, memory_data(num_workers=workers), ckpt_path=resume)
     recorder.save(folder)
     spans = trainer.strategy.runner.timeline.spans if "+" in layout else []
@@ -265,22 +280,3 @@ def train(
     predicted = trainer.predict(model, memory_data())
     write_down(folder, [work, validated["val_loss"], sum(len(batch) for batch in predicted or [])])
     disconnect_groups()
-
-
-class WideEar(SeeingAndHearing):
-    """Its ear returns rows of another width than its eye."""
-
-    def encode(self, media: PackedMedia) -> tuple[Tensor, ...]:
-        (rows,) = super().encode(media)
-        return (rows if media.modality == "image" else torch.cat([rows, rows], 1),)
-
-
-def train_with_unlike_rows(folder: Path) -> None:
-    """Writes down what every rank is told."""
-    strategy = FlowTrainStrategy(allocation=allocation_of("1+1+1"), hang_timeout=60)
-    quiet: dict[str, Any] = {"logger": False, "num_sanity_val_steps": 0}
-    trainer = L.Trainer(accelerator="cpu", devices=3, strategy=strategy, default_root_dir=folder, **quiet)
-    try:
-        trainer.fit(WideEar(), memory_data(Memory(first=1)))  # which begin with images and audio
-    except ValueError as error:
-        write_down(folder, str(error))

@@ -26,10 +26,12 @@ CASES: dict[str, dict[str, Any]] = {
     "2+1+2, clipped": {"layout": "2+1+2", "clip": 0.2},
     "1+1+1, frozen eye": {"layout": "1+1+1", "module": {"frozen": ["image"]}},
     "1+1+1, both frozen": {"layout": "1+1+1", "module": {"frozen": ["image", "audio"]}},
+    "1+1+1, a wide ear": {"layout": "1+1+1", "wide": True},
+    "1+2+1, a wide ear, frozen eye": {"layout": "1+2+1", "wide": True, "module": {"frozen": ["image"]}},
     "ddp 2": {"layout": "ddp 2"},
     "1+2+1, loaded by workers": {"layout": "1+2+1", "workers": 1},
 }
-QUICK = ["auto", "1+1+1", "2+1+2, clipped", "1+1+1, frozen eye", "1+1+1, both frozen"]
+QUICK = ["auto", "1+1+1", "2+1+2, clipped", "1+1+1, frozen eye", "1+1+1, both frozen", "1+1+1, a wide ear"]
 ALL = [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK)]
 
 
@@ -113,12 +115,3 @@ def test_a_checkpoint_has_a_folder_for_every_role_and_exports_to_a_plain_file(
     export_checkpoint(saved, tmp_path / "plain.ckpt")
     weights = torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"]
     assert error(weights, run("1+1+1").weights[SAVED_AT - 1]) == 0.0
-
-
-def test_features_of_two_widths_are_refused_on_every_rank(tmp_path: Path):
-    job = Job("unlike", "tests.exactness.hearing:train_with_unlike_rows", 3)
-    told = read_down(run_jobs(tmp_path, [job])["unlike"].check().folder)
-    assert len(told) == 3
-    for sentence in told:
-        assert "of [16] torch.float32 for the modality 'image', but of [32] torch.float32 for 'audio'" in sentence
-        assert "return as many tensors, as wide and of the same type" in sentence

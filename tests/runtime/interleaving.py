@@ -180,7 +180,7 @@ def least_bytes(plan: StepPlan, spec: FeatureSpec, in_fixed_order: bool = False)
     shard = RankShard(None, 0, None, 0)
     if in_fixed_order:
         shard = RankShard(0, 1, 0, 1, ((0, 0),), meets={"backbone": meeting_of(1)})
-    return make_program(plan, shard, 0).pool_demand(spec).least
+    return make_program(plan, shard, 0).pool_demand({"image": spec}).least
 
 
 class Numbers(nn.Module):
@@ -196,7 +196,7 @@ class NumbersCompute:
     """What ``Compute`` does, on numbers: a media's patch is its number, a microbatch's loss couples its features."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    spec: FeatureSpec = SPEC
+    specs: Mapping[str, FeatureSpec] = field(default_factory=lambda: {"image": SPEC})
     copies: Mapping[str, Sequence[CopyStream]] = field(
         default_factory=lambda: {lane: [CopyStream(torch.device("cpu"))] for lane in ROLES}
     )

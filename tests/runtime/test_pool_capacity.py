@@ -21,13 +21,13 @@ MIB = 1 << 20
 
 def capacity_of(mesh: Mesh) -> PoolCapacity:
     """A rank's, on the device that `open_device_tier` is given in place of a GPU."""
-    job, compute = SimpleNamespace(mesh=mesh), SimpleNamespace(spec="known", device=torch.device("cpu"))
+    job, compute = SimpleNamespace(mesh=mesh), SimpleNamespace(specs={}, device=torch.device("cpu"))
     return PoolCapacity(torch.nn.Module(), job, compute, Timeline(), PoolSettings())  # type: ignore[arg-type]
 
 
 def step(number: int, nbytes: int) -> Any:
     """A step that needs so many bytes for its largest encoder batch, and no more for the others."""
-    program = SimpleNamespace(modalities=(), pool_demand=lambda spec: SimpleNamespace(least=nbytes, ample=nbytes))
+    program = SimpleNamespace(modalities=(), pool_demand=lambda specs: SimpleNamespace(least=nbytes, ample=nbytes))
     return SimpleNamespace(index=number, program=program, plan=SimpleNamespace(entries=["one"]))
 
 

@@ -104,7 +104,7 @@ def test_the_features_of_a_microbatch_are_its_media_in_order_each_row_once(sizes
 def test_features_of_a_batch_are_held_together_and_gradients_one_by_one():
     plan = plan_of(make_sizes((10, [30, 20]), (80, [20]), (70, [5])))
     program = colocated(plan)
-    demand = program.pool_demand(SPEC)
+    demand = program.pool_demand({"image": SPEC})
     last, expected = -1, {}
     for batch in program.roles["encoder"].batches.values():
         last += len(batch.made)
@@ -120,19 +120,19 @@ def test_features_of_a_batch_are_held_together_and_gradients_one_by_one():
 def test_the_least_bytes_are_those_of_the_largest_encoder_batch():
     plan = plan_of(make_sizes((10, [30]), (80, [20]), (70, [5])))
     assert [len(batch) for batch in plan.encoder_batches[0]] == [1, 1, 1]
-    demand = colocated(plan).pool_demand(SPEC)
+    demand = colocated(plan).pool_demand({"image": SPEC})
     assert (demand.least, demand.ample) == (nbytes(30), sum(map(nbytes, (30, 20, 5))))
 
 
 def test_a_step_without_media_asks_nothing_of_the_pool():
-    demand = colocated(plan_of(make_sizes((10, []), (80, [])))).pool_demand(SPEC)
+    demand = colocated(plan_of(make_sizes((10, []), (80, [])))).pool_demand({"image": SPEC})
     assert (demand.least, demand.ample, demand.features, demand.gradients) == (0, 0, {}, {})
 
 
 @given(sizes_strategy(), st.integers(1, 4), st.integers(1, 4))
 def test_the_least_is_never_more_than_ample_and_that_never_more_than_everything(sizes, encoders, backbones):
     plan = plan_of(sizes, encoders, backbones)
-    demand = make_program(plan, RankShard(None, backbones, 0, encoders), 4).pool_demand(SPEC)
+    demand = make_program(plan, RankShard(None, backbones, 0, encoders), 4).pool_demand({"image": SPEC})
     assert demand.least <= demand.ample <= sum(nbytes(entry.rows) for entry in plan.entries)
 
 
