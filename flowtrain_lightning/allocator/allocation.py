@@ -72,20 +72,25 @@ class Allocation:
         """The global ranks of each data-parallel member that encodes: of one encoder after another."""
         return tuple(member for role in self.encoders for member in self.members(role))
 
-    def encoder_member_of(self, rank: int) -> int | None:
-        """Which of ``encoder_members`` global ``rank`` belongs to, or None where it does not encode."""
+    def encoder_members_of(self, rank: int) -> tuple[int, ...]:
+        """Those of ``encoder_members`` to which global ``rank`` belongs: one of each encoder for which it works."""
+        found: list[int] = []
         first = 0
         for role in self.encoders:
             if (member := self.member_of(role, rank)) is not None:
-                return first + member
+                found.append(first + member)
             first += self.layouts[role].data
-        return None
+        return tuple(found)
 
     @property
     def colocated_lanes(self) -> tuple[tuple[int, int], ...]:
         """Of each rank with both roles, ascending: which of ``encoder_members`` it is, and which of the backbone's."""
-        lanes = ((self.encoder_member_of(rank), self.member_of(BACKBONE, rank)) for rank in self.ranks[BACKBONE])
-        return tuple((encoder, backbone) for encoder, backbone in lanes if encoder is not None and backbone is not None)
+        lanes = []
+        for rank in self.ranks[BACKBONE]:
+            backbone = self.member_of(BACKBONE, rank)
+            assert backbone is not None
+            lanes += [(encoder, backbone) for encoder in self.encoder_members_of(rank)]
+        return tuple(lanes)
 
     @property
     def meets(self) -> dict[str, Meeting]:

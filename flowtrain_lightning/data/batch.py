@@ -30,8 +30,8 @@ class RankShard:
         backbone_rank: the data-parallel rank within the backbone role, which tensor ranks have in common; None where
             the rank has no backbone lane.
         backbone_ranks: data-parallel ranks of the backbone role.
-        encoder_rank: the data-parallel rank within the encoder role, or None where the rank has no encoder lane; where
-            there are several encoders, counted over all of them.
+        encoder_members: the data-parallel rank within each encoder for which this rank works, counted over all
+            encoders; ``()`` where it does not encode.
         encoder_ranks: data-parallel ranks of the encoder role, or of all of them.
         colocated_lanes: the encoder rank and the backbone rank of each process that has both; ``()`` where none has.
         encoder_nodes: the node of each encoder rank, so that media items are encoded near their readers; ``()`` where
@@ -40,11 +40,12 @@ class RankShard:
         local: every rank encodes just the media that it reads (plain Lightning).
         meets: role -> which of its ranks begin a pass together; each by itself where a role is missing.
         encoders: modality and ranks of each encoder, in the order of the encoder ranks; ``()`` where one takes all.
+        encoders_per_rank: for how many encoders a rank works at most.
     """
 
     backbone_rank: int | None
     backbone_ranks: int
-    encoder_rank: int | None
+    encoder_members: tuple[int, ...]
     encoder_ranks: int
     colocated_lanes: tuple[tuple[int, int], ...] = ()
     encoder_nodes: tuple[int, ...] = ()
@@ -52,6 +53,7 @@ class RankShard:
     local: bool = False
     meets: Mapping[str, Meeting] = field(default_factory=dict)
     encoders: tuple[tuple[str, int], ...] = ()
+    encoders_per_rank: int = 1
 
     def meeting(self, lane: str) -> Meeting:
         """Which ranks begin a pass of a lane together: of several encoders, whatever ranks of any of them need."""
@@ -59,13 +61,11 @@ class RankShard:
         ranks, members, passes = zip(*of_lane, strict=True)
         return Meeting(max(ranks), max(members), max(passes, key=len))
 
-    @property
-    def encoder_role(self) -> str:
-        """The role for which this rank encodes."""
-        first = 0
+    def encoder_role(self, member: int) -> str:
+        """The role for which a member encodes, counted over all encoders."""
         for modality, ranks in self.encoders:
-            first += ranks
-            if self.encoder_rank is not None and self.encoder_rank < first:
+            member -= ranks
+            if member < 0:
                 return f"{ENCODER}_{modality}"
         return ENCODER
 
@@ -77,7 +77,7 @@ class RankShard:
     @classmethod
     def plain(cls, rank: int, ranks: int) -> RankShard:
         """What one rank loads in plain data parallelism, where each rank holds the whole module."""
-        return cls(rank, ranks, rank, ranks, local=True)
+        return cls(rank, ranks, (rank,), ranks, local=True)
 
 
 class Clip(NamedTuple):
@@ -264,7 +264,8 @@ class StepBatch:
         plan: the whole step's plan, equal on all ranks.
         shard: what of it this rank holds.
         microbatches: this rank's microbatches in order; None where one is empty. ``()`` without a backbone lane.
-        encoder_batches: this rank's encoder batches in order; None where one is empty. ``()`` without an encoder lane.
+        encoder_batches: this rank's encoder batches in order, those of one encoder after another; None where one is
+            empty. ``()`` where it does not encode.
         padding_media: what this rank encodes, for nothing, where only others have an encoder batch: the smallest media
             item of the step. None where there is no need.
         epoch: the epoch of the step.
@@ -311,7 +312,8 @@ class StepBatch:
 
     def read_by(self, microbatch: int) -> list[tuple[int, PackedMedia]]:
         """The encoder batches that a microbatch reads, each with its number, of a shard that is ``local``."""
-        turns = self.plan.encoder_turns[self.shard.encoder_rank or 0]
+        (member,) = self.shard.encoder_members
+        turns = self.plan.encoder_turns[member]
         return [
             (number, media)
             for number, ((position, _), media) in enumerate(zip(turns, self.encoder_batches, strict=True))

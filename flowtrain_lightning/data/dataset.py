@@ -200,9 +200,11 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
             microbatches = tuple(
                 self._microbatch(plan, members, record_of) for members in plan.microbatches[shard.backbone_rank]
             )
-        if shard.encoder_rank is not None:
+        if shard.encoder_members:
             encoder_batches = tuple(
-                self._encoder_batch(plan, items, epoch, record_of) for items in plan.encoder_batches[shard.encoder_rank]
+                self._encoder_batch(plan, items, epoch, record_of)
+                for member in shard.encoder_members
+                for items in plan.encoder_batches[member]
             )
             if shard.meeting(ENCODER).passes and len(plan.sizes.media_patches):
                 smallest = int(plan.sizes.media_patches.argmin())
@@ -213,7 +215,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         """The samples of which this rank holds tokens or media, in the order of their source."""
         nothing, shard = np.empty(0, np.int64), self.shard
         tokens = () if shard.backbone_rank is None else plan.microbatches[shard.backbone_rank]
-        media = () if shard.encoder_rank is None else plan.encoder_batches[shard.encoder_rank]
+        media = [items for member in shard.encoder_members for items in plan.encoder_batches[member]]
         owners = plan.sizes.media_sample[np.concatenate([nothing, *media])]
         needed: list[int] = np.unique(plan.samples[np.concatenate([nothing, *tokens, owners])]).tolist()
         return needed

@@ -194,11 +194,6 @@ def _why_encoders_cannot_run(allocation: Allocation) -> str | None:
             f"{roles}, but a run has {' and '.join(ROLES)}, or instead of the first several encoders that are called "
             "after their modalities, as encoder_image and encoder_audio."
         )
-    if allocation.placement != "separate":
-        return (
-            f"{roles} in the placement {allocation.placement}, but several encoders run on ranks of their own today; "
-            "choose the placement separate."
-        )
     for role, layout in allocation.layouts.items():
         if not layout.is_whole_copies:
             return (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -27,7 +29,7 @@ def rank_shard(allocation: Allocation, rank: int, nodes: int = 1) -> RankShard:
     return RankShard(
         backbone_rank=allocation.member_of(BACKBONE, rank),
         backbone_ranks=layouts[BACKBONE].data,
-        encoder_rank=allocation.encoder_member_of(rank),
+        encoder_members=allocation.encoder_members_of(rank),
         encoder_ranks=sum(layout.data for layout in encoders),
         colocated_lanes=allocation.colocated_lanes,
         encoder_nodes=node_of(allocation.encoder_members),
@@ -38,6 +40,7 @@ def rank_shard(allocation: Allocation, rank: int, nodes: int = 1) -> RankShard:
             for role in allocation.encoders
             if (modality := modality_of(role)) is not None
         ),
+        encoders_per_rank=max(Counter(chain(*(allocation.ranks[role] for role in allocation.encoders))).values()),
     )
 
 

@@ -205,8 +205,11 @@ class MemoryRegion:
         self._reserved: dict[Key, tuple[FreeList, int, int]] = {}  # not put yet -> block, offset and bytes
         self._block_of: dict[int, FreeList] = {}  # offset of an entry that lies where it was assigned -> that block
 
-    def reserve(self, order: Mapping[Key, Reservation]) -> bool:
-        """Promise bytes to these entries, in the order in which they will be put. The former promise ends.
+    def reserve(self, *orders: Mapping[Key, Reservation]) -> bool:
+        """Promise bytes to these entries. The former promise ends.
+
+        Args:
+            orders: entries in the order in which they will be put; those of one order lie apart from those of another.
 
         Returns:
             Whether there was memory to promise. If not, releases make some; ask again.
@@ -214,18 +217,23 @@ class MemoryRegion:
         Raises:
             PoolError: when there never will be.
         """
-        assigned = assign_offsets(list(order.values()), self.capacity)
+        left, of_orders = self.capacity, []
+        for order in orders:
+            of_orders.append(assign_offsets(list(order.values()), left))
+            left -= of_orders[-1].capacity
         self._reserved.clear()
         if self._block is not None:
             self._end_block(self._block)
-        if not order:
+        if not any(orders):
             return True
-        start = self._free.take(assigned.capacity)
+        start = self._free.take(self.capacity - left)
         if start is None:
             return False
-        block = self._block = FreeList(start, assigned.capacity)
-        for (key, reservation), offset in zip(order.items(), assigned.offsets, strict=True):
-            self._reserved[key] = block, start + offset, reservation.nbytes + ALIGNMENT - 1 & -ALIGNMENT
+        block = self._block = FreeList(start, self.capacity - left)
+        for order, assigned in zip(orders, of_orders, strict=True):
+            for (key, reservation), offset in zip(order.items(), assigned.offsets, strict=True):
+                self._reserved[key] = block, start + offset, reservation.nbytes + ALIGNMENT - 1 & -ALIGNMENT
+            start += assigned.capacity
         return True
 
     def has_room(self, keys: Sequence[Key]) -> bool:

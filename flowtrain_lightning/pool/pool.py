@@ -122,23 +122,24 @@ class Pool:
             pool._pin(runtime)
         return pool
 
-    def reserve(self, order: Mapping[Key, Reservation], ahead: bool = False) -> bool:
-        """Promise memory to entries that will be put in this order, which can then not block; see `Reservation`.
+    def reserve(self, *orders: Mapping[Key, Reservation], ahead: bool = False) -> bool:
+        """Promise memory to entries that will be put in these orders, which can then not block; see `Reservation`.
 
         Each finds its bytes as soon as those before it are released that are released without it, whatever else is put.
         A promise ends when all its entries are put and released, or when another one replaces it.
 
         Args:
-            order: the entries' keys and what is reserved for each.
+            orders: the entries' keys and what is reserved for each, in the order in which they are put. Entries of two
+                orders may be put in any order; they share no memory.
             ahead: promise the memory of later steps.
 
         Returns:
             Whether there was memory to promise now. If not, releases of what was put before make some; ask again.
 
         Raises:
-            PoolError: when that order needs more than there is in all; the text says how much would do.
+            PoolError: when these orders need more than there is in all; the text says how much would do.
         """
-        return self._regions[ahead].reserve(order)
+        return self._regions[ahead].reserve(*orders)
 
     def has_room(self, keys: Sequence[Key], ahead: bool = False) -> bool:
         """Whether these reserved entries could all be put now.

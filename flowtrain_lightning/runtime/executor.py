@@ -106,6 +106,7 @@ class Executor:
         self._begun = begun or {}
         self._lanes = step.program.lanes(step.trained)
         self._ended: set[str] = set()
+        self._has_reserved = False
         works = [work for lane in self._lanes for work in lane.works]
         self._last = {work.batch.role: work for work in works}  # the last one of each role
         self._coming: dict[str, deque[_Batch]] = {}
@@ -188,11 +189,19 @@ class Executor:
         if not self._step.plan.entries or not part.speaks:
             return
         if part.readers:
-            rows = self._step.reserved_features(specs, role, self._begun.get(role, 0))
-            yield from self._until(lambda: pool.reserve(rows), role, _ROOM_FOR_ROWS)
+            yield from self._until(self._reserve_rows, role, _ROOM_FOR_ROWS)
         if part.makers and self._step.trains:
             gradients = self._step.reserved_gradients(specs)
             yield from self._until(lambda: pool.reserve(gradients, ahead=True), role, _ROOM_FOR_GRADIENTS)
+
+    def _reserve_rows(self) -> bool:
+        """Reserves bytes for what all roles of this rank make, once; says whether that is done."""
+        if not self._has_reserved:
+            makers = [role for role, part in self._parts.items() if part.readers and part.speaks]
+            specs, begun = self._context.compute.specs, self._begun
+            orders = [self._step.reserved_features(specs, role, begun.get(role, 0)) for role in makers]
+            self._has_reserved = self._context.pool.reserve(*orders)
+        return self._has_reserved
 
     def _forward(self, work: Work) -> Course:
         role, place = work.batch.role, work.batch.number

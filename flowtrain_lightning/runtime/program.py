@@ -64,6 +64,7 @@ class RankBatch:
     Attributes:
         number: which of the rank's batches of this role it is; ``PADDING`` for one that is computed for nothing, since
             other ranks of the role have a batch then.
+        loaded: which one it is of all that this rank has loaded.
         made: its entries, in the order of its rows.
         read: those that it reads, in the order in which their makers put them.
         rows_read: modality -> rows in all, in the order in which its media items appear in the batch.
@@ -71,6 +72,7 @@ class RankBatch:
     """
 
     number: int
+    loaded: int
     made: tuple[MadeEntry, ...] = ()
     read: tuple[ReadEntry, ...] = ()
     rows_read: Mapping[str, int] = field(default_factory=dict)
@@ -124,6 +126,7 @@ class StepProgram:
             pool must hold.
         modalities: of all media items of the step, by name.
         positions: microbatches of each backbone rank.
+        encoders_per_rank: for how many encoders a rank works at most.
         in_fixed_order: this rank has two roles, of which one needs other ranks to compute. Else it does what it can of
             the first role before it turns to the next.
         holds_all: the pool has bytes for all of the step, on every rank: one that waits for others inside of a
@@ -134,6 +137,7 @@ class StepProgram:
     entry_rows: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
     modalities: tuple[str, ...]
     positions: int
+    encoders_per_rank: int = 1
     in_fixed_order: bool = False
     holds_all: bool = False
     _sizes: dict[frozenset[tuple[str, FeatureSpec]], PoolDemand] = field(default_factory=dict)
@@ -174,23 +178,23 @@ class PoolDemand:
         least: bytes with which the fixed order of the step cannot block, on any rank. Gradients have as many bytes of
             their own; as fewer of them are held together than of features, it is enough.
         ample: bytes with which no rank waits for room inside the step: all features of the busiest encoder rank.
-        features: number of an entry of this rank -> what is reserved for it, in the order in which they are put.
-        gradients: the same for the gradients that this rank returns.
+        features: role of this rank -> number of each entry that it makes -> what is reserved for it, in the order in
+            which they are put.
+        gradients: the same for the gradients that this rank returns, of all its roles.
     """
 
     def __init__(self, program: StepProgram, specs: FeatureSpecs) -> None:
         sized = [[specs[modality].entry_nbytes(rows) for modality, rows in of_rank] for of_rank in program.entry_rows]
-        self.ample = max((sum(map(sum, of_rank)) for of_rank in sized), default=0)
+        # Those of one encoder lie apart from those of another, since the order of the two is a matter of time.
+        together = program.encoders_per_rank
+        self.ample = together * max((sum(map(sum, of_rank)) for of_rank in sized), default=0)
         if not program.holds_all:
-            self.least = max((assign_offsets(_held_by_batch(of_rank)).capacity for of_rank in sized), default=0)
+            each_least = (assign_offsets(_held_by_batch(of_rank)).capacity for of_rank in sized)
+            self.least = together * max(each_least, default=0)
         else:
             self.least = self.ample = sum(sum(map(sum, of_rank)) for of_rank in sized)
-        batches = [batch for role in program.roles.values() for batch in role.batches.values()]
-        made = [batch.made for batch in batches if batch.made]
-        own = _held_by_batch([_nbytes(of_batch, specs) for of_batch in made])
-        numbers = [each.entry for of_batch in made for each in of_batch]
-        self.features: dict[int, Reservation] = dict(zip(numbers, own, strict=True))
-        read = [each for batch in batches for each in batch.read]
+        self.features = {name: _reserved(role, specs) for name, role in program.roles.items()}
+        read = [each for role in program.roles.values() for batch in role.batches.values() for each in batch.read]
         nbytes = _nbytes(read, specs)
         # Who made rows copies gradients whenever it has its turn: none is held until another one was put.
         self.gradients: dict[int, Reservation] = {
@@ -198,7 +202,8 @@ class PoolDemand:
             for number, (each, size) in enumerate(zip(read, nbytes, strict=True))
         }
         if program.holds_all:
-            self.features, self.gradients = _held_to_the_end(self.features), _held_to_the_end(self.gradients)
+            self.features = {role: _held_to_the_end(reserved) for role, reserved in self.features.items()}
+            self.gradients = _held_to_the_end(self.gradients)
 
 
 def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepProgram:
@@ -218,8 +223,10 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     roles = []
     if shard.backbone_rank is not None:
         roles.append(_reading_role(plan, shard, of_microbatch))
-    if shard.encoder_rank is not None:
-        roles.append(_encoding_role(plan, shard, of_batch[shard.encoder_rank], kept_batches))
+    loaded = 0
+    for member in shard.encoder_members:
+        roles.append(_encoding_role(plan, shard, member, of_batch[member], kept_batches, loaded))
+        loaded += len(plan.encoder_batches[member])
     rows = tuple(tuple(_rows_of(plan, numbers) for numbers in of_rank.values()) for of_rank in of_batch)
     # A role that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
     some_in_fixed_order = bool(shard.colocated_lanes) and shard.in_fixed_order
@@ -228,6 +235,7 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         rows,
         tuple(sorted({entry.modality for entry in plan.entries})),
         len(plan.microbatches[0]),
+        shard.encoders_per_rank,
         in_fixed_order=len(roles) > 1 and shard.in_fixed_order,
         holds_all=some_in_fixed_order or shard.meeting(ENCODER).ranks > 1,
     )
@@ -250,34 +258,41 @@ def _reading_role(plan: StepPlan, shard: RankShard, entries: Mapping[int, Sequen
     return RankRole(BACKBONE, shard.backbone_rank, batches, tuple(passes), tuple(range(len(members))))
 
 
-def _encoding_role(plan: StepPlan, shard: RankShard, own: Mapping[int, Sequence[int]], kept_batches: int) -> RankRole:
+def _encoding_role(
+    plan: StepPlan,
+    shard: RankShard,
+    member: int,
+    own: Mapping[int, Sequence[int]],
+    kept_batches: int,
+    loaded: int,
+) -> RankRole:
     """What a rank does for an encoder.
 
     Args:
         plan: who encodes and who reads what.
         shard: which rank it is.
+        member: of the encoder, counted over all.
         own: number of each of its encoder batches -> its entries.
         kept_batches: encoder batches whose activations may be kept at a time.
+        loaded: batches of other encoders that this rank has loaded before these.
     """
-    rank = shard.encoder_rank
-    assert rank is not None
     (order,) = member_orders(
         plan,
-        [rank],
+        [member],
         kept_batches,
         meet=bool(shard.meeting(ENCODER).passes),
-        colocated=[rank] if shard.backbone_rank is not None else [],
+        colocated=[member] if shard.backbone_rank is not None else [],
         in_fixed_order=shard.in_fixed_order,
     )
-    number_of = {turn: number for number, turn in enumerate(plan.encoder_turns[rank])}
+    number_of = {turn: number for number, turn in enumerate(plan.encoder_turns[member])}
     batches: dict[int, RankBatch] = {}
     for place in dict.fromkeys(place for _, place in order.passes):
         number = number_of.get(order.turns[place], PADDING)
         entries = ((entry, plan.entries[entry]) for entry in own.get(number, ()))
         made = tuple(MadeEntry(entry, found.modality, found.rows, found.backbone_rank) for entry, found in entries)
-        batches[place] = RankBatch(number, made, recomputes=place in order.recomputed)
+        batches[place] = RankBatch(number, loaded + number, made, recomputes=place in order.recomputed)
     due = tuple(position for position, _ in order.turns)
-    return RankRole(shard.encoder_role, rank, batches, order.passes, due)
+    return RankRole(shard.encoder_role(member), member, batches, order.passes, due)
 
 
 def _rows_of(plan: StepPlan, numbers: Sequence[int]) -> tuple[str, tuple[int, ...]]:
@@ -299,7 +314,7 @@ def _microbatch(plan: StepPlan, number: int, numbers: Sequence[int]) -> RankBatc
         rows[modality], found_slices = feature_slices(plan, list(own.values()))
         slices |= zip(own, found_slices, strict=True)
     read = (ReadEntry(entry, found.modality, found.encoder_rank, slices[entry]) for entry, found in entries.items())
-    return RankBatch(number, read=tuple(read), rows_read=rows)
+    return RankBatch(number, number, read=tuple(read), rows_read=rows)
 
 
 def feature_slices(plan: StepPlan, entries: Sequence[Entry]) -> tuple[int, list[tuple[slice, ...]]]:
@@ -333,6 +348,13 @@ def _joined(runs: Iterable[tuple[int, int]]) -> tuple[slice, ...]:
             start, length = joined[-1].start, length + start - joined.pop().start
         joined.append(slice(start, start + length))
     return tuple(joined)
+
+
+def _reserved(role: RankRole, specs: FeatureSpecs) -> dict[int, Reservation]:
+    """What is reserved for the entries that a role makes."""
+    made = [batch.made for batch in role.batches.values() if batch.made]
+    own = _held_by_batch([_nbytes(of_batch, specs) for of_batch in made])
+    return dict(zip([each.entry for of_batch in made for each in of_batch], own, strict=True))
 
 
 def _held_to_the_end(reserved: Mapping[int, Reservation]) -> dict[int, Reservation]:

@@ -151,11 +151,12 @@ def _timings(step: _TimedStep, timeline: Timeline) -> Timings:
             seconds[span.lane, span.number] += span.end - span.start
     shard, plan = step.shard, step.plan
     timings: Timings = {BACKBONE: [], ENCODER: []}
+    member_of = {shard.encoder_role(member): member for member in shard.encoder_members}
     for (role, number), spent in sorted(seconds.items()):
         if role == BACKBONE and shard.backbone_rank is not None:
             sizes = plan.sizes.tokens[plan.microbatches[shard.backbone_rank][number]]
-        elif shard.encoder_rank is not None:
-            sizes = plan.sizes.media_patches[plan.encoder_batches[shard.encoder_rank][number]]
+        else:
+            sizes = plan.sizes.media_patches[plan.encoder_batches[member_of[role]][number]]
         timings[lane_of(role)].append([*_sums(sizes), spent])
     return timings
 

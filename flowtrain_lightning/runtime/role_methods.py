@@ -69,7 +69,7 @@ class EncoderMethod:
     def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
         """See `RoleMethod`."""
         is_padding = batch.number == PADDING
-        media = step.batch.padding_media if is_padding else step.batch.encoder_batches[batch.number]
+        media = step.batch.padding_media if is_padding else step.batch.encoder_batches[batch.loaded]
         assert media is not None
         stream = batch.number * len(step.plan.encoder_batches) + member
         with torch.set_grad_enabled(keep):
@@ -100,7 +100,7 @@ class BackboneMethod:
 
     def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
         """See `RoleMethod`; the rows that it reads are leaves of the graph, and have gradients after the backward."""
-        compute, packed = self._context.compute, step.batch.microbatches[batch.number]
+        compute, packed = self._context.compute, step.batch.microbatches[batch.loaded]
         assert packed is not None
         features: Features = {}
         for modality in read.names:

@@ -82,7 +82,8 @@ class RoleRunner:
         self._encoder_activations = min(encoder_activations, *limits) if limits else encoder_activations
         self._roles = tuple(role for role in (BACKBONE, *encoders) if role in job.roles)
         self._encoder = next((role for role in encoders if role in self._roles), None)
-        self._listeners = [rank for role in encoders for rank in ranks[role] if rank not in ranks[BACKBONE]]
+        encode = dict.fromkeys(rank for role in encoders for rank in ranks[role])
+        self._listeners = [rank for rank in encode if rank not in ranks[BACKBONE]]
         # Of ranks that need each other to encode and are of two kinds, one kind has no time in which to work ahead.
         needs_others = job.allocation.placement == "mixed" and any(layouts[role].shares_weights for role in encoders)
         self._frozen_works_ahead = bool(self._listeners) and not needs_others
@@ -105,8 +106,7 @@ class RoleRunner:
         self._rank_metrics = RankMetrics.of(job, self.timeline)
         self._batch_times = BatchTimes(self.timeline)
         self._frozen = FrozenEncoder(module)
-        self._unused_features = UnusedFeatures()
-        self._looks_at_encoder = self._encoder is not None and job.rank == ranks[self._encoder][0]
+        self._unused_features = {role: UnusedFeatures() for role in encoders if job.rank == ranks[role][0]}
         self._indices = dict.fromkeys(STAGES, 0)
         self._ahead: dict[str, tuple[int, int] | None] = {}  # stage -> name of the step that may have been begun
         self._later: LaterSteps | None = None
@@ -134,8 +134,9 @@ class RoleRunner:
         for engine in self._engines.values():
             engine.finish_gradients(1 / max(report.tokens, 1))
         self.timeline.stop(start, self._roles[0], COMMUNICATION, "reduce gradients", "train", step.index)
-        if self._looks_at_encoder and self._encoder in training and step.executed[self._encoder]:
-            self._unused_features.look(self._engines[self._encoder].parameters)
+        for role, unused in self._unused_features.items():
+            if role in training and step.executed[role]:
+                unused.look(self._engines[role].parameters)
         self.report, self.stop_requested = report, report.stop
         context.enter("between steps", step)
         return self._module.log_report("train", report)

@@ -73,7 +73,7 @@ class Step:
             role: whose batches make them.
             begun: batches below this place were published ahead of the step.
         """
-        demand = self.program.pool_demand(specs).features
+        demand = self.program.pool_demand(specs).features[role]
         if begun:
             batches = self.program.roles[role].batches.items()
             left = [made.entry for place, batch in batches if place >= begun for made in batch.made]

@@ -63,7 +63,7 @@ class LaterSteps:
             return False
         if not self._parts[self._role].speaks:
             return True
-        demand = step.program.pool_demand(specs).features
+        demand = step.program.pool_demand(specs).features[self._role]
         made = step.program.roles[self._role].batches[place].made
         return self._context.pool.fits([demand[each.entry].nbytes for each in made], ahead=True)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flowtrain_lightning.allocator import BACKBONE, ROLES
+from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import HalfEngine, broadcast_half
@@ -133,7 +133,7 @@ def _make(module: FlowModule, precision: str, job: Job, device: torch.device) ->
 def _make_groups(job: Job, device_type: str) -> dict[str, RoleGroups]:
     """Role -> its groups, also of a role that only other ranks of this one's default group have."""
     mixed = job.allocation.placement == "mixed"
-    roles = job.roles if not mixed else ROLES
+    roles = job.roles if not mixed else job.allocation.roles
     return {
         role: make_groups(
             role,

@@ -127,7 +127,7 @@ def test_ranks_that_encode_are_counted_over_all_encoders():
     allocation = Allocation("separate", layouts, ranks)
     assert allocation.roles == ("encoder_image", "encoder_audio", "backbone")
     assert allocation.encoder_members == ((1,), (4,), (2,))
-    assert [allocation.encoder_member_of(rank) for rank in range(5)] == [None, 0, 2, None, 1]
+    assert [allocation.encoder_members_of(rank) for rank in range(5)] == [(), (0,), (2,), (), (1,)]
 
 
 def test_a_modality_has_the_one_encoder_or_its_own():

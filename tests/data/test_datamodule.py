@@ -98,7 +98,7 @@ def test_prediction_reads_prompts(file, tmp_path):
 
 def test_the_strategy_says_which_shard_is_loaded(file, tmp_path):
     trainer = quiet_trainer(tmp_path, max_steps=1)
-    trainer.strategy.rank_shard = RankShard(None, 1, 0, 1)
+    trainer.strategy.rank_shard = RankShard(None, 1, (0,), 1)
     seen = []
     model = Recorder()
     model.on_train_batch_start = lambda batch, _: seen.append(batch)

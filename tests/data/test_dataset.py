@@ -15,12 +15,12 @@ LAYOUTS = {
     "plain 1": [RankShard.plain(0, 1)],
     "plain 2": [RankShard.plain(rank, 2) for rank in range(2)],
     "plain 4": [RankShard.plain(rank, 4) for rank in range(4)],
-    "1 + 1": [RankShard(0, 1, None, 1), RankShard(None, 1, 0, 1)],
+    "1 + 1": [RankShard(0, 1, (), 1), RankShard(None, 1, (0,), 1)],
     "2 + 3": [
-        *(RankShard(rank, 2, None, 3) for rank in range(2)),
-        *(RankShard(None, 2, rank, 3) for rank in range(3)),
+        *(RankShard(rank, 2, (), 3) for rank in range(2)),
+        *(RankShard(None, 2, (rank,), 3) for rank in range(3)),
     ],
-    "colocated 2": [RankShard(rank, 2, rank, 2) for rank in range(2)],
+    "colocated 2": [RankShard(rank, 2, (rank,), 2) for rank in range(2)],
 }
 
 
@@ -48,7 +48,7 @@ def samples_read(batches):
 def media_items(batch):
     """Number in the plan, patches, grid and rows of features of every media item that a rank encodes."""
     for numbers, packed in zip(
-        batch.plan.encoder_batches[batch.shard.encoder_rank], batch.encoder_batches, strict=True
+        batch.plan.encoder_batches[batch.shard.encoder_members[0]], batch.encoder_batches, strict=True
     ):
         assert (packed is None) == (len(numbers) == 0)
         for index, number in enumerate(numbers.tolist()):
@@ -88,7 +88,7 @@ def test_every_media_item_is_encoded_once_from_its_own_image(shards, layout):
     batches = [rank.load(0, 1) for rank in shards(layout)]
     sizes, found = batches[0].plan.sizes, {}
     for batch in batches:
-        if batch.shard.encoder_rank is None:
+        if not batch.shard.encoder_members:
             assert batch.encoder_batches == ()
             continue
         for number, patches, grid, rows in media_items(batch):
@@ -130,8 +130,8 @@ def test_images_are_opened_by_the_rank_that_encodes_them_and_by_no_other(shards,
     for rank in ranks:
         batch = rank.load(0, 0)
         encoded = 0
-        if rank.shard.encoder_rank is not None:
-            encoded = sum(map(len, batch.plan.encoder_batches[rank.shard.encoder_rank]))
+        if rank.shard.encoder_members:
+            encoded = sum(map(len, batch.plan.encoder_batches[rank.shard.encoder_members[0]]))
         assert len(opened) - in_all == encoded
         in_all = len(opened)
     assert in_all == len(set(opened)) == len(batch.plan.sizes.media_rows) > 0
@@ -161,7 +161,7 @@ def test_augmentation_is_the_same_on_every_layout(shards):
 
     def patches(layout, epoch):
         batches = [rank.load(epoch, 0) for rank in shards(layout, augment=turn)]
-        encoding = [batch for batch in batches if batch.shard.encoder_rank is not None]
+        encoding = [batch for batch in batches if batch.shard.encoder_members]
         return {number: patches.tobytes() for batch in encoding for number, patches, _, _ in media_items(batch)}
 
     assert patches("plain 1", 0) == patches("2 + 3", 0) == patches("plain 4", 0)

@@ -29,7 +29,7 @@ def sizes(*tokens):
 
 
 def test_the_cost_model_decides_who_computes_what():
-    shard, lengths = RankShard(0, 2, 0, 1), [8, 4, 4, 4, 4]
+    shard, lengths = RankShard(0, 2, (0,), 1), [8, 4, 4, 4, 4]
 
     def totals(cost):
         plan = StepPacking(16, cost).plan(sizes(*lengths), np.arange(5), shard)
@@ -40,7 +40,7 @@ def test_the_cost_model_decides_who_computes_what():
 
 
 def test_a_rank_with_both_lanes_encodes_what_it_reads():
-    shard = RankShard(0, 2, 0, 2, colocated_lanes=((1, 0), (0, 1)))
+    shard = RankShard(0, 2, (0,), 2, colocated_lanes=((1, 0), (0, 1)))
     plan = StepPacking(16).plan(sizes(8, 8, 8, 8), np.arange(4), shard)
     assert {(entry.backbone_rank, entry.encoder_rank) for entry in plan.entries} == {(0, 1), (1, 0)}
 

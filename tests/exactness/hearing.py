@@ -219,7 +219,17 @@ def memory_data(train: Memory | None = None, **settings: Any) -> FlowDataModule:
 
 
 def allocation_of(layout: str) -> Allocation:
-    """``"2+1+3"`` is two ranks for images, one for audio, and three of the backbone, which come first."""
+    """``"2+1+3"`` is two ranks for images, one for audio, and three of the backbone, which come first.
+
+    ``"colocated 2"`` gives two ranks all three roles, and ``"mixed 1+2"`` one both encoders and two more all three.
+    """
+    kind, _, counted = layout.rpartition(" ")
+    if kind:
+        *only_encode, backbone = map(int, counted.split("+"))
+        every = tuple(range(backbone + sum(only_encode)))
+        ranks = {"encoder_image": every, "encoder_audio": every, "backbone": every[:backbone]}
+        placement: Any = kind
+        return Allocation(placement, {role: Layout(len(of_role)) for role, of_role in ranks.items()}, ranks)
     image, audio, backbone = map(int, layout.split("+"))
     counts = {"encoder_image": image, "encoder_audio": audio, "backbone": backbone}
     first = {"backbone": 0, "encoder_image": backbone, "encoder_audio": backbone + image}
@@ -251,7 +261,7 @@ def train(
     training, the validation's loss, and how many predictions this rank made.
     """
     strategy: Any = layout.partition(" ")[0]
-    if "+" in layout:
+    if strategy not in ("auto", "ddp"):
         strategy = FlowTrainStrategy(allocation=allocation_of(layout), hang_timeout=60)
     recorder = Recorder()
     L.seed_everything(SEED, verbose=False)
@@ -273,7 +283,7 @@ def train(
     model = (WideEar if wide else SeeingAndHearing)(**(module or {}))
     trainer.fit(model, memory_data(num_workers=workers), ckpt_path=resume)
     recorder.save(folder)
-    spans = trainer.strategy.runner.timeline.spans if "+" in layout else []
+    spans = trainer.strategy.runner.timeline.spans if isinstance(trainer.strategy, FlowTrainStrategy) else []
     work = sorted({span.name for span in spans if span.stage == "train" and span.kind == "compute"})
     trainer.limit_val_batches = 1.0
     (validated,) = trainer.validate(model, memory_data(), verbose=False)

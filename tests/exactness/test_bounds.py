@@ -60,7 +60,7 @@ def least_pool(folder: Path, layout: str) -> int:
     data = steps_data(folder / "data")
     data.setup("fit")
     colocated_lanes = tuple((rank, rank) for rank in range(backbone_ranks if layout.startswith("colocated") else 0))
-    shard = RankShard(0, backbone_ranks, 0, encoder_ranks, colocated_lanes)
+    shard = RankShard(0, backbone_ranks, (0,), encoder_ranks, colocated_lanes)
     steps = replace(data.train_dataloader().steps, shard=shard)
     return 2 * max(least_bytes(steps.plan(0, step), SPEC) for step in range(STEPS))
 

@@ -28,10 +28,23 @@ CASES: dict[str, dict[str, Any]] = {
     "1+1+1, both frozen": {"layout": "1+1+1", "module": {"frozen": ["image", "audio"]}},
     "1+1+1, a wide ear": {"layout": "1+1+1", "wide": True},
     "1+2+1, a wide ear, frozen eye": {"layout": "1+2+1", "wide": True, "module": {"frozen": ["image"]}},
+    "colocated 2": {"layout": "colocated 2"},
+    "colocated 1": {"layout": "colocated 1"},
+    "mixed 1+2, clipped": {"layout": "mixed 1+2", "clip": 0.2},
+    "colocated 2, a wide ear, frozen eye": {"layout": "colocated 2", "wide": True, "module": {"frozen": ["image"]}},
     "ddp 2": {"layout": "ddp 2"},
     "1+2+1, loaded by workers": {"layout": "1+2+1", "workers": 1},
 }
-QUICK = ["auto", "1+1+1", "2+1+2, clipped", "1+1+1, frozen eye", "1+1+1, both frozen", "1+1+1, a wide ear"]
+QUICK = [
+    "auto",
+    "1+1+1",
+    "2+1+2, clipped",
+    "1+1+1, frozen eye",
+    "1+1+1, both frozen",
+    "1+1+1, a wide ear",
+    "colocated 2",
+    "mixed 1+2, clipped",
+]
 ALL = [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from jsonargparse import ArgumentParser
@@ -233,32 +234,27 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
 TWO = {"encoder_image": 1, "encoder_audio": 2}
 
 
-def test_encoders_of_two_modalities_run_in_whole_copies_on_ranks_of_their_own():
-    allocation = planned("separate", backbone=2, **TWO)
+def sharing(placement: Any, backbone: int) -> Allocation:
+    """Two ranks with both encoders, of which some have the backbone too."""
+    layouts = {"encoder_image": Layout(2), "encoder_audio": Layout(2), "backbone": Layout(backbone)}
+    ranks = {role: tuple(range(layout.data)) for role, layout in layouts.items()}
+    return Allocation(placement, layouts, ranks)
+
+
+@pytest.mark.parametrize(
+    "allocation",
+    [planned("separate", backbone=2, **TWO), sharing("colocated", 2), sharing("mixed", 1)],
+    ids=lambda allocation: allocation.placement,
+)
+def test_encoders_of_two_modalities_run_in_whole_copies_in_every_placement(allocation):
     assert why_it_cannot_run(allocation) is None
     halves = ("encoder_audio", "encoder_image", "backbone")
-    assert make_request(allocation, None, None, "auto").answer(5, halves=halves) == allocation
+    assert make_request(allocation, None, None, "auto").answer(allocation.size, halves=halves) == allocation
 
 
 @pytest.mark.parametrize(
     ("allocation", "words"),
     [
-        (
-            Allocation(
-                "colocated",
-                dict.fromkeys(("encoder_image", "encoder_audio", "backbone"), Layout()),
-                dict.fromkeys(("encoder_image", "encoder_audio", "backbone"), (0,)),
-            ),
-            "in the placement colocated, but several encoders run on ranks of their own .* the placement separate",
-        ),
-        (
-            Allocation(
-                "mixed",
-                {"encoder_image": Layout(2), "encoder_audio": Layout(2), "backbone": Layout(1)},
-                {"encoder_image": (0, 1), "encoder_audio": (0, 1), "backbone": (0,)},
-            ),
-            "in the placement mixed, but several encoders run on ranks of their own",
-        ),
         (
             planned("separate", backbone=Layout(2, shard="fsdp"), **TWO),
             "gives the backbone the layout data 2, fsdp, but beside several encoders ranks hold whole copies today; "
@@ -270,7 +266,7 @@ def test_encoders_of_two_modalities_run_in_whole_copies_on_ranks_of_their_own():
         ),
         (planned("separate", backbone=1, encoder_image=1, ear=1), "several encoders that are called after their moda"),
     ],
-    ids=["colocated", "mixed", "a backbone in shards", "an encoder of tensor ranks", "another name"],
+    ids=["a backbone in shards", "an encoder of tensor ranks", "another name"],
 )
 def test_what_several_encoders_cannot_do_yet_is_refused(allocation, words):
     with pytest.raises(AllocationError, match=words):

@@ -177,9 +177,9 @@ class DeliveredLease:
 
 def least_bytes(plan: StepPlan, spec: FeatureSpec, in_fixed_order: bool = False) -> int:
     """Bytes of the pool with which a step of this plan cannot block, on any rank."""
-    shard = RankShard(None, 0, None, 0)
+    shard = RankShard(None, 0, (), 0)
     if in_fixed_order:
-        shard = RankShard(0, 1, 0, 1, ((0, 0),), meets={"backbone": meeting_of(1)})
+        shard = RankShard(0, 1, (0,), 1, ((0, 0),), meets={"backbone": meeting_of(1)})
     return make_program(plan, shard, 0).pool_demand({"image": spec}).least
 
 
@@ -322,7 +322,7 @@ class InterleavedStep:
             part = RankShard(
                 backbone_ranks.index(rank) if rank in backbone_ranks else None,
                 backbones,
-                encoder_ranks.index(rank) if rank in encoder_ranks else None,
+                (encoder_ranks.index(rank),) if rank in encoder_ranks else (),
                 encoders,
                 colocated_lanes=both_lanes,
                 meets={role: meeting_of(len(of_role[role])) for role in sharing},
@@ -334,7 +334,7 @@ class InterleavedStep:
             if part.backbone_rank is not None:
                 method = BackboneMethod(context, [], speaks=True, counts=True)
                 roles["backbone"] = RolePart(method, makers=[(each,) for each in encoder_ranks])
-            if part.encoder_rank is not None:
+            if part.encoder_members:
                 encoding = EncoderMethod(context, "encoder", meets_in_forwards=meets_in_forwards)
                 roles["encoder"] = RolePart(encoding, readers=[(each,) for each in backbone_ranks])
             parts.append(partial(_run_and_sum, Executor(context, roles, step), self.compute[rank]))
@@ -373,8 +373,8 @@ def batch_of(plan: StepPlan, part: RankShard) -> StepBatch:
         microbatches = tuple(
             _microbatch(plan, members, bool(part.meeting("backbone").passes)) for members in members_of
         )
-    if part.encoder_rank is not None:
-        encoder_batches = tuple(_media(plan, media) for media in plan.encoder_batches[part.encoder_rank])
+    if part.encoder_members:
+        encoder_batches = tuple(_media(plan, media) for media in plan.encoder_batches[part.encoder_members[0]])
     padding = _media(plan, plan.sizes.media_patches.argmin(keepdims=True)) if plan.entries else None
     return StepBatch(plan, part, microbatches, encoder_batches, 0, 0, padding)
 

@@ -98,7 +98,7 @@ def test_each_microbatch_is_told_with_its_tokens_and_their_squares():
         ("backbone", STALL, "train", 20, 1, 9.0),
         ("backbone", COMPUTE, "train", 20, 1, 0.25),
     )
-    timings = BatchTimes(timeline).take(step_of(RankShard(0, 2, None, 1)))
+    timings = BatchTimes(timeline).take(step_of(RankShard(0, 2, (), 1)))
     assert timings == {"backbone": [[7.0, 25.0, 0.5], [5.0, 25.0, 0.25]], "encoder": []}
 
 
@@ -109,7 +109,7 @@ def test_an_encoder_batchs_forwards_and_backward_count_together():
         ("encoder", COMPUTE, "train", 20, 0, 0.5),
         ("encoder", COMPUTE, "train", 20, 0, 1.0),
     )
-    timings = BatchTimes(timeline).take(step_of(RankShard(None, 2, 0, 1)))
+    timings = BatchTimes(timeline).take(step_of(RankShard(None, 2, (0,), 1)))
     assert timings == {"backbone": [], "encoder": [[9.0, 65.0, 2.0], [6.0, 20.0, 0.25]]}
 
 
@@ -121,5 +121,5 @@ def test_work_ahead_counts_in_its_own_step_and_other_stages_do_not_count():
         ("encoder", COMPUTE, "train", 13, 0, 4.0),
         ("encoder", COMPUTE, "train", 21, 0, 5.0),
     )
-    timings = BatchTimes(timeline).take(step_of(RankShard(None, 2, 0, 1)))
+    timings = BatchTimes(timeline).take(step_of(RankShard(None, 2, (0,), 1)))
     assert timings["encoder"] == [[9.0, 65.0, 0.5]]

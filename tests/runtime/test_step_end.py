@@ -48,10 +48,10 @@ class Rank:
 
     def agree(self, index: int, note: dict[str, Any] | None) -> StepReport:
         self.metrics.close_microbatch(torch.tensor(6.0), 3)
-        return self._end.agree(self._context, step(index, RankShard(0, 1, None, 1)), note)
+        return self._end.agree(self._context, step(index, RankShard(0, 1, (), 1)), note)
 
     def receive(self, index: int, note: dict[str, Any] | None, meanwhile: Callable[[bool], bool]) -> StepReport:
-        return self._end.receive(self._context, step(index, RankShard(None, 1, 0, 1)), note, meanwhile)
+        return self._end.receive(self._context, step(index, RankShard(None, 1, (0,), 1)), note, meanwhile)
 
 
 def step(index: int, shard: RankShard) -> Step:
@@ -96,7 +96,7 @@ def test_ranks_that_share_weights_compare_what_they_have_used(other: StepRecord,
     job: Any = SimpleNamespace(rank=0, allocation=allocation, mesh=None, groups=groups)
     own = StepRecord("layers", {1, 2})
     with pytest.raises(RuntimeError, match=told) if told else nullcontext():
-        assert StepEnd(job, [], {}).compare(step(7, RankShard(0, 1, None, 1)), "backbone", own) == {1}
+        assert StepEnd(job, [], {}).compare(step(7, RankShard(0, 1, (), 1)), "backbone", own) == {1}
 
 
 def give_up(is_over: bool) -> bool:

@@ -47,7 +47,7 @@ def plans(folder: Path) -> list[StepPlan]:
     """The steps with one encoder and one backbone rank."""
     data = tiny_data(folder / "data", shuffle=False)
     data.setup("fit")
-    steps = replace(data.train_dataloader().steps, shard=RankShard(0, 1, 0, 1))
+    steps = replace(data.train_dataloader().steps, shard=RankShard(0, 1, (0,), 1))
     return [steps.plan(0, step) for step in range(STEPS)]
 
 

@@ -90,6 +90,6 @@ def test_a_run_that_was_killed_reads_exactly_the_rest_on_other_ranks(tmp_path, s
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         data, model = build(), Recorder()
         trainer = quiet_trainer(tmp_path, **SETTINGS)
-        trainer.strategy.rank_shard = RankShard(1, 2, None, 1)
+        trainer.strategy.rank_shard = RankShard(1, 2, (), 1)
         trainer.fit(model, data, ckpt_path=tmp_path / f"batch-{done}.ckpt", weights_only=True)
         assert model.trained == whole[done:], done

@@ -39,7 +39,8 @@ def test_of_a_position_with_more_batches_than_may_be_kept_the_others_are_recompu
 def test_encoder_ranks_that_share_weights_have_one_order_of_work(sizes, encoders, backbones, kept, budget):
     plan = plan_of(sizes, encoders, backbones, encoder_budget=budget)
     shards = [
-        RankShard(None, backbones, rank, encoders, meets={"encoder": meeting_of(encoders)}) for rank in range(encoders)
+        RankShard(None, backbones, (rank,), encoders, meets={"encoder": meeting_of(encoders)})
+        for rank in range(encoders)
     ]
     programs = [make_program(plan, shard, kept) for shard in shards]
     assert len({program.roles["encoder"].passes for program in programs}) == 1

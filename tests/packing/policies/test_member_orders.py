@@ -45,7 +45,7 @@ def test_a_rank_of_two_lanes_runs_its_order(sizes, ranks, kept, budget, meet, sh
     settings = {"meet": meet, "colocated": range(ranks), "in_fixed_order": meet or shares}
     for rank, order in enumerate(member_orders(plan, range(ranks), kept, **settings)):
         lanes = tuple((other, other) for other in range(ranks))
-        program = make_program(plan, RankShard(rank, ranks, rank, ranks, lanes, meets=meets), kept)
+        program = make_program(plan, RankShard(rank, ranks, (rank,), ranks, lanes, meets=meets), kept)
         encoder = program.roles["encoder"]
         assert encoder.passes == order.passes
         assert {place for place, batch in encoder.batches.items() if batch.recomputes} == order.recomputed

@@ -18,7 +18,7 @@ def test_no_turn_comes_before_what_it_waits_for(sizes, ranks, kept, trains, budg
     plan = plan_of(sizes, ranks, ranks, encoder_budget=budget)
     for rank in range(ranks):
         meets = {role: meeting_of(ranks) for role in ("backbone", "encoder")[: 1 + pads]}
-        shard = RankShard(rank, ranks, rank, ranks, meets=meets)
+        shard = RankShard(rank, ranks, (rank,), ranks, meets=meets)
         program = make_program(plan, shard, kept)
         trained = ["backbone", "encoder"] if trains else ["backbone"]
         (lane,) = program.lanes(trained)
