@@ -195,11 +195,14 @@ def _why_encoders_cannot_run(allocation: Allocation) -> str | None:
             "after their modalities, as encoder_image and encoder_audio."
         )
     for role, layout in allocation.layouts.items():
-        if not layout.is_whole_copies:
-            return (
-                f"{roles} and gives the {role} the layout {layout.describe()}, but beside several encoders ranks hold "
-                f"whole copies today; give it {Layout(data=layout.ranks).describe()}."
-            )
+        in_shards = layout.shard == "fsdp" and layout.tensor == layout.context == layout.expert == layout.pipeline == 1
+        if layout.is_whole_copies or (role == BACKBONE and in_shards and allocation.placement == "separate"):
+            continue
+        return (
+            f"{roles} and gives the {role} the layout {layout.describe()}, but of several encoders, and of a backbone "
+            f"that shares ranks with them, ranks hold whole copies today; give it "
+            f"{Layout(data=layout.ranks).describe()}."
+        )
     return None
 
 

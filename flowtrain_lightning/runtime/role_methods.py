@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.data import Features
+from flowtrain_lightning.packing.roles import BACKBONE
 from flowtrain_lightning.runtime.gathering import Gathering
 from flowtrain_lightning.runtime.program import PADDING, RankBatch
 from flowtrain_lightning.runtime.step import RankContext, Step
@@ -102,18 +103,19 @@ class BackboneMethod:
         """See `RoleMethod`; the rows that it reads are leaves of the graph, and have gradients after the backward."""
         compute, packed = self._context.compute, step.batch.microbatches[batch.loaded]
         assert packed is not None
-        features: Features = {}
-        for modality in read.names:
-            rows = tuple(tensor for tensor in read.tensors(modality) if tensor is not None)
-            for tensor in rows:
-                tensor.requires_grad_(modality in step.answered and tensor.is_floating_point())
-            features |= as_features(modality, rows)
-        if not features and step.plan.entries and step.batch.shard.meeting("backbone").passes:
+        rows = {name: tuple(each for each in read.tensors(name) if each is not None) for name in read.names}
+        if step.batch.shard.meeting(BACKBONE).passes:
             # Other ranks may have media now, and sum gradients of all that a layout gathers together. So what only
             # features meet, such as a projector, takes part here as well.
-            modality = step.plan.entries[0].modality  # of all of them, where ranks share weights
-            features = as_features(modality, compute.specs[modality].no_rows(compute.device))
-            packed = replace(packed, media_positions={modality: packed.tokens[:0]})
+            absent = [modality for modality in step.program.modalities if modality not in rows]
+            rows |= {modality: compute.specs[modality].no_rows(compute.device) for modality in absent}
+            places = {**packed.media_positions, **dict.fromkeys(absent, packed.tokens[:0])}
+            packed = replace(packed, media_positions=places)
+        features: Features = {}
+        for modality, tensors in sorted(rows.items()):
+            for tensor in tensors:
+                tensor.requires_grad_(modality in step.answered and tensor.is_floating_point())
+            features |= as_features(modality, tensors)
         if step.stage == "train" and batch.number == 0:
             compute.check_context(packed, features)
         result = compute.microbatch(

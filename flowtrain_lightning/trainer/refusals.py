@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, Layout
+from flowtrain_lightning.allocator import BACKBONE, Layout
 from flowtrain_lightning.checkpoint import FlowCheckpointIO
 from flowtrain_lightning.checkpoint.files import refuse_unshared_folder, refuse_url
 from flowtrain_lightning.compute.whole_module import refuse_accumulation
@@ -195,7 +195,8 @@ def refuse_frozen_backbone(layouts: Mapping[str, Layout], module: FlowModule) ->
     Raises:
         ValueError: says what was given and what to do.
     """
-    if layouts[BACKBONE].meets.passes and half_trains(module, ENCODER) and not half_trains(module, BACKBONE):
+    an_encoder_trains = any(half_trains(module, role) for role in layouts if role != BACKBONE)
+    if layouts[BACKBONE].meets.passes and an_encoder_trains and not half_trains(module, BACKBONE):
         raise ValueError(
             "All weights of the backbone are frozen and sharded while the encoder trains: a microbatch without media "
             "items has no backward then, which other ranks wait for. Let some of its weights train, or take whole "

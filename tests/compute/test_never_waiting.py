@@ -137,9 +137,9 @@ def test_compiled_layers_are_in_one_piece_each_and_never_compiled_anew(records, 
     torch._dynamo.reset()
 
 
-def test_the_lanes_of_a_rank_share_no_stream_for_copies():
+def test_the_roles_of_a_rank_share_no_stream_for_copies():
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    copies = Compute(quickstart()[0], trainer, META, {}).copies
+    copies = Compute(quickstart()[0], trainer, META, dict.fromkeys(ROLES)).copies
     assert not set(map(id, copies[ENCODER])) & set(map(id, copies[BACKBONE]))
 
 

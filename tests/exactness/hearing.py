@@ -221,20 +221,25 @@ def memory_data(train: Memory | None = None, **settings: Any) -> FlowDataModule:
 def allocation_of(layout: str) -> Allocation:
     """``"2+1+3"`` is two ranks for images, one for audio, and three of the backbone, which come first.
 
-    ``"colocated 2"`` gives two ranks all three roles, and ``"mixed 1+2"`` one both encoders and two more all three.
+    ``"1+1+2 fsdp"`` is a backbone in shards; ``"colocated 2"`` gives two ranks all three roles, and ``"mixed 1+2"`` one
+    rank both encoders and two more all three.
     """
-    kind, _, counted = layout.rpartition(" ")
-    if kind:
+    kind, _, counted = layout.partition(" ")
+    if kind in ("colocated", "mixed"):
         *only_encode, backbone = map(int, counted.split("+"))
         every = tuple(range(backbone + sum(only_encode)))
         ranks = {"encoder_image": every, "encoder_audio": every, "backbone": every[:backbone]}
         placement: Any = kind
         return Allocation(placement, {role: Layout(len(of_role)) for role, of_role in ranks.items()}, ranks)
-    image, audio, backbone = map(int, layout.split("+"))
+    counted, _, shard = layout.partition(" ")
+    image, audio, backbone = map(int, counted.split("+"))
     counts = {"encoder_image": image, "encoder_audio": audio, "backbone": backbone}
     first = {"backbone": 0, "encoder_image": backbone, "encoder_audio": backbone + image}
     ranks = {role: tuple(range(first[role], first[role] + count)) for role, count in counts.items()}
-    return Allocation("separate", {role: Layout(count) for role, count in counts.items()}, ranks)
+    layouts = {role: Layout(count) for role, count in counts.items()}
+    if shard:  # of the backbone
+        layouts["backbone"] = Layout(backbone, shard="fsdp")
+    return Allocation("separate", layouts, ranks)
 
 
 class Saver(L.Callback):

@@ -30,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "1+2+1, a wide ear, frozen eye": {"layout": "1+2+1", "wide": True, "module": {"frozen": ["image"]}},
     "colocated 2": {"layout": "colocated 2"},
     "colocated 1": {"layout": "colocated 1"},
+    "1+1+2 fsdp, clipped": {"layout": "1+1+2 fsdp", "clip": 0.2},
+    "1+1+2 fsdp, a wide ear, frozen eye": {"layout": "1+1+2 fsdp", "wide": True, "module": {"frozen": ["image"]}},
     "mixed 1+2, clipped": {"layout": "mixed 1+2", "clip": 0.2},
     "colocated 2, a wide ear, frozen eye": {"layout": "colocated 2", "wide": True, "module": {"frozen": ["image"]}},
     "ddp 2": {"layout": "ddp 2"},
@@ -44,6 +46,7 @@ QUICK = [
     "1+1+1, a wide ear",
     "colocated 2",
     "mixed 1+2, clipped",
+    "1+1+2 fsdp, clipped",
 ]
 ALL = [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK)]
 

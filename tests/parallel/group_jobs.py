@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flowtrain_lightning.parallel.connecting import connect_groups, disconnect_groups
 from flowtrain_lightning.parallel.cross_group import CrossGroup
 from flowtrain_lightning.parallel.groups import Groups
-from flowtrain_lightning.runtime import runner as runner_module
+from flowtrain_lightning.runtime.executor import Executor
 from flowtrain_lightning.trainer import half_engines
 from tests.exactness.data import steps_data
 from tests.exactness.layouts import trainer_for
@@ -32,7 +32,7 @@ from tests.tiny import TinyVLM
 def list_collectives(folder: Path, *, data: str, layout: str, clip: float | None = None, early: bool = True) -> None:
     """Writes the collectives from each training step's beginning to that of the next one, as ``"group: name"``.
 
-    Where the lanes begin and end is noted among them. Sums that nobody waits for are those of gradients; where they are
+    Where the works begin and end is noted among them. Sums that nobody waits for are those of gradients; where they are
     not early, halves are put into their layouts as on GPUs of both roles.
     """
     events: list[str] = []
@@ -61,14 +61,14 @@ def list_collectives(folder: Path, *, data: str, layout: str, clip: float | None
         setattr(dist, name, _noted(getattr(dist, name), partial(note, "role", name)))
     for name in ("all_reduce", "broadcast"):
         setattr(CrossGroup, name, _noted(getattr(CrossGroup, name), partial(note, "all", name)))
-    run_lanes = runner_module.run_schedule
+    run_works = Executor.run
 
-    def noted_lanes(*args: Any) -> None:
-        events.append("lanes begin")
-        run_lanes(*args)
-        events.append("lanes end")
+    def noted_works(executor: Executor) -> None:
+        events.append("works begin")
+        run_works(executor)
+        events.append("works end")
 
-    runner_module.run_schedule = noted_lanes
+    Executor.run = noted_works
     if not early:
         make_engine = half_engines.make_engine
         half_engines.make_engine = lambda *args, **settings: make_engine(*args, **{**settings, "early": False})

@@ -10,7 +10,7 @@ from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
 
-LANES = ["lanes begin", "lanes end"]
+WORKS = ["works begin", "works end"]
 SPEC = ["all: broadcast", "all: broadcast"]
 """The first step with media tells all ranks what a row of features is: its size, then itself."""
 LOG = ["role: all_reduce"]
@@ -22,19 +22,19 @@ NORM = ["all: all_reduce"]
 SIGTERM = ["role: broadcast"]
 """Lightning's own, once a step; left out under flowtrain, see `PreemptionCheckpoint`."""
 
-BACKBONE = [LANES + LOG + NORM] * 3
-ENCODER = [LANES + NORM] * 3
-COLOCATED = [LANES + LOG] * 3
+BACKBONE = [WORKS + LOG + NORM] * 3
+ENCODER = [WORKS + NORM] * 3
+COLOCATED = [WORKS + LOG] * 3
 PLAIN = [LOG + SIGTERM] * 3
 
 EXPECTED = {
     "2+2": [
-        [SPEC + LANES + LOG + NAMES + NORM, *BACKBONE],
-        [SPEC + LANES + LOG + NAMES + NORM, *BACKBONE],
-        [SPEC + LANES + NORM, *ENCODER],
-        [SPEC + LANES + NORM, *ENCODER],
+        [SPEC + WORKS + LOG + NAMES + NORM, *BACKBONE],
+        [SPEC + WORKS + LOG + NAMES + NORM, *BACKBONE],
+        [SPEC + WORKS + NORM, *ENCODER],
+        [SPEC + WORKS + NORM, *ENCODER],
     ],
-    "colocated 2": [[SPEC + LANES + LOG + NAMES, *COLOCATED]] * 2,
+    "colocated 2": [[SPEC + WORKS + LOG + NAMES, *COLOCATED]] * 2,
     "ddp 2": [[LOG + NAMES + SIGTERM, *PLAIN]] * 2,
 }
 """Layout -> rank -> step -> every collective but the sums of gradients, in order."""
@@ -60,19 +60,19 @@ def test_in_a_step_only_gradients_are_summed_and_all_else_is_done_at_its_boundar
 def test_gradients_of_a_role_are_summed_while_its_last_backward_runs(tmp_path, data):
     job = Job("2+2", "tests.parallel.group_jobs:list_collectives", 4, {"data": data, "layout": "2+2"})
     first, *_ = read_down(run_jobs(tmp_path, [job])["2+2"].check().folder)
-    assert all(step.index("gradients") < step.index("lanes end") for step in first)
+    assert all(step.index("gradients") < step.index("works end") for step in first)
 
 
 def test_backbone_gradients_are_summed_while_the_encoders_last_backward_runs(tmp_path, data):
     arguments = {"data": data, "layout": "colocated 2", "early": False}
     job = Job("both", "tests.parallel.group_jobs:list_collectives", 2, arguments)
     ranks = read_down(run_jobs(tmp_path, [job])["both"].check().folder)
-    meanwhile = [[step.index("gradients") < step.index("lanes end") for step in rank] for rank in ranks]
+    meanwhile = [[step.index("gradients") < step.index("works end") for step in rank] for rank in ranks]
     assert any(map(any, meanwhile))
     assert not any(rank[2] for rank in meanwhile), "a step without pictures leaves the encoder no backward"
     for step in (step for rank in ranks for step in rank):
         _, encoder = (place for place, event in enumerate(step) if event == "gradients")
-        assert step.index("lanes end") < encoder < step.index("role: all_reduce"), step
+        assert step.index("works end") < encoder < step.index("role: all_reduce"), step
 
 
 def test_all_ranks_meet_in_one_group_and_each_role_in_its_own(tmp_path):

@@ -15,10 +15,11 @@ DEADLINE = 150.0
 
 
 def test_summing_more_takes_longer_and_leaves_no_process():
+    others = set(multiprocessing.active_children())  # of tests before this one
     reduction = measure_reduction(DEADLINE)
     assert reduction.ranks == 2
     assert 0 < reduction.seconds(1 << 20) < reduction.seconds(1 << 28)
-    assert not multiprocessing.active_children()
+    assert others.issuperset(multiprocessing.active_children())
 
 
 def test_a_process_that_is_in_a_process_group_can_measure_too(tmp_path):
@@ -33,8 +34,8 @@ def test_a_process_that_is_in_a_process_group_can_measure_too(tmp_path):
 
 
 def test_ranks_that_take_too_long_are_ended_with_a_sentence():
-    start = time.monotonic()
+    start, others = time.monotonic(), set(multiprocessing.active_children())
     with pytest.raises(ProfileError, match=r"did not sum gradients: they failed, or took more than 0\.01 s"):
         measure_reduction(deadline=0.01)
     assert time.monotonic() - start < 10 * slowness()
-    assert not multiprocessing.active_children()
+    assert others.issuperset(multiprocessing.active_children())
