@@ -6,17 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, islice
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.packing.step_graph import BatchOf, Work
 from flowtrain_lightning.pool import Key
-from flowtrain_lightning.runtime.gathering import Gathering, Place
-from flowtrain_lightning.runtime.program import Lane, RankBatch, RankRole
+from flowtrain_lightning.runtime.batch_underway import OWN, BatchUnderway
+from flowtrain_lightning.runtime.program import Lane, RankBatch
 from flowtrain_lightning.runtime.role_methods import ForwardResult, RoleMethod
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL
@@ -27,7 +26,6 @@ _FETCHED_AHEAD = 2
 
 _ROOM_FOR_ROWS = "bytes for features in the pool"
 _ROOM_FOR_GRADIENTS = "bytes for gradients in the pool"
-_OWN = "own rows"
 
 
 class Progress(Enum):
@@ -70,23 +68,6 @@ class RolePart:
     speaks: bool = True
 
 
-@dataclass
-class _Batch:
-    """A batch on its way through the step.
-
-    Attributes:
-        batch: what it reads, and who reads it.
-        read: the rows that it reads.
-        gradients: of the rows that it makes.
-        outputs: of its forward, with their graph; None before it, or where it will be computed again.
-    """
-
-    batch: RankBatch
-    read: Gathering
-    gradients: Gathering
-    outputs: ForwardResult | None = None
-
-
 class Executor:
     """The course of one step on one rank.
 
@@ -109,13 +90,14 @@ class Executor:
         self._has_reserved = False
         works = [work for lane in self._lanes for work in lane.works]
         self._last = {work.batch.role: work for work in works}  # the last one of each role
-        self._coming: dict[str, deque[_Batch]] = {}
-        self._open: dict[str, dict[int, _Batch]] = {}
+        self._coming: dict[str, deque[BatchUnderway]] = {}
+        self._open: dict[str, dict[int, BatchUnderway]] = {}
         for role, each in step.program.roles.items():
             streams = context.compute.copies[role]
             places = [work.batch.number for work in works if work.batch.role == role and work.kind == "forward"]
             self._coming[role] = deque(
-                self._batch(each, place, streams[n % len(streams)]) for n, place in enumerate(places)
+                BatchUnderway.of(context, step, each.batches[place], streams[n % len(streams)])
+                for n, place in enumerate(places)
             )
             self._open[role] = {}
 
@@ -157,7 +139,7 @@ class Executor:
         There is room for what it makes.
         """
         each = self._step.program.roles[role]
-        batch = self._batch(each, place, self._context.compute.copies[role][0])
+        batch = BatchUnderway.of(self._context, self._step, each.batches[place], self._context.compute.copies[role][0])
         if self._parts[role].method.is_for_nothing(batch.batch):
             return
         outputs = self._compute(Work(BatchOf(role, each.member, place), "forward"), batch, keep=False)
@@ -233,7 +215,7 @@ class Executor:
         if is_last:
             self._send_gradients_before(role)
         context.enter(f"backward of {name}", self._step)
-        gradients = batch.gradients.tensors(_OWN) or (None,) * len(outputs.rows)
+        gradients = batch.gradients.tensors(OWN) or (None,) * len(outputs.rows)
         context.hand_over(batch.gradients.copies, gradients, role, self._step)
         start = context.timeline.start()
         reached, given = (*outputs.rows,), (*gradients,)
@@ -245,7 +227,7 @@ class Executor:
         if self._step.trains and self._parts[role].speaks:
             yield from self._give_back(role, batch)
 
-    def _compute(self, work: Work, batch: _Batch, *, keep: bool) -> ForwardResult:
+    def _compute(self, work: Work, batch: BatchUnderway, *, keep: bool) -> ForwardResult:
         """A forward, by the role's method."""
         role, context, step = work.batch.role, self._context, self._step
         method, number = self._parts[role].method, batch.batch.number
@@ -258,13 +240,13 @@ class Executor:
         return outputs
 
     def _send_gradients_before(self, role: str) -> None:
-        """Begins to sum the gradients of the roles before this one, in their order on every rank.
+        """Where this role alone is not done, begins to sum the gradients of those before it, in one order on all ranks.
 
         From here on no other rank needs anything of this one but sums, in which a GPU may wait for the others.
         """
-        before = [other for other in self._parts if other != role][: list(self._parts).index(role)]
-        if before and self._ended.issuperset(before) and self._context.pool.is_settled:
-            for other in before:
+        roles = list(self._parts)
+        if self._ended.issuperset(set(roles) - {role}) and self._context.pool.is_settled:
+            for other in roles[: roles.index(role)]:
                 self._context.compute.send_gradients(other)
 
     # ---- what passes through the pool ---------------------------------------------------------------------------
@@ -285,7 +267,7 @@ class Executor:
                 start = timeline.start()
         timeline.stop(start, role, COMMUNICATION, "features", step.stage, step.index)
 
-    def _give_back(self, role: str, batch: _Batch) -> Course:
+    def _give_back(self, role: str, batch: BatchUnderway) -> Course:
         """Puts the gradients of the rows that a batch has read."""
         step, timeline = self._step, self._context.timeline
         start = timeline.start()
@@ -316,20 +298,6 @@ class Executor:
             for batch in self._open.get(role, {}).values():
                 taken |= batch.gradients.take_arrived(role, self._step)
         return taken
-
-    def _batch(self, role: RankRole, place: int, copies: CopyStream) -> _Batch:
-        batch, step = role.batches[place], self._step
-        read = {Key(step.features, step.index, each.entry): Place(each.modality, each.slices) for each in batch.read}
-        ends = accumulate(made.rows for made in batch.made)
-        given = {
-            Key(step.gradients, step.index, made.entry): Place(_OWN, (slice(end - made.rows, end),))
-            for made, end in zip(batch.made, ends, strict=True)
-        }
-        return _Batch(
-            batch,
-            Gathering(self._context, read, batch.rows_read, copies, "features"),
-            Gathering(self._context, given, {_OWN: sum(made.rows for made in batch.made)}, copies, "gradients"),
-        )
 
 
 def _rows(gradient: Tensor, slices: tuple[slice, ...]) -> Tensor:
