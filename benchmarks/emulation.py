@@ -26,7 +26,7 @@ from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
 from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import CostModel, IntArray
-from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
+from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER
 from flowtrain_lightning.packing.step_work import PassTimes, in_two_passes
 from flowtrain_lightning.placement.layout_costs import LayoutCosts
 

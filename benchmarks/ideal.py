@@ -10,8 +10,8 @@ from benchmarks.emulation import EmulatedCost
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.packing.policies.forwards_first import recomputed_batches
+from flowtrain_lightning.packing.role_graph import Edge
 from flowtrain_lightning.packing.simulator import simulate_steps
-from flowtrain_lightning.packing.step_graph import Edge
 from flowtrain_lightning.packing.step_work import StepRules, step_work
 
 

@@ -36,8 +36,9 @@ from benchmarks.report import machine_line, table, write_results
 from flowtrain_lightning import FlowTrainStrategy, PackedMedia
 from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig
 from flowtrain_lightning.models import LlavaVLM
+from flowtrain_lightning.packing.role_graph import Edge
 from flowtrain_lightning.packing.simulator import simulate_steps
-from flowtrain_lightning.packing.step_graph import BatchOf, Edge
+from flowtrain_lightning.packing.step_graph import BatchOf
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD, StepRules, TimedBatch, in_two_passes
 
 DEADLINE = 300.0

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from flowtrain_lightning.callbacks.timeline_recorder import COLOURS
 from flowtrain_lightning.packing import SampleSizes
-from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
+from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, Edge
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
-from flowtrain_lightning.packing.step_graph import BatchOf, Edge, Work
+from flowtrain_lightning.packing.step_graph import BatchOf, Work
 from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.packing.step_work import StepRules, StepWork, in_two_passes, step_work
 from tests.test_architecture import FILES, NAME, ROOMS, imports, room_of

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from flowtrain_lightning.allocator import RoleError, RoleGraph, graph_of
 from flowtrain_lightning.checkpoint import plain_file
 from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
@@ -25,7 +26,7 @@ from flowtrain_lightning.packing_check.first_fit import check_before_fit
 from flowtrain_lightning.parallel import TensorPlan, clip_to_norm, clip_to_value
 from flowtrain_lightning.parallel.context_parallel import shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.fully_shard import shard_repeated_blocks
-from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles, roles_of
+from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 
 # What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.
@@ -80,7 +81,8 @@ class FlowModule(L.LightningModule):
 
     Where media of several modalities have an encoder each, ``halves`` names them ``"encoder_image"``,
     ``"encoder_audio"`` and the like, and a method builds each: ``configure_encoder_image`` and so on. All are called
-    through ``encode``, which finds the modality in ``media.modality``.
+    through ``encode``, which finds the modality in ``media.modality``. Other names do as well, where ``edges`` says
+    what flows between them: ``edges = {"image": ("eye", "reader"), "audio": ("ear", "reader")}``.
 
     A subclass says how each half is built and what it computes; which rank computes what, and when, is the
     strategy's affair. The same subclass trains under ``strategy="flowtrain"``, ``"auto"`` and ``"ddp"``.
@@ -89,12 +91,15 @@ class FlowModule(L.LightningModule):
         halves: for each half the paths of its modules. Every parameter lies under exactly one half. Which one decides
             who computes it and, where nothing of the encoder half trains, how far ahead of the backbone that is: see
             the guide on projectors.
+        edges: modality -> the half that encodes it and the half that reads the features and computes the loss; not
+            needed with the names above.
         max_new_tokens: how many tokens ``generate`` adds at most.
         end_token: the id at which ``generate`` ends a sequence, or None.
         couples: what of it may couple samples of a batch, see `flowtrain_lightning.check`; by default nothing.
     """
 
     halves: Mapping[str, tuple[str, ...]] = {"encoder": ("encoder",), "backbone": ("backbone",)}
+    edges: Mapping[str, tuple[str, str]] = {}
     max_new_tokens: int = 32
     end_token: int | None = None
     couples: Collection[Coupling] = ()
@@ -196,7 +201,7 @@ class FlowModule(L.LightningModule):
         """
         if stage == "predict":
             return self.generate(batch, features)
-        backbone = self.get_submodule(self.halves["backbone"][0])
+        backbone = self.get_submodule(self.halves[self.role_graph.trunk][0])
         with shared_tokens(len(batch.tokens)) as own:  # None but where context ranks share sequences
             if own is None:
                 return self.loss(backbone(**self.merge(batch, features)), batch)
@@ -262,6 +267,18 @@ class FlowModule(L.LightningModule):
         return logits.reshape(-1, logits.shape[-1])
 
     # ---- what Lightning calls -----------------------------------------------------------------------------------
+
+    @property
+    def role_graph(self) -> RoleGraph:
+        """What flows between the halves.
+
+        Raises:
+            RoleError: neither their names nor ``edges`` say it.
+        """
+        try:
+            return graph_of(self.halves, self.edges)
+        except RoleError as error:
+            raise RoleError(f"The halves of {type(self).__name__}: {error}") from error
 
     @property
     def builds_whole(self) -> bool:
@@ -395,7 +412,7 @@ class FlowModule(L.LightningModule):
     @property
     def _local_roles(self) -> tuple[str, ...]:
         """The roles whose halves this rank holds."""
-        return roles_of(self.halves) if self._given_roles is None else self._given_roles
+        return self.role_graph.roles if self._given_roles is None else self._given_roles
 
     def set_local_roles(self, roles: tuple[str, ...] | None, in_parts: tuple[str, ...] = ()) -> None:
         """The strategy says which halves this rank holds (None: all), and of which of them a part only."""

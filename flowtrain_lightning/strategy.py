@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from flowtrain_lightning.allocator import BACKBONE, Allocation, Placement, RoleLayout
+from flowtrain_lightning.allocator import Allocation, Placement, RoleLayout
 from flowtrain_lightning.checkpoint import load_checkpoint, load_half, remove_checkpoint, save_checkpoint
 from flowtrain_lightning.checkpoint.background import BackgroundSave
 from flowtrain_lightning.checkpoint.loop_progress import is_between_epochs
@@ -206,8 +206,9 @@ class FlowTrainStrategy(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For loaders that Lightning shards itself: by backbone data-parallel rank; encoder ranks repeat the first."""
-        member = self.allocation.member_of(BACKBONE, self.global_rank)
-        return {"num_replicas": self.allocation.layouts[BACKBONE].data, "rank": member or 0}
+        trunk = self.allocation.trunk
+        member = self.allocation.member_of(trunk, self.global_rank)
+        return {"num_replicas": self.allocation.layouts[trunk].data, "rank": member or 0}
 
     # ---- processes, devices and nodes ---------------------------------------------------------------------------
 
@@ -256,8 +257,8 @@ class FlowTrainStrategy(ParallelStrategy):
         refuse_foreign_module(trainer.lightning_module)
         refuse_unsupported(trainer)
         refuse_unmet_nodes(trainer)
-        halves = self.flow_module.halves
-        self._request.answer(self.num_nodes * self.num_processes, self.num_nodes, self.ranks_per_device, halves)
+        ranks, graph = self.num_nodes * self.num_processes, self.flow_module.role_graph
+        self._request.answer(ranks, self.num_nodes, self.ranks_per_device, graph)
         if self.num_nodes == 1:
             remove_faults(_fault_folder(trainer))  # here, since a rank may fail before it could remove its own
 
@@ -305,7 +306,9 @@ class FlowTrainStrategy(ParallelStrategy):
         rank_zero_info(f"flowtrain: {self._decision.text}")
 
     def _choose_allocation(self) -> PlacementDecision:
-        given = self._request.answer(self.world_size, self.num_nodes, self.ranks_per_device, self.flow_module.halves)
+        given = self._request.answer(
+            self.world_size, self.num_nodes, self.ranks_per_device, self.flow_module.role_graph
+        )
         if given is not None:
             return PlacementDecision(given, "there is one rank" if self.world_size == 1 else "it was asked for")
         assert self._rank_launcher is not None
@@ -452,8 +455,8 @@ class FlowTrainStrategy(ParallelStrategy):
         if not isinstance(tensor, Tensor) or self._job is None:
             return tensor
         operation = str(reduce_op).lower().rpartition(".")[2].replace("avg", "mean")
-        backbones = [ranks[0] for ranks in self.allocation.members(BACKBONE)]
-        return self._job.groups.cross.reduce_over(backbones, tensor.detach().cpu(), operation).to(tensor.device)
+        members = [ranks[0] for ranks in self.allocation.members(self.allocation.trunk)]
+        return self._job.groups.cross.reduce_over(members, tensor.detach().cpu(), operation).to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any rank) say yes."""

@@ -16,7 +16,7 @@ from tests.tiny import CharTokenizer, write_records
 
 PAGE = (Path(__file__).parents[1] / "docs/layouts.md").read_text(encoding="utf-8")
 (SECTION,) = re.findall(r"## An encoder for each modality\n(.*?)\n## ", PAGE, flags=re.DOTALL)
-MODULE, STRATEGY, SOURCE = re.findall(r"```python\n(.*?)```", SECTION, flags=re.DOTALL)
+MODULE, STRATEGY, RENAMED, SOURCE = re.findall(r"```python\n(.*?)```", SECTION, flags=re.DOTALL)
 (ALLOCATION,) = re.findall(r"```yaml\n(.*?)```", SECTION, flags=re.DOTALL)
 
 
@@ -35,15 +35,17 @@ def test_a_module_of_two_encoders_trains_on_images_of_a_file_and_audio_of_a_sour
         global_batch_size=12,
         tokenizer=CharTokenizer(),
     )
-    module = names["SeesAndHears"]()
-    trainer = trainer_for("auto", max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
-    trainer.fit(module, data)
-    assert 0 < float(trainer.callback_metrics["train_loss"]) < 20
-    assert module.eye.weight.grad is not None
-    assert module.ear.weight.grad is not None
+    exec(RENAMED, names)
+    for kind in ("SeesAndHears", "Reader"):
+        module = names[kind]()
+        trainer = trainer_for("auto", max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
+        trainer.fit(module, data)
+        assert 0 < float(trainer.callback_metrics["train_loss"]) < 20
+        assert module.eye.weight.grad is not None
+        assert module.ear.weight.grad is not None
 
     monkeypatch.chdir(tmp_path)
     Path("allocation.yaml").write_text(ALLOCATION)
     exec(STRATEGY, names)
-    allocation = read_plan(Path("allocation.yaml"))
-    assert make_request("allocation.yaml", None, None, "auto").answer(8, halves=module.halves) == allocation
+    allocation, graph = read_plan(Path("allocation.yaml")), names["SeesAndHears"]().role_graph
+    assert make_request("allocation.yaml", None, None, "auto").answer(8, graph=graph) == allocation.bound(graph)

@@ -25,7 +25,7 @@ from flowtrain_lightning.allocator.rank_assignment import default_allocation
 from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, PlanningError, RoleLayout, Sharding
 from flowtrain_lightning.allocator.role_problem import PRECISIONS, RoleProblem, role_problems
 from flowtrain_lightning.allocator.workload import Workload, typical_workload
-from flowtrain_lightning.packing.roles import BACKBONE, ENCODER, ROLES, encoder_of, lane_of, modality_of
+from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, ROLES, Edge, RoleError, RoleGraph, graph_of
 
 __all__ = [
     "BACKBONE",
@@ -38,6 +38,7 @@ __all__ = [
     "AllocationError",
     "Cluster",
     "Device",
+    "Edge",
     "Efficiency",
     "Layout",
     "ModelledCosts",
@@ -47,6 +48,8 @@ __all__ = [
     "PlacementChoice",
     "PlanningError",
     "Prediction",
+    "RoleError",
+    "RoleGraph",
     "RoleLayout",
     "RoleProblem",
     "SearchSpace",
@@ -57,9 +60,7 @@ __all__ = [
     "describe_config",
     "describe_dimensions",
     "device_from",
-    "encoder_of",
-    "lane_of",
-    "modality_of",
+    "graph_of",
     "named_device",
     "named_model",
     "role_problems",

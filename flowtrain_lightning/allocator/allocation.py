@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
 from typing import Any, Literal, get_args
 
 from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute, RoleLayout
-from flowtrain_lightning.packing.roles import BACKBONE, ROLES
+from flowtrain_lightning.packing.role_graph import Edge, RoleError, RoleGraph, graph_of
 from flowtrain_lightning.packing.step_graph import Meeting
 
 Placement = Literal["separate", "colocated", "mixed"]
 """``"separate"`` gives every rank one role, ``"colocated"`` gives every rank all of them, ``"mixed"`` gives every rank
-the encoders and some the backbone too."""
+the encoders and some the trunk too."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A layout and ranks for every role: the backbone and at least one encoder.
+    """A layout and ranks for every role: a trunk, such as the backbone, and at least one role that it reads.
 
     Attributes:
         placement: whether roles share ranks.
         layouts: role -> its layout.
         ranks: role -> its global ranks, ascending. Together the roles use the ranks from 0 on without a gap, and
-            rank 0 is a backbone rank, since loggers and the progress bar live there.
+            rank 0 has the trunk, since loggers and the progress bar live there.
         recompute: role -> what its backward computes again, as a plan assumes it; ``"none"`` for absent roles.
         offload: role -> what of it lies in host memory; ``"none"`` for absent roles.
+        edges: what flows between the roles. None follows from their names, or else from the module that trains.
 
     Raises:
         AllocationError: a role is missing, or ranks contradict the placement or each other.
@@ -37,15 +39,21 @@ class Allocation:
     ranks: Mapping[str, tuple[int, ...]]
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     offload: Mapping[str, Offload] = field(default_factory=dict)
+    edges: tuple[Edge, ...] | None = None
 
     def __post_init__(self) -> None:
         refuse_unknown_placement(self.placement, get_args(Placement))
-        for name, roles in (("layouts", self.layouts), ("ranks", self.ranks)):
-            if BACKBONE not in roles or len(roles) < len(ROLES) or set(roles) != set(self.layouts):
-                known = ROLES if name == "layouts" else tuple(self.layouts)
-                raise AllocationError(
-                    f"An allocation needs {name} for {_names(known)}, but has {_names(tuple(roles))}."
-                )
+        if set(self.ranks) != set(self.layouts):
+            raise AllocationError(
+                f"An allocation needs ranks for {_names(self.layouts)}, but has them for {_names(self.ranks)}."
+            )
+        if len(self.layouts) < 2:
+            raise AllocationError(
+                f"An allocation needs a role that encodes and one that reads features, such as 'encoder' and "
+                f"'backbone', but has {_names(self.layouts)}."
+            )
+        if self.edges is not None and set(self.graph.roles) != set(self.layouts):
+            raise AllocationError(f"The edges lead {self.graph}, but the roles are {_names(self.layouts)}.")
         for role in self.layouts:
             self._refuse_bad_ranks(role)
         self._refuse_bad_sharing()
@@ -57,26 +65,63 @@ class Allocation:
         """Ranks in all."""
         return len(set().union(*self.ranks.values()))
 
+    @cached_property
+    def graph(self) -> RoleGraph:
+        """What flows between the roles.
+
+        Raises:
+            AllocationError: no edges are given, and the names of the roles do not say it.
+        """
+        try:
+            return graph_of(self.layouts) if self.edges is None else RoleGraph(self.edges)
+        except RoleError as error:
+            raise AllocationError(str(error)) from error
+
     @property
-    def encoders(self) -> tuple[str, ...]:
+    def is_bound(self) -> bool:
+        """It is known what flows between the roles."""
+        try:
+            return bool(self.graph.edges)
+        except AllocationError:
+            return False
+
+    def bound(self, graph: RoleGraph) -> Allocation:
+        """The same allocation for a module in which rows flow so.
+
+        Raises:
+            AllocationError: it has other roles, or says itself that other rows flow.
+        """
+        if self.is_bound and self.graph == graph:
+            return self
+        if self.edges is not None and set(self.edges) != set(graph.edges):
+            raise AllocationError(f"The edges of the allocation lead {self.graph}, but those of the module {graph}.")
+        return replace(self, edges=graph.edges)
+
+    @property
+    def trunk(self) -> str:
+        """The role that reads what the others make, and computes the loss."""
+        return self.graph.trunk
+
+    @property
+    def producers(self) -> tuple[str, ...]:
         """The roles that encode."""
-        return tuple(role for role in self.layouts if role != BACKBONE)
+        return self.graph.producers
 
     @property
     def roles(self) -> tuple[str, ...]:
         """All roles, in the order in which data flow through them."""
-        return (*self.encoders, BACKBONE)
+        return self.graph.roles
 
     @property
-    def encoder_members(self) -> tuple[tuple[int, ...], ...]:
-        """The global ranks of each data-parallel member that encodes: of one encoder after another."""
-        return tuple(member for role in self.encoders for member in self.members(role))
+    def producing_members(self) -> tuple[tuple[int, ...], ...]:
+        """The global ranks of each data-parallel member that encodes: of one producer after another."""
+        return tuple(member for role in self.producers for member in self.members(role))
 
-    def encoder_members_of(self, rank: int) -> tuple[int, ...]:
-        """Those of ``encoder_members`` to which global ``rank`` belongs: one of each encoder for which it works."""
+    def producing_members_of(self, rank: int) -> tuple[int, ...]:
+        """Those of ``producing_members`` to which global ``rank`` belongs: one of each producer it works for."""
         found: list[int] = []
         first = 0
-        for role in self.encoders:
+        for role in self.producers:
             if (member := self.member_of(role, rank)) is not None:
                 found.append(first + member)
             first += self.layouts[role].data
@@ -84,12 +129,12 @@ class Allocation:
 
     @property
     def colocated_lanes(self) -> tuple[tuple[int, int], ...]:
-        """Of each rank with both roles, ascending: which of ``encoder_members`` it is, and which of the backbone's."""
+        """Of each trunk rank that encodes too: which of ``producing_members`` it is, and which member of the trunk."""
         lanes = []
-        for rank in self.ranks[BACKBONE]:
-            backbone = self.member_of(BACKBONE, rank)
-            assert backbone is not None
-            lanes += [(encoder, backbone) for encoder in self.encoder_members_of(rank)]
+        for rank in self.ranks[self.trunk]:
+            member = self.member_of(self.trunk, rank)
+            assert member is not None
+            lanes += [(producer, member) for producer in self.producing_members_of(rank)]
         return tuple(lanes)
 
     @property
@@ -141,26 +186,28 @@ class Allocation:
     def describe(self) -> str:
         """The allocation in one line, for the log."""
         if self.placement == "colocated" and all(layout.is_whole_copies for layout in self.layouts.values()):
-            return f"colocated: {' and '.join(self.layouts)} on {_spans(self.ranks[BACKBONE])}"
+            return f"colocated: {' and '.join(self.layouts)} on {_spans(tuple(range(self.size)))}"
         roles = [f"{role} on {_spans(self.ranks[role])} ({layout.describe()})" for role, layout in self.layouts.items()]
         return f"{self.placement}: {'; '.join(roles)}"
 
     def state_dict(self) -> dict[str, Any]:
         """The allocation in JSON types."""
-        return {
+        state = {
             "placement": self.placement,
             "layouts": {role: asdict(layout) for role, layout in self.layouts.items()},
             "ranks": {role: list(ranks) for role, ranks in self.ranks.items()},
             "recompute": dict(self.recompute),
             "offload": dict(self.offload),
         }
+        return state if self.edges is None else {**state, "edges": [list(edge) for edge in self.edges]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Allocation:
         """The allocation that `state_dict` gave."""
         layouts = {role: Layout(**degrees) for role, degrees in state["layouts"].items()}
         ranks = {role: tuple(numbers) for role, numbers in state["ranks"].items()}
-        return cls(state["placement"], layouts, ranks, state["recompute"], state["offload"])
+        edges = None if "edges" not in state else tuple(Edge(*edge) for edge in state["edges"])
+        return cls(state["placement"], layouts, ranks, state["recompute"], state["offload"], edges)
 
     def _refuse_bad_ranks(self, role: str) -> None:
         ranks, layout = self.ranks[role], self.layouts[role]
@@ -186,14 +233,15 @@ class Allocation:
                 )
         if everyone != list(range(len(everyone))):
             raise AllocationError(f"The ranks must run from 0 without a gap, but the roles use {everyone}.")
-        if self.placement == "mixed":
-            for role in set(self.ranks) - {BACKBONE}:
-                if list(self.ranks[role]) != everyone:
-                    raise AllocationError(
-                        f"In a mixed allocation every rank encodes, but the {role} has {_spans(self.ranks[role])}."
-                    )
-        if 0 not in self.ranks[BACKBONE]:
-            raise AllocationError("Rank 0 must be a backbone rank, since loggers and the progress bar live there.")
+        if not self.is_bound:
+            return
+        for role in self.producers if self.placement == "mixed" else ():
+            if list(self.ranks[role]) != everyone:
+                raise AllocationError(
+                    f"In a mixed allocation every rank encodes, but the {role} has {_spans(self.ranks[role])}."
+                )
+        if 0 not in self.ranks[self.trunk]:
+            raise AllocationError(f"Rank 0 must be a {self.trunk} rank, since loggers and the progress bar live there.")
 
     def _refuse_bad_recompute(self) -> None:
         for role, recompute in self.recompute.items():

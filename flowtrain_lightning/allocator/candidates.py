@@ -16,7 +16,7 @@ from flowtrain_lightning.allocator.memory_use import USABLE, MemoryUse, memory_u
 from flowtrain_lightning.allocator.role_layout import Layout, Offload, Recompute, Sharding
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, role_time
-from flowtrain_lightning.packing.roles import BACKBONE
+from flowtrain_lightning.packing.role_graph import BACKBONE
 
 SPREAD = 1.25
 """Tokens of the largest microbatch over those of the mean one: they are alike in cost, and so differ in tokens."""

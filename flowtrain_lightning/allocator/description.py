@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
 from flowtrain_lightning.allocator.role_layout import PlanningError
-from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
+from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, experts_share
-from flowtrain_lightning.packing.roles import BACKBONE
+from flowtrain_lightning.packing.role_graph import BACKBONE
 
 LOGIT_BYTES = 12
 """Bytes per logit at the peak of the loss's backward: log-probabilities and their gradient in float32, and the logits

@@ -22,7 +22,7 @@ from flowtrain_lightning.allocator.placements import (
 from flowtrain_lightning.allocator.planner import NoPlanError
 from flowtrain_lightning.allocator.role_layout import Layout
 from flowtrain_lightning.allocator.role_problem import Family
-from flowtrain_lightning.packing.roles import BACKBONE
+from flowtrain_lightning.packing.role_graph import BACKBONE
 
 _MOST_DEVICES = 2**16
 

@@ -13,7 +13,7 @@ from flowtrain_lightning.allocator.planner import PlanKind, Prediction
 from flowtrain_lightning.allocator.rank_assignment import assign_ranks, largest_tensor_degree
 from flowtrain_lightning.allocator.role_layout import Layout, PlanningError
 from flowtrain_lightning.allocator.role_problem import RoleProblem, family_of
-from flowtrain_lightning.packing.roles import BACKBONE
+from flowtrain_lightning.packing.role_graph import BACKBONE
 
 Problems = Mapping[str, RoleProblem]
 """Role -> what is known of it."""

@@ -14,7 +14,7 @@ from flowtrain_lightning.allocator.kernels import attention_seconds, moving_seco
 from flowtrain_lightning.allocator.module_parts import Dense, Layers
 from flowtrain_lightning.allocator.operations import moved_bytes, operations
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
-from flowtrain_lightning.packing.roles import BACKBONE
+from flowtrain_lightning.packing.role_graph import BACKBONE
 
 LOSS_BYTES = 32
 """Bytes that eager code moves per logit, forward and backward together: the copy in float32, log-probabilities, their

@@ -24,7 +24,7 @@ from flowtrain_lightning.allocator.modelled_plan import (
 )
 from flowtrain_lightning.allocator.planner import PlanKind
 from flowtrain_lightning.allocator.solver import match_throughputs
-from flowtrain_lightning.packing.roles import BACKBONE
+from flowtrain_lightning.packing.role_graph import BACKBONE
 
 Tables = Mapping[str, CandidateTable]
 """Role -> its candidates."""

@@ -12,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from flowtrain_lightning.allocator.allocation import Allocation, Placement, number_spans
 from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute
+from flowtrain_lightning.packing.role_graph import Edge
 
 Part = TypeVar("Part")
 
@@ -23,10 +24,12 @@ class PlanContent:
     Attributes:
         placement: whether roles share ranks.
         roles: role -> what `RoleContent` holds, as it stands there.
+        edges: modality -> which role encodes it and which one reads the features; needed where names do not say it.
     """
 
     placement: Placement
     roles: dict[str, Any]
+    edges: dict[str, list[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,10 @@ def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
         if role in allocation.offload:
             roles[role]["offload"] = allocation.offload[role]
     comment = "".join(f"# {line}\n" for line in heading.splitlines())
-    text = yaml.safe_dump({"placement": allocation.placement, "roles": roles}, sort_keys=False, default_flow_style=None)
+    content: dict[str, Any] = {"placement": allocation.placement, "roles": roles}
+    if named := {modality: list(ends) for *ends, modality in allocation.edges or () if modality is not None}:
+        content["edges"] = named
+    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
     try:
         path.write_text(comment + text, encoding="utf-8")
     except OSError as error:
@@ -96,9 +102,18 @@ def read_plan(path: Path) -> Allocation:
             {role: _ranks(one.ranks, f"the role {role!r}") for role, one in roles.items()},
             {role: one.recompute for role, one in roles.items() if "recompute" in given[role]},
             {role: one.offload for role, one in roles.items() if "offload" in given[role]},
+            None if plan.edges is None else tuple(_edge(modality, ends) for modality, ends in plan.edges.items()),
         )
     except AllocationError as error:
         raise AllocationError(f"{path}: {error}") from error
+
+
+def _edge(modality: str, ends: list[str]) -> Edge:
+    if len(ends) != 2:
+        raise AllocationError(
+            f"edges: {modality} is {ends!r}; name the role that encodes it and the one that reads its features."
+        )
+    return Edge(ends[0], ends[1], modality)
 
 
 def _parsed(kind: type[Part], values: Any, what: str) -> Part:

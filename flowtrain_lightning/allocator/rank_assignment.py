@@ -8,7 +8,7 @@ from typing import get_args
 
 from flowtrain_lightning.allocator.allocation import Allocation, Placement, refuse_unknown_placement
 from flowtrain_lightning.allocator.role_layout import AllocationError, Layout
-from flowtrain_lightning.packing.roles import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, ROLES
 
 BACKBONE_SHARE = 4
 """One rank in so many encodes: in common vision-language models the backbone does most of the work."""

@@ -14,7 +14,7 @@ from flowtrain_lightning.allocator.description import ModuleDescription
 from flowtrain_lightning.allocator.flops import IntArray
 from flowtrain_lightning.allocator.role_layout import PlanningError
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
-from flowtrain_lightning.packing.roles import BACKBONE
+from flowtrain_lightning.packing.role_graph import BACKBONE
 
 LOSS_CHUNK = 1024
 """Tokens of a chunk where nothing else is said."""

@@ -97,11 +97,12 @@ def _packing_metrics(trainer: L.Trainer) -> dict[str, PlanMetric]:
     if not isinstance(loader, StepLoader):
         return {"throughput": Throughput()}
     steps = loader.steps
+    cost, encoder_cost = steps.packing.cost, steps.packing.encoder_cost or DEFAULT_COST
     use = PackingUse(
         steps.packing.token_budget,
         steps.pad_to_budget,
-        steps.packing.cost,
-        steps.packing.encoder_cost or DEFAULT_COST,
+        {role: cost if role == steps.shard.trunk else encoder_cost for role in steps.shard.graph.roles},
+        steps.shard.batches_of,
     )
     return {"throughput": Throughput(), "packing": use}
 
@@ -110,7 +111,7 @@ def _utilization(trainer: L.Trainer, module: L.LightningModule, peak: float | No
     """MFU, where the peak is known and the module's FLOPs can be counted."""
     peak = _peak(trainer) if peak is None else peak
     data = trainer.datamodule  # type: ignore[attr-defined]
-    if peak is None or data is None or not isinstance(module, FlowModule) or len(module.halves) > len(ROLES):
+    if peak is None or data is None or not isinstance(module, FlowModule) or set(module.halves) != set(ROLES):
         return {}
     allocation = getattr(trainer.strategy, "allocation", None)
     everyone = tuple(range(trainer.world_size))

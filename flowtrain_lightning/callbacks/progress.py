@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.runtime.timeline import STALL
 
@@ -50,5 +49,5 @@ class FlowProgressBar(TQDMProgressBar):
             metrics["samples/s"] = f"{self._samples / (time.monotonic() - self._started):.0f}"
             runner = getattr(trainer.strategy, "runner", None)
             if runner is not None:
-                metrics["stall"] = f"{100 * runner.timeline.share(BACKBONE, STALL):.0f}%"
+                metrics["stall"] = f"{100 * runner.timeline.share(runner.trunk, STALL):.0f}%"
         return metrics

@@ -10,7 +10,6 @@ import lightning as L
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from flowtrain_lightning.allocator import ROLES, lane_of
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.runtime.job import Job
 
@@ -26,36 +25,43 @@ class StepProfiler(L.Callback):
     Args:
         first: the first step that is recorded, counted from 0.
         steps: how many are.
-        roles: ranks that have one of these are recorded; under plain Lightning all ranks are.
+        roles: ranks that have one of these are recorded; under plain Lightning, and with None, all ranks are.
         memory: on GPUs, saves ``profile/memory<r>.pickle`` too, which https://pytorch.org/memory_viz draws: what was
             allocated when and by whom, from the first of these steps to the last.
         folder: where ``profile/`` goes; by default the logger's folder.
 
     Raises:
-        ValueError: no steps, or an unknown role.
+        ValueError: no steps, or no role.
     """
 
     def __init__(
         self,
         first: int = 5,
         steps: int = 2,
-        roles: Sequence[str] = ROLES,
+        roles: Sequence[str] | None = None,
         memory: bool = False,
         folder: str | Path | None = None,
     ) -> None:
         if first < 0 or steps < 1:
             raise ValueError(f"first is {first} and steps is {steps}; first must be at least 0, and steps at least 1.")
-        if not roles or not set(roles) <= set(ROLES):
-            raise ValueError(f"roles is {list(roles)}; name some of {', '.join(ROLES)}.")
+        if roles is not None and not roles:
+            raise ValueError(f"roles is {roles!r}; name some of the module's halves, or leave it out for all ranks.")
         self.first = first
         self.steps = steps
-        self.roles = tuple(roles)
+        self.roles = None if roles is None else frozenset(roles)
         self.memory = memory
         self.folder = None if folder is None else Path(folder)
         self._running: profile | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Agrees on the folder."""
+        """Agrees on the folder.
+
+        Raises:
+            ValueError: an unknown role.
+        """
+        job: Job | None = getattr(trainer.strategy, "job", None)
+        if job is not None and self.roles is not None and not self.roles <= set(job.allocation.roles):
+            raise ValueError(f"roles is {sorted(self.roles)}; name some of {', '.join(job.allocation.roles)}.")
         folder = trainer.strategy.broadcast(str(self.folder or trainer.log_dir or trainer.default_root_dir))
         self._to = Path(folder) / "profile"
 
@@ -93,7 +99,7 @@ class StepProfiler(L.Callback):
 
     def _is_chosen(self, trainer: L.Trainer) -> bool:
         job: Job | None = getattr(trainer.strategy, "job", None)
-        return job is None or bool(set(self.roles) & set(map(lane_of, job.roles)))
+        return job is None or self.roles is None or not self.roles.isdisjoint(job.roles)
 
     def _write(self, trainer: L.Trainer) -> None:
         on_gpu, rank = trainer.strategy.root_device.type == "cuda", trainer.global_rank

@@ -14,12 +14,12 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.context_check import ContextCheck
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.compute.weight_casts import WeightCasts
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
+from flowtrain_lightning.packing.role_graph import RoleGraph
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.random_streams import enter_stream
@@ -99,6 +99,10 @@ class UserMethods(Protocol):
 
     halves: Mapping[str, tuple[str, ...]]
 
+    @property
+    def role_graph(self) -> RoleGraph:
+        """What flows between the halves."""
+
     def get_submodule(self, target: str) -> nn.Module:
         """As of `torch.nn.Module`."""
 
@@ -145,6 +149,7 @@ class Compute:
         self._module = module
         self._name = type(module).__name__
         self._convert_input = trainer.precision_plugin.convert_input
+        self._trunk = module.role_graph.trunk
         self._context_check = self._make_context_check()
 
     def encode(self, role: str, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
@@ -206,14 +211,14 @@ class Compute:
         """
         if batch.tokens.device != self.device:
             batch = self._fetched(batch)
-        enter_stream(BACKBONE, *step, number)
+        enter_stream(self._trunk, *step, number)
         if stage == "predict":
             with self._module.logging_refused("predictions"):
-                return self._call(BACKBONE, self._module.backbone_step, batch, features, stage)
+                return self._call(self._trunk, self._module.backbone_step, batch, features, stage)
         # Padding counts for nothing, and a microbatch that tensor ranks share counts once.
         metrics = self.metrics[stage] if batch.samples and counts else MetricAccumulator()
         with self._module.logging_into(metrics):
-            output = self._call(BACKBONE, self._module.backbone_step, batch, features, stage)
+            output = self._call(self._trunk, self._module.backbone_step, batch, features, stage)
         loss, tokens = self._checked(output)
         metrics.close_microbatch(loss, tokens)
         return loss
@@ -228,7 +233,7 @@ class Compute:
             self._context_check.look(batch if batch.tokens.device == self.device else self._fetched(batch), features)
 
     def _make_context_check(self) -> ContextCheck | None:
-        engine = self._engines.get(BACKBONE)
+        engine = self._engines.get(self._trunk)
         if not isinstance(engine, ContextParallelHalf):
             return None
 
@@ -236,7 +241,7 @@ class Compute:
             with self._module.logging_into(MetricAccumulator()):
                 return self._checked(self._module.backbone_step(batch, features, "train"))
 
-        half = [self._module.get_submodule(path) for path in self._module.halves[BACKBONE]]
+        half = [self._module.get_submodule(path) for path in self._module.halves[self._trunk]]
         return ContextCheck(step, half, engine)
 
     def _checked(self, output: Any) -> tuple[Tensor, int | float | Tensor]:
@@ -244,7 +249,7 @@ class Compute:
         match output:
             case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
                 if loss.is_meta and self.device.type != "meta":
-                    raise RuntimeError(self._explained(BACKBONE, "The loss is on device meta and has no value."))
+                    raise RuntimeError(self._explained(self._trunk, "The loss is on device meta and has no value."))
             case _:
                 raise TypeError(
                     f"{self._name}.loss (or backbone_step) returned {_described(output)}; return a pair: the loss "

@@ -37,7 +37,7 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
     Returns:
         data set index and new token ids of every sequence, in the microbatch's order.
     """
-    backbone = module.get_submodule(module.halves["backbone"][0])
+    backbone = module.get_submodule(module.halves[module.role_graph.trunk][0])
     sequences = len(batch.samples)
     generated: list[list[int]] = [[] for _ in range(sequences)]
     open_sequences = set(range(sequences))

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flowtrain_lightning.allocator import BACKBONE, encoder_of
 from flowtrain_lightning.compute.compute import Compute, UserMethods, as_features
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import Features, StepBatch
 from flowtrain_lightning.parallel import ReplicatedHalf, squared_norm
-from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters, roles_of
+from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.parallel.sealed_messages import gather_over
 
@@ -43,7 +42,8 @@ class WholeModuleRunner:
         refuse_groups_of_roles(trainer)
         self.trainer = trainer
         self._module = module
-        self._engines = {role: ReplicatedHalf(half_parameters(module, role)) for role in roles_of(module.halves)}
+        self._graph = module.role_graph
+        self._engines = {role: ReplicatedHalf(half_parameters(module, role)) for role in self._graph.roles}
         self._compute = Compute(module, trainer, trainer.strategy.root_device, self._engines)
         self._no_sync = ExitStack()
 
@@ -61,7 +61,7 @@ class WholeModuleRunner:
             for number in range(len(batch.microbatches)):
                 loss = self._microbatch(batch, number, "train")
                 if loss is not None and loss.requires_grad:
-                    self._compute.backward(BACKBONE, (loss,), (torch.ones_like(loss),), last=number == final)
+                    self._compute.backward(self._graph.trunk, (loss,), (torch.ones_like(loss),), last=number == final)
         report = self._agree("train")
         for engine in self._engines.values():
             engine.finish_gradients(1 / max(report.tokens, 1))
@@ -100,7 +100,7 @@ class WholeModuleRunner:
         """The features that a microbatch reads: those of its encoder batches of one modality, one after another."""
         encoded: dict[str, list[tuple[Tensor, ...]]] = {}
         for index, media in batch.read_by(number):
-            role, stream = encoder_of(media.modality, self._engines), self._stream(index)
+            role, stream = self._graph.producer_of(media.modality), self._stream(index)
             found = self._compute.encode(role, media, step=(batch.epoch, batch.step), number=stream)
             encoded.setdefault(media.modality, []).append(found)
         features: Features = {}

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.packing import StepPlan
-from flowtrain_lightning.packing.roles import ENCODER, lane_of
+from flowtrain_lightning.packing import IntArray, StepPlan
+from flowtrain_lightning.packing.role_graph import ROLES, RoleGraph, graph_of
 from flowtrain_lightning.packing.step_graph import Meeting, any_binds
 
 IGNORED_LABEL = -100
@@ -20,6 +20,9 @@ IGNORED_LABEL = -100
 
 Features = dict[str, Tensor | tuple[Tensor, ...]]
 """Modality -> ``[rows, ...]`` features of a microbatch's media; a tuple of tensors where ``encode`` returns one."""
+
+
+_TWO_ROLES = graph_of(ROLES)
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,10 @@ class RankShard:
         backbone_nodes: the node of each backbone rank, likewise.
         local: every rank encodes just the media that it reads (plain Lightning).
         meets: role -> which of its ranks begin a pass together; each by itself where a role is missing.
-        encoders: modality and ranks of each encoder, in the order of the encoder ranks; ``()`` where one takes all.
-        encoders_per_rank: for how many encoders a rank works at most.
+        graph: the roles, and what flows between them.
+        producers: role that encodes -> its data-parallel ranks, in the order in which ``encoder_members`` counts them;
+            empty where there is one such role.
+        producers_per_rank: for how many of them a rank works at most.
     """
 
     backbone_rank: int | None
@@ -52,22 +57,54 @@ class RankShard:
     backbone_nodes: tuple[int, ...] = ()
     local: bool = False
     meets: Mapping[str, Meeting] = field(default_factory=dict)
-    encoders: tuple[tuple[str, int], ...] = ()
-    encoders_per_rank: int = 1
+    graph: RoleGraph = _TWO_ROLES
+    producers: Mapping[str, int] = field(default_factory=dict)
+    producers_per_rank: int = 1
 
-    def meeting(self, lane: str) -> Meeting:
-        """Which ranks begin a pass of a lane together: of several encoders, whatever ranks of any of them need."""
-        of_lane = [Meeting(), *(meeting for role, meeting in self.meets.items() if lane_of(role) == lane)]
-        ranks, members, passes = zip(*of_lane, strict=True)
-        return Meeting(max(ranks), max(members), max(passes, key=len))
+    def meeting(self, role: str) -> Meeting:
+        """Which ranks of a role begin a pass together."""
+        return self.meets.get(role, Meeting())
 
-    def encoder_role(self, member: int) -> str:
-        """The role for which a member encodes, counted over all encoders."""
-        for modality, ranks in self.encoders:
-            member -= ranks
-            if member < 0:
-                return f"{ENCODER}_{modality}"
-        return ENCODER
+    @property
+    def trunk(self) -> str:
+        """The role that reads features and computes the loss."""
+        return self.graph.trunk
+
+    @property
+    def encoded(self) -> tuple[tuple[str, int], ...]:
+        """Modality and data-parallel ranks of each role that encodes; ``()`` where one takes whatever there is."""
+        named = ((self.graph.modality_of(role), ranks) for role, ranks in self.producers.items())
+        return tuple((modality, ranks) for modality, ranks in named if modality is not None)
+
+    def members_of(self, producer: str) -> range:
+        """The members of a role that encodes, counted over all such roles."""
+        first = 0
+        for role, ranks in self.producers.items():
+            if role == producer:
+                return range(first, first + ranks)
+            first += ranks
+        return range(self.encoder_ranks)
+
+    @property
+    def own_members(self) -> dict[str, int]:
+        """Role of this rank -> the member of it to which the rank belongs, counted within the role."""
+        encoding = ((self.role_of(member), member) for member in self.encoder_members)
+        own = {role: member - self.members_of(role).start for role, member in encoding}
+        return own if self.backbone_rank is None else {self.trunk: self.backbone_rank, **own}
+
+    def batches_of(self, role: str, plan: StepPlan) -> tuple[tuple[tuple[IntArray, ...], ...], IntArray]:
+        """``[member][number]`` the batches of a role in a step, and the length of each item that they hold.
+
+        Lengths are the patches of media items, of the trunk's samples the tokens.
+        """
+        if role == self.trunk:
+            return plan.microbatches, plan.sizes.tokens
+        members = self.members_of(role)
+        return plan.encoder_batches[members.start : members.stop], plan.sizes.media_patches
+
+    def role_of(self, member: int) -> str:
+        """The role for which a member encodes, counted over all such roles."""
+        return next(role for role in self.graph.producers if member in self.members_of(role))
 
     @property
     def in_fixed_order(self) -> bool:
@@ -266,8 +303,8 @@ class StepBatch:
         microbatches: this rank's microbatches in order; None where one is empty. ``()`` without a backbone lane.
         encoder_batches: this rank's encoder batches in order, those of one encoder after another; None where one is
             empty. ``()`` where it does not encode.
-        padding_media: what this rank encodes, for nothing, where only others have an encoder batch: the smallest media
-            item of the step. None where there is no need.
+        padding_media: role -> what this rank encodes for it, for nothing, where only others have an encoder batch: the
+            smallest media item of the step that the role encodes. Without roles that have no need.
         epoch: the epoch of the step.
         step: the step's number within its epoch.
         following: ``following(n)`` is the n-th next batch (from 1) of the same loader on this rank, or None past
@@ -296,7 +333,7 @@ class StepBatch:
         encoder_batches: tuple[PackedMedia | None, ...],
         epoch: int,
         step: int,
-        padding_media: PackedMedia | None = None,
+        padding_media: Mapping[str, PackedMedia] | None = None,
         following: Callable[[int], StepBatch | None] = lambda _: None,
         program: Any = None,
     ) -> None:
@@ -306,7 +343,7 @@ class StepBatch:
         self.encoder_batches = encoder_batches
         self.epoch = epoch
         self.step = step
-        self.padding_media = padding_media
+        self.padding_media: Mapping[str, PackedMedia] = padding_media or {}
         self.following = following
         self.program = program
 

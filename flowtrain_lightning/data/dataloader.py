@@ -352,7 +352,8 @@ def _next_batch(
         _ = batch.plan.entries  # computed here, not when the step begins
         if prepare_media is not None:
             batch.encoder_batches = tuple(map(prepare_media, batch.encoder_batches))
-            batch.padding_media = prepare_media(batch.padding_media)
+            prepared = {role: prepare_media(media) for role, media in batch.padding_media.items()}
+            batch.padding_media = {role: media for role, media in prepared.items() if media is not None}
         if prepare is not None:
             batch.program = prepare(batch)
         return _Delivery(batch, packed.stream)

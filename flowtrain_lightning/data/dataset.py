@@ -29,8 +29,7 @@ from flowtrain_lightning.data.token_stream import TokenStream, saved_stream, str
 from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.data.workers import SharedMemoryBatch
-from flowtrain_lightning.packing import IntArray, StepPlan
-from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
+from flowtrain_lightning.packing import IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.sample_stream import StreamStep
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
             record_of(sample)
         microbatches: tuple[PackedBatch | None, ...] = ()
         encoder_batches: tuple[PackedMedia | None, ...] = ()
-        padding_media: PackedMedia | None = None
+        padding_media: dict[str, PackedMedia] = {}
         if shard.backbone_rank is not None:
             microbatches = tuple(
                 self._microbatch(plan, members, record_of) for members in plan.microbatches[shard.backbone_rank]
@@ -206,9 +205,12 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
                 for member in shard.encoder_members
                 for items in plan.encoder_batches[member]
             )
-            if shard.meeting(ENCODER).passes and len(plan.sizes.media_patches):
-                smallest = int(plan.sizes.media_patches.argmin())
-                padding_media = self._encoder_batch(plan, np.array([smallest]), epoch, record_of)
+            for role in map(shard.role_of, shard.encoder_members):
+                if shard.meeting(role).passes and len(media := _encoded_by(role, shard, plan.sizes)):
+                    smallest = media[[plan.sizes.media_patches[media].argmin()]]
+                    padding = self._encoder_batch(plan, smallest, epoch, record_of)
+                    assert padding is not None
+                    padding_media[role] = padding
         return StepBatch(plan, shard, microbatches, encoder_batches, epoch, step, padding_media)
 
     def _needed(self, plan: StepPlan) -> list[int]:
@@ -227,7 +229,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
 
     def _microbatch(self, plan: StepPlan, members: IntArray, record_of: Callable[[int], Record]) -> PackedBatch | None:
         if len(members) == 0:
-            return padding_microbatch() if self.shard.meeting(BACKBONE).passes else None
+            return padding_microbatch() if self.shard.meeting(self.shard.trunk).passes else None
         sizes = plan.sizes.select(members)
         samples = plan.samples[members].tolist()
         rows = np.split(sizes.media_rows, sizes.media_start[1:-1])
@@ -264,6 +266,12 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
                 "(SampleSizes.media_modality). Say the same in both."
             )
         return pack_media(loaded)
+
+
+def _encoded_by(role: str, shard: RankShard, sizes: SampleSizes) -> IntArray:
+    """The media items of a step that a role encodes."""
+    modality = shard.graph.modality_of(role)
+    return np.arange(len(sizes.media_patches), dtype=np.int64) if modality is None else sizes.of_modality(modality)
 
 
 def _augmented(augment: Augment, generator: np.random.Generator, image: Image) -> Image:

@@ -13,7 +13,6 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.microbatches import arrange, as_microbatches
-from flowtrain_lightning.packing.roles import BACKBONE
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep
 from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.packing.step_plan import Microbatches
@@ -101,7 +100,7 @@ class StepPacking:
             encoder_ranks=shard.encoder_ranks,
             token_budget=self.token_budget,
             encoder_budget=self.encoder_budget,
-            encoders=shard.encoders,
+            encoders=shard.encoded,
             local=shard.local,
             colocated_lanes=shard.colocated_lanes,
             encoder_nodes=shard.encoder_nodes,
@@ -128,7 +127,7 @@ class StepPacking:
         return as_microbatches(bin_of, settings.microbatches // shard.backbone_ranks, shard.backbone_ranks)
 
     def _sync_every(self, shard: RankShard) -> SyncEvery:
-        return self.sync_every or ("microbatch" if shard.meeting(BACKBONE).passes else "step")
+        return self.sync_every or ("microbatch" if shard.meeting(shard.trunk).passes else "step")
 
     def state_dict(self) -> dict[str, Any]:
         """All settings in JSON types, for a checkpoint."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,18 +72,20 @@ class PackingUse(PlanMetric):
     Args:
         token_budget: of a microbatch.
         pads: microbatches are filled up to the budget by padding.
-        cost: what packing balances backbone ranks by.
-        encoder_cost: what it balances encoder ranks by.
+        costs: role -> what packing balances its ranks by.
+        batches_of: gives the batches of a role in a plan, by member, and the lengths of the items in them.
     """
 
     tokens: Tensor
     budgets: Tensor
     steps: Tensor
 
-    def __init__(self, token_budget: int, pads: bool, cost: CostModel, encoder_cost: CostModel) -> None:
+    def __init__(
+        self, token_budget: int, pads: bool, costs: Mapping[str, CostModel], batches_of: Callable[..., Any]
+    ) -> None:
         super().__init__()
         self.token_budget, self.pads = token_budget, pads
-        self.costs = {BACKBONE: cost, ENCODER: encoder_cost}
+        self.costs, self.batches_of = dict(costs), batches_of
         for name in ("tokens", "budgets", "steps", *self.costs):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx=None)
 
@@ -91,16 +94,16 @@ class PackingUse(PlanMetric):
         self.steps += 1
         self.tokens += int(plan.sizes.tokens.sum())
         self.budgets += self.token_budget * sum(len(part) > 0 for of_rank in plan.microbatches for part in of_rank)
-        setattr(self, BACKBONE, self._excess(BACKBONE, plan.microbatches, plan.sizes.tokens))
-        setattr(self, ENCODER, self._excess(ENCODER, plan.encoder_batches, plan.sizes.media_patches))
+        for role in self.costs:
+            setattr(self, role, self._excess(role, *self.batches_of(role, plan)))
 
     def compute(self) -> dict[str, Tensor]:
         """Shares from 0 on.
 
         Returns:
             ``fill``, how much of the budget microbatches use; ``padding``, how much of what the backbone computes is
-            padding; ``backbone_imbalance`` and ``encoder_imbalance``, by how much the busiest rank of a role has more
-            work than the average one, by the cost that packing balances, on average over the steps.
+            padding; for each role, as ``backbone_imbalance``, by how much its busiest rank has more work than the
+            average one, by the cost that packing balances, on average over the steps.
         """
         fill = self.tokens / self.budgets
         return {

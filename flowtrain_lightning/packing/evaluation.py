@@ -13,9 +13,9 @@ from flowtrain_lightning.packing.lower_bounds import (
     least_step_time,
 )
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings, PackedStep, cost_of_media
-from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
+from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, Edge
 from flowtrain_lightning.packing.simulator import simulate_step
-from flowtrain_lightning.packing.step_graph import BatchOf, Edge, Meeting
+from flowtrain_lightning.packing.step_graph import BatchOf, Meeting
 from flowtrain_lightning.packing.step_plan import FloatArray, IntArray
 from flowtrain_lightning.packing.step_work import StepRules, TimedBatch, in_two_passes
 

@@ -131,12 +131,13 @@ def _lanes_of_rank(members: Sequence[_Member], lanes: _Lanes, rules: StepRules) 
     of_consumer: list[list[int]] = [[] for _ in consumer.batches]
     for (_, position), number in zip(consumer.order, consumer.works(consumer.order), strict=True):
         of_consumer[position].append(number)
-    yield list(taking_turns(of_producer, of_consumer, trains=trains))
+    frozen = [] if trains else [work for _, work in of_producer]
+    yield [*frozen, *taking_turns(of_producer if trains else [], of_consumer)]
 
 
 def _wait_for_all(needs: list[list[int]], lanes: _Lanes, rules: StepRules) -> None:
     """Lets no role that reads begin before the last forward of all that it reads."""
-    for producer, consumer in rules.edges:
+    for producer, consumer, _ in rules.edges:
         last = [max(lane.numbers[0].values()) for (role, _), lane in lanes.items() if role == producer and lane.batches]
         for (role, _), lane in lanes.items():
             if role == consumer and lane.batches:

@@ -41,18 +41,6 @@ def any_binds(meets: Mapping[str, Meeting]) -> bool:
     return any(meeting.binds for meeting in meets.values())
 
 
-class Edge(NamedTuple):
-    """Rows that one role makes and another one reads; the gradients of these rows go back.
-
-    Attributes:
-        producer: makes the rows.
-        consumer: reads them.
-    """
-
-    producer: str
-    consumer: str
-
-
 class BatchOf(NamedTuple):
     """Which batch of a step it is.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -161,10 +162,9 @@ class StepPlan:
             turns.append(tuple((position, n - positions.index(position)) for n, position in enumerate(positions)))
         return tuple(turns)
 
-    @property
-    def all_encoder_turns(self) -> tuple[Turn, ...]:
-        """The turns of all encoder ranks together, rising: those of each rank of a shard group."""
-        return tuple(sorted({turn for turns in self.encoder_turns for turn in turns}))
+    def turns_of(self, members: Iterable[int]) -> tuple[Turn, ...]:
+        """The turns of some encoder ranks together, rising: those of each rank of a shard group."""
+        return tuple(sorted({turn for member in members for turn in self.encoder_turns[member]}))
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
-from flowtrain_lightning.packing.step_graph import BatchOf, Edge, Meeting, any_binds
+from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, Edge
+from flowtrain_lightning.packing.step_graph import BatchOf, Meeting, any_binds
 from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, Turn
 
 FORWARD_SHARE = 1 / 3

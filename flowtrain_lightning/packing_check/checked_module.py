@@ -16,7 +16,7 @@ from flowtrain_lightning.compute.whole_module import WholeModule
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.packing_check.detached_copy import detached_copy
 from flowtrain_lightning.packing_check.machine import CPU, free_memory, made_on
-from flowtrain_lightning.parallel.halves import fill_half, roles_of
+from flowtrain_lightning.parallel.halves import fill_half
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 
 WHOLE = 50_000_000
@@ -154,7 +154,7 @@ def _built_copy(module: Any, trainer: L.Trainer, device: torch.device) -> Any:
         _cut_blocks(copied)
         return copied
     copied = _apart(detached_copy(module), trainer)
-    copied.set_local_roles(None, roles_of(copied.halves))
+    copied.set_local_roles(None, copied.role_graph.roles)
     copied.configure_model()
     _cut_blocks(copied)
     for role, weights in copied.unfilled.items():

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, modality_of
+from flowtrain_lightning.allocator import RoleGraph
 from flowtrain_lightning.parallel.random_streams import enter_stream, own_streams
 from flowtrain_lightning.parallel.tensor_plan import TensorPlan
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights, build_without_weights
@@ -26,26 +25,18 @@ class HalvedModule(Protocol):
     halves: Halves
 
     @property
+    def role_graph(self) -> RoleGraph:
+        """What flows between the halves."""
+
+    @property
     def builds_whole(self) -> bool:
         """Whether `configure_whole` builds both halves at once."""
 
     def configure_whole(self) -> None:
         """Builds both halves."""
 
-    def configure_encoder(self) -> None:
-        """Builds the encoder half."""
-
-    def configure_backbone(self) -> None:
-        """Builds the backbone half."""
-
     def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
         """How the layers of a half are divided among tensor-parallel ranks."""
-
-    def parallelize_encoder(self, mesh: DeviceMesh, **settings: Any) -> None:
-        """Puts the encoder's modules into shards, see `FlowModule`."""
-
-    def parallelize_backbone(self, mesh: DeviceMesh, **settings: Any) -> None:
-        """Puts the backbone's modules into shards, see `FlowModule`."""
 
     def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, nn.Parameter]]:
         """As of `torch.nn.Module`."""
@@ -64,11 +55,6 @@ class HalvedModule(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = ...) -> Any:
         """As of `torch.nn.Module`."""
-
-
-def roles_of(halves: Halves) -> tuple[str, ...]:
-    """The roles of a module: what encodes, then the backbone."""
-    return tuple(sorted(halves, key=lambda role: role == BACKBONE))
 
 
 def build_halves(
@@ -91,14 +77,13 @@ def build_halves(
     Raises:
         ValueError: a half names a module that was not built, or is called what no role is.
     """
-    _refuse_other_names(module)
     unfilled: dict[str, UnfilledWeights] = {}
     if module.builds_whole:
         weights = _build(module, module.configure_whole, ("weights",), without_weights=bool(in_parts))
         if weights is not None:
             unfilled = dict.fromkeys(resident, weights)
     else:
-        for role in roles_of(module.halves):
+        for role in module.role_graph.roles:
             build, stream = _builder(module, role), ("weights", role)
             if role in resident:
                 weights = _build(module, build, stream, without_weights=role in in_parts)
@@ -167,7 +152,7 @@ def drop_absent_roles(module: HalvedModule, resident: Collection[str]) -> None:
     named = module.named_parameters(remove_duplicate=False)
     first_names: dict[int, str] = {}
     names = {name: first_names.setdefault(id(parameter), name) for name, parameter in named}
-    for role in roles_of(module.halves):
+    for role in module.role_graph.roles:
         if role not in resident:
             for path in module.halves[role]:
                 module.get_submodule(path).to("meta")
@@ -249,7 +234,7 @@ def role_of(name: str, halves: Mapping[str, Collection[str]]) -> str | None:
 def without_absent_halves(module: HalvedModule, resident: Collection[str]) -> Iterator[None]:
     """Takes the halves without memory off the module, so that ``module.to(device)`` moves what is really there."""
     removed: list[tuple[nn.Module, str, nn.Module]] = []
-    for role in roles_of(module.halves):
+    for role in module.role_graph.roles:
         if role in resident:
             continue
         for path in module.halves[role]:
@@ -266,20 +251,9 @@ def without_absent_halves(module: HalvedModule, resident: Collection[str]) -> It
             setattr(parent, name, half)
 
 
-def _refuse_other_names(module: HalvedModule) -> None:
-    encoders = [role for role in module.halves if role != BACKBONE]
-    several = len(encoders) > 1 and all(modality_of(role) for role in encoders)
-    if BACKBONE not in module.halves or not (encoders == [ENCODER] or several):
-        raise ValueError(
-            f"The halves of {type(module).__name__} are called {', '.join(map(repr, module.halves))}. Call them "
-            f"{' and '.join(map(repr, ROLES))}; where media of several modalities have an encoder each, as "
-            "'encoder_image' and 'encoder_audio', after the modality."
-        )
-
-
 def _refuse_missing_modules(module: HalvedModule) -> None:
     built = "configure_whole" if module.builds_whole else "configure_{}"
-    for role in roles_of(module.halves):
+    for role in module.role_graph.roles:
         for path in module.halves[role]:
             if not has_module(module, path):
                 raise ValueError(

@@ -20,7 +20,7 @@ from flowtrain_lightning.parallel.deepspeed_engine import Stage
 from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
 from flowtrain_lightning.parallel.deepspeed_shards import DeepSpeedShardedHalf
 from flowtrain_lightning.parallel.engine import HalfEngine
-from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf
+from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf, shard_repeated_blocks
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
@@ -141,7 +141,7 @@ def make_engine(
             modules,
             mesh["replica", "shard"] if layout.replicas > 1 and groups.replicas is None else mesh["shard"],
             replicas=groups.replicas,
-            wrap=getattr(module, f"parallelize_{role}"),
+            wrap=getattr(module, f"parallelize_{role}", partial(shard_repeated_blocks, list(modules.values()))),
             fill=partial(fill, None),
             precision=_PRECISION.get(precision),
             recompute=recompute,

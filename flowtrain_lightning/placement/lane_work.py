@@ -8,7 +8,8 @@ from dataclasses import replace
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, Layout
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders
-from flowtrain_lightning.packing.step_graph import Edge, any_binds
+from flowtrain_lightning.packing.role_graph import Edge
+from flowtrain_lightning.packing.step_graph import any_binds
 from flowtrain_lightning.packing.step_plan import Turn
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD, PassTimes, StepRules, StepWork, TimedBatch, step_work
 from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayoutCosts

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.allocator import (
-    BACKBONE,
-    ENCODER,
     ROLES,
     Allocation,
     AllocationError,
     Layout,
     Placement,
+    RoleGraph,
     RoleLayout,
     default_allocation,
-    modality_of,
+    graph_of,
 )
 from flowtrain_lightning.allocator.allocation import number_spans
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.allocator.role_layout import Sharding, count_ranks
 from flowtrain_lightning.placement.profile import Profile, read_profile
+
+_TWO_ROLES = graph_of(ROLES)
 
 AUTO = "auto"
 OFF = "off"
@@ -51,7 +52,7 @@ class PlacementRequest:
     roles: Mapping[str, RoleLayout] = field(default_factory=dict)
 
     def answer(
-        self, ranks: int, nodes: int = 1, ranks_per_device: int = 1, halves: Collection[str] = ROLES
+        self, ranks: int, nodes: int = 1, ranks_per_device: int = 1, graph: RoleGraph = _TWO_ROLES
     ) -> Allocation | None:
         """The allocation that follows from the request alone, or None where there is something to find out.
 
@@ -59,21 +60,21 @@ class PlacementRequest:
             ranks: of the run.
             nodes: on which they run, as many on each.
             ranks_per_device: how many of them share a device.
-            halves: roles of the module that is to train.
+            graph: roles of the module that is to train.
 
         Raises:
             AllocationError: with what was asked for and what there is.
         """
         if self.allocation is not None:
             refuse_other_ranks(self.allocation, ranks, self.source)
-            refuse_what_cannot_run(self.allocation, self.source)
-            _refuse_other_halves(self.allocation, self.source, halves)
-            return self.allocation
-        if len(halves) > len(ROLES):
+            given = _of_module(self.allocation, self.source, graph)
+            refuse_what_cannot_run(given, self.source)
+            return given
+        if graph != _TWO_ROLES:
             raise AllocationError(
-                f"The module has the halves {', '.join(halves)}, but how many ranks each of several encoders gets is "
-                "not found out today. Say it: FlowTrainStrategy(allocation=...) takes an Allocation or a YAML file "
-                "with the ranks of every role. On one device train it with strategy='auto'."
+                f"The module has the halves {', '.join(graph.roles)}, but how many ranks each gets is found out today "
+                f"of {' and '.join(map(repr, ROLES))} alone. Say it: FlowTrainStrategy(allocation=...) takes an "
+                "Allocation or a YAML file with the ranks of every role. On one device train it with strategy='auto'."
             )
         if ranks == 1 or self.placement is not None or self.encoder_ranks is not None:
             per_node = ranks // nodes
@@ -133,7 +134,7 @@ def _role_layouts(roles: Any) -> dict[str, RoleLayout]:
 
 
 def _role_layout(role: str, wanted: Any) -> RoleLayout:
-    if role not in ROLES and modality_of(str(role)) is None:
+    if role not in ROLES:
         raise AllocationError(f"roles: There is no role {role!r}; the roles are {', '.join(map(repr, ROLES))}.")
     known = {each.name for each in fields(RoleLayout)}
     if isinstance(wanted, Mapping):
@@ -177,47 +178,48 @@ def refuse_what_cannot_run(allocation: Allocation, source: str) -> None:
         raise AllocationError(f"{source} {reason}")
 
 
-def _refuse_other_halves(allocation: Allocation, source: str, halves: Collection[str]) -> None:
-    """Raise an AllocationError unless the allocation has the roles of a module."""
-    if set(allocation.layouts) != set(halves):
+def _of_module(allocation: Allocation, source: str, graph: RoleGraph) -> Allocation:
+    """The allocation, for the roles of a module. Raises an AllocationError unless it has these."""
+    if set(allocation.layouts) != set(graph.roles):
         raise AllocationError(
             f"{source} has the roles {', '.join(allocation.layouts)}, but the module has the halves "
-            f"{', '.join(halves)}. Give each of these ranks, and no other role."
+            f"{', '.join(graph.roles)}. Give each of these ranks, and no other role."
         )
+    return allocation.bound(graph)
 
 
-def _why_encoders_cannot_run(allocation: Allocation) -> str | None:
-    """The same of an allocation that has other roles than one encoder and the backbone."""
-    roles = f"has the roles {', '.join(allocation.layouts)}"
-    if len(allocation.encoders) == 1 or not all(modality_of(role) for role in allocation.encoders):
-        return (
-            f"{roles}, but a run has {' and '.join(ROLES)}, or instead of the first several encoders that are called "
-            "after their modalities, as encoder_image and encoder_audio."
-        )
+def _why_several_cannot_run(allocation: Allocation) -> str | None:
+    """The same of an allocation in which several roles encode."""
     for role, layout in allocation.layouts.items():
-        in_shards = layout.shard == "fsdp" and layout.tensor == layout.context == layout.expert == layout.pipeline == 1
-        if layout.is_whole_copies or (role == BACKBONE and in_shards and allocation.placement == "separate"):
-            continue
-        return (
-            f"{roles} and gives the {role} the layout {layout.describe()}, but of several encoders, and of a backbone "
-            f"that shares ranks with them, ranks hold whole copies today; give it "
-            f"{Layout(data=layout.ranks).describe()}."
-        )
+        by_fsdp = layout.shard == "fsdp" and layout.tensor == layout.context == layout.expert == layout.pipeline == 1
+        if not layout.is_whole_copies and not by_fsdp:
+            return (
+                f"has the roles {', '.join(allocation.layouts)} and gives the {role} the layout {layout.describe()}, "
+                f"but where several roles encode, ranks hold whole copies of each, or shards by FSDP2, today; give it "
+                f"{Layout(data=layout.ranks).describe()}, or shard 'fsdp'."
+            )
     return None
 
 
 def why_it_cannot_run(allocation: Allocation) -> str | None:
     """What training does not offer today of an allocation, as the end of a sentence about it; None where it runs."""
-    if set(allocation.layouts) != set(ROLES):
-        return _why_encoders_cannot_run(allocation)
+    if not allocation.is_bound:
+        return (
+            f"has the roles {', '.join(allocation.layouts)}, whose names do not say what flows between them. Call them "
+            f"{' and '.join(map(repr, ROLES))}, or name the edges: Allocation(..., edges=...), in a file edges: "
+            "{image: [eye, reader]}."
+        )
+    if len(allocation.producers) > 1 and (reason := _why_several_cannot_run(allocation)) is not None:
+        return reason
     for role, layout in allocation.layouts.items():
         if layout.expert > 1:
             return (
                 f"divides the {role}'s experts among {layout.expert} ranks, which no run does today; leave expert out."
             )
-        if role != BACKBONE and layout.context > 1:
+        if role != allocation.trunk and layout.context > 1:
             return (
-                f"gives the {role} context {layout.context}, but only the backbone has sequences to share; set it to 1."
+                f"gives the {role} context {layout.context}, but only the {allocation.trunk} has sequences to share; "
+                "set it to 1."
             )
         if layout.shard not in _TRAINED or layout.pipeline > 1:
             return (
@@ -238,12 +240,13 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
                 "again, ZeRO-3 gives up weights that the backward still needs. Leave recompute out, or take shard "
                 "'fsdp'."
             )
-    backbone = set(allocation.ranks[BACKBONE])
-    for group in allocation.shard_groups(ENCODER):
-        if allocation.placement == "mixed" and not backbone.isdisjoint(group) and not backbone.issuperset(group):
+    trunk = set(allocation.ranks[allocation.trunk])
+    for role, group in ((each, group) for each in allocation.producers for group in allocation.shard_groups(each)):
+        if allocation.placement == "mixed" and not trunk.isdisjoint(group) and not trunk.issuperset(group):
             return (
-                f"is mixed and gives the encoder the layout {allocation.layouts[ENCODER].describe()}, in which ranks "
-                f"{number_spans(group)} need each other to compute, but only some of them are backbone ranks, which "
-                "work in another order. Choose replicas or a tensor degree so that each such group is of one kind."
+                f"is mixed and gives the {role} the layout {allocation.layouts[role].describe()}, in which ranks "
+                f"{number_spans(group)} need each other to compute, but only some of them are {allocation.trunk} "
+                "ranks, which work in another order. Choose replicas or a tensor degree so that each such group is of "
+                "one kind."
             )
     return None

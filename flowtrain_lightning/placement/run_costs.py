@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 
-from flowtrain_lightning.allocator import BACKBONE, Allocation, modality_of
+from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.data import FlowDataModule, RankShard, StepDataset
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.placement.measured import PlanSteps, Processors
@@ -20,27 +20,24 @@ from flowtrain_lightning.placement.measured import PlanSteps, Processors
 def rank_shard(allocation: Allocation, rank: int, nodes: int = 1) -> RankShard:
     """Which part of every step a rank loads, where the ranks lie on ``nodes`` alike."""
     layouts = allocation.layouts
-    encoders = [layouts[role] for role in allocation.encoders]
+    trunk, members = allocation.trunk, {role: layouts[role].data for role in allocation.producers}
     of_node = allocation.size // nodes
 
     def node_of(members: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return tuple(ranks[0] // of_node for ranks in members) if nodes > 1 else ()
 
     return RankShard(
-        backbone_rank=allocation.member_of(BACKBONE, rank),
-        backbone_ranks=layouts[BACKBONE].data,
-        encoder_members=allocation.encoder_members_of(rank),
-        encoder_ranks=sum(layout.data for layout in encoders),
+        backbone_rank=allocation.member_of(trunk, rank),
+        backbone_ranks=layouts[trunk].data,
+        encoder_members=allocation.producing_members_of(rank),
+        encoder_ranks=sum(members.values()),
         colocated_lanes=allocation.colocated_lanes,
-        encoder_nodes=node_of(allocation.encoder_members),
-        backbone_nodes=node_of(allocation.members(BACKBONE)),
+        encoder_nodes=node_of(allocation.producing_members),
+        backbone_nodes=node_of(allocation.members(trunk)),
         meets=allocation.meets,
-        encoders=tuple(
-            (modality, layouts[role].data)
-            for role in allocation.encoders
-            if (modality := modality_of(role)) is not None
-        ),
-        encoders_per_rank=max(Counter(chain(*(allocation.ranks[role] for role in allocation.encoders))).values()),
+        graph=allocation.graph,
+        producers=members,
+        producers_per_rank=max(Counter(chain(*(allocation.ranks[role] for role in members))).values()),
     )
 
 

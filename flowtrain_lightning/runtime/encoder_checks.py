@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.parallel import local_part
 from flowtrain_lightning.parallel.deepspeed_partition import held_run, is_partitioned
 from flowtrain_lightning.parallel.halves import HalvedModule
@@ -58,7 +57,7 @@ class FrozenEncoder:
         weights = {
             f"{path}.{name}": weight
             for role, paths in self._module.halves.items()
-            if role != BACKBONE
+            if role != self._module.role_graph.trunk
             for path in paths
             for name, weight in self._module.get_submodule(path).named_parameters()
         }

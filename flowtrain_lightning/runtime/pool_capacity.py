@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from flowtrain_lightning.allocator import encoder_of
 from flowtrain_lightning.compute.compute import Compute, FeatureSpec
 from flowtrain_lightning.data import PackedMedia
 from flowtrain_lightning.packing.setting_values import check_settings
@@ -170,14 +169,13 @@ class PoolCapacity:
 
     def _agree_on_spec(self, step: Step, modality: str) -> None:
         """Finds what a row of a modality's features is, by encoding the first batch of the first rank that has one."""
-        job, role = self._job, encoder_of(modality, self._job.allocation.layouts)
+        job, role = self._job, self._job.allocation.graph.producer_of(modality)
         encoder_rank = min(entry.encoder_rank for entry in step.plan.entries if entry.modality == modality)
-        layout, members = job.allocation.layouts[role], job.allocation.encoder_members
+        layout, members = job.allocation.layouts[role], job.allocation.producing_members
         source, found = members[encoder_rank][0], None
         if job.rank in (job.allocation.ranks[role] if layout.gathers_weights else members[encoder_rank]):
             own = (media for media in step.batch.encoder_batches if media is not None and media.modality == modality)
-            media = next(own, step.batch.padding_media)
-            assert media is not None
+            media = next(own, None) or step.batch.padding_media[role]
             job.mesh.page.enter("first forward of the encoder", step.index)
             spec = self._probe(role, media)
             found = spec.shapes, tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)

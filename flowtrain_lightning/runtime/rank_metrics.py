@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, lane_of
 from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD
@@ -150,21 +149,19 @@ def _timings(step: _TimedStep, timeline: Timeline) -> Timings:
         if span.step == step.index and span.kind == COMPUTE and span.number >= 0:
             seconds[span.lane, span.number] += span.end - span.start
     shard, plan = step.shard, step.plan
-    timings: Timings = {BACKBONE: [], ENCODER: []}
-    member_of = {shard.encoder_role(member): member for member in shard.encoder_members}
+    timings: Timings = {role: [] for role in shard.graph.roles}
     for (role, number), spent in sorted(seconds.items()):
-        if role == BACKBONE and shard.backbone_rank is not None:
-            sizes = plan.sizes.tokens[plan.microbatches[shard.backbone_rank][number]]
-        else:
-            sizes = plan.sizes.media_patches[plan.encoder_batches[member_of[role]][number]]
-        timings[lane_of(role)].append([*_sums(sizes), spent])
+        batches, lengths = shard.batches_of(role, plan)
+        timings[role].append([*_sums(lengths[batches[shard.own_members[role]][number]]), spent])
     return timings
 
 
 def joined_timings(timings: Iterable[Timings]) -> Timings:
     """The timings of several ranks together."""
-    of_ranks = list(timings)
-    return {role: [batch for of_rank in of_ranks for batch in of_rank[role]] for role in (BACKBONE, ENCODER)}
+    joined: Timings = defaultdict(list)
+    for role, batches in (item for of_rank in timings for item in of_rank.items()):
+        joined[role] += batches
+    return joined
 
 
 def _sums(sizes: IntArray) -> tuple[float, float]:

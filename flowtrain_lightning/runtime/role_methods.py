@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.data import Features
-from flowtrain_lightning.packing.roles import BACKBONE
 from flowtrain_lightning.runtime.gathering import Gathering
 from flowtrain_lightning.runtime.program import PADDING, RankBatch
 from flowtrain_lightning.runtime.step import RankContext, Step
@@ -70,7 +69,7 @@ class EncoderMethod:
     def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
         """See `RoleMethod`."""
         is_padding = batch.number == PADDING
-        media = step.batch.padding_media if is_padding else step.batch.encoder_batches[batch.loaded]
+        media = step.batch.padding_media[self._role] if is_padding else step.batch.encoder_batches[batch.loaded]
         assert media is not None
         stream = batch.number * len(step.plan.encoder_batches) + member
         with torch.set_grad_enabled(keep):
@@ -104,7 +103,7 @@ class BackboneMethod:
         compute, packed = self._context.compute, step.batch.microbatches[batch.loaded]
         assert packed is not None
         rows = {name: tuple(each for each in read.tensors(name) if each is not None) for name in read.names}
-        if step.batch.shard.meeting(BACKBONE).passes:
+        if step.batch.shard.meeting(step.batch.shard.trunk).passes:
             # Other ranks may have media now, and sum gradients of all that a layout gathers together. So what only
             # features meet, such as a projector, takes part here as well.
             absent = [modality for modality in step.program.modalities if modality not in rows]

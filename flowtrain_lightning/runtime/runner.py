@@ -11,7 +11,6 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import StepBatch
@@ -27,7 +26,8 @@ from flowtrain_lightning.runtime.epoch_metrics import EpochMetricSync
 from flowtrain_lightning.runtime.executor import Executor, RolePart
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.pool_capacity import PoolCapacity, PoolSettings
-from flowtrain_lightning.runtime.program import StepProgram, make_program
+from flowtrain_lightning.runtime.program import StepProgram
+from flowtrain_lightning.runtime.program_of_plan import make_program
 from flowtrain_lightning.runtime.rank_metrics import BatchTimes, RankMetrics
 from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod
 from flowtrain_lightning.runtime.step import STAGES, RankContext, Step
@@ -52,6 +52,7 @@ class RoleRunner:
 
     Attributes:
         trainer: whose steps these are.
+        trunk: the role that reads features and computes the loss.
         timeline: what was done when.
         stop_requested: some rank was asked to end (SIGTERM); known to all ranks after the same step.
         collects_timings: reports of training steps have notes of how long everything took.
@@ -77,13 +78,14 @@ class RoleRunner:
         self._module = module
         self._job = job
         self._page = job.mesh.page
-        ranks, layouts, encoders = job.allocation.ranks, job.allocation.layouts, job.allocation.encoders
+        ranks, layouts, encoders = job.allocation.ranks, job.allocation.layouts, job.allocation.producers
         limits = [limit for role in encoders if (limit := layouts[role].most_kept_forwards) is not None]
         self._encoder_activations = min(encoder_activations, *limits) if limits else encoder_activations
-        self._roles = tuple(role for role in (BACKBONE, *encoders) if role in job.roles)
+        self.trunk = job.allocation.trunk
+        self._roles = tuple(role for role in (self.trunk, *encoders) if role in job.roles)
         self._encoder = next((role for role in encoders if role in self._roles), None)
         encode = dict.fromkeys(rank for role in encoders for rank in ranks[role])
-        self._listeners = [rank for rank in encode if rank not in ranks[BACKBONE]]
+        self._listeners = [rank for rank in encode if rank not in ranks[self.trunk]]
         # Of ranks that need each other to encode and are of two kinds, one kind has no time in which to work ahead.
         needs_others = job.allocation.placement == "mixed" and any(layouts[role].shares_weights for role in encoders)
         self._frozen_works_ahead = bool(self._listeners) and not needs_others
@@ -110,7 +112,7 @@ class RoleRunner:
         self._indices = dict.fromkeys(STAGES, 0)
         self._ahead: dict[str, tuple[int, int] | None] = {}  # stage -> name of the step that may have been begun
         self._later: LaterSteps | None = None
-        self._readers, self._makers = job.allocation.members(BACKBONE), job.allocation.encoder_members
+        self._readers, self._makers = job.allocation.members(self.trunk), job.allocation.producing_members
 
     # ---- what FlowModule calls ----------------------------------------------------------------------------------
 
@@ -226,8 +228,8 @@ class RoleRunner:
         method = EncoderMethod(context, role, meets_in_forwards=self._job.allocation.layouts[role].gathers_weights)
         return RolePart(method, readers=self._readers, speaks=self._job.is_first(role))
 
-    def _backbone_part(self, context: RankContext, predictions: list[Any]) -> RolePart:
-        speaks, counts = self._job.is_first(BACKBONE), self._job.is_first_tensor_rank(BACKBONE)
+    def _trunk_part(self, context: RankContext, predictions: list[Any]) -> RolePart:
+        speaks, counts = self._job.is_first(self.trunk), self._job.is_first_tensor_rank(self.trunk)
         method = BackboneMethod(context, predictions, speaks=speaks, counts=counts)
         return RolePart(method, makers=self._makers, speaks=speaks)
 
@@ -236,7 +238,7 @@ class RoleRunner:
             for buffers in self._buffers.values():
                 buffers.note()
         parts = {
-            role: self._backbone_part(context, predictions) if role == BACKBONE else self._encoder_part(context, role)
+            role: self._trunk_part(context, predictions) if role == self.trunk else self._encoder_part(context, role)
             for role in self._roles
         }
         begun = {} if self._encoder is None or self._later is None else {self._encoder: self._later.take(step)}
@@ -266,7 +268,7 @@ class RoleRunner:
         self._ahead[step.stage] = (step.name[0], step.name[1] + 1) if may_work_ahead else None
         if may_work_ahead:
             self._frozen.note(step.stage)
-        if BACKBONE in self._roles:
+        if self.trunk in self._roles:
             return self._step_end.agree(context, step, note)
         work_ahead = self._work_ahead(step, context, steps_left) if may_work_ahead else None
         return self._step_end.receive(context, step, note, work_ahead)

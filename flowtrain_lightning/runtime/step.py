@@ -11,7 +11,6 @@ from torch import Tensor
 from flowtrain_lightning.compute.compute import Compute, FeatureSpecs
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.data import StepBatch, StepPlan
-from flowtrain_lightning.packing.roles import BACKBONE, modality_of
 from flowtrain_lightning.pool import Key, Pool, Reservation, StatusPage
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.timeline import STALL, Timeline
@@ -48,17 +47,15 @@ class Step:
     def __init__(
         self, batch: StepBatch, program: StepProgram, stage: str, index: int, training: Collection[str] = ()
     ) -> None:
+        graph = batch.shard.graph
         self.batch = batch
         self.plan: StepPlan = batch.plan
         self.program = program
         self.stage = stage
         self.index = index
         self.trains = bool(training)
-        self.trained = frozenset([*training, BACKBONE] if stage == "train" else [])
-        modalities = {modality_of(role) for role in training}
-        self.answered = frozenset(
-            modality for modality in program.modalities if modality in modalities or None in modalities
-        )
+        self.trained = frozenset([*training, graph.trunk] if stage == "train" else [])
+        self.answered = frozenset(name for name in program.modalities if graph.producer_of(name) in training)
         self.name = batch.epoch, batch.step
         self.executed: defaultdict[str, list[str]] = defaultdict(list)
         first = STAGES.index(stage) * _KINDS

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.parallel.engine import StepRecord
@@ -45,13 +44,13 @@ class StepEnd:
 
     def __init__(self, job: Job, listeners: Sequence[int], metrics: Mapping[str, MetricAccumulator]) -> None:
         self._job = job
-        self._mesh = job.mesh
-        self._sum = partial(job.groups.sum_over_role, BACKBONE)
-        self._gather = partial(job.groups.gather_over_role, BACKBONE)
+        self._mesh, self._trunk = job.mesh, job.allocation.trunk
+        self._sum = partial(job.groups.sum_over_role, self._trunk)
+        self._gather = partial(job.groups.gather_over_role, self._trunk)
         self._listeners = listeners
-        encoders = [rank for role in job.allocation.encoders for rank in job.allocation.ranks[role]]
+        encoders = [rank for role in job.allocation.producers for rank in job.allocation.ranks[role]]
         self._senders = {rank: encoders.index(rank) for rank in listeners}
-        self._speaker = job.allocation.ranks[BACKBONE][0]
+        self._speaker = job.allocation.ranks[self._trunk][0]
         self._metrics = metrics
         self._rounds = 0  # how often notes were asked for, alike on all ranks
 
@@ -107,7 +106,7 @@ class StepEnd:
             step: the one that ends.
             note: what this rank tells of it; None on all ranks where nobody asked for notes.
         """
-        context.enter("wait for the other backbone ranks", step)
+        context.enter(f"wait for the other {self._trunk} ranks", step)
         start = context.timeline.start()
         asked_to_stop = any(page.sigterm for page in self._mesh.board.pages)
         report = self._metrics[step.stage].agree(asked_to_stop, self._sum, self._gather)
@@ -116,7 +115,7 @@ class StepEnd:
             self._rounds += 1
             gathered = self._gather([note, *arrived])
             report = replace(report, notes=tuple(found for notes in gathered for found in notes))
-        context.timeline.stop(start, BACKBONE, STALL, "other backbone ranks", step.stage, step.index)
+        context.timeline.stop(start, self._trunk, STALL, f"other {self._trunk} ranks", step.stage, step.index)
         if self._listeners and self._job.rank == self._speaker:
             # Through the pool and not in a collective: so the backbone goes on at once, also when an encoder rank is
             # in the middle of a later step's batch.

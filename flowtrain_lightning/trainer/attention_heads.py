@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flowtrain_lightning.allocator import BACKBONE, Layout
+from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.candidates import why_heads_cannot_be_shared
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch
@@ -30,11 +30,12 @@ def refuse_unshared_heads(layouts: Mapping[str, Layout], module: FlowModule) -> 
     Raises:
         ValueError: names the number of heads, and a degree that would do.
     """
-    layout = layouts[BACKBONE]
+    trunk = module.role_graph.trunk
+    layout = layouts[trunk]
     if layout.context == 1:
         return
     for heads in sorted(attention_heads(module)):
-        if (reason := why_heads_cannot_be_shared(BACKBONE, heads, layout.tensor, layout.context)) is not None:
+        if (reason := why_heads_cannot_be_shared(trunk, heads, layout.tensor, layout.context)) is not None:
             raise ValueError(reason)
 
 

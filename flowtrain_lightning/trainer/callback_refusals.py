@@ -61,7 +61,7 @@ def refuse_callbacks(trainer: L.Trainer) -> None:
             if isinstance(callback, refused):
                 callbacks.remove(callback)  # which might otherwise act on this very error
                 raise ValueError(f"The callback {type(callback).__name__} does not work under flowtrain: {reason}.")
-        if _is_own(callback, "AdaptCosts") and len(module.halves) > len(ROLES):
+        if _is_own(callback, "AdaptCosts") and set(module.halves) != set(ROLES):
             callbacks.remove(callback)
             raise ValueError(
                 "The callback AdaptCosts was given, but it measures one encoder, and the module has the halves "

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import HalfEngine, broadcast_half
@@ -95,7 +94,7 @@ def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:
     refuse_scalars_in_shards(layouts, module)
     refuse_conditional_modules(layouts, module)
     refuse_unshared_sequences(layouts, module)
-    if BACKBONE in job.roles:  # other ranks do not have the half that attends
+    if job.allocation.trunk in job.roles:  # other ranks do not have the half that attends
         refuse_unshared_heads(layouts, module)
 
 
@@ -140,7 +139,7 @@ def _make_groups(job: Job, device_type: str) -> dict[str, RoleGroups]:
             job.allocation.layouts[role],
             job.groups,
             device_type,
-            waits_for_others=mixed and role != BACKBONE,
+            waits_for_others=mixed and role != job.allocation.trunk,
         )
         for role in roles
     }

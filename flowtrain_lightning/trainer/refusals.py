@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flowtrain_lightning.allocator import BACKBONE, Layout
+from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.checkpoint import FlowCheckpointIO
 from flowtrain_lightning.checkpoint.files import refuse_unshared_folder, refuse_url
 from flowtrain_lightning.compute.whole_module import refuse_accumulation
@@ -195,12 +195,13 @@ def refuse_frozen_backbone(layouts: Mapping[str, Layout], module: FlowModule) ->
     Raises:
         ValueError: says what was given and what to do.
     """
-    an_encoder_trains = any(half_trains(module, role) for role in layouts if role != BACKBONE)
-    if layouts[BACKBONE].meets.passes and an_encoder_trains and not half_trains(module, BACKBONE):
+    graph = module.role_graph
+    an_encoder_trains = any(half_trains(module, role) for role in graph.producers)
+    if layouts[graph.trunk].meets.passes and an_encoder_trains and not half_trains(module, graph.trunk):
         raise ValueError(
-            "All weights of the backbone are frozen and sharded while the encoder trains: a microbatch without media "
-            "items has no backward then, which other ranks wait for. Let some of its weights train, or take whole "
-            "copies of the backbone."
+            f"All weights of the {graph.trunk} are frozen and sharded while the encoder trains: a microbatch without "
+            "media items has no backward then, which other ranks wait for. Let some of its weights train, or take "
+            f"whole copies of the {graph.trunk}."
         )
 
 
@@ -255,17 +256,18 @@ def refuse_unshared_sequences(layouts: Mapping[str, Layout], module: FlowModule)
     Raises:
         ValueError: says what was given and what to do.
     """
-    if layouts[BACKBONE].context == 1:
+    trunk = module.role_graph.trunk
+    if (degree := layouts[trunk].context) == 1:
         return
-    kind, instead = type(module), "or give the backbone a layout without a context degree"
+    kind, instead = type(module), f"or give the {trunk} a layout without a context degree"
     if kind.slice_tokens is FlowModule.slice_tokens:
         raise ValueError(
-            f"The backbone has context {layouts[BACKBONE].context}, but {kind.__name__} does not say how its sequences "
+            f"The {trunk} has context {degree}, but {kind.__name__} does not say how its sequences "
             f"are sliced. Define slice_tokens, {instead}."
         )
     if kind.backbone_step is not FlowModule.backbone_step:
         raise ValueError(
-            f"The backbone has context {layouts[BACKBONE].context}, but {kind.__name__} overrides backbone_step, in "
+            f"The {trunk} has context {degree}, but {kind.__name__} overrides backbone_step, in "
             f"which sequences are sliced. Define merge and loss instead of it, {instead}."
         )
 

@@ -7,15 +7,7 @@ import pickle
 
 import pytest
 
-from flowtrain_lightning.allocator import (
-    Allocation,
-    AllocationError,
-    Layout,
-    default_allocation,
-    encoder_of,
-    lane_of,
-    modality_of,
-)
+from flowtrain_lightning.allocator import Allocation, AllocationError, Edge, Layout, RoleGraph, default_allocation
 
 
 def test_a_layout_needs_the_product_of_its_degrees():
@@ -94,7 +86,7 @@ def test_it_survives_a_trip_to_another_process_and_to_json(allocation):
             {"layouts": {"encoder": Layout(), "backbone": Layout(data=3)}},
             r"needs 3 ranks, but the role has 2: \[0, 1\]",
         ),
-        ({"layouts": {"encoder": Layout()}}, "needs layouts for 'encoder', 'backbone', but has 'encoder'"),
+        ({"layouts": {"encoder": Layout()}}, "needs ranks for 'encoder', but has them for 'encoder', 'backbone'"),
         ({"recompute": {"audio": "full"}}, "no role 'audio' to recompute; the roles are 'encoder', 'backbone'"),
         (
             {"recompute": {"encoder": "some"}},
@@ -121,17 +113,49 @@ def test_ranks_that_contradict_each_other_are_refused(arguments, words):
         allocate(**arguments)
 
 
-def test_ranks_that_encode_are_counted_over_all_encoders():
+def test_ranks_that_encode_are_counted_over_all_roles_that_do():
     layouts = {"backbone": Layout(2), "encoder_image": Layout(2), "encoder_audio": Layout(1)}
     ranks = {"backbone": (0, 3), "encoder_image": (1, 4), "encoder_audio": (2,)}
     allocation = Allocation("separate", layouts, ranks)
     assert allocation.roles == ("encoder_image", "encoder_audio", "backbone")
-    assert allocation.encoder_members == ((1,), (4,), (2,))
-    assert [allocation.encoder_members_of(rank) for rank in range(5)] == [(), (0,), (2,), (), (1,)]
+    assert allocation.producing_members == ((1,), (4,), (2,))
+    assert [allocation.producing_members_of(rank) for rank in range(5)] == [(), (0,), (2,), (), (1,)]
 
 
-def test_a_modality_has_the_one_encoder_or_its_own():
-    assert encoder_of("audio", ("encoder", "backbone")) == "encoder"
-    assert encoder_of("audio", ("encoder_image", "encoder_audio", "backbone")) == "encoder_audio"
-    assert [modality_of(role) for role in ("encoder", "encoder_audio", "backbone")] == [None, "audio", None]
-    assert [lane_of(role) for role in ("encoder", "encoder_audio", "backbone")] == ["encoder", "encoder", "backbone"]
+def free(placement="separate", ranks=((0,), (1,), (2,)), edges=None):
+    """Roles a, b and c, whose names say nothing."""
+    of_role = dict(zip("abc", ranks, strict=True))
+    return Allocation(placement, {role: Layout(len(each)) for role, each in of_role.items()}, of_role, edges=edges)
+
+
+GRAPH = RoleGraph((Edge("b", "a", "image"), Edge("c", "a", "audio")))
+
+
+def test_roles_of_any_name_are_bound_to_what_flows_between_the_halves_of_a_module():
+    allocation = free()
+    assert not allocation.is_bound
+    bound = allocation.bound(GRAPH)
+    assert (bound.trunk, bound.producers, bound.roles) == ("a", ("b", "c"), ("b", "c", "a"))
+    assert bound.bound(GRAPH) is bound
+    assert Allocation.from_state(json.loads(json.dumps(bound.state_dict()))) == bound
+    assert free(edges=GRAPH.edges) == bound
+
+
+def test_the_usual_names_say_themselves_what_flows():
+    allocation = allocate()
+    assert allocation.bound(RoleGraph((Edge("encoder", "backbone"),))) is allocation
+    assert "edges" not in allocation.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("allocation", "graph", "words"),
+    [
+        (free(), RoleGraph((Edge("a", "c", "image"), Edge("b", "c", "audio"))), "Rank 0 must be a c rank"),
+        (free("mixed", ((0,), (0, 1), (0,))), GRAPH, "every rank encodes, but the c has rank 0"),
+        (free(edges=GRAPH.edges), RoleGraph((Edge("c", "a", "image"), Edge("b", "a", "audio"))), "those of the module"),
+    ],
+    ids=["rank 0", "mixed", "other edges"],
+)
+def test_what_contradicts_the_flow_is_refused_when_it_is_known(allocation, graph, words):
+    with pytest.raises(AllocationError, match=words):
+        allocation.bound(graph)

@@ -10,9 +10,9 @@ from flowtrain_lightning.allocator.candidates import SearchSpace, candidates
 from flowtrain_lightning.allocator.modelled_plan import waiting_seconds
 from flowtrain_lightning.allocator.placements import separate_plans
 from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
-from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
+from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, Edge
 from flowtrain_lightning.packing.simulator import simulate_step
-from flowtrain_lightning.packing.step_graph import BatchOf, Edge
+from flowtrain_lightning.packing.step_graph import BatchOf
 from flowtrain_lightning.packing.step_work import StepRules, TimedBatch, in_two_passes
 from tests.allocator.problems import problems
 

@@ -70,7 +70,7 @@ BACKBONE = "backbone: {layout: {data: 1}, ranks: 0}"
             f"placement: apart\nroles: {{{ENCODER}, {BACKBONE}}}",
             r"a plan cannot be used.*one of \['separate', 'colocated', 'mixed'\]. Got value: apart",
         ),
-        (f"placement: separate\nroles: {{{BACKBONE}}}", "needs layouts for 'encoder', 'backbone'"),
+        (f"placement: separate\nroles: {{{BACKBONE}}}", "needs a role that encodes and one that reads features"),
         (
             f"placement: separate\nroles: {{encoder: 3, {BACKBONE}}}",
             "role 'encoder' must be names with values, but is 3; it has layout",

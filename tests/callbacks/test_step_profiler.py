@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 
+from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.callbacks import StepProfiler
 from tests.tiny import TinyVLM, tiny_data, write_records
 
@@ -51,7 +52,7 @@ def test_the_chosen_steps_are_recorded_as_far_as_the_run_has_them(records, tmp_p
 
 @pytest.mark.parametrize(("roles", "is_recorded"), [(["encoder"], False), (["encoder", "backbone"], True)])
 def test_a_rank_is_recorded_if_it_has_one_of_the_roles(tmp_path, roles, is_recorded):
-    job = SimpleNamespace(roles=("backbone",))
+    job = SimpleNamespace(roles=("backbone",), allocation=default_allocation(2))
     strategy = SimpleNamespace(job=job, root_device=torch.device("cpu"), broadcast=lambda folder: folder)
     rank = SimpleNamespace(strategy=strategy, global_step=0, global_rank=3)
     profiler = StepProfiler(0, 1, roles=roles, folder=tmp_path)
@@ -63,11 +64,18 @@ def test_a_rank_is_recorded_if_it_has_one_of_the_roles(tmp_path, roles, is_recor
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"first": -1}, "at least 0"), ({"steps": 0}, "at least 1"), ({"roles": ["decoder"]}, "name")],
+    [({"first": -1}, "at least 0"), ({"steps": 0}, "at least 1"), ({"roles": []}, "name some")],
 )
 def test_settings_that_record_nothing_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         StepProfiler(**settings)
+
+
+def test_a_role_that_the_run_does_not_have_is_refused(tmp_path):
+    job = SimpleNamespace(roles=("backbone",), allocation=default_allocation(2))
+    strategy = SimpleNamespace(job=job, root_device=torch.device("cpu"), broadcast=lambda folder: folder)
+    with pytest.raises(ValueError, match="name some of encoder, backbone"):
+        StepProfiler(roles=["decoder"]).on_train_start(SimpleNamespace(strategy=strategy), None)
 
 
 def test_pytorch_records_memory_by_the_functions_that_are_used():

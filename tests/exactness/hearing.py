@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from flowtrain_lightning import FlowTrainStrategy
 from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.callbacks import FlowMonitor
 from flowtrain_lightning.data import (
     FlowDataModule,
     GivenTokens,
@@ -212,34 +214,65 @@ class WideEar(SeeingAndHearing):
         return super().merge(batch, features)
 
 
+LETTERS = ("a", "b", "c")
+
+
+class Letters(SeeingAndHearing):
+    """The same, with halves of other names, of which ``edges`` say what flows between them."""
+
+    halves: ClassVar = {letter: (letter,) for letter in LETTERS}
+    edges: ClassVar = {"image": ("a", "c"), "audio": ("b", "c")}
+
+    def configure_a(self) -> None:
+        self.a = Encoder(1, self.hparams["dropout"]).requires_grad_("image" not in self.hparams["frozen"])
+
+    def configure_b(self) -> None:
+        self.b = Ear(self.hparams["dropout"]).requires_grad_("audio" not in self.hparams["frozen"])
+
+    def configure_c(self) -> None:
+        self.c = Backbone()
+
+    eye = property(lambda self: self.a)
+    ear = property(lambda self: self.b)
+    backbone = property(lambda self: self.c)
+
+
+def module_of(wide: bool, letters: bool) -> type[SeeingAndHearing]:
+    """The module of a case."""
+    return Letters if letters else WideEar if wide else SeeingAndHearing
+
+
 def memory_data(train: Memory | None = None, **settings: Any) -> FlowDataModule:
     """The samples, in their order; those of ``train`` instead, if it is given."""
     defaults = {"token_budget": 48, "global_batch_size": GLOBAL_BATCH, "shuffle": False, "tokenizer": CharTokenizer()}
     return FlowDataModule(train or Memory(), Memory(), predict=Memory(), **{**defaults, "seed": 1, **settings})
 
 
-def allocation_of(layout: str) -> Allocation:
-    """``"2+1+3"`` is two ranks for images, one for audio, and three of the backbone, which come first.
+def allocation_of(
+    layout: str, names: tuple[str, str, str] = ("encoder_image", "encoder_audio", "backbone")
+) -> Allocation:
+    """``"2+1+3"`` is two ranks for images, one for audio, and three that read both, which come first.
 
-    ``"1+1+2 fsdp"`` is a backbone in shards; ``"colocated 2"`` gives two ranks all three roles, and ``"mixed 1+2"`` one
-    rank both encoders and two more all three.
+    ``"colocated 2"`` gives two ranks all three roles, and ``"mixed 1+2"`` one rank both encoders and two more all
+    three. ``"1+1+2 fsdp"`` has what reads in shards, ``"2+1+1 fsdp image"`` what encodes images.
+
+    Args:
+        layout: see above.
+        names: of the three roles.
     """
-    kind, _, counted = layout.partition(" ")
-    if kind in ("colocated", "mixed"):
-        *only_encode, backbone = map(int, counted.split("+"))
-        every = tuple(range(backbone + sum(only_encode)))
-        ranks = {"encoder_image": every, "encoder_audio": every, "backbone": every[:backbone]}
-        placement: Any = kind
-        return Allocation(placement, {role: Layout(len(of_role)) for role, of_role in ranks.items()}, ranks)
-    counted, _, shard = layout.partition(" ")
-    image, audio, backbone = map(int, counted.split("+"))
-    counts = {"encoder_image": image, "encoder_audio": audio, "backbone": backbone}
-    first = {"backbone": 0, "encoder_image": backbone, "encoder_audio": backbone + image}
-    ranks = {role: tuple(range(first[role], first[role] + count)) for role, count in counts.items()}
-    layouts = {role: Layout(count) for role, count in counts.items()}
-    if shard:  # of the backbone
-        layouts["backbone"] = Layout(backbone, shard="fsdp")
-    return Allocation("separate", layouts, ranks)
+    counted, _, sharded = layout.removeprefix("colocated ").removeprefix("mixed ").partition(" fsdp")
+    image, audio, trunk = names
+    *counts, readers = map(int, counted.split("+"))
+    placement: Any = layout.partition(" ")[0] if "ed " in layout else "separate"
+    if placement == "separate":
+        first = readers + counts[0]
+        ranks = {image: range(readers, first), audio: range(first, first + counts[1]), trunk: range(readers)}
+    else:
+        every = range(readers + sum(counts))
+        ranks = {image: every, audio: every, trunk: range(readers)}
+    shards = [] if " fsdp" not in layout else [{"image": image, "audio": audio, "": trunk}[sharded.strip()]]
+    layouts = {role: Layout(len(each), shard="fsdp" if role in shards else "replicate") for role, each in ranks.items()}
+    return Allocation(placement, layouts, {role: tuple(each) for role, each in ranks.items()})
 
 
 class Saver(L.Callback):
@@ -259,6 +292,7 @@ def train(
     resume: str | None = None,
     workers: int = 0,
     wide: bool = False,
+    letters: bool = False,
 ) -> None:
     """Trains ``STEPS`` steps under ``"auto"``, ``"ddp 2"`` or on such a layout; then validates and predicts.
 
@@ -267,7 +301,7 @@ def train(
     """
     strategy: Any = layout.partition(" ")[0]
     if strategy not in ("auto", "ddp"):
-        strategy = FlowTrainStrategy(allocation=allocation_of(layout), hang_timeout=60)
+        strategy = FlowTrainStrategy(allocation=allocation_of(layout, *[LETTERS] * letters), hang_timeout=60)
     recorder = Recorder()
     L.seed_everything(SEED, verbose=False)
     trainer = L.Trainer(
@@ -278,14 +312,14 @@ def train(
         max_steps=STEPS,
         limit_val_batches=0,
         gradient_clip_val=clip,
-        callbacks=[recorder, Saver()],
+        callbacks=[recorder, Saver(), *([FlowMonitor(every_n_steps=1)] if letters else [])],
         default_root_dir=folder,
-        logger=False,
+        logger=CSVLogger(folder, "log", "") if letters else False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = (WideEar if wide else SeeingAndHearing)(**(module or {}))
+    model = module_of(wide, letters)(**(module or {}))
     trainer.fit(model, memory_data(num_workers=workers), ckpt_path=resume)
     recorder.save(folder)
     spans = trainer.strategy.runner.timeline.spans if isinstance(trainer.strategy, FlowTrainStrategy) else []

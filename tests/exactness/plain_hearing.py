@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.exactness.hearing import GLOBAL_BATCH, MEDIA_IDS, STEPS, Given, Memory, Sample, SeeingAndHearing
+from tests.exactness.hearing import GLOBAL_BATCH, MEDIA_IDS, STEPS, Given, Memory, Sample, SeeingAndHearing, module_of
 from tests.exactness.layouts import SEED
 from tests.exactness.train import Recorder, gradients_of, weights_of
 
 NOT_LEARNED = -1
 
 
-def train(folder: Path, *, module: dict[str, Any] | None = None, clip: float | None = None) -> None:
+def train(
+    folder: Path, *, module: dict[str, Any] | None = None, clip: float | None = None, letters: bool = False
+) -> None:
     """Trains ``STEPS`` steps, sample after sample, and writes what a layout's rank writes."""
     torch.set_default_dtype(torch.float64)
     os.environ["PL_GLOBAL_SEED"] = str(SEED)
-    model = SeeingAndHearing(**(module or {}))
+    model = module_of(False, letters)(**(module or {}))
     model.configure_model()
     optimizer = model.configure_optimizers()
     recorder, samples = Recorder(), Memory().samples

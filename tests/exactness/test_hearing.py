@@ -12,7 +12,7 @@ import torch
 
 from flowtrain_lightning import export_checkpoint
 from tests.exactness.compare import Run, error, read_run
-from tests.exactness.hearing import SAVED_AT, STEPS
+from tests.exactness.hearing import LETTERS, SAVED_AT, STEPS
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
 
@@ -35,6 +35,16 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed 1+2, clipped": {"layout": "mixed 1+2", "clip": 0.2},
     "colocated 2, a wide ear, frozen eye": {"layout": "colocated 2", "wide": True, "module": {"frozen": ["image"]}},
     "ddp 2": {"layout": "ddp 2"},
+    "1+1+1, letters": {"layout": "1+1+1", "letters": True},
+    "2+1+1 fsdp image, letters": {"layout": "2+1+1 fsdp image", "letters": True},
+    "1+2+1 fsdp audio, letters": {"layout": "1+2+1 fsdp audio", "letters": True},
+    "1+1+2 fsdp, letters": {"layout": "1+1+2 fsdp", "letters": True},
+    "colocated 2, letters": {"layout": "colocated 2", "letters": True},
+    "colocated 2 fsdp image, letters": {"layout": "colocated 2 fsdp image", "letters": True, "clip": 0.2},
+    "colocated 2 fsdp audio, letters": {"layout": "colocated 2 fsdp audio", "letters": True},
+    "colocated 2 fsdp, letters": {"layout": "colocated 2 fsdp", "letters": True},
+    "mixed 1+2, letters": {"layout": "mixed 1+2", "letters": True},
+    "mixed 1+2 fsdp, letters": {"layout": "mixed 1+2 fsdp", "letters": True},
     "1+2+1, loaded by workers": {"layout": "1+2+1", "workers": 1},
 }
 QUICK = [
@@ -47,6 +57,8 @@ QUICK = [
     "colocated 2",
     "mixed 1+2, clipped",
     "1+1+2 fsdp, clipped",
+    "2+1+1 fsdp image, letters",
+    "colocated 2 fsdp image, letters",
 ]
 ALL = [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK)]
 
@@ -61,7 +73,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         arguments = {**CASES[name], **more}
         ranks = ranks_of(arguments["layout"])
         if target == "plain_hearing":
-            arguments, ranks = {key: arguments[key] for key in ("module", "clip") if key in arguments}, 1
+            arguments, ranks = {key: arguments[key] for key in ("module", "clip", "letters") if key in arguments}, 1
         job = Job(f"{name} {target} {len(more)}", f"tests.exactness.{target}:train", ranks, arguments)
         return run_jobs(folder, [job])[job.name].check().folder
 
@@ -85,8 +97,9 @@ def test_two_encoders_train_as_the_plain_loop_does(run: Callable[..., Run], case
 @pytest.mark.parametrize("case", QUICK)
 def test_an_encoder_without_media_in_a_step_gets_no_gradient(run: Callable[..., Run], case: str):
     gradients, frozen = run(case).gradients, CASES[case].get("module", {}).get("frozen", [])
-    for step, used in {IMAGES_ONLY: {"image": "eye"}, AUDIO_ONLY: {"audio": "ear"}, NO_MEDIA: {}}.items():
-        expected = {"backbone", *(encoder for modality, encoder in used.items() if modality not in frozen)}
+    eye, ear, reader = LETTERS if "letters" in case else ("eye", "ear", "backbone")
+    for step, used in {IMAGES_ONLY: {"image": eye}, AUDIO_ONLY: {"audio": ear}, NO_MEDIA: {}}.items():
+        expected = {reader, *(encoder for modality, encoder in used.items() if modality not in frozen)}
         assert {name.partition(".")[0] for name, value in gradients[step].items() if value is not None} == expected
 
 
@@ -121,6 +134,16 @@ def test_a_checkpoint_of_two_encoders_goes_on_on_other_ranks(folder_of: Callable
     saved = str(folder_of("1+1+1") / "saved.ckpt")
     resumed = read_run(folder_of("2+1+2, clipped", resume=saved, clip=None))
     assert error(resumed.weights[-1], run("1+1+1").weights[-1]) <= LIMIT
+
+
+def test_halves_of_other_names_are_called_by_these(folder_of: Callable[..., Path]):
+    folder = folder_of("colocated 2 fsdp image, letters")
+    assert {path.name for path in (folder / "saved.ckpt").iterdir() if path.is_dir()} == {"a", "b", "c"}
+    (header, *_) = (folder / "log" / "metrics.csv").read_text().splitlines()
+    names = header.split(",")
+    assert {name for name in names if name.endswith("_imbalance")} == {f"packing/{role}_imbalance" for role in "abc"}
+    assert {name.split("/")[1].split()[0] for name in names if name.startswith("time/")} == {"a", "b", "c"}
+    assert not [name for name in names if "encoder" in name or "backbone" in name]
 
 
 def test_a_checkpoint_has_a_folder_for_every_role_and_exports_to_a_plain_file(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flowtrain_lightning.allocator import ROLES
+from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.metrics import FlopUtilization, PackingUse, Throughput
 from flowtrain_lightning.packing import CostModel, SampleSizes, StepPlan
 from flowtrain_lightning.placement.profile import FlopModel
@@ -51,9 +53,13 @@ def test_ranks_with_both_roles_count_once_in_all():
     assert float(found["all"]) == pytest.approx(float(found["encoder"] + found["backbone"]))
 
 
+def packing_use(pads):
+    return PackingUse(100, pads, dict.fromkeys(ROLES, CostModel(1.0, 0.0, 0.0)), RankShard(0, 2, (0,), 2).batches_of)
+
+
 @pytest.mark.parametrize(("pads", "padding"), [(True, 1 - 180 / 300), (False, 0.0)])
 def test_fill_and_padding_are_shares_of_the_budgets_of_microbatches_with_samples(pads, padding):
-    metric = PackingUse(100, pads, CostModel(1.0, 0.0, 0.0), CostModel(1.0, 0.0, 0.0))
+    metric = packing_use(pads)
     metric.update(plan(), 1.0)
     found = metric.compute()
     assert float(found["fill"]) == pytest.approx(180 / 300)
@@ -61,7 +67,7 @@ def test_fill_and_padding_are_shares_of_the_budgets_of_microbatches_with_samples
 
 
 def test_imbalance_is_what_the_busiest_rank_has_more_than_the_average_one():
-    metric = PackingUse(100, False, CostModel(1.0, 0.0, 0.0), CostModel(1.0, 0.0, 0.0))
+    metric = packing_use(pads=False)
     for _ in range(2):
         metric.update(plan(), 1.0)
     found = metric.compute()

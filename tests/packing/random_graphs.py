@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from flowtrain_lightning.packing.step_graph import BatchOf, Edge, StepGraph
+from flowtrain_lightning.packing.role_graph import Edge
+from flowtrain_lightning.packing.step_graph import BatchOf, StepGraph
 from flowtrain_lightning.packing.step_work import StepRules, StepWork, TimedBatch
 from tests.packing.sizes import meeting_of
 

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import CostModel, SampleSizes, StepPlan, SyncEvery
-from flowtrain_lightning.packing.roles import BACKBONE, ENCODER
+from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, Edge
 from flowtrain_lightning.packing.simulator import SimulatedStep, simulate_step
-from flowtrain_lightning.packing.step_graph import Edge, Meeting
+from flowtrain_lightning.packing.step_graph import Meeting
 from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.packing.step_work import StepRules, StepWork, in_two_passes, step_work
 

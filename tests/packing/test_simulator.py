@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import SYNC_EVERY, StepPlan
+from flowtrain_lightning.packing.role_graph import Edge
 from flowtrain_lightning.packing.simulator import closed_form_time, simulate_step, simulate_steps
-from flowtrain_lightning.packing.step_graph import BatchOf, BlockedError, Edge
+from flowtrain_lightning.packing.step_graph import BatchOf, BlockedError
 from flowtrain_lightning.packing.step_work import PassTimes, StepRules, TimedBatch, step_work
 from tests.packing.sizes import make_sizes, meeting_of
 

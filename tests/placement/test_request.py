@@ -9,10 +9,10 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from flowtrain_lightning import FlowTrainStrategy
-from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, RoleLayout, default_allocation
+from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, RoleLayout, default_allocation, graph_of
 from flowtrain_lightning.allocator.plan_file import write_plan
 from flowtrain_lightning.placement.profile import ProfileError, write_profile
-from flowtrain_lightning.placement.request import make_request, why_it_cannot_run
+from flowtrain_lightning.placement.request import make_request, refuse_what_cannot_run, why_it_cannot_run
 from tests.placement.profiles import make_profile
 
 PLAN = default_allocation(3, encoder_ranks=1)
@@ -142,7 +142,7 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
         ),
         (
             planned("separate", image=1, audio=1, backbone=1),
-            "the roles backbone, image, audio, .* encoder and backbone",
+            "the roles backbone, image, audio, but the module has the halves encoder, backbone",
         ),
     ],
     ids=[
@@ -246,10 +246,10 @@ def sharing(placement: Any, backbone: int) -> Allocation:
     [planned("separate", backbone=2, **TWO), sharing("colocated", 2), sharing("mixed", 1)],
     ids=lambda allocation: allocation.placement,
 )
-def test_encoders_of_two_modalities_run_in_whole_copies_in_every_placement(allocation):
+def test_encoders_of_two_modalities_run_in_every_placement(allocation):
     assert why_it_cannot_run(allocation) is None
-    halves = ("encoder_audio", "encoder_image", "backbone")
-    assert make_request(allocation, None, None, "auto").answer(allocation.size, halves=halves) == allocation
+    graph = graph_of(("encoder_audio", "encoder_image", "backbone"))
+    assert make_request(allocation, None, None, "auto").answer(allocation.size, graph=graph) == allocation.bound(graph)
 
 
 @pytest.mark.parametrize(
@@ -257,27 +257,30 @@ def test_encoders_of_two_modalities_run_in_whole_copies_in_every_placement(alloc
     [
         (
             planned("separate", backbone=Layout(2, shard="deepspeed-2"), **TWO),
-            "gives the backbone the layout data 2, deepspeed-2, but of several encoders, .* ranks hold whole copies "
-            "today; give it data 2, replicate",
+            "gives the backbone the layout data 2, deepspeed-2, but where several roles encode, ranks hold whole "
+            "copies of each, or shards by FSDP2, today; give it data 2, replicate, or shard 'fsdp'",
         ),
         (
             planned("separate", backbone=1, encoder_image=Layout(1, tensor=2), encoder_audio=1),
             "gives the encoder_image the layout data 1, tensor 2, replicate, but .* whole copies",
         ),
-        (planned("separate", backbone=1, encoder_image=1, ear=1), "several encoders that are called after their moda"),
+        (
+            planned("separate", backbone=1, encoder_image=1, ear=1),
+            "ear, whose names do not say what flows between them",
+        ),
     ],
     ids=["a backbone in shards", "an encoder of tensor ranks", "another name"],
 )
 def test_what_several_encoders_cannot_do_yet_is_refused(allocation, words):
     with pytest.raises(AllocationError, match=words):
-        make_request(allocation, None, None, "auto").answer(allocation.size)
+        refuse_what_cannot_run(allocation, "It")
 
 
 @pytest.mark.parametrize("settings", [(None, None), ("separate", None), ("colocated", None), (None, 2)])
 def test_ranks_of_several_encoders_must_be_said(settings):
     request = make_request(None, *settings, "auto")
     with pytest.raises(AllocationError, match=r"encoder_image, encoder_audio, backbone, .* Say it: .*allocation="):
-        request.answer(4, halves=("encoder_image", "encoder_audio", "backbone"))
+        request.answer(4, graph=graph_of(("encoder_image", "encoder_audio", "backbone")))
 
 
 @pytest.mark.parametrize(
@@ -291,4 +294,4 @@ def test_ranks_of_several_encoders_must_be_said(settings):
 )
 def test_roles_that_are_not_the_halves_of_the_module_are_refused(allocation, halves):
     with pytest.raises(AllocationError, match=f"but the module has the halves {', '.join(halves)}"):
-        make_request(allocation, None, None, "auto").answer(allocation.size, halves=halves)
+        make_request(allocation, None, None, "auto").answer(allocation.size, graph=graph_of(halves))

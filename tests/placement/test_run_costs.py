@@ -15,10 +15,11 @@ def test_a_shard_tells_on_which_node_each_rank_is():
     assert rank_shard(allocation, 0).encoder_nodes == rank_shard(allocation, 0).backbone_nodes == ()
 
 
-def test_of_several_encoders_a_shard_knows_whatever_any_of_them_needs():
+def test_of_several_encoders_a_shard_knows_what_each_needs():
     layouts = {"encoder_image": Layout(1, tensor=2), "encoder_audio": Layout(2, shard="fsdp"), "backbone": Layout(1)}
     ranks = {"encoder_image": (1, 2), "encoder_audio": (3, 4), "backbone": (0,)}
     shard = rank_shard(Allocation("separate", layouts, ranks), 0)
-    assert shard.meeting("encoder") == Meeting(2, 2, ("forward", "backward"))
+    assert shard.meeting("encoder_image") == Meeting(2)
+    assert shard.meeting("encoder_audio") == Meeting(1, 2, ("forward", "backward"))
     assert shard.meeting("backbone") == Meeting()
     assert shard.in_fixed_order

@@ -20,7 +20,7 @@ from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch, StepPlan
 from flowtrain_lightning.pool import Key, MemoryRegion, Reservation, entry_nbytes
 from flowtrain_lightning.runtime.executor import Executor, RolePart
-from flowtrain_lightning.runtime.program import make_program
+from flowtrain_lightning.runtime.program_of_plan import make_program
 from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
@@ -375,7 +375,8 @@ def batch_of(plan: StepPlan, part: RankShard) -> StepBatch:
         )
     if part.encoder_members:
         encoder_batches = tuple(_media(plan, media) for media in plan.encoder_batches[part.encoder_members[0]])
-    padding = _media(plan, plan.sizes.media_patches.argmin(keepdims=True)) if plan.entries else None
+    smallest = plan.sizes.media_patches.argmin(keepdims=True) if plan.entries else None
+    padding = {} if smallest is None else {"encoder": _media(plan, smallest)}
     return StepBatch(plan, part, microbatches, encoder_batches, 0, 0, padding)
 
 

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.data import RankShard, StepPlan
 from flowtrain_lightning.packing.policies.forwards_first import forwards_first
+from flowtrain_lightning.packing.role_graph import graph_of
 from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.pool import Reservation, entry_nbytes
-from flowtrain_lightning.runtime.program import StepProgram, make_program
-from tests.packing.sizes import TOKEN_BUDGET, make_sizes, plan_of, sizes_strategy
+from flowtrain_lightning.runtime.program import StepProgram
+from flowtrain_lightning.runtime.program_of_plan import make_program
+from tests.packing.sizes import TOKEN_BUDGET, make_sizes, meeting_of, plan_of, sizes_strategy
 
 SPEC = FeatureSpec(((8,), (2, 3)), (torch.float32, torch.float64))
 
@@ -124,6 +126,18 @@ def test_the_least_bytes_are_those_of_the_largest_encoder_batch():
     assert (demand.least, demand.ample) == (nbytes(30), sum(map(nbytes, (30, 20, 5))))
 
 
+@given(sizes_strategy(20), st.integers(1, 6))
+def test_ranks_that_take_turns_have_bytes_for_what_each_puts_however_many_they_are(sizes, ranks):
+    plan = plan_of(sizes, ranks, ranks)
+    pairs = tuple((rank, rank) for rank in range(ranks))
+    meets = {role: meeting_of(ranks) for role in ("encoder", "backbone")}
+    shards = [RankShard(rank, ranks, (rank,), ranks, pairs, meets=meets) for rank in range(ranks)]
+    demands = [make_program(plan, shard, 2).pool_demand({"image": SPEC}) for shard in shards]
+    put = [sum(each.nbytes for each in of_role.values()) for demand in demands for of_role in demand.features.values()]
+    given_back = [sum(each.nbytes for each in demand.gradients.values()) for demand in demands]
+    assert {demand.least for demand in demands} == {max(put + given_back)}
+
+
 def test_a_step_without_media_asks_nothing_of_the_pool():
     demand = colocated(plan_of(make_sizes((10, []), (80, [])))).pool_demand({"image": SPEC})
     assert (demand.least, demand.ample, demand.gradients) == (0, 0, {})
@@ -137,13 +151,17 @@ def test_the_least_is_never_more_than_ample_and_that_never_more_than_everything(
     assert demand.least <= demand.ample <= sum(nbytes(entry.rows) for entry in plan.entries)
 
 
+NAMES = ("encoder_image", "encoder_audio")
+TWO_ENCODERS = graph_of((*NAMES, "backbone"))
+
+
 def test_each_modality_of_a_microbatch_has_rows_of_its_own():
     sizes = replace(make_sizes((5, [2, 3, 4]), (5, [6])), media_modality=np.array(["image", "audio", "image", "audio"]))
     encoders = (("image", 1), ("audio", 1))
     plan = plan_step(
         sizes, np.arange(2), backbone_ranks=1, encoder_ranks=2, token_budget=TOKEN_BUDGET, encoders=encoders
     )
-    program = make_program(plan, RankShard(0, 1, (), 2, encoders=encoders), 4)
+    program = make_program(plan, RankShard(0, 1, (), 2, graph=TWO_ENCODERS, producers=dict.fromkeys(NAMES, 1)), 4)
     (microbatch,) = program.roles["backbone"].batches.values()
     assert microbatch.rows_read == {"audio": 9, "image": 6}
     assert {read.modality: (read.maker, read.slices) for read in microbatch.read} == {
@@ -153,9 +171,7 @@ def test_each_modality_of_a_microbatch_has_rows_of_its_own():
 
 
 def test_a_rank_with_one_of_several_encoders_works_for_the_role_of_its_modality():
-    encoders = (("image", 1), ("audio", 2))
-    assert [RankShard(None, 1, (rank,), 3, encoders=encoders).encoder_role(rank) for rank in range(3)] == [
-        "encoder_image",
-        "encoder_audio",
-        "encoder_audio",
-    ]
+    shard = RankShard(None, 1, (2,), 3, graph=TWO_ENCODERS, producers={"encoder_image": 1, "encoder_audio": 2})
+    assert [shard.role_of(member) for member in range(3)] == ["encoder_image", "encoder_audio", "encoder_audio"]
+    assert shard.encoded == (("image", 1), ("audio", 2))
+    assert shard.own_members == {"encoder_audio": 1}

@@ -11,7 +11,7 @@ import pytest
 from flowtrain_lightning.data import RankShard, StepBatch
 from flowtrain_lightning.packing import SampleSizes, StepPlan
 from flowtrain_lightning.pool import WAIT_LIMITS, Occupancy, PoolCounters
-from flowtrain_lightning.runtime.program import make_program
+from flowtrain_lightning.runtime.program_of_plan import make_program
 from flowtrain_lightning.runtime.rank_metrics import BatchTimes, RankMetrics
 from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Span, Timeline

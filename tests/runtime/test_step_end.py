@@ -20,7 +20,7 @@ from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.pool import Key, Mesh, Pool
-from flowtrain_lightning.runtime.program import make_program
+from flowtrain_lightning.runtime.program_of_plan import make_program
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.step_end import StepEnd
 from flowtrain_lightning.runtime.timeline import Timeline
@@ -90,7 +90,11 @@ def test_ranks_that_share_weights_compare_what_they_have_used(other: StepRecord,
 
     layout = Layout(2, shard="fsdp")
     allocation = SimpleNamespace(
-        layouts={"backbone": layout}, rank_within=lambda *_: 0, encoders=(), ranks={"backbone": (0, 1)}
+        layouts={"backbone": layout},
+        rank_within=lambda *_: 0,
+        producers=(),
+        trunk="backbone",
+        ranks={"backbone": (0, 1)},
     )
     groups = SimpleNamespace(gather_over_role=gather, sum_over_role=gather)
     job: Any = SimpleNamespace(rank=0, allocation=allocation, mesh=None, groups=groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flowtrain_lightning.packing.policies.forwards_first import forwards_first, recomputed_batches
@@ -31,6 +31,7 @@ def member_orders(
     kept_batches: int,
     *,
     meet: bool,
+    of_role: Iterable[int] | None = None,
     colocated: Collection[int],
     in_fixed_order: bool,
 ) -> list[MemberOrder]:
@@ -41,14 +42,16 @@ def member_orders(
         members: which of the encoder's, or of all encoders'.
         kept_batches: encoder batches of a member whose activations may be kept at a time.
         meet: members need each other in a pass: each has a batch in every turn, if only an empty one.
+        of_role: all members of their role, which meet; None where there is one such role.
         colocated: members whose ranks have a backbone lane, too.
         in_fixed_order: these take turns in a fixed order.
     """
     orders = []
     kept, recomputed = kept_batches, None
+    turns = plan.turns_of(range(len(plan.encoder_batches)) if of_role is None else of_role) if meet else ()
     for member in members:
         if meet or (in_fixed_order and member in colocated):
-            orders.append(_in_lockstep(plan.all_encoder_turns if meet else plan.encoder_turns[member], kept_batches))
+            orders.append(_in_lockstep(turns if meet else plan.encoder_turns[member], kept_batches))
             continue
         if recomputed is None:
             if colocated and len(plan.encoder_batches) == len(plan.microbatches) == 1:
@@ -58,6 +61,37 @@ def member_orders(
         passes = tuple(forwards_first(numbers, kept, recomputed[member]))
         orders.append(MemberOrder(plan.encoder_turns[member], passes, recomputed[member]))
     return orders
+
+
+class JointOrder(NamedTuple):
+    """In which order the ranks of several roles that are read work.
+
+    Attributes:
+        passes: roles, and the forwards and backwards of their turns, by place.
+        recomputed: role -> the turns, by place, of which nothing is kept.
+    """
+
+    passes: tuple[tuple[str, Pass], ...]
+    recomputed: Mapping[str, frozenset[int]]
+
+
+def joint_order(turns: Mapping[str, Sequence[Turn]], kept_batches: int) -> JointOrder:
+    """One order for ranks of several roles that are read, where some need each other: alike on all of these ranks.
+
+    The roles' batches go through `lockstep_order` as if one role had them all. It takes the turns of every member of a
+    role, also of those that meet in nothing, so that no rank comes to a pass in another order than the others.
+
+    Args:
+        turns: role -> the turns of all of its members, rising.
+        kept_batches: batches of a rank whose activations may be kept at a time.
+    """
+    places = sorted(
+        (turn, number, role, place) for number, role in enumerate(turns) for place, turn in enumerate(turns[role])
+    )
+    passes, again = lockstep_order([position for (position, _), *_ in places], max(kept_batches, 1))
+    again = again if kept_batches else frozenset(range(len(places)))
+    recomputed = {role: frozenset(places[at][3] for at in again if places[at][2] == role) for role in turns}
+    return JointOrder(tuple((places[at][2], (kind, places[at][3])) for kind, at in passes), recomputed)
 
 
 def _in_lockstep(turns: tuple[Turn, ...], kept_batches: int) -> MemberOrder:

@@ -23,7 +23,7 @@ class Due(NamedTuple):
     position: int
 
 
-def taking_turns(producer: Sequence[tuple[Due, T]], consumer: Sequence[Sequence[T]], *, trains: bool) -> Iterator[T]:
+def taking_turns(producer: Sequence[tuple[Due, T]], consumer: Sequence[Sequence[T]]) -> Iterator[T]:
     """In which order a rank of two roles works, where it may not do whatever it can go on with.
 
     Ranks of a shard group gather weights together, so all of them must come to a forward or a backward in one order. By
@@ -33,13 +33,11 @@ def taking_turns(producer: Sequence[tuple[Due, T]], consumer: Sequence[Sequence[
     activations may be kept.
 
     Args:
-        producer: the passes of the role that is read, in `lockstep_order`; its forwards alone where it does not train.
+        producer: the passes of the roles that are read, in `lockstep_order`. What does not train is none of them: all
+            its forwards go first.
         consumer: what the role that reads does at each position.
-        trains: the producer has backwards.
     """
-    if not trains:
-        yield from (work for _, work in producer)
-    left = deque(producer if trains else ())
+    left = deque(producer)
     for position, works in enumerate(consumer):
         while (ready := _ready([due for due, _ in left], position)) > 0:
             yield from (left.popleft()[1] for _ in range(ready))

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing.policies.lockstep import lockstep_order
-from flowtrain_lightning.runtime.program import PADDING, make_program
+from flowtrain_lightning.runtime.program import PADDING
+from flowtrain_lightning.runtime.program_of_plan import make_program
 from tests.packing.sizes import BUDGETS, RANKS, meeting_of, plan_of, sizes_strategy
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing.policies.forwards_first import recomputed_batches
 from flowtrain_lightning.packing.policies.member_orders import member_orders
-from flowtrain_lightning.runtime.program import make_program
+from flowtrain_lightning.runtime.program_of_plan import make_program
 from tests.packing.sizes import BUDGETS, RANKS, make_sizes, meeting_of, plan_of, sizes_strategy
 
 APART = {"meet": False, "colocated": (), "in_fixed_order": False}

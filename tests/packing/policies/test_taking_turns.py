@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing.policies.lockstep import lockstep_order
 from flowtrain_lightning.packing.policies.taking_turns import Due, taking_turns
-from flowtrain_lightning.runtime.program import make_program
+from flowtrain_lightning.runtime.program_of_plan import make_program
 from tests.packing.sizes import BUDGETS, RANKS, meeting_of, plan_of, sizes_strategy
 
 
@@ -46,7 +46,8 @@ def spelled(due: list[int], positions: int, kept: int | None) -> str:
     """Forwards and backwards as F and B, and M for a position; ``kept`` is None where there are no backwards."""
     passes = lockstep_order(due, kept)[0] if kept else [("forward", number) for number in range(len(due))]
     producer = [(Due(kind, due[number]), kind[0].upper()) for kind, number in passes]
-    return "".join(taking_turns(producer, ["M"] * positions, trains=bool(kept)))
+    frozen = "" if kept else "".join(work for _, work in producer)
+    return frozen + "".join(taking_turns(producer if kept else [], ["M"] * positions))
 
 
 def test_turns_without_media_are_those_of_the_role_that_reads_alone():
