@@ -188,19 +188,6 @@ def _of_module(allocation: Allocation, source: str, graph: RoleGraph) -> Allocat
     return allocation.bound(graph)
 
 
-def _why_several_cannot_run(allocation: Allocation) -> str | None:
-    """The same of an allocation in which several roles encode."""
-    for role, layout in allocation.layouts.items():
-        by_fsdp = layout.shard == "fsdp" and layout.tensor == layout.context == layout.expert == layout.pipeline == 1
-        if not layout.is_whole_copies and not by_fsdp:
-            return (
-                f"has the roles {', '.join(allocation.layouts)} and gives the {role} the layout {layout.describe()}, "
-                f"but where several roles encode, ranks hold whole copies of each, or shards by FSDP2, today; give it "
-                f"{Layout(data=layout.ranks).describe()}, or shard 'fsdp'."
-            )
-    return None
-
-
 def why_it_cannot_run(allocation: Allocation) -> str | None:
     """What training does not offer today of an allocation, as the end of a sentence about it; None where it runs."""
     if not allocation.is_bound:
@@ -209,8 +196,6 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
             f"{' and '.join(map(repr, ROLES))}, or name the edges: Allocation(..., edges=...), in a file edges: "
             "{image: [eye, reader]}."
         )
-    if len(allocation.producers) > 1 and (reason := _why_several_cannot_run(allocation)) is not None:
-        return reason
     for role, layout in allocation.layouts.items():
         if layout.expert > 1:
             return (
@@ -227,6 +212,11 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
                 f"its half ({Layout(data=layout.ranks).describe()}), shards of it by FSDP2 "
                 f"({Layout(data=layout.ranks, shard='fsdp').describe()}), either with tensor or context ranks, or "
                 "what DeepSpeed's ZeRO leaves of it (shard 'deepspeed-1', 'deepspeed-2' or 'deepspeed-3')."
+            )
+        if layout.by_deepspeed and len(allocation.producers) > 1:
+            return (
+                f"gives the {role} the layout {layout.describe()}, but beside several roles that encode DeepSpeed has "
+                "not been tried. Take shard 'fsdp', which goes with all of them."
             )
         if layout.by_deepspeed and (layout.ranks_of_member > 1 or allocation.placement == "mixed"):
             return (

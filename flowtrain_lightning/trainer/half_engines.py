@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer
 from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.packing.step_graph import any_binds
 from flowtrain_lightning.parallel import HalfEngine, broadcast_half
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
@@ -56,7 +57,7 @@ class HalfEngines:
             _refuse_unfit(module, trainer, job)
             engines = _make(module, str(trainer.precision), job, device)
             module.mark_filled()
-            if not any(engine.in_lockstep for engine in engines.values()):
+            if not any(engine.in_lockstep for engine in engines.values()) and not _some_keep(job):
                 return engines
             self._sharded = module, engines
         for engine in self._sharded[1].values():
@@ -83,6 +84,14 @@ class HalfEngines:
         """The run is over: optimizers that were taken are given back."""
         for engine in self._optimizer_takers:
             engine.release()
+
+
+def _some_keep(job: Job) -> bool:
+    """Whether other ranks of this one's default group keep halves in shards, so that this one must not make its anew.
+
+    Who makes a half calls the group, and those would not come.
+    """
+    return job.allocation.placement == "mixed" and any_binds(job.allocation.meets)
 
 
 def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:

@@ -25,8 +25,10 @@ from flowtrain_lightning.data import (
     Record,
     SampleSizes,
 )
+from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.layouts import SEED, ranks_of
+from tests.exactness.modules import DividedBackbone, DividedBlock, DividedEncoder, divided_blocks
 from tests.exactness.train import Recorder
 from tests.forks import write_down
 from tests.tiny import IMAGES, WIDTH, Backbone, Block, CharTokenizer, Encoder, TinyVLM
@@ -214,6 +216,27 @@ class WideEar(SeeingAndHearing):
         return super().merge(batch, features)
 
 
+class DividedHearing(SeeingAndHearing):
+    """The same, of layers that tensor ranks can divide and sequences that context ranks can share."""
+
+    def configure_encoder_image(self) -> None:
+        self.eye = DividedEncoder(1, self.hparams["dropout"])
+
+    def configure_encoder_audio(self) -> None:
+        super().configure_encoder_audio()
+        self.ear.block = DividedBlock()
+
+    def configure_backbone(self) -> None:
+        self.backbone = DividedBackbone()
+
+    def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
+        return {**arguments, "x": arguments["x"][own], "position_ids": arguments["position_ids"][own]}
+
+    def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
+        half = {"encoder_image": "eye", "encoder_audio": "ear", "backbone": "backbone"}[role]
+        return divided_blocks([f"{half}.block", *(["backbone.more.*"] if role == "backbone" else [])])
+
+
 LETTERS = ("a", "b", "c")
 
 
@@ -237,9 +260,9 @@ class Letters(SeeingAndHearing):
     backbone = property(lambda self: self.c)
 
 
-def module_of(wide: bool, letters: bool) -> type[SeeingAndHearing]:
+def module_of(wide: bool = False, letters: bool = False, divided: bool = False) -> type[SeeingAndHearing]:
     """The module of a case."""
-    return Letters if letters else WideEar if wide else SeeingAndHearing
+    return Letters if letters else WideEar if wide else DividedHearing if divided else SeeingAndHearing
 
 
 def memory_data(train: Memory | None = None, **settings: Any) -> FlowDataModule:
@@ -254,24 +277,28 @@ def allocation_of(
     """``"2+1+3"`` is two ranks for images, one for audio, and three that read both, which come first.
 
     ``"colocated 2"`` gives two ranks all three roles, and ``"mixed 1+2"`` one rank both encoders and two more all
-    three. ``"1+1+2 fsdp"`` has what reads in shards, ``"2+1+1 fsdp image"`` what encodes images.
+    three. ``"1+1+2 fsdp"`` has what reads in shards, ``"2+1+1 tensor image"`` divides what encodes images.
 
     Args:
         layout: see above.
         names: of the three roles.
     """
-    counted, _, sharded = layout.removeprefix("colocated ").removeprefix("mixed ").partition(" fsdp")
+    counted, *how = layout.removeprefix("colocated ").removeprefix("mixed ").split(" ")
     image, audio, trunk = names
     *counts, readers = map(int, counted.split("+"))
-    placement: Any = layout.partition(" ")[0] if "ed " in layout else "separate"
+    kind: Any = layout.partition(" ")[0]
+    placement = kind if kind in ("colocated", "mixed") else "separate"
     if placement == "separate":
         first = readers + counts[0]
         ranks = {image: range(readers, first), audio: range(first, first + counts[1]), trunk: range(readers)}
     else:
         every = range(readers + sum(counts))
         ranks = {image: every, audio: every, trunk: range(readers)}
-    shards = [] if " fsdp" not in layout else [{"image": image, "audio": audio, "": trunk}[sharded.strip()]]
-    layouts = {role: Layout(len(each), shard="fsdp" if role in shards else "replicate") for role, each in ranks.items()}
+    layouts = {role: Layout(len(each)) for role, each in ranks.items()}
+    if how:
+        role = {"image": image, "audio": audio}.get(how[-1], trunk)
+        size = len(ranks[role])
+        layouts[role] = Layout(size, shard="fsdp") if how[0] == "fsdp" else Layout(**{how[0]: size})
     return Allocation(placement, layouts, {role: tuple(each) for role, each in ranks.items()})
 
 
@@ -293,6 +320,7 @@ def train(
     workers: int = 0,
     wide: bool = False,
     letters: bool = False,
+    divided: bool = False,
 ) -> None:
     """Trains ``STEPS`` steps under ``"auto"``, ``"ddp 2"`` or on such a layout; then validates and predicts.
 
@@ -319,7 +347,7 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = module_of(wide, letters)(**(module or {}))
+    model = module_of(wide, letters, divided)(**(module or {}))
     trainer.fit(model, memory_data(num_workers=workers), ckpt_path=resume)
     recorder.save(folder)
     spans = trainer.strategy.runner.timeline.spans if isinstance(trainer.strategy, FlowTrainStrategy) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -135,6 +136,13 @@ class DividedBackbone(DeepBackbone):
         self.block, self.more = DividedBlock(), nn.ModuleList(DividedBlock() for _ in range(2))
 
 
+def divided_blocks(blocks: Sequence[str]) -> dict[str, TensorStyle]:
+    """How tensor ranks divide the layers of some `DividedBlock`."""
+    styles: dict[str, TensorStyle] = dict.fromkeys(("query", "key", "value", "widen"), "colwise")
+    styles |= dict.fromkeys(("out", "narrow"), "rowwise") | {"head_norm": "replicated_with_grad_allreduce"}
+    return {f"{block}.{name}": style for block in blocks for name, style in styles.items()}
+
+
 class Divided(Deep):
     """Halves that tensor ranks can divide."""
 
@@ -150,10 +158,7 @@ class Divided(Deep):
         return {**arguments, "x": arguments["x"][own], "position_ids": arguments["position_ids"][own]}
 
     def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
-        styles: dict[str, TensorStyle] = dict.fromkeys(("query", "key", "value", "widen"), "colwise")
-        styles |= dict.fromkeys(("out", "narrow"), "rowwise") | {"head_norm": "replicated_with_grad_allreduce"}
-        blocks = ("encoder.block",) if role == "encoder" else ("backbone.block", "backbone.more.*")
-        plan: dict[str, TensorStyle] = {f"{block}.{name}": style for block in blocks for name, style in styles.items()}
+        plan = divided_blocks(("encoder.block",) if role == "encoder" else ("backbone.block", "backbone.more.*"))
         if role == "backbone":
             plan |= {"backbone.embed": "embedding_rowwise", "backbone.head": "colwise_gather_output"}
         return plan

@@ -19,12 +19,17 @@ NOT_LEARNED = -1
 
 
 def train(
-    folder: Path, *, module: dict[str, Any] | None = None, clip: float | None = None, letters: bool = False
+    folder: Path,
+    *,
+    module: dict[str, Any] | None = None,
+    clip: float | None = None,
+    letters: bool = False,
+    divided: bool = False,
 ) -> None:
     """Trains ``STEPS`` steps, sample after sample, and writes what a layout's rank writes."""
     torch.set_default_dtype(torch.float64)
     os.environ["PL_GLOBAL_SEED"] = str(SEED)
-    model = module_of(False, letters)(**(module or {}))
+    model = module_of(letters=letters, divided=divided)(**(module or {}))
     model.configure_model()
     optimizer = model.configure_optimizers()
     recorder, samples = Recorder(), Memory().samples

@@ -45,6 +45,13 @@ CASES: dict[str, dict[str, Any]] = {
     "colocated 2 fsdp, letters": {"layout": "colocated 2 fsdp", "letters": True},
     "mixed 1+2, letters": {"layout": "mixed 1+2", "letters": True},
     "mixed 1+2 fsdp, letters": {"layout": "mixed 1+2 fsdp", "letters": True},
+    "1+1+2 tensor": {"layout": "1+1+2 tensor", "divided": True},
+    "2+1+1 tensor image": {"layout": "2+1+1 tensor image", "divided": True},
+    "1+1+2 context": {"layout": "1+1+2 context", "divided": True, "clip": 0.2},
+    "colocated 2 tensor": {"layout": "colocated 2 tensor", "divided": True, "clip": 0.2},
+    "colocated 2 tensor audio": {"layout": "colocated 2 tensor audio", "divided": True},
+    "colocated 2 context": {"layout": "colocated 2 context", "divided": True},
+    "mixed 1+2 tensor": {"layout": "mixed 1+2 tensor", "divided": True},
     "1+2+1, loaded by workers": {"layout": "1+2+1", "workers": 1},
 }
 QUICK = [
@@ -73,7 +80,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         arguments = {**CASES[name], **more}
         ranks = ranks_of(arguments["layout"])
         if target == "plain_hearing":
-            arguments, ranks = {key: arguments[key] for key in ("module", "clip", "letters") if key in arguments}, 1
+            told = ("module", "clip", "letters", "divided")
+            arguments, ranks = {key: arguments[key] for key in told if key in arguments}, 1
         job = Job(f"{name} {target} {len(more)}", f"tests.exactness.{target}:train", ranks, arguments)
         return run_jobs(folder, [job])[job.name].check().folder
 
