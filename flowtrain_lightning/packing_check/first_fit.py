@@ -67,8 +67,8 @@ def _found(module: Any, data: FlowDataModule, trainer: L.Trainer) -> Result:
 def _tell_unproven(module: Any, reason: str) -> None:
     rank_zero_warn(
         f"flowtrain: NOTHING IS PROVEN of whether {type(module).__name__} learns from packed samples what it learns "
-        f"from each alone: {reason} Training goes on; flowtrain_lightning.check(module, data) and `flowtrain check` say "
-        "more."
+        f"from each alone: {reason} Training goes on; flowtrain_lightning.check(module, data) and `flowtrain check` "
+        "say more."
     )
 
 
