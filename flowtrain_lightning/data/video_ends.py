@@ -159,9 +159,9 @@ def _end_of_flv(file: BinaryIO, end: int) -> int:
         return place
     if place < end:
         return end + (_read(file, place, 1)[0] & 0x1F in (8, 9, 18))
-    size, seconds = _number_in_flv(described, b"filesize"), _number_in_flv(described, b"duration")
+    nbytes, seconds = _number_in_flv(described, b"filesize"), _number_in_flv(described, b"duration")
     shown = (2.5 * times[-1] - 1.5 * times[0]) / 1000 if len(times) == 2 else 0.0
-    return end + 1 if size > end and (not seconds or shown < seconds) else 0
+    return end + 1 if nbytes > end and (not seconds or shown < seconds) else 0
 
 
 def _number_in_flv(described: bytes, name: bytes) -> float:
@@ -172,7 +172,8 @@ def _number_in_flv(described: bytes, name: bytes) -> float:
 
 def _end_of_ogg(file: BinaryIO, end: int) -> int:
     """The end of the last page; behind the end where a stream goes on, and the last page is not the end of another."""
-    place, running, ends = 0, set(), False
+    place, ends = 0, False
+    running: set[bytes] = set()
     while place < end:
         head = _read(file, place, 27)
         if not head.startswith(b"OggS") and not b"OggS".startswith(head):

@@ -56,11 +56,11 @@ def test_the_same_command_started_again_goes_on(tmp_path, records, monkeypatch, 
     folders = ["--trainer.default_root_dir", str(kept.parent), "--trainer.callbacks.init_args.dirpath", str(kept)]
     command = ["fit", "--config", str(tmp_path / "config.yaml"), *options, *folders, "--ckpt_path", "last"]
     logs = []
-    for steps in ("2", "4"):
+    for steps in ("1", "2"):
         arguments = {"arguments": [*command, "--trainer.devices", "2", "--trainer.max_steps", steps]}
         job = Job(f"fit {steps}", "tests.recipes.commands:flowtrain", 2, arguments, deadline=SECONDS)
         logs.append(run_jobs(tmp_path, [job])[job.name].check().log)
     assert "there is no checkpoint below" in logs[0]
     assert f'ckpt_path="last" is {kept}/' in logs[1]
-    assert ", saved after step 2 in epoch " in logs[1]
-    assert max(read_index(path).lightning["global_step"] for path in kept.iterdir()) == 4
+    assert ", saved after step 1 in epoch 0." in logs[1]
+    assert max(read_index(path).lightning["global_step"] for path in kept.iterdir()) == 2
