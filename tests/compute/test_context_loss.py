@@ -130,13 +130,13 @@ class TakesNamed(WeighsByTokens):
         return super().summed(outputs.logits[0], batch)
 
 
-def test_outputs_may_have_names_and_where_they_hold_more_than_rows_nothing_is_said():
+def test_outputs_may_have_names_and_of_more_than_rows_nothing_is_said():
     batch, module = packed(60, 40, 20), TakesNamed()
     rows = outputs_for(batch, torch.float32)[None]
     assert compared(module, Named(rows), batch).differ
     assert compared(module, Named(rows, aux=torch.ones(())), batch) is None
 
 
-def test_a_loss_that_cannot_be_taken_of_parts_is_left_to_the_comparison_of_gradients():
+def test_a_loss_that_cannot_be_taken_of_parts_is_left_to_the_gradients():
     batch = packed(60, 40, 20)
     assert compared(KeepsWeights(), outputs_for(batch, torch.float32), batch) is None

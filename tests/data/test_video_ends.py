@@ -94,7 +94,7 @@ def test_every_cut_is_seen_where_the_end_is_marked(form):
     assert not is_cut(io.BytesIO(content + b"\0\0"))
 
 
-def test_a_video_of_a_recorder_that_copied_what_its_server_said_of_the_file_is_read():
+def test_a_video_of_a_recorder_that_copied_what_its_server_said_is_read():
     content = clip("flv")
     size = content.index(b"filesize") + len(b"filesize") + 1
     longer = content[:size] + struct.pack(">d", len(content) + 1000.0) + content[size + 8 :]

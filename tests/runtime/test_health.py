@@ -268,7 +268,7 @@ def holds_alone(rank, ranks):
     ctypes.PyDLL(None).sleep(600)  # as an extension in C does that never releases the interpreter's lock
 
 
-def test_a_single_rank_that_holds_the_interpreter_is_ended_from_outside_and_says_where():
+def test_a_single_rank_that_holds_the_interpreter_is_ended_from_outside():
     with Ranks(holds_alone, 1) as ranks:
         ranks.wait_for("ready")
         (result,) = ranks.wait(60 + 10 * slowness())
