@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from typing import Any
+
+from lightning.pytorch.cli import LightningCLI
 
 from flowtrain_lightning.cli.command_table import COMMANDS
 from flowtrain_lightning.cli.train_command import MISTAKES, BriefParser, configured
 from flowtrain_lightning.packing_check import CheckReport, report_of
+from flowtrain_lightning.packing_check.checked_module import NotCheckable
 from flowtrain_lightning.packing_check.findings import divided
 
 __all__ = ["MISTAKES", "run"]
 
 _NAME = "flowtrain check"
+_UNPROVEN = 2
+"""The exit code where the check found no difference because it compared nothing."""
 
 
 class CheckParser(BriefParser):
@@ -27,7 +33,7 @@ class CheckParser(BriefParser):
         own = argparse.ArgumentParser(
             _NAME,
             f"{_NAME} --config CONFIG [options]",
-            f"{COMMANDS['check'].meaning}; ends with 1 where it does",
+            f"{COMMANDS['check'].meaning}; ends with 1 where it does, and with 2 where nothing is proven",
             "What the configuration says may also be given as options, such as --data.train data.jsonl: `flowtrain fit "
             "--help` shows them. Of it model and data count here, and what FlowTrainStrategy(couples=...) names.",
         )
@@ -36,7 +42,9 @@ class CheckParser(BriefParser):
 
 
 def run() -> None:
-    """Check the module with a few samples, and print what was found. Ends with 1 where packing changes something.
+    """Check the module with a few samples, and print what was found.
+
+    Ends with 1 where packing changes something, and with 2 where the check could not tell.
 
     Raises:
         UsageError: jsonargparse is not installed.
@@ -45,7 +53,7 @@ def run() -> None:
     del sys.argv[1]  # Lightning reads the rest of the command line, where it would take this word for an option's
     cli = configured(parser=CheckParser, run=False, save_config_callback=None, parser_kwargs={"prog": _NAME})
     cli.trainer.datamodule = cli.datamodule  # type: ignore[attr-defined]
-    report = report_of(cli.model, cli.datamodule, cli.trainer)
+    report = _reported(cli)
     couples = {*cli.model.couples, *getattr(cli.trainer.strategy, "couples", ())}
     unnamed, named = divided(report.findings, couples)
     print(f"{type(cli.model).__name__}, {_what_was_packed(report)}:")
@@ -55,10 +63,29 @@ def run() -> None:
         print(f"- couples says that it is to be so. {finding.sentence}")
     for hint in report.hints:
         print(f"- hint: {hint}")
-    if not report.findings:
+    for reason in report.unproven:
+        print(f"- nothing is proven: {reason}")
+    if not report.findings and not report.unproven:
         print("packed equals alone.")
-    if unnamed:
-        sys.exit(1)
+    if unnamed or report.unproven:
+        sys.exit(1 if unnamed else _UNPROVEN)
+
+
+def _reported(cli: LightningCLI) -> CheckReport:
+    """What the check finds. Where it ends with an error, that is shown and this command ends."""
+    try:
+        return report_of(cli.model, cli.datamodule, cli.trainer)
+    except MISTAKES:
+        raise
+    except Exception as error:  # whatever the user's methods raise
+        if not isinstance(error, NotCheckable):
+            traceback.print_exc()
+        name = type(cli.model).__name__
+        print(
+            f"{_NAME}: nothing is proven of {name}, since the check ended with {type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
+        sys.exit(_UNPROVEN)
 
 
 def _what_was_packed(report: CheckReport) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.compute.context_check import ContextCheck
+from flowtrain_lightning.compute.context_loss import LossInParts
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.compute.weight_casts import WeightCasts
@@ -242,7 +243,7 @@ class Compute:
                 return self._checked(self._module.backbone_step(batch, features, "train"))
 
         half = [self._module.get_submodule(path) for path in self._module.halves[self._trunk]]
-        return ContextCheck(step, half, engine)
+        return ContextCheck(step, half, engine, LossInParts(self._module))
 
     def _checked(self, output: Any) -> tuple[Tensor, int | float | Tensor]:
         """What ``backbone_step`` returned for a step with a loss."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from flowtrain_lightning.allocator import BACKBONE
+from flowtrain_lightning.compute.context_loss import LossInParts
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.data.batch import IGNORED_LABEL
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
@@ -66,12 +67,16 @@ class ContextCheck:
         step: the user's.
         half: modules of the backbone.
         engine: of the backbone.
+        loss: the user's, by itself.
     """
 
-    def __init__(self, step: Stepping, half: Sequence[nn.Module], engine: ContextParallelHalf) -> None:
+    def __init__(
+        self, step: Stepping, half: Sequence[nn.Module], engine: ContextParallelHalf, loss: LossInParts
+    ) -> None:
         self._step = step
         self._engine = engine
         self._half = half
+        self._loss = loss
         self._steps_left = STEPS
         self._reached = False  # attention has come to the exchange of heads
 
@@ -83,7 +88,8 @@ class ContextCheck:
             features: of it.
 
         Raises:
-            ContextError: names the weight whose gradient differs most, by how much, and what to do.
+            ContextError: names the weight whose gradient differs most, by how much, and what to do; or says that the
+                loss is no sum over tokens.
         """
         if self._steps_left == 0:
             return
@@ -92,8 +98,12 @@ class ContextCheck:
         piece, given = cut(batch, features, max(len(batch.tokens) // ranks, _LEAST_TOKENS))
         states = random_states()
         with _evaluating(self._half), _kept_buffers(self._half), self._engine.on_trial():
-            found = self._differences(piece, given, 1.0 if batch.samples else 0.0)
+            with self._loss.noting(len(piece.tokens)):
+                found = self._differences(piece, given, 1.0 if batch.samples else 0.0)
+            of_loss = self._of_parts(piece.tokens.device)
         restore_random_states(states)
+        if of_loss:
+            raise ContextError(of_loss)
         if found:
             raise ContextError(self._sentence(found))
 
@@ -160,6 +170,22 @@ class ContextCheck:
         if abs(tokens - whole.tokens) > 1e-6 * abs(whole.tokens):
             found["the number of target tokens"] = abs(tokens - whole.tokens) / max(abs(whole.tokens), 1.0), 0.0
         return found
+
+    def _of_parts(self, device: torch.device) -> str:
+        """A sentence where the loss is no sum over tokens; all context ranks say it alike."""
+        found = self._loss.compare(self._engine.call)
+        differ = torch.tensor(float(found is not None and found.differ), device=device)
+        dist.all_reduce(differ, dist.ReduceOp.MAX, group=self._engine.exchange.group)
+        if not differ or found is None:
+            return ""
+        return (
+            f"Each of the backbone's {self._engine.exchange.ranks} context ranks takes the loss of its own tokens, but "
+            f"of the same outputs `loss` gives {found.apart:.7g} in two parts and {found.whole:.7g} at once. Return a "
+            "sum over tokens, in which nothing is divided by or weighed with the number of tokens or targets that "
+            "`loss` is given; the step divides once, by all targets. What `couples` names may couple samples of a "
+            "microbatch, but context ranks do not see all of it. Or give the backbone a layout without a context "
+            "degree."
+        )
 
     def _run(self, piece: PackedBatch, given: Features, factor: float, stream: str, *, whole: bool) -> _Trial:
         """One forward and backward; what draws random numbers draws the same ones for the same stream."""

@@ -26,16 +26,17 @@ def check(module: Any, data: FlowDataModule) -> list[str]:
         data: with training data.
 
     Returns:
-        a sentence for each way, with how much it is and how to mend it; empty where packing changes nothing, and for
-        what the module names in ``couples``.
+        a sentence for each way, with how much it is and how to mend it, and for each reason why nothing is proven;
+        empty where packing changes nothing, and for what the module names in ``couples``.
 
     Raises:
         DataError: there are no training data, or they cannot be read.
         NotCheckable: the module does not fit into memory, even with one block of every kind.
         Exception: whatever the module's methods raise for one sample alone.
     """
-    findings = divided(report_of(module, data).findings, module.couples)[0]
-    return [finding.sentence for finding in findings]
+    report = report_of(module, data)
+    findings = divided(report.findings, module.couples)[0]
+    return [finding.sentence for finding in findings] + [f"nothing is proven: {reason}" for reason in report.unproven]
 
 
 def report_of(module: Any, data: FlowDataModule, trainer: L.Trainer | None = None) -> CheckReport:

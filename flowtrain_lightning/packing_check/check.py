@@ -51,6 +51,7 @@ class CheckReport:
         media: how many media items.
         findings: ways in which packing changes the result.
         hints: sentences on what may be meant so.
+        unproven: sentences on why no difference means nothing.
         conditional: paths of modules with weights that some samples run and others do not.
         device: that computed.
         dtype: in which; float32 where the module takes no float64, with tolerances to match.
@@ -63,6 +64,7 @@ class CheckReport:
     dtype: torch.dtype
     findings: list[Finding] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
     conditional: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -165,6 +167,8 @@ def _check_backbone(passes: Passes, members: Sequence[int], features: FeaturesOf
                 Finding("backbone", say.NOT_ITS_OWN.format(difference=replace(unlike, other="by itself")))
             )
     alone, packed = course.alone, course.packed
+    if not alone.magnitude and not any(gradient.any() for gradient in alone.gradients.values()):
+        report.unproven.append(say.NOTHING_LEARNED.format(samples=len(members)))
     if packed is None:
         return
     counts = [count for _, count in alone.losses]

@@ -218,6 +218,10 @@ NOT_COMPARED = (
     "the model's own forward, for one sample without packing, could not be run beside it ({error}): whether some "
     "tokens see those behind them was not checked."
 )
+NOTHING_LEARNED = (
+    "the loss of each of {samples} samples is 0, and so is every gradient, so that there was nothing to compare. Where "
+    "that is not so in training, check with data that have targets."
+)
 UNLABELLED = (
     "the loss is taken at {count} tokens without a label too. That is right if it is meant so, as of a z-loss; else "
     "pass ignore_index=-100, or compute logits at batch.targets only."

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import site
+import traceback
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,6 +16,8 @@ from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.packing_check.check import CheckReport, check_packing
 from flowtrain_lightning.packing_check.findings import Finding, Kind, divided, refuse
 from flowtrain_lightning.packing_check.kept_results import KeptResults, Result
+
+_NOT_THE_USERS = (str(Path(__file__).parents[1]), *site.getsitepackages())
 
 
 def check_before_fit(module: Any, trainer: L.Trainer, couples: Collection[str]) -> None:
@@ -48,22 +53,36 @@ def _found(module: Any, data: FlowDataModule, trainer: L.Trainer) -> Result:
     try:
         report = check_packing(module, data.apart(), trainer)
     except Exception as error:  # whatever it is, the run itself will say so where it matters
-        rank_zero_warn(
-            f"flowtrain: it is not proven that {type(module).__name__} learns from packed samples what it learns from "
-            f"each alone, since the check ended with {type(error).__name__}: {error}. Training goes on; "
-            "flowtrain_lightning.check(module, data) shows where that is raised."
-        )
+        _tell_unproven(module, f"the check ended with {type(error).__name__}{_place(error)}: {error}.")
         return Result()
+    for reason in report.unproven:
+        _tell_unproven(module, reason)
     result = Result(tuple(report.findings), tuple(report.conditional))
-    kept.write(result)
+    if not report.unproven:  # else the next start would say nothing
+        kept.write(result)
     _tell(report)
     return result
+
+
+def _tell_unproven(module: Any, reason: str) -> None:
+    rank_zero_warn(
+        f"flowtrain: NOTHING IS PROVEN of whether {type(module).__name__} learns from packed samples what it learns "
+        f"from each alone: {reason} Training goes on; flowtrain_lightning.check(module, data) and `flowtrain check` "
+        "say more."
+    )
+
+
+def _place(error: Exception) -> str:
+    """Where an error was raised: the last line of the user's own code."""
+    raised = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in raised if not frame.filename.startswith(_NOT_THE_USERS)]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def _tell(report: CheckReport) -> None:
     for hint in report.hints:
         rank_zero_info(f"flowtrain: {hint}")
-    if not report.findings:
+    if not report.findings and not report.unproven:
         precision = str(report.dtype).removeprefix("torch.")
         rank_zero_info(
             f"flowtrain: packed equals alone: {report.samples} samples with {report.media} media items give the same "

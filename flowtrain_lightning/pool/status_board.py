@@ -13,6 +13,8 @@ from flowtrain_lightning.pool.pool_errors import PeerFailed
 from flowtrain_lightning.pool.status_page import State, Status, StatusPage
 
 _LOOK_SECONDS = 0.02
+_ENDING_SECONDS = 5.0
+"""In which a process that the system takes apart is gone, on a busy machine as well."""
 
 
 class StatusBoard:
@@ -46,6 +48,10 @@ class StatusBoard:
     def stopped(self, rank: int) -> bool:
         """Whether the process of ``rank`` lives but is stopped; on another host: lives but is silent."""
         return self.pages[rank].stopped() and not self.died(rank)
+
+    def any_ending(self, rank: int) -> bool:
+        """Whether another process than that of ``rank`` is on its way out, without a goodbye."""
+        return any(page.rank != rank and page.state is not State.FINISHED and page.ending() for page in self.pages)
 
     def kill(self, rank: int) -> None:
         """End the process of a peer at once; nothing happens when it is gone already, or runs on another host."""
@@ -177,9 +183,13 @@ def blame_fault(board: StatusBoard, rank: int, peer: int, wait: float) -> tuple[
     while (found is None or not has_ended(board, found[0])) and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS / 2)
         found = find_fault(board, rank)
+    while found is None and board.pages[peer].ending() and time.monotonic() < deadline + _ENDING_SECONDS:
+        time.sleep(_LOOK_SECONDS / 2)
+        found = find_fault(board, rank)
     if found is None:
         board.pages[rank].blame(peer)
-        return peer, fault_sentence(board[peer], "closed its connection without a goodbye")
+        how = "is ending" if board.pages[peer].ending() else "closed its connection without a goodbye"
+        return peer, fault_sentence(board[peer], how)
     board.pages[rank].blame(*found)
     return found
 
@@ -204,7 +214,8 @@ def first_fault(board: StatusBoard, rank: int, wait: float = 1.0) -> str | None:
         if fault is not None:
             board.pages[rank].blame(*fault)
             return fault[1]
-        if time.monotonic() >= deadline:
+        late = time.monotonic() - deadline
+        if late >= _ENDING_SECONDS or (late >= 0 and not board.any_ending(rank)):
             return None
         time.sleep(_LOOK_SECONDS)
 

@@ -16,6 +16,7 @@ from flowtrain_lightning.pool.shared_memory import create_memory, map_memory
 PAGE_BYTES = 32 * 1024
 _TEXT_BYTES = 256  # of a label or a phase
 _ERROR_BYTES = 16 * 1024
+_FLAGS, _EXITING = 5, 0x4  # among what the kernel says of a process behind its state; PF_EXITING of the kernel
 
 # Words of 64 bits, counted from the page's start. Each is stored whole, so a reader never sees half of one.
 _PID, _STATE, _STEP, _PROGRESS, _HEARTBEAT, _HEARTBEAT_TIME, _SIGTERM, _BLAMES, _FAILED_TIME = range(9)
@@ -259,6 +260,10 @@ class StatusPage:
         """Whether its process is stopped, by SIGSTOP or by a debugger."""
         return is_stopped(self._words[_PID])
 
+    def ending(self) -> bool:
+        """Whether the system takes its process apart: connections are closed by then, but it does not count as gone."""
+        return is_ending(self._words[_PID])
+
     def _text(self, start: int, length: int, limit: int) -> str:
         nbytes = min(max(self._words[length], 0), limit)
         return self.memory[start : start + nbytes].decode(errors="replace")
@@ -276,11 +281,21 @@ class StatusPage:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process of this host lives but is stopped, by SIGSTOP or by a debugger."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process of this host is on its way out, after SIGKILL say; on a busy machine that takes seconds."""
+    state, *others = _stat(pid) or ["X"]
+    return state in "ZX" or bool(int(others[_FLAGS]) & _EXITING)
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; empty where there is none of this number."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state in "Tt"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _encoded(text: str) -> bytes:

@@ -22,6 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from flowtrain_lightning.pool import Mesh
 from flowtrain_lightning.runtime.joined_ranks import Fault, JoinedRanks
+from flowtrain_lightning.runtime.lock_guard import LockGuard
 from flowtrain_lightning.runtime.main_thread import loading_stack, main_stack
 from flowtrain_lightning.runtime.process_end import end_at_once, end_children, outlive_parent, remove_faults, say_fault
 from flowtrain_lightning.runtime.start_beats import StartBeats
@@ -32,6 +33,7 @@ LAUNCHER = "FLOWTRAIN_LAUNCHER"
 
 _LOOK_SECONDS = 0.2
 _GRACE_SECONDS = 3.0  # in which the main thread may leave by itself
+_UNGUARDED_SECONDS = 3.0  # in which most runs of a test are over, and a process beside them would not pay
 _TELL_SECONDS = 1.0  # until a stopped rank is killed: by then the other ranks have seen what is wrong with it, too
 
 
@@ -46,6 +48,8 @@ class HealthMonitor:
         self._needs_others = False
         self._hang_timeout = math.inf
         self._joined: JoinedRanks | None = None
+        self._guard: LockGuard | None = None
+        self._guard_from = math.inf
         self._tell_nodes: Callable[[str], None] | None = None
         self._joining = threading.Event()
         self._leaving = threading.Event()
@@ -118,6 +122,7 @@ class HealthMonitor:
         self._rank, self._folder, self._labels, self._needs_others = mesh.rank, folder, mesh.labels, False
         self._leaving.clear()
         self._looked.clear()
+        self._guard_from = time.monotonic() + _UNGUARDED_SECONDS if mesh.ranks == 1 else math.inf
         self._joined = JoinedRanks(mesh, hang_timeout, max(start_timeout, hang_timeout))
         self._joining.set()
         self._start()
@@ -147,8 +152,26 @@ class HealthMonitor:
             if fault is not None:
                 self._end(self._joined, fault)
             if leaving:
+                self._end_guard()
                 self._joined = None
                 self._looked.set()
+            elif time.monotonic() >= self._guard_from:
+                self._guard_lock(self._joined)
+
+    def _guard_lock(self, joined: JoinedRanks) -> None:
+        """Show a single rank's heartbeat to a process outside, which ends it where nothing within can."""
+        if self._guard is None:
+            try:
+                self._guard = LockGuard(self._rank, self._folder)
+            except OSError:  # no process or file is left: the run itself may need none
+                self._guard_from = math.inf
+                return
+        self._guard.beat(*joined.held_alone())
+
+    def _end_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
 
     def _look_at_processes(self) -> None:
         for rank, process in list(self._processes.items()):
@@ -177,6 +200,7 @@ class HealthMonitor:
 
     def _end(self, joined: JoinedRanks, fault: Fault) -> None:
         """Say what happened, let the main thread leave by itself, and end the process if it does not."""
+        self._end_guard()
         mesh, rank = joined.mesh, self._rank
         page = mesh.page
         text = fault.sentence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -63,6 +64,17 @@ class JoinedRanks:
         if silent < self._hang_timeout or (self.mesh.ranks == 1 and self._is_left_alone()):
             return None
         return self._hang(silent)
+
+    def held_alone(self) -> tuple[float, str]:
+        """Of a single rank, whose monitor still runs: in how many seconds it hangs if that ends, and what to say then.
+
+        Infinite where nothing is a hang: it may handle an error, or stand in a debugger.
+        """
+        status = self.mesh.page.read()
+        limit = self._start_timeout if status.state is State.STARTING else self._hang_timeout
+        left = limit - (time.monotonic() - self._since[0])
+        seconds = math.inf if self._is_left_alone() else max(left, _HELD_SECONDS)
+        return seconds, _held(status, limit)
 
     def kill_stopped(self) -> None:
         """Kill the peers that cannot end themselves."""

@@ -24,7 +24,7 @@ def check(monkeypatch, tmp_path, capsys):
         try:
             main()
         except SystemExit as end:
-            return end.code, capsys.readouterr().out
+            return end.code, "".join(capsys.readouterr())
         return 0, capsys.readouterr().out
 
     return run
@@ -46,3 +46,18 @@ def test_a_wrong_module_ends_with_1_and_a_sentence_unless_couples_names_it(check
     code, text = check(config.replace("strategy: flowtrain", f"strategy: {strategy}"))
     assert code == 0
     assert "couples says that it is to be so" in text
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        ("NeedsTraining", "nothing is proven of NeedsTraining, since the check ended with RuntimeError: only in a run"),
+        ("LearnsNothing", "- nothing is proven: the loss of each of "),
+    ],
+)
+def test_a_check_that_proves_nothing_ends_with_2(check, module, why):
+    code, text = check(CONFIG.replace("tests.tiny.TinyVLM", f"tests.packing_check.test_first_fit.{module}"))
+    assert code == 2
+    assert why in text
+    assert "packed equals alone" not in text
+    assert ("in merge" in text) == (module == "NeedsTraining"), "where it was raised"

@@ -25,7 +25,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return ranks_say(tmp_path_factory.mktemp("context"))
 
 
-WRONG = ("no attention", "one of four", "shift", "counted positions", "mean", "positions", "loss")
+WRONG = ("no attention", "one of four", "shift", "counted positions", "mean", "positions", "loss", "coupled loss")
 LONG = [(kind, "64-true") for kind in WRONG] + [(kind, "bf16-mixed") for kind in WRONG if kind != "shift"]
 """A shift changes one token at a border by a tenth: in bfloat16 that is rounding."""
 
@@ -40,8 +40,11 @@ LONG = [(kind, "64-true") for kind in WRONG] + [(kind, "bf16-mixed") for kind in
 def test_what_looks_at_the_tokens_of_one_rank_only_is_refused(train, kind, precision):
     for rank in train(kind, "colocated 2", CONTEXT, precision):
         said = "ContextError: The backbone's 2 context ranks compute something else together"
-        # A loss that weighs samples by each other is refused before ranks compare anything.
-        assert ("PackingCheckError: " if kind == "loss" else said) in rank["said"]
+        if kind == "loss":  # which weighs samples by each other, and is refused before ranks compare anything
+            said = "PackingCheckError: "
+        elif kind == "coupled loss":
+            said = "ContextError: Each of the backbone's 2 context ranks takes the loss of its own tokens, but"
+        assert said in rank["said"]
         assert ("No attention reached the exchange" in rank["said"]) == (kind == "no attention")
         assert not rank["steps"]
 

@@ -109,16 +109,40 @@ def test_a_refused_module_is_refused_by_what_is_kept_too(folder):
     assert time.process_time() - start < 60
 
 
-def test_a_check_that_fails_does_not_end_a_run_that_can_train(folder, recwarn):
-    class NeedsTraining(TinyVLM):
-        def merge(self, batch: Any, features: Any) -> Any:
-            if not self.trainer.optimizers:
-                raise RuntimeError("only in a run")
-            return super().merge(batch, features)
+class NeedsTraining(TinyVLM):
+    def merge(self, batch: Any, features: Any) -> Any:
+        if not self.trainer.optimizers:
+            raise RuntimeError("only in a run")
+        return super().merge(batch, features)
 
-    assert fit(folder, NeedsTraining()).global_step == 1
-    (said,) = [str(warning.message) for warning in recwarn if "not proven" in str(warning.message)]
-    assert "the check ended with RuntimeError: only in a run. Training goes on; flowtrain_lightning.check" in said
+
+class LearnsNothing(TinyVLM):
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        loss, count = super().loss(outputs, batch)
+        return 0 * loss, count
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (
+            NeedsTraining,
+            r"the check ended with RuntimeError \(test_first_fit.py:\d+\): only in a run. Training goes on",
+        ),
+        (LearnsNothing, r"the loss of each of \d samples is 0, and so is every gradient"),
+    ],
+)
+def test_a_check_that_proves_nothing_says_so_at_each_start_and_the_run_goes_on(folder, module, why):
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=f"NOTHING IS PROVEN of whether {module.__name__} learns .*{why}"):
+            assert fit(folder, module()).global_step == 1
+
+
+def test_by_hand_too_nothing_is_proven_where_nothing_is_learned(folder):
+    (said,) = flow.check(LearnsNothing(), tiny_data(folder))
+    assert said.startswith("nothing is proven: the loss of each of")
+    with pytest.raises(RuntimeError, match="only in a run"):
+        flow.check(NeedsTraining(), tiny_data(folder))
 
 
 def test_checking_changes_nothing_of_the_run(folder):

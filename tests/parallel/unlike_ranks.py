@@ -187,6 +187,12 @@ class WeighsLoss(Divided):
         return loss * tokens / len(batch.tokens), tokens
 
 
+class CoupledLoss(WeighsLoss):
+    """The same, and says so: with context ranks it is another loss than on one rank."""
+
+    couples = ("loss",)
+
+
 def _with(backbone: type[DividedBackbone], couples: tuple[str, ...] = ()) -> type[Divided]:
     return type(f"With{backbone.__name__}", (PlainBackbone,), {"kind": backbone, "couples": couples})
 
@@ -205,6 +211,7 @@ KINDS: dict[str, type[Divided]] = {
     "mean": _with(Centres, couples=("backbone", "loss")),
     "positions": ForgetsPositions,
     "loss": WeighsLoss,
+    "coupled loss": CoupledLoss,
     "unusual": _with(Unusual),
 }
 

@@ -202,3 +202,30 @@ def test_any_thread_may_wake_and_abort_and_the_first_sentence_stays():
     assert caught.value.rank == 1
     event.close()
     event.set()  # nobody waits for it any more
+
+
+@pytest.fixture
+def slow_to_end():
+    """A process whose first thread has ended, and the last one ends a second later: so it is when one is killed."""
+    program = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(1.5,)).start(); "
+    process = subprocess.Popen([sys.executable, "-c", program + "ctypes.CDLL(None).syscall(60, 0)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("how", ["its connection closed", "a collective failed"])
+def test_a_process_that_is_on_its_way_out_is_awaited_and_told_as_dead(slow_to_end, how):
+    board = board_of(slow_to_end)
+    assert until(board.pages[1].ending)
+    assert not board.died(1)
+    told = blame_fault(board, 0, 1, wait=0.0)[1] if how == "its connection closed" else first_fault(board, 0, wait=0.0)
+    assert told.startswith(f"Rank 1 (encoder 0) died (process {slow_to_end.pid} is gone)")
+
+
+def test_a_process_that_goes_on_without_its_connection_is_told_at_once(sleeper):
+    board = board_of(sleeper)
+    began = time.monotonic()
+    assert first_fault(board, 0, wait=0.0) is None
+    assert "closed its connection without a goodbye" in blame_fault(board, 0, 1, wait=0.0)[1]
+    assert time.monotonic() - began < 2

@@ -1,6 +1,7 @@
 """Ranks end together: real processes that are killed, stopped, hang or fail."""
 
 import bdb
+import ctypes
 import io
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -248,6 +250,51 @@ def test_a_single_rank_that_hangs_ends_and_says_where():
             assert "Rank 0 (backbone 0) made no progress for" in text
             assert "in phase 'compute microbatch 3' of step 7" in text
         assert "time.sleep(600)" in fault(ranks, 0)
+
+
+def await_guard():
+    while not any("lock_guard" in " ".join(child.cmdline()) for child in psutil.Process().children()):
+        time.sleep(0.05)
+    time.sleep(1)  # it is told of this process
+
+
+def holds_alone(rank, ranks):
+    mesh, _, _ = start(rank, ranks)
+    mesh.page.enter("compute microbatch 3", 7)
+    progress = threading.Thread(target=lambda: [mesh.page.enter("compute microbatch 4", 7), time.sleep(600)])
+    await_guard()
+    progress.start()
+    mark("ready")
+    ctypes.PyDLL(None).sleep(600)  # as an extension in C does that never releases the interpreter's lock
+
+
+def test_a_single_rank_that_holds_the_interpreter_is_ended_from_outside():
+    with Ranks(holds_alone, 1) as ranks:
+        ranks.wait_for("ready")
+        (result,) = ranks.wait(60 + 10 * slowness())
+        assert result.code == -signal.SIGKILL
+        for text in (fault(ranks, 0), result.err):
+            assert "Rank 0 (backbone 0) was held for" in text
+            assert "in phase 'compute microbatch 4' of step 7" in text
+            assert "keeps the interpreter's lock" in text
+            assert "in holds_alone" in text
+        assert (
+            result.err.strip().splitlines()[-1].startswith("flowtrain: rank 0 ends. Rank 0 (backbone 0) was held for")
+        )
+        assert not list((ranks.folder / "faults").glob("*.unfinished"))
+
+
+def is_guarded(rank, ranks):
+    mesh, _, health = start(rank, ranks, hang=600)
+    await_guard()
+    health.leave()
+    assert not psutil.Process().children()
+    mesh.close()
+
+
+def test_of_a_single_rank_that_ends_in_good_order_no_guard_is_left():
+    (result,) = run_ranks(is_guarded, 1)
+    assert (result.code, result.err) == (0, "")
 
 
 def is_debugged(rank, ranks):

@@ -143,3 +143,7 @@ class RemoteStatusPage(StatusPage):
     def stopped(self) -> bool:
         """Whether the rank has been silent for so long that its process cannot be running."""
         return time.monotonic() - self._heard > _SILENT_SECONDS
+
+    def ending(self) -> bool:
+        """Nothing is known of that."""
+        return False
