@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from lightning import Trainer
 
+from flowtrain_lightning.allocator import graph_of
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli import main
@@ -138,13 +139,12 @@ def test_the_plan_that_is_written_can_be_read_back(plan, tmp_path):
 
 
 def test_a_plan_that_training_does_not_run_yet_says_so_wherever_it_is_told(plan, tmp_path):
-    (tmp_path / "hears.yaml").write_text(HEARS)
-    arguments = ("--model", "hears.yaml", "--device", "h200", "--devices", "2")  # too few for three roles apart
+    arguments = (*MODEL, "--devices", "2", "--precision", "transformer-engine")
     said = "None is recommended: training runs no plan that fits. The best one"
     assert said in plan(*arguments)
-    assert json.loads(plan(*arguments, "--json"))["why_it_cannot_run"].startswith("has the roles encoder_image")
+    assert json.loads(plan(*arguments, "--json"))["why_it_cannot_run"].startswith("is for precision")
     plan(*arguments, "--out", "plan.yaml")
-    assert "# Training does not run it yet: it has the roles" in (tmp_path / "plan.yaml").read_text()
+    assert "# Training does not run it yet: it is for precision" in (tmp_path / "plan.yaml").read_text()
     assert "not yet" in plan(*arguments, "--sweep")
 
 
@@ -155,7 +155,7 @@ def test_the_plan_of_two_encoders_on_ranks_of_their_own_is_one_that_training_tak
     )
     assert values["why_it_cannot_run"] is None
     request = make_request(tmp_path / "plan.yaml", None, None, "auto")
-    assert request.answer(8, halves=("encoder_image", "encoder_audio", "backbone")) is not None
+    assert request.answer(8, graph=graph_of(("encoder_image", "encoder_audio", "backbone"))) is not None
 
 
 def test_a_plan_with_tensor_ranks_runs(plan):
