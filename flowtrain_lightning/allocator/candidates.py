@@ -220,8 +220,8 @@ def candidates(
         devices = family.data[fits] * family.replica
         columns.append((number, fits, devices, time.total[fits], total[fits], time.batch[fits]))
     if not families:
-        none = np.empty(0)
-        return CandidateTable(problem.role, (), *[none.astype(np.int64)] * 2, *[none] * 4)
+        none, numbers = np.empty(0), np.empty(0, dtype=np.int64)
+        return CandidateTable(problem.role, (), numbers, numbers, none, none, none, none)
     joined = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     return CandidateTable(problem.role, tuple(families), *joined)
 

@@ -78,10 +78,11 @@ class ModelledCosts:
         Of every kind it is the plainest plan that comes within the margin of the fastest one of its kind, and of all
         kinds where that can be: with all devices before fewer, without tensor, context and pipeline ranks before with.
         """
-        every = {
-            role: table.of_families(lambda family, role=role: allows(role, family.layout(-1)))
-            for role, table in self._tables.items()
-        }
+
+        def allowed(role: str) -> CandidateTable:
+            return self._table(role).of_families(lambda family: allows(role, family.layout(-1)))
+
+        every = {role: allowed(role) for role in self.problems}
         if len(every) == 1:
             alone = [plan for tables in self._plainest_first(every) if (plan := uniform_plan(self.problems, tables))]
             enough = (1 + self.margin) * min((plan.seconds for plan in alone), default=0.0)
@@ -144,11 +145,6 @@ class ModelledCosts:
     @property
     def _cluster(self) -> Cluster:
         return self.problems[BACKBONE].cluster
-
-    @property
-    def _tables(self) -> Tables:
-        """Role -> its candidates."""
-        return {role: self._table(role) for role in self.problems}
 
     def _table(self, role: str) -> CandidateTable:
         """The candidates of a role. Those of encoders with a pipeline are for one layout of everything."""
