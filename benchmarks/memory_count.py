@@ -113,7 +113,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, what is made does not count."""
+        """Inside, what is made does not count, nor do views of it ever."""
         self._is_paused = True
         yield
         self._is_paused = False
@@ -129,7 +129,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if (storage := held()) is not None:
                     self._hold(key, held, storage.nbytes())
         result = func(*args, **(kwargs or {}))
-        if not self._is_paused:
+        if self._is_paused:
+            self._known += [made.untyped_storage() for made in _tensors(result)]
+            self._ignored = {storage._cdata for storage in self._known}
+        else:
             for made in _tensors(result):
                 if isinstance(made, FakeTensor) and made.fake_mode is not self._fake:
                     continue

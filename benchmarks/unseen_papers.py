@@ -51,8 +51,8 @@ def _band(result: figures.HetParResult, encoder: Layout, backbone: Layout, separ
     again: Recompute = "full" if result.encoder in figures.RECOMPUTED else "none"
     module, chosen = hetpar_problems(result, PLANNED), {}
     for role, layout, recompute in ((ENCODER, encoder, again), (BACKBONE, backbone, "none")):
-        seconds = float(timed(module[role], layout, recompute).total[0])
-        chosen[role] = Candidate(role, layout, recompute, seconds, 0.0)
+        time = timed(module[role], layout, recompute)
+        chosen[role] = Candidate(role, layout, recompute, float(time.total[0]), 0.0, float(time.batch[0]))
     return step_band(module, chosen, separate)
 
 

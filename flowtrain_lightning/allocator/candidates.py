@@ -92,6 +92,7 @@ class Candidate:
         recompute: what the backward computes again.
         seconds: time of the role's part of a step.
         bytes: memory of a device.
+        batch_seconds: time of one microbatch or encoder batch, forward and backward.
         offload: what lies in the host's memory.
     """
 
@@ -100,6 +101,7 @@ class Candidate:
     recompute: Recompute
     seconds: float
     bytes: float
+    batch_seconds: float
     offload: Offload = "none"
 
     @property
@@ -124,6 +126,7 @@ class CandidateTable:
         devices: ``[candidates]`` devices.
         seconds: ``[candidates]`` time of the role's part of a step.
         bytes: ``[candidates]`` memory of a device.
+        batch_seconds: ``[candidates]`` time of one microbatch or encoder batch, forward and backward.
     """
 
     role: str
@@ -133,6 +136,7 @@ class CandidateTable:
     devices: FloatArray
     seconds: FloatArray
     bytes: FloatArray
+    batch_seconds: FloatArray
 
     def __len__(self) -> int:
         return len(self.family)
@@ -146,12 +150,13 @@ class CandidateTable:
             family.recompute,
             float(self.seconds[index]),
             float(self.bytes[index]),
+            float(self.batch_seconds[index]),
             family.offload,
         )
 
     def select(self, chosen: IntArray | NDArray[np.bool_]) -> CandidateTable:
         """The table of some of the candidates, by index or by a mask."""
-        columns = ("family", "degree", "devices", "seconds", "bytes")
+        columns = ("family", "degree", "devices", "seconds", "bytes", "batch_seconds")
         return CandidateTable(self.role, self.families, *(getattr(self, name)[chosen] for name in columns))
 
     def slowed_by(self, seconds: float) -> CandidateTable:
@@ -186,18 +191,24 @@ class CandidateTable:
         return front
 
 
-def candidates(problem: RoleProblem, space: SearchSpace, as_backbone: bool = False) -> CandidateTable:
+def candidates(
+    problem: RoleProblem,
+    space: SearchSpace,
+    as_backbone: bool = False,
+    considered: Callable[[Family], Family | None] = lambda family: family,
+) -> CandidateTable:
     """All layouts of a role that keep to the rules and fit into a device.
 
     Args:
         problem: the role.
         space: which layouts may be used at all.
         as_backbone: see `families_of`.
+        considered: family -> what is looked at of it, or None; what else there is costs no time.
     """
     limit = usable_bytes(problem.cluster)
     families: list[Family] = []
     columns = []
-    for family in families_of(problem, space, as_backbone):
+    for family in filter(None, map(considered, families_of(problem, space, as_backbone))):
         evaluated = evaluate(problem, family)
         time, total = evaluated.time, evaluated.memory.total
         computing = time.forward + time.backward
@@ -207,10 +218,10 @@ def candidates(problem: RoleProblem, space: SearchSpace, as_backbone: bool = Fal
         number = np.full(len(fits), len(families))
         families.append(family)
         devices = family.data[fits] * family.replica
-        columns.append((number, fits, devices, time.total[fits], total[fits]))
+        columns.append((number, fits, devices, time.total[fits], total[fits], time.batch[fits]))
     if not families:
-        none = np.empty(0)
-        return CandidateTable(problem.role, (), none.astype(np.int64), none.astype(np.int64), none, none, none)
+        none, numbers = np.empty(0), np.empty(0, dtype=np.int64)
+        return CandidateTable(problem.role, (), numbers, numbers, none, none, none, none)
     joined = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     return CandidateTable(problem.role, tuple(families), *joined)
 

@@ -19,6 +19,9 @@ LOGIT_BYTES = 12
 and their gradient in bf16 (in float32: the logits, which their gradient replaces). A loss in chunks of tokens holds
 those of one chunk."""
 
+AUTOCAST_BYTES = 2
+"""Bytes by which a number in float32 is wider than one that autocast computes with."""
+
 RMS_NORM_BYTES = 4
 """Bytes of a number in float32, in which eager norms by the root mean square keep their input."""
 
@@ -249,6 +252,7 @@ def kept_activations(problem: RoleProblem, family: Family) -> float:
             ranks = division(half, part, family.tensor)
             trains = part.trained_parameters > 0
             total += part.count * activation_bytes(part, width, family.recompute, trains, ranks)
+            total += part.count * _autocast_bytes(problem, family, part, family.recompute) / ranks.attention
     return total / family.context + _kept_outside(problem, family)
 
 
@@ -259,7 +263,26 @@ def _kept_outside(problem: RoleProblem, family: Family) -> float:
         flows = flows or part.trained_parameters > 0
         if isinstance(part, Dense) and flows:
             total += outside_bytes(half, part, problem.precision.computing)
+        if isinstance(part, Layers) and flows and half.layers[-1] is part:  # the norm behind them and what it gives
+            total += 2 * _autocast_bytes(problem, family, part, "full")
     return total / family.context
+
+
+def _autocast_bytes(problem: RoleProblem, family: Family, part: Layers, recompute: Recompute) -> float:
+    """Bytes per token that a layer of a backbone keeps more under autocast, which leaves weights in float32.
+
+    What embeddings give is in float32 then, and so is the hidden state between layers: a layer's input, and what its
+    norms give before their weights. Each product that trains keeps a copy in bf16 of its own of what a norm gives:
+    queries, keys and values, gate and up. Towers begin with a product, and FSDP2 casts weights: these compute in bf16.
+    """
+    casts = problem.precision.copies > 0 and problem.precision.eager and not family.sharded
+    if problem.role != BACKBONE or not casts or not part.trainable:
+        return 0.0
+    numbers = part.hidden * AUTOCAST_BYTES
+    if recompute != "none":
+        return numbers
+    norms = 2 if part.gated else 0  # a layer norm's input is in float32 anyway
+    return numbers * (norms + 2 * (not part.fused) + int(part.gated))
 
 
 def _working_bytes(problem: RoleProblem, family: Family) -> float:
@@ -276,6 +299,8 @@ def _working_bytes(problem: RoleProblem, family: Family) -> float:
         whole = activation_bytes(part, width, "none", ranks=ranks)
         if not flows:
             return whole / 2
+        wider = (_autocast_bytes(problem, family, part, each) for each in ("none", family.recompute))
+        whole += (next(wider) - next(wider)) / ranks.attention
         inner = (2 if part.gated else 1) * part.active_feed_forward / ranks.feed_forward
         return whole - activation_bytes(part, width, family.recompute, ranks=ranks) + width * (inner + 2 * part.hidden)
 

@@ -63,18 +63,26 @@ class ModelledCosts:
 
     def fastest_alone(self, role: str, allows: Callable[[Layout], bool]) -> float:
         """Seconds of a role's part of a step on all devices, in the fastest layout that is allowed; inf where none."""
-        table = self._table(role).of_families(lambda family: allows(family.layout(-1))).on(self._cluster.devices)
+        devices = self._cluster.devices
+
+        def on_all(family: Family) -> Family | None:
+            data = family.data[family.data * family.replica == devices]
+            return replace(family, data=data) if len(data) and allows(family.layout(-1)) else None
+
+        table = candidates(self.problems[role], self.space, considered=on_all)
         return float(table.seconds.min(initial=np.inf))
 
-    def plans(self, allows: Callable[[Layout], bool] = lambda layout: True) -> tuple[ModelledPlan, ...]:
-        """The same, but of layouts that are allowed, and empty where none fits.
+    def plans(self, allows: Callable[[str, Layout], bool] = lambda role, layout: True) -> tuple[ModelledPlan, ...]:
+        """The same, but of layouts that a role is allowed, and empty where none fits.
 
         Of every kind it is the plainest plan that comes within the margin of the fastest one of its kind, and of all
         kinds where that can be: with all devices before fewer, without tensor, context and pipeline ranks before with.
         """
-        every = {
-            role: table.of_families(lambda family: allows(family.layout(-1))) for role, table in self._tables.items()
-        }
+
+        def allowed(role: str) -> CandidateTable:
+            return self._table(role).of_families(lambda family: allows(role, family.layout(-1)))
+
+        every = {role: allowed(role) for role in self.problems}
         if len(every) == 1:
             alone = [plan for tables in self._plainest_first(every) if (plan := uniform_plan(self.problems, tables))]
             enough = (1 + self.margin) * min((plan.seconds for plan in alone), default=0.0)
@@ -137,11 +145,6 @@ class ModelledCosts:
     @property
     def _cluster(self) -> Cluster:
         return self.problems[BACKBONE].cluster
-
-    @property
-    def _tables(self) -> Tables:
-        """Role -> its candidates."""
-        return {role: self._table(role) for role in self.problems}
 
     def _table(self, role: str) -> CandidateTable:
         """The candidates of a role. Those of encoders with a pipeline are for one layout of everything."""

@@ -159,8 +159,8 @@ def waiting_seconds(problems: Problems, chosen: Mapping[str, Candidate]) -> dict
     encoder that waits may have backwards left to do.
     """
     in_step = {role: one for role, one in chosen.items() if role != BACKBONE and problems[role].half.trains}
-    last = _batch_seconds(problems[BACKBONE], chosen[BACKBONE])
-    first = max((_batch_seconds(problems[role], one) for role, one in in_step.items()), default=0.0)
+    last = chosen[BACKBONE].batch_seconds
+    first = max((one.batch_seconds for one in in_step.values()), default=0.0)
     return {role: first if role == BACKBONE else last * (role in in_step) for role in chosen}
 
 
@@ -247,10 +247,6 @@ def _candidate(problem: RoleProblem, allocation: Allocation) -> Candidate:
     if reason is not None:
         raise PlanningError(reason)
     found = evaluate(problem, family_of(layout, recompute, offload))
-    return Candidate(role, layout, recompute, float(found.time.total[0]), float(found.memory.total[0]), offload)
-
-
-def _batch_seconds(problem: RoleProblem, candidate: Candidate) -> float:
-    """Seconds of one microbatch or encoder batch, forward and backward."""
-    time = candidate.details(problem).time
-    return float(((time.forward + time.backward + time.exchange) / time.microbatches)[0])
+    time, memory = found.time, found.memory
+    seconds, size, batch = (float(each[0]) for each in (time.total, memory.total, time.batch))
+    return Candidate(role, layout, recompute, seconds, size, batch, offload)

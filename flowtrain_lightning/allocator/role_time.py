@@ -55,6 +55,11 @@ class RoleTime:
         return found
 
     @property
+    def batch(self) -> FloatArray:
+        """``[data degrees]`` seconds of one microbatch or encoder batch, forward and backward."""
+        return np.asarray((self.forward + self.backward + self.exchange) / self.microbatches)
+
+    @property
     def at_the_end(self) -> FloatArray:
         """``[data degrees]`` seconds that do not shrink with the work: what follows the last microbatch."""
         return self.reduction + self.optimizer

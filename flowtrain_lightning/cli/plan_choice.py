@@ -8,12 +8,11 @@ from typing import ClassVar
 
 from flowtrain_lightning.allocator import (
     BACKBONE,
-    ENCODER,
-    ROLES,
     Allocation,
     AllocationError,
     Layout,
     ModelledCosts,
+    Placement,
     PlacementChoice,
     choose_placement,
 )
@@ -77,13 +76,19 @@ def choose_plans(
 def running_plans(costs: ModelledCosts) -> list[ModelledPlan]:
     """The best plan of every kind among those that training runs."""
     problems = costs.problems
-    plans = costs.plans(lambda layout: can_run(layout, problems))
-    return [plan for plan in plans if why_plan_cannot_run(plan, problems) is None]
+    found = costs.plans(lambda role, layout: can_run(role, layout, problems))
+    if len(problems) > 2:  # several encoders: what each role may have where all share ranks is less than where none do
+        apart = costs.plans(lambda role, layout: can_run(role, layout, problems, "separate"))
+        found = (
+            *(plan for plan in found if plan.kind != "separate"),
+            *(one for one in apart if one.kind == "separate"),
+        )
+    return [plan for plan in found if why_plan_cannot_run(plan, problems) is None]
 
 
-def can_run(layout: Layout, problems: Problems) -> bool:
-    """Whether training runs the backbone in a layout, in some placement."""
-    return _runs(layout, len(problems) - 1) and _suits(layout, problems) is None
+def can_run(role: str, layout: Layout, problems: Problems, placement: Placement = "colocated") -> bool:
+    """Whether training runs a role in a layout, in a placement."""
+    return _runs(role, layout, tuple(problems), placement) and _suits(layout, problems) is None
 
 
 def _faster(best: ModelledPlan, modelled: ModelledPlan, recommended: ModelledPlan) -> ModelledPlan | None:
@@ -142,26 +147,19 @@ def _why_text_cannot_run(layout: Layout) -> str | None:
     )
 
 
-def _runs(layout: Layout, encoders: int) -> bool:
-    """Whether training runs a layout at all: the backbone in it, at the smallest size of its kind."""
-    if encoders == 0:
+def _runs(role: str, layout: Layout, roles: tuple[str, ...], placement: Placement) -> bool:
+    """Whether training runs a layout at all: the role in it, at the smallest size of its kind, others in copies."""
+    if len(roles) == 1:
         return _why_text_cannot_run(layout) is None
     replicas = min(2, layout.replicas)
     each = max(layout.expert, min(2, layout.data // layout.replicas))
     small = replace(layout, data=replicas * each, replicas=replicas)
-    if encoders > 1:
-        return why_it_cannot_run(_beside_several_encoders(small, encoders)) is None
-    ranks = tuple(range(small.ranks))
-    layouts = {ENCODER: Layout(small.ranks), BACKBONE: small}
-    return why_it_cannot_run(Allocation("colocated", layouts, dict.fromkeys(ROLES, ranks))) is None
-
-
-def _beside_several_encoders(backbone: Layout, encoders: int) -> Allocation:
-    """A backbone in a layout, with encoders of one rank each."""
-    names = [f"{ENCODER}_{number}" for number in range(encoders)]
-    ranks = {name: (backbone.ranks + number,) for number, name in enumerate(names)}
-    layouts = {**dict.fromkeys(names, Layout()), BACKBONE: backbone}
-    return Allocation("separate", layouts, {**ranks, BACKBONE: tuple(range(backbone.ranks))})
+    together, count = placement == "colocated", small.ranks
+    order = (BACKBONE, *(name for name in roles if name != BACKBONE))
+    first = {name: 0 if together else number * count for number, name in enumerate(order)}
+    ranks = {name: tuple(range(first[name], first[name] + count)) for name in roles}
+    layouts = {name: small if name == role else Layout(count) for name in roles}
+    return why_it_cannot_run(Allocation(placement, layouts, ranks)) is None
 
 
 def kinds_alike(plans: Sequence[ModelledPlan]) -> list[tuple[ModelledPlan, tuple[str, ...]]]:

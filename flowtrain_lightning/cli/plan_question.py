@@ -114,7 +114,9 @@ class PlanQuestion:
     @cached_property
     def seconds_of_a_token(self) -> float:
         """Of the backbone alone, in the fastest layout that training runs: what a token budget decides. Inf: none."""
-        seconds = self.costs.fastest_alone(BACKBONE, lambda layout: can_run(layout, self.problems))
+        seconds = self.costs.fastest_alone(
+            BACKBONE, lambda layout: can_run(BACKBONE, layout, self.problems, "separate")
+        )
         return seconds / float(self.workload.tokens.mean())
 
     def with_budget(self, tokens: int) -> PlanQuestion:
@@ -124,6 +126,15 @@ class PlanQuestion:
             settings: dict[str, Any] = {name: getattr(self.workload, name) for name in kept}
             return replace(self, workload=typical_workload(self.module, token_budget=tokens, **settings))
         return replace(self, workload=replace(self.workload, token_budget=tokens))
+
+    def with_encoder_budget(self, patches: int) -> PlanQuestion:
+        """The same with another bound of encoder batches."""
+        return replace(self, workload=replace(self.workload, encoder_budget=patches))
+
+    @property
+    def least_encoder_budget(self) -> int | None:
+        """The least bound of encoder batches that is one: the longest media item's patches; None without media."""
+        return max((int(lengths.max()) for lengths in self.workload.media.values()), default=None)
 
     @property
     def least_budget(self) -> int:

@@ -21,10 +21,12 @@ def remedies(question: PlanQuestion) -> list[str]:
     found = []
     if (budget := _fitting_budget(question)) is not None:
         found.append(f"--token-budget {budget}")
+    if (patches := _fitting_encoder_budget(question)) is not None:
+        found.append(f"--encoder-budget {patches}")
     for words, changed in _changed(question):
         if changed.running:
             found.append(words)
-        elif budget is None and (less := _fitting_budget(changed)) is not None:
+        elif budget is None is patches and (less := _fitting_budget(changed)) is not None:
             found.append(f"{words} --token-budget {less}")
     return found
 
@@ -61,10 +63,22 @@ def _changed(question: PlanQuestion) -> Iterator[tuple[str, PlanQuestion]]:
 
 def _fitting_budget(question: PlanQuestion) -> int | None:
     """The largest of the smaller token budgets, by halves, with which training runs something that fits."""
-    usual, least = question.workload.token_budget, question.least_budget
-    halves = [usual // 2**power for power in range(1, 1 + ceil(log2(max(2, usual / least))))]
-    tried = (budget for budget in halves if budget >= least)
+    tried = _halves(question.workload.token_budget, question.least_budget)
     return next((budget for budget in tried if question.with_budget(budget).running), None)
+
+
+def _fitting_encoder_budget(question: PlanQuestion) -> int | None:
+    """The same of encoder batches, whose least budget is that of the longest media item."""
+    if (least := question.least_encoder_budget) is None:
+        return None
+    tried = _halves(question.workload.encoder_budget, least)
+    return next((patches for patches in tried if question.with_encoder_budget(patches).running), None)
+
+
+def _halves(usual: int, least: int) -> list[int]:
+    """Half of a budget, a quarter and so on, and in the end the least one that there is."""
+    found = [usual // 2**power for power in range(1, 1 + ceil(log2(max(2, usual / least))))]
+    return [*(budget for budget in found if budget > least), *([least] if least < usual else [])]
 
 
 def _either(words: list[str]) -> str:

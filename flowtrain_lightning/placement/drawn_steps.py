@@ -45,9 +45,9 @@ class DrawnSteps:
         packing = (self.token_budget, self.cost, self.encoder_cost, self.encoder_budget)
         return [plan_on(allocation, self.sizes.select(chosen), chosen, *packing) for chosen in self.chosen]
 
-    def part(self, share: int, steps: int) -> DrawnSteps:
+    def part(self, share: float, steps: int) -> DrawnSteps:
         """The first steps, of each of them one ``share``-th of the samples, and at least one."""
-        return replace(self, chosen=tuple(chosen[: max(1, len(chosen) // share)] for chosen in self.chosen[:steps]))
+        return replace(self, chosen=tuple(chosen[: max(1, int(len(chosen) / share))] for chosen in self.chosen[:steps]))
 
 
 def draw_steps(available: int, count: int, steps: int, seed: int) -> tuple[IntArray, ...]:

@@ -6,13 +6,14 @@ How far ranks of an uneven step, ranks in lockstep and those that do both wait, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flowtrain_lightning.allocator import BACKBONE, ROLES, Allocation, Layout
+from flowtrain_lightning.allocator import BACKBONE, ROLES, Allocation
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
 from flowtrain_lightning.packing import PackingError
+from flowtrain_lightning.placement.cluster_part import part_of
 from flowtrain_lightning.placement.drawn_steps import DrawnSteps
 from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 from flowtrain_lightning.placement.request import why_it_cannot_run
@@ -68,8 +69,7 @@ class PlanSimulator:
 
     def _played(self, allocation: Allocation) -> Simulation:
         costs = ModelledLayoutCosts(self.problems, allocation)
-        share = _divisor(allocation.layouts, allocation.size, self.most_ranks)
-        part = allocation if share == 1 else _part_of(allocation, share)
+        part, share = part_of(allocation, self.most_ranks)
         steps = self.steps if share == 1 else self.steps.part(share, _STEPS_OF_A_PART)
         return simulate(steps.packed(part), part, costs, ENCODER_BATCHES_IN_FLIGHT)
 
@@ -78,34 +78,3 @@ def _timed_as(plan: ModelledPlan, other: ModelledPlan) -> ModelledPlan:
     """The plan with the times of one that is the same by another name."""
     names = ("seconds", "samples_per_second", "idle", "mfu")
     return replace(plan, **{name: getattr(other, name) for name in names})
-
-
-def _divisor(layouts: Mapping[str, Layout], ranks: int, most: int) -> int:
-    """The least number by which all data degrees can be divided so that no more ranks than ``most`` are left.
-
-    Where none leaves so few it is the largest one that divides them.
-    """
-    possible = [
-        share
-        for share in range(1, min(layout.data for layout in layouts.values()) + 1)
-        if all(layout.data % share == 0 and _smaller(layout, share) is not None for layout in layouts.values())
-    ]
-    return next((share for share in possible if ranks // share <= most), possible[-1])
-
-
-def _smaller(layout: Layout, share: int) -> Layout | None:
-    """The layout with a part of its data ranks: of its replicas, or of the ranks of each; None where none divides."""
-    if layout.replicas % share == 0:
-        return replace(layout, data=layout.data // share, replicas=layout.replicas // share)
-    shards = layout.data // layout.replicas
-    return replace(layout, data=layout.data // share) if shards % share == 0 else None
-
-
-def _part_of(allocation: Allocation, share: int) -> Allocation:
-    """A part of an allocation, with backbone ranks first."""
-    layouts = {role: _smaller(layout, share) for role, layout in allocation.layouts.items()}
-    kept = {role: layout for role, layout in layouts.items() if layout is not None}
-    backbone = tuple(range(kept[BACKBONE].ranks))
-    first = len(backbone) if allocation.placement == "separate" else 0
-    ranks = {role: tuple(range(first, first + layout.ranks)) for role, layout in kept.items()}
-    return replace(allocation, layouts=kept, ranks={**ranks, BACKBONE: backbone})

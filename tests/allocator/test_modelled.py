@@ -76,7 +76,7 @@ def test_in_a_mixed_plan_all_ranks_of_an_encoder_group_have_the_backbone_or_none
         assert backbone.issuperset(group) or backbone.isdisjoint(group)
 
 
-def _is_run(layout):
+def _is_run(role, layout):
     return layout.shard in ("replicate", "fsdp")
 
 

@@ -16,7 +16,7 @@ def band(separate=False, device="h100", model="qwen2.5-vl-7b", calibrated=False,
     given = problems(model, device=device)
     if calibrated:
         given = {role: replace(p, efficiency=replace(p.efficiency, jitter=0.0)) for role, p in given.items()}
-    chosen = {role: Candidate(role, Layout(**{"data": 8, **degrees}), "none", 1.0, 0.0) for role in given}
+    chosen = {role: Candidate(role, Layout(**{"data": 8, **degrees}), "none", 1.0, 0.0, 0.0) for role in given}
     found = step_band(given, chosen, separate)
     assert found.low < 1 < found.high
     return found.high - found.low

@@ -130,7 +130,7 @@ def test_of_layouts_that_are_as_fast_one_with_memory_to_spare_is_taken():
     assert all(one.layout.shard == "fsdp" for one in uniform.chosen.values())
 
 
-def runs_plainly(layout):
+def runs_plainly(role, layout):
     return layout.shard in ("replicate", "fsdp") and layout.ranks == layout.data
 
 

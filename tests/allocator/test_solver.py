@@ -26,7 +26,7 @@ def table_of(role, entries):
     numbers = np.arange(len(entries))
     families = (Family(devices),)
     zero = np.zeros(len(entries))
-    return CandidateTable(role, families, np.zeros(len(entries), dtype=np.int64), numbers, devices, seconds, zero)
+    return CandidateTable(role, families, np.zeros(len(entries), dtype=np.int64), numbers, devices, seconds, zero, zero)
 
 
 def brute_force(tables, devices):

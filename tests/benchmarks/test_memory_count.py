@@ -81,6 +81,14 @@ def test_of_whole_copies_the_casts_that_autocast_keeps_are_told_apart():
     assert 0 < counted.weight_copies <= FLOAT32 * shard_numbers("encoder", 1) / 2
 
 
+def test_what_a_batch_keeps_has_no_part_of_the_weights_whose_casts_are_told_apart():
+    saved = [
+        count_batch(tiny(), "encoder", full_microbatch(1), full_media(images), sharded=False, recompute="full").saved
+        for images in (1, 2)
+    ]
+    assert saved[1] == pytest.approx(2 * saved[0], rel=0.01)
+
+
 def test_tensor_ranks_keep_their_share_of_divided_layers_and_of_what_these_leave():
     layouts = Layout(data=2, shard="fsdp"), Layout(data=2, tensor=2, shard="fsdp")
     whole, shared = (count_states(tiny(), "backbone", layout, "none", PRECISION) for layout in layouts)

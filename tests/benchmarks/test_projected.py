@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from flowtrain_lightning.allocator.memory_use import activation_bytes, memory_us
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.models import QwenVLM
+from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 
 FULL = CONFIGS["qwen2.5-vl-7b"]
 SHALLOW = {
@@ -41,6 +44,27 @@ def test_a_batch_is_planned_within_a_tenth_of_what_is_counted(role, recompute, t
         QwenVLM(SHALLOW), role, full_microbatch(2), full_media(2), sharded=True, recompute=recompute, tensor=tensor
     )
     assert use["activations"] + use["logits"] == pytest.approx(counted.peak, rel=0.1)
+
+
+SHARDS, RECOMPUTE = ("fsdp", "replicate"), ("none", "selective", "full")
+FULL_BATCHES = [
+    pytest.param(*case, id="-".join(case), marks=[] if case == ("backbone", "replicate", "none") else pytest.mark.full)
+    for case in product(("encoder", "backbone"), SHARDS, RECOMPUTE)
+]
+
+
+@pytest.mark.parametrize(("role", "shard", "recompute"), FULL_BATCHES)
+def test_batches_that_fill_their_budget_take_at_most_a_tenth_more_than_planned(role, shard, recompute):
+    module = describe_config(SHALLOW)
+    problem = role_problems(module, typical_workload(module), Cluster(named_device("h100"), 8, 8))[role]
+    budget, batches = ENCODER_BUDGET if role == "encoder" else 8192, float(problem.load.batches_in_flight)
+    family = Family(np.array([8.0]), shard=shard, recompute=recompute)
+    use = memory_use(problem, family, np.array([float(budget)]), np.array([batches])).at(0)
+    full = full_microbatch(budget // 1024), full_media(budget // 1024)
+    counted = count_batch(QwenVLM(SHALLOW), role, *full, sharded=shard == "fsdp", recompute=recompute)
+    found = (batches - 1) * counted.saved + counted.peak
+    planned = use["activations"] + use["logits"] + use["features"]
+    assert 0.9 * planned <= found <= 1.1 * planned
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

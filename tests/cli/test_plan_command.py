@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from lightning import Trainer
 
+from flowtrain_lightning.allocator import graph_of
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli import main
 from flowtrain_lightning.cli.train_command import BriefParser
 from flowtrain_lightning.data import FlowDataModule
-from flowtrain_lightning.placement.request import make_request
+from flowtrain_lightning.placement.request import make_request, why_it_cannot_run
 
 MODEL = ("--model", "smolvlm-2.2b", "--device", "h200")
 
@@ -48,6 +49,12 @@ encoders:
 backbone: {layers: 16, hidden: 1024, feed_forward: 4096, heads: 16, vocabulary: 32000}
 """
 
+HEARS = """
+encoders:
+  image: {layers: 27, hidden: 1152, feed_forward: 4304, heads: 16, patch: 14, merge: 2}
+  audio: {layers: 32, hidden: 1280, feed_forward: 5120, heads: 20, bins: 128}
+backbone: {layers: 28, hidden: 3584, feed_forward: 18944, heads: 28, key_value_heads: 4, vocabulary: 152064}
+"""
 
 TEXT = "backbone: {layers: 16, hidden: 1024, feed_forward: 4096, heads: 16, vocabulary: 32000}"
 
@@ -132,13 +139,12 @@ def test_the_plan_that_is_written_can_be_read_back(plan, tmp_path):
 
 
 def test_a_plan_that_training_does_not_run_yet_says_so_wherever_it_is_told(plan, tmp_path):
-    (tmp_path / "two.yaml").write_text(TWO_ENCODERS)
-    arguments = ("--model", "two.yaml", "--device", "h100", "--devices", "2")  # too few for three roles apart
+    arguments = (*MODEL, "--devices", "2", "--precision", "transformer-engine")
     said = "None is recommended: training runs no plan that fits. The best one"
     assert said in plan(*arguments)
-    assert json.loads(plan(*arguments, "--json"))["why_it_cannot_run"].startswith("has the roles encoder_image")
+    assert json.loads(plan(*arguments, "--json"))["why_it_cannot_run"].startswith("is for precision")
     plan(*arguments, "--out", "plan.yaml")
-    assert "# Training does not run it yet: it has the roles" in (tmp_path / "plan.yaml").read_text()
+    assert "# Training does not run it yet: it is for precision" in (tmp_path / "plan.yaml").read_text()
     assert "not yet" in plan(*arguments, "--sweep")
 
 
@@ -149,7 +155,7 @@ def test_the_plan_of_two_encoders_on_ranks_of_their_own_is_one_that_training_tak
     )
     assert values["why_it_cannot_run"] is None
     request = make_request(tmp_path / "plan.yaml", None, None, "auto")
-    assert request.answer(8, halves=("encoder_image", "encoder_audio", "backbone")) is not None
+    assert request.answer(8, graph=graph_of(("encoder_image", "encoder_audio", "backbone"))) is not None
 
 
 def test_a_plan_with_tensor_ranks_runs(plan):
@@ -416,6 +422,28 @@ def test_a_smaller_token_budget_is_found_where_the_usual_one_does_not_fit(plan, 
     budget = int(re.search(r"On these it fits with --token-budget (\d+)", refused(plan, *arguments))[1])
     assert budget < 8192
     assert f"up to {budget:,} tokens" in plan(*arguments, "--token-budget", "search")
+
+
+def test_smaller_encoder_batches_are_found_where_the_usual_ones_do_not_fit(plan, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = {"tokens": [1200] * 32, "image_tokens": [[1000]] * 32}
+    parquet.write_table(pyarrow.table(table), tmp_path / "lengths.parquet")
+    (tmp_path / "small.yaml").write_text("{like: h100, memory: 28e9, per_node: 1}")
+    arguments = ("--model", "qwen2.5-vl-3b", "--lora", "16", "--frozen-bf16", "--data", "lengths.parquet")
+    arguments = (*arguments, "--device", "small.yaml", "--devices", "1", "--batch", "32")
+    patches = re.search(r"fits with --encoder-budget (\d+)", refused(plan, *arguments))[1]
+    assert 1000 <= int(patches) < 16384
+    assert "Recommended: " in plan(*arguments, "--encoder-budget", patches)
+
+
+@pytest.mark.parametrize("devices", ["8", "16"])
+def test_two_encoders_beside_a_backbone_of_seven_billion_are_planned_as_they_run(plan, tmp_path, devices):
+    (tmp_path / "hears.yaml").write_text(HEARS)
+    plan("--model", "hears.yaml", "--devices", devices, "--out", "plan.yaml")
+    assert why_it_cannot_run(read_plan(tmp_path / "plan.yaml")) is None
+    assert read_plan(tmp_path / "plan.yaml").layouts["backbone"].shard == "fsdp"  # whole copies fit on none
 
 
 def test_what_a_plan_keeps_on_the_host_stands_in_its_file(plan, tmp_path):

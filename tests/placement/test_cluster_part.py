@@ -1,0 +1,58 @@
+"""The part of a large allocation that is simulated in its place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.allocator.rank_assignment import assign_ranks
+from flowtrain_lightning.placement.cluster_part import part_of
+
+MOST = 64
+
+
+def separate(encoder, backbone):
+    layouts = {"encoder": encoder, "backbone": backbone}
+    return Allocation("separate", layouts, assign_ranks(layouts, 8))
+
+
+def colocated(encoder, backbone):
+    ranks = tuple(range(backbone.ranks))
+    return Allocation(
+        "colocated", {"encoder": encoder, "backbone": backbone}, dict.fromkeys(("encoder", "backbone"), ranks)
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_part_has_few_ranks_each_with_as_much_to_do_whatever_the_degrees(seed):
+    draw = np.random.default_rng(seed)
+    nodes = int(draw.integers(64, 2048))
+    taken = int(draw.integers(nodes // 5, nodes * 4 // 5))
+    shard = str(draw.choice(["replicate", "fsdp"]))
+    whole = separate(Layout(8 * taken), Layout(2 * (nodes - taken), tensor=4, shard=shard))
+    part, share = part_of(whole, MOST)
+    assert 16 <= part.size <= MOST
+    for role, layout in part.layouts.items():
+        before = whole.layouts[role]
+        assert (layout.tensor, layout.shard) == (before.tensor, before.shard)
+        work = before.data / share / layout.data  # of a rank of the part, over that of a rank of the whole
+        assert work == pytest.approx(1, abs=0.1 if layout.data < 8 else 0.05)
+
+
+def test_a_share_that_divides_all_degrees_is_taken_before_one_that_rounds():
+    whole = colocated(Layout(2048), Layout(512, tensor=4, shard="fsdp", replicas=64))
+    part, share = part_of(whole, MOST)
+    assert part.size == 2048 / share == MOST
+    assert part.layouts["backbone"].replicas == 64 / share
+
+
+def test_colocated_roles_keep_the_same_ranks():
+    part, share = part_of(colocated(Layout(8 * 509), Layout(4 * 509, tensor=2)), MOST)
+    assert part.ranks["encoder"] == part.ranks["backbone"]
+    assert part.size == 8 * 509 / share
+
+
+def test_a_small_allocation_is_simulated_whole():
+    whole = separate(Layout(3), Layout(5))
+    assert part_of(whole, MOST) == (whole, 1.0)
