@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     pair = "cost of a token pair in a sequence (default: %(default).3g)"
     add("--cost-quadratic", type=float, default=1 / 24_576, help=pair)
     add("--encoder-ranks", type=int, default=1, help="ranks that encode (default: %(default)s)")
-    add("--balance-group", type=int, help="microbatches made alike in cost, with tokens (default: the ranks)")
+    add("--balance-group", type=int, help="microbatches made alike in cost, with tokens (default: a quarter)")
     delay, ahead = OfflineSettings.max_delay, OfflineSettings.lookahead
     add("--max-delay", type=int, help=f"steps that a sample may wait, with tokens (default: {delay})")
     add("--lookahead", type=int, help=f"steps drawn ahead at most, with tokens (default: {ahead})")

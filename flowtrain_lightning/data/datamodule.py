@@ -245,7 +245,7 @@ class FlowDataModule(L.LightningDataModule):
             return []  # how many there are is told at its end
         told = [source.summary for source in opened.sources if isinstance(source, IndexedSource)]
         try:
-            steps = self._sampling(stage, opened, RankShard.plain(0, 1))
+            steps = self._sampling(stage, opened)
         except DataError as error:  # too few for a step: the loader refuses that, an index is as good as any
             return [*told, f"{stage}: {error}"]
         assert not isinstance(steps, StreamSteps), "only a stream has these"
@@ -419,7 +419,7 @@ class FlowDataModule(L.LightningDataModule):
         )
         sections = vars(packing) | ({} if self.token_steps is None else vars(self.token_steps))
         unset = frozenset(name for name, value in sections.items() if value is None)
-        sampling, in_effect = self._sampling(stage, source, shard), self._packing_in_effect()
+        sampling, in_effect = self._sampling(stage, source), self._packing_in_effect()
         steps = StepDataset(samples, sampling, shard, in_effect, packing.pad_to_budget, unset)
         strategy = None if self.trainer is None else self.trainer.strategy
         loader = StepLoader(
@@ -436,16 +436,14 @@ class FlowDataModule(L.LightningDataModule):
     def _packing_in_effect(self) -> StepPacking:
         return self.packing.in_effect(self.token_budget, self.encoder_budget)
 
-    def _sampling(
-        self, stage: str, source: JoinedSources | StreamSource, shard: RankShard
-    ) -> Sampling | TokenStream | StreamSteps:
+    def _sampling(self, stage: str, source: JoinedSources | StreamSource) -> Sampling | TokenStream | StreamSteps:
         """Which samples are in each step of a stage."""
         training = stage == "train"
         if isinstance(source, StreamSource):
             settings = None
             if training and self.token_steps is not None:
                 cost = self._packing_in_effect().cost
-                settings = stream_settings(self.token_steps, self.token_budget, shard.backbone_ranks, cost)
+                settings = stream_settings(self.token_steps, self.token_budget, cost)
             return StreamSteps(source, self.global_batch_size, settings, drop_last=training)
         overfits = getattr(self.trainer, "overfit_batches", 0) > 0
         sampling = Sampling(
@@ -462,7 +460,6 @@ class FlowDataModule(L.LightningDataModule):
                 source.sizes(np.arange(len(source), dtype=np.int64)).tokens,
                 self.token_steps,
                 token_budget=self.token_budget,
-                backbone_ranks=shard.backbone_ranks,
                 cost=self._packing_in_effect().cost,
             )
         if sampling.steps == 0:

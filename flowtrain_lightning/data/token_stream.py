@@ -23,8 +23,8 @@ import numpy as np
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.sampler import Sampling, epoch_order, told_number
-from flowtrain_lightning.packing import CostModel, IntArray
-from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState, StreamStep
+from flowtrain_lightning.packing import CostModel, IntArray, PackingError
+from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState, StreamStep, usual_balance_group
 from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.packing.stream_packer import StreamPacker
 
@@ -37,14 +37,15 @@ class TokenSteps:
     """Training steps of a number of nearly full microbatches: the section ``token_steps`` of a data module.
 
     A step has as many samples as its microbatches hold. Samples may wait for others like them, also past the end of an
-    epoch, so none is left out. Steps are the same on any number of backbone ranks that divides ``microbatches``. Which
-    samples are in a step depends on the data, seed, shuffling, token budget, these settings, and the backbone's cost
-    model.
+    epoch, so none is left out. Steps are the same on any number of ranks: which samples are in a step depends on the
+    data, seed, shuffling, token budget, these settings, and the backbone's cost model.
 
     Attributes:
-        microbatches: of one step, over all ranks; the number of backbone ranks must divide it.
-        balance_group: microbatches that are made alike in cost, best as many as run at the same time; must divide
-            ``microbatches``. None takes a checkpoint's, else the number of backbone ranks.
+        microbatches: of one step, over all ranks; best a multiple of the backbone ranks, as it takes a few more of
+            other numbers of ranks.
+        balance_group: microbatches that are made alike in cost, which must divide ``microbatches``: best as many as
+            run at the same time, or more. None takes a checkpoint's, else about a quarter of ``microbatches``: with
+            more of them, steps would differ in how many long samples they have.
         max_delay: steps that a sample may wait for others with which it fills microbatches.
     """
 
@@ -162,32 +163,27 @@ class TokenStream:
         return np.concatenate(parts)
 
 
-def stream_settings(wanted: TokenSteps, token_budget: int, backbone_ranks: int, cost: CostModel) -> StreamSettings:
+def stream_settings(wanted: TokenSteps, token_budget: int, cost: CostModel) -> StreamSettings:
     """How steps of a number of microbatches are cut from any stream of samples.
 
     Args:
         wanted: what the user asks of a step.
         token_budget: the most tokens of a microbatch.
-        backbone_ranks: of this run.
         cost: what a packed set of sequences costs the backbone.
 
     Raises:
-        DataError: microbatches cannot be shared out evenly.
+        DataError: balance groups do not divide the microbatches.
     """
-    microbatches, group = wanted.microbatches, wanted.balance_group or backbone_ranks
-    for what, number in (("backbone ranks", backbone_ranks), ("balance_group", group)):
-        if microbatches % number:
-            raise DataError(
-                f"microbatches={microbatches} cannot be shared out evenly by {number} ({what}); "
-                f"choose a multiple of {number}."
-            )
-    return StreamSettings(
-        token_budget=token_budget,
-        microbatches=microbatches,
-        balance_group=group,
-        cost=cost,
-        max_delay=wanted.max_delay,
-    )
+    try:
+        return StreamSettings(
+            token_budget=token_budget,
+            microbatches=wanted.microbatches,
+            balance_group=wanted.balance_group or usual_balance_group(wanted.microbatches),
+            cost=cost,
+            max_delay=wanted.max_delay,
+        )
+    except PackingError as error:
+        raise DataError(str(error)) from error
 
 
 def training_stream(
@@ -196,7 +192,6 @@ def training_stream(
     wanted: TokenSteps,
     *,
     token_budget: int,
-    backbone_ranks: int,
     cost: CostModel,
 ) -> TokenStream:
     """The stream of a run's training steps.
@@ -206,13 +201,12 @@ def training_stream(
         tokens: ``[samples]`` of each sample of the data.
         wanted: what the user asks of a step.
         token_budget: the most tokens of a microbatch.
-        backbone_ranks: of this run.
         cost: what a packed set of sequences costs the backbone.
 
     Raises:
-        DataError: microbatches cannot be shared out evenly, or the data do not fill a step.
+        DataError: balance groups do not divide the microbatches, or the data do not fill a step.
     """
-    settings = stream_settings(wanted, token_budget, backbone_ranks, cost)
+    settings = stream_settings(wanted, token_budget, cost)
     stream = TokenStream(sampling, tokens, settings)
     if stream.steps == 0:
         raise DataError(

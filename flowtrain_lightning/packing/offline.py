@@ -12,7 +12,7 @@ from flowtrain_lightning.packing.cost_model import CostModel
 from flowtrain_lightning.packing.encoder_batches import pack_encoder_batches
 from flowtrain_lightning.packing.microbatches import arrange, pack_sorted
 from flowtrain_lightning.packing.order import order_step
-from flowtrain_lightning.packing.sample_stream import StreamSettings
+from flowtrain_lightning.packing.sample_stream import StreamSettings, usual_balance_group
 from flowtrain_lightning.packing.step_plan import (
     SYNC_EVERY,
     EncoderBatches,
@@ -42,7 +42,7 @@ class OfflineSettings:
         sync_every: how often ranks wait for each other.
         encoder_ranks: ranks that encode.
         global_batch_size: samples of a step, with ``samples``.
-        balance_group: microbatches that are made alike in cost, with ``tokens``; None takes ``ranks``.
+        balance_group: microbatches that are made alike in cost, with ``tokens``; None takes about a quarter of a step's.
         max_delay: steps that a sample may wait, with ``tokens``.
         lookahead: steps drawn ahead at most, with ``tokens``.
     """
@@ -197,7 +197,7 @@ def _pack_tokens(tokens: IntArray, costs: FloatArray, settings: OfflineSettings)
         StreamSettings(
             token_budget=settings.token_budget,
             microbatches=settings.microbatches * settings.ranks,
-            balance_group=settings.balance_group or settings.ranks,
+            balance_group=settings.balance_group or usual_balance_group(settings.microbatches * settings.ranks),
             cost=settings.cost,
             max_delay=settings.max_delay,
             lookahead=settings.lookahead,
@@ -206,7 +206,7 @@ def _pack_tokens(tokens: IntArray, costs: FloatArray, settings: OfflineSettings)
     )
     drafts = []
     for step in stream:
-        bin_of = arrange(
+        bin_of, positions = arrange(
             step.tokens,
             costs[step.samples],
             step.bin_of,
@@ -216,7 +216,7 @@ def _pack_tokens(tokens: IntArray, costs: FloatArray, settings: OfflineSettings)
             budget=settings.token_budget,
             sync_every=settings.sync_every,
         )
-        drafts.append(PackedStep(step.samples, bin_of, settings.microbatches, step.delay))
+        drafts.append(PackedStep(step.samples, bin_of, positions, step.delay))
     return drafts, stream.left()
 
 
