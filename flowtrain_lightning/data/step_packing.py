@@ -113,7 +113,7 @@ class StepPacking:
         )
 
     def arrange(self, step: StreamStep, settings: StreamSettings, shard: RankShard) -> Microbatches:
-        """The microbatches of a stream's step, which has the same samples on every layout, for the ranks of this one."""
+        """The microbatches of a stream's step for the ranks of a layout; every layout gets the same samples."""
         bin_of, positions = arrange(
             step.tokens,
             self.cost.weight_of_each(step.tokens),

@@ -42,7 +42,7 @@ class OfflineSettings:
         sync_every: how often ranks wait for each other.
         encoder_ranks: ranks that encode.
         global_batch_size: samples of a step, with ``samples``.
-        balance_group: microbatches that are made alike in cost, with ``tokens``; None takes about a quarter of a step's.
+        balance_group: microbatches that are made alike in cost, with ``tokens``; None takes about a quarter.
         max_delay: steps that a sample may wait, with ``tokens``.
         lookahead: steps drawn ahead at most, with ``tokens``.
     """

@@ -62,6 +62,10 @@ class StreamSettings:
         """Tokens that a step should have."""
         return self.fill * self.groups * self.balance_group * self.token_budget
 
+    def samples_that_fill(self, tokens: IntArray) -> int:
+        """How many samples fill a step on average; ``tokens``: ``[samples]`` of such samples."""
+        return max(1, round(self.step_tokens / tokens.mean())) if len(tokens) else 1
+
 
 def usual_balance_group(microbatches: int) -> int:
     """The balance group of a step of so many microbatches, whatever the number of ranks.

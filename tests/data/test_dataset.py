@@ -187,6 +187,15 @@ def test_steps_of_microbatches_have_the_same_samples_on_every_layout(shards, lay
         assert all(packed is None or len(packed.tokens) <= 64 for batch in batches for packed in batch.microbatches)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_of_which_nothing_is_said_have_the_same_samples_on_every_layout(shards, layout):
+    (reference,) = shards("plain 1", global_batch_size=None)
+    ranks = shards(layout, global_batch_size=None)
+    for epoch, step in ((0, 0), (2, 0)):
+        expected = reference.load(epoch, step).plan.samples
+        assert samples_read([rank.load(epoch, step) for rank in ranks]) == sorted(expected.tolist())
+
+
 @pytest.fixture
 def samples(tmp_path):
     file = write_set(tmp_path / "d.jsonl", 6)

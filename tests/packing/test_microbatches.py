@@ -160,7 +160,7 @@ def idle_share(loads, axis):
 
 @pytest.mark.parametrize("sync_every", SYNC_EVERY)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 16, 20])
-def test_any_number_of_ranks_gets_the_samples_of_a_step_in_microbatches_of_the_budget(ranks, sync_every):
+def test_any_number_of_ranks_gets_the_samples_of_a_step_within_the_budget(ranks, sync_every):
     for step in islice(stream_steps(), 8):
         bin_of, positions = arranged(step, ranks, sync_every)
         assert len(bin_of) == len(step.samples)
