@@ -91,10 +91,14 @@ class StepRules:
             cut = self._samples(source) if self.token_steps is None else self._cut()
             return StreamSteps(source, cut, drop_last=True)
         if self.token_steps is None:
-            return self._in_samples("train", source, shuffle=shuffle, training=True)
+            return self._in_samples("train", source, self._samples(source), shuffle=shuffle, training=True)
         order = Sampling(source.lengths, 1, weights=source.weights, seed=self.seed, shuffle=shuffle)
         tokens = _tokens(source)
         stream = TokenStream(order, tokens, self._cut(tokens.sum()))
+        if stream.steps == 0 and self.token_steps.microbatches is None:
+            # A few records to try something out: all of them are less than one microbatch.
+            few = max(1, len(source) // _LEAST_STEPS)
+            return self._in_samples("train", source, few, shuffle=shuffle, training=True)
         if stream.steps == 0:
             raise DataError(
                 f"The training data have {tokens.sum()} tokens, too few to fill microbatches={stream.microbatches} of "
@@ -111,11 +115,10 @@ class StepRules:
         """
         if isinstance(source, StreamSource):
             return StreamSteps(source, self._samples(source), drop_last=False)
-        return self._in_samples(stage, source, shuffle=False, training=False)
+        return self._in_samples(stage, source, self._samples(source), shuffle=False, training=False)
 
-    def _in_samples(self, stage: str, source: JoinedSources, *, shuffle: bool, training: bool) -> Sampling:
+    def _in_samples(self, stage: str, source: JoinedSources, size: int, *, shuffle: bool, training: bool) -> Sampling:
         weights = source.weights if training else None
-        size = self._samples(source)
         sampling = Sampling(source.lengths, size, weights, self.seed, shuffle=shuffle, drop_last=training)
         if sampling.steps == 0:
             too_few = f"{stage} has {len(source)} samples, fewer than global_batch_size={size}"

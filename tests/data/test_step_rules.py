@@ -56,6 +56,11 @@ def test_validation_takes_as_many_samples_as_fill_the_microbatches_of_training(f
     assert sum(sizes) == 18
 
 
+def test_records_that_fill_no_microbatch_train_in_four_steps_an_epoch(file):
+    steps = list(data_module(file, token_budget=8192, **UNSAID).train_dataloader())
+    assert [len(batch.plan.samples) for batch in steps] == [4] * 4
+
+
 def test_a_number_of_samples_that_is_given_is_that_of_every_step(file):
     assert {len(batch.plan.samples) for batch in data_module(file, global_batch_size=3).train_dataloader()} == {3}
 
