@@ -38,8 +38,9 @@ def bounds_of(
     encoder = cost_of_media(media_start, media_cost)
     least = work = 0.0
     for step in plan.steps:
-        grid = np.bincount(step.bin_of, costs[step.samples], minlength=step.positions * settings.ranks)
-        grid, own = grid.reshape(step.positions, settings.ranks), step.samples
+        own, bins = step.samples, step.positions * settings.ranks
+        loads: FloatArray = np.bincount(step.bin_of, costs[own], minlength=bins).astype(np.float64)
+        grid = loads.reshape(step.positions, settings.ranks)
         least += least_step_time(grid, costs[own], encoder[own], encoder_ranks=settings.encoder_ranks)
         encoding = (sum(float(media_cost[batch].sum()) for batch in of_rank) for of_rank in step.encoder_batches)
         work += max(float(grid.max(axis=1).sum()), *encoding)
