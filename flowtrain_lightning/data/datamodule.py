@@ -37,7 +37,7 @@ from flowtrain_lightning.data.sources.naming import Data, is_stream, mixture_of,
 from flowtrain_lightning.data.sources.sample_source import JoinedSources, SampleSource
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.data.step_packing import PackingConfig, StepPacking
-from flowtrain_lightning.data.step_rules import StepRules, Steps, TokenSteps
+from flowtrain_lightning.data.step_sizing import Steps, StepSizing, TokenSteps
 from flowtrain_lightning.data.stream_steps import StreamSteps
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
@@ -443,13 +443,13 @@ class FlowDataModule(L.LightningDataModule):
 
     def _steps(self, stage: str, source: JoinedSources | StreamSource) -> Steps:
         """Which samples are in each step of a stage."""
-        rules = StepRules(
+        sizing = StepSizing(
             self.token_budget, self._packing_in_effect().cost, self.global_batch_size, self.token_steps, self.seed
         )
         if stage != "train":
-            return rules.in_order(stage, source)
+            return sizing.in_order(stage, source)
         overfits = getattr(self.trainer, "overfit_batches", 0) > 0
-        return rules.training(source, shuffle=self.shuffle and not overfits)
+        return sizing.training(source, shuffle=self.shuffle and not overfits)
 
     def _shard(self) -> RankShard:
         """What this rank loads of each step: as the strategy says, else as in plain data parallelism."""

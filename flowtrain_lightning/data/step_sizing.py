@@ -60,7 +60,7 @@ class TokenSteps:
 
 
 @dataclass(frozen=True)
-class StepRules:
+class StepSizing:
     """What steps are made of.
 
     Attributes:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flowtrain_lightning.data import RankShard, TokenSteps
-from flowtrain_lightning.data.step_rules import usual_microbatches
+from flowtrain_lightning.data.step_sizing import usual_microbatches
 from flowtrain_lightning.data.token_stream import TokenStream
 from tests.data.sources.test_resuming import Lines
 from tests.data.support import data_module, message_record, read, trained, write_set
