@@ -12,6 +12,7 @@ from statistics import mean
 
 import numpy as np
 
+from benchmarks.lower_bounds import bounds_of
 from benchmarks.packing_data import TABLES, Lengths, load
 from benchmarks.report import table, write_results
 from flowtrain_lightning.packing import CostModel
@@ -81,7 +82,8 @@ def gaps(mixes: list[Lengths], microbatches: int, encoder_ranks: int, share: flo
             figures = evaluate(plan, mix.tokens, mix.media_start, scale * mix.media_cost, settings)
             found[name].append(figures["flow_gap"])
             if sync_every == "microbatch":
-                found[HEAD[7]].append(figures["flow_bound"])
+                bounds = bounds_of(plan, mix.tokens, mix.media_start, scale * mix.media_cost, settings)
+                found[HEAD[7]].append(bounds["flow_bound"])
     return {name: mean(values) for name, values in found.items()}
 
 
@@ -99,7 +101,7 @@ def _settings(microbatches: int, encoder_ranks: int, sync_every: SyncEvery) -> O
         ranks=RANKS,
         cost=COST,
         microbatches=microbatches,
-        batch_unit="tokens",
+        balance_group=RANKS,
         sync_every=sync_every,
         encoder_ranks=encoder_ranks,
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lower_bounds import bounds_of
 from benchmarks.packing_data import TABLES, Lengths, load
 from benchmarks.packing_papers import WlbQueue
 from benchmarks.packing_peers import step_packers, window_packers
@@ -23,7 +24,7 @@ from benchmarks.packing_scores import COST, POSITIONS, RANKS, level, longest_wai
 from benchmarks.packing_signatures import Bins, StepPacker, WindowPacker
 from flowtrain_lightning.packing.evaluation import evaluate
 from flowtrain_lightning.packing.microbatches import pack_microbatches
-from flowtrain_lightning.packing.offline import BatchUnit, OfflineSettings, pack_offline
+from flowtrain_lightning.packing.offline import OfflineSettings, pack_offline
 from flowtrain_lightning.packing.step_plan import FloatArray, IntArray, SyncEvery
 
 ENCODERS = 2
@@ -67,7 +68,7 @@ def main() -> None:
 
 def ours(lengths: Lengths, budget: int) -> Iterator[dict[str, Any]]:
     """This project, in its settings, and over windows."""
-    cases: list[tuple[BatchUnit, SyncEvery, int]] = [
+    cases: list[tuple[str, SyncEvery, int]] = [
         ("tokens", "microbatch", 8),
         ("tokens", "microbatch", 40),
         ("tokens", "microbatch", 0),
@@ -76,22 +77,22 @@ def ours(lengths: Lengths, budget: int) -> Iterator[dict[str, Any]]:
         ("samples", "microbatch", 0),
         ("samples", "step", 0),
     ]
+    samples = max(RANKS, int(0.97 * RANKS * POSITIONS * budget / lengths.tokens.mean()))
     for batch_unit, sync_every, delay in cases:
         settings = OfflineSettings(
             budget,
             RANKS,
             COST,
-            POSITIONS,
-            batch_unit,
+            POSITIONS if batch_unit == "tokens" else None,
             sync_every,
             ENCODERS,
-            global_batch_size=max(RANKS, int(0.97 * RANKS * POSITIONS * budget / lengths.tokens.mean())),
+            samples if batch_unit == "samples" else None,
             max_delay=delay,
         )
         arguments = (lengths.tokens, lengths.media_start, lengths.media_cost, settings)
         seconds = min(pack_offline(*arguments).seconds for _ in range(3))
         plan = pack_offline(*arguments)
-        figures = evaluate(plan, *arguments[:3], settings)
+        figures = evaluate(plan, *arguments[:3], settings) | bounds_of(plan, *arguments)
         name = f"this project: {batch_unit}, {sync_every}" + (f", delay {delay}" if batch_unit == "tokens" else "")
         per_window = {}
         if batch_unit == "tokens" and sync_every == "microbatch" and delay:
@@ -108,7 +109,7 @@ def ours(lengths: Lengths, budget: int) -> Iterator[dict[str, Any]]:
 
 def ours_in_windows(lengths: Lengths, window: int, settings: OfflineSettings) -> float:
     """Microseconds per sample where each window is packed alone, as one step of samples."""
-    alone = replace(settings, batch_unit="samples", global_batch_size=min(window, 1_000))
+    alone = replace(settings, microbatches=None, global_batch_size=min(window, 1_000))
     taken = 0.0
     count = min(len(lengths.tokens) // window, 20)
     for number in range(count):

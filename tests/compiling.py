@@ -8,15 +8,15 @@ from functools import partial
 
 from flowtrain_lightning.packing import SYNC_EVERY, CostModel
 from flowtrain_lightning.packing.compiled import announce_compilation
-from flowtrain_lightning.packing.offline import BATCH_UNITS, OfflineSettings, warm_up
+from flowtrain_lightning.packing.offline import OfflineSettings, warm_up
 
 
 def main() -> None:
     """Pack a little in every way."""
     announce_compilation(partial(print, flush=True))
-    tiny = OfflineSettings(64, 2, CostModel(1.0, 0.01, 0.0), 2, encoder_ranks=2, global_batch_size=64)
-    for batch_unit, sync_every in itertools.product(BATCH_UNITS, SYNC_EVERY):
-        warm_up(replace(tiny, batch_unit=batch_unit, sync_every=sync_every))
+    tiny = OfflineSettings(64, 2, CostModel(1.0, 0.01, 0.0), 2, encoder_ranks=2)
+    for size, sync_every in itertools.product(({}, {"microbatches": None, "global_batch_size": 64}), SYNC_EVERY):
+        warm_up(replace(tiny, sync_every=sync_every, **size))
 
 
 if __name__ == "__main__":

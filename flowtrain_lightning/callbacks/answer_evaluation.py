@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +96,13 @@ class EvaluateAnswers(L.Callback):
         """Numbers of records, and the new token ids of each; alike on every rank."""
         if self._loader is None:
             self._loader = data.predict_dataloader()
-        steps = -(-self.samples // data.global_batch_size)
         samples: list[int] = []
         own: dict[int, list[int]] = {}
-        for number, batch in enumerate(islice(self._loader, steps)):
+        for number, batch in enumerate(self._loader):
             samples += batch.plan.samples.tolist()
             own |= self._predict(trainer, batch, number)
+            if len(samples) >= self.samples:
+                break
         samples = samples[: self.samples]
         table = torch.full((len(samples), 1 + module.max_new_tokens), -1, device=module.device)
         for row, sample in enumerate(samples):

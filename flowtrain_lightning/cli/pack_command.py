@@ -15,7 +15,7 @@ from flowtrain_lightning.cli.lengths import read_lengths
 from flowtrain_lightning.packing import SYNC_EVERY, CostModel, PackingError
 from flowtrain_lightning.packing.compiled import announce_compilation
 from flowtrain_lightning.packing.evaluation import evaluate
-from flowtrain_lightning.packing.offline import BATCH_UNITS, OfflinePlan, OfflineSettings, pack_offline, warm_up
+from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings, pack_offline, warm_up
 from flowtrain_lightning.packing.step_plan import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -32,20 +32,17 @@ _PERCENT = {
     "over",
     "encoder_idle",
     "flow_gap",
-    "flow_bound",
-    "bound",
 }
 
 _AS_NEEDED = "as many microbatches are made as the samples need"
 _AT_ONCE = "no sample waits for another step"
-_OF_BATCH_UNIT = {
-    "microbatches": ("tokens", _AS_NEEDED),
-    "balance_group": ("tokens", _AS_NEEDED),
-    "max_delay": ("tokens", _AT_ONCE),
-    "lookahead": ("tokens", _AT_ONCE),
-    "global_batch_size": ("samples", "a step has as many samples as its microbatches hold"),
+_NOT_OF_SAMPLES = {
+    "microbatches": _AS_NEEDED,
+    "balance_group": _AS_NEEDED,
+    "max_delay": _AT_ONCE,
+    "lookahead": _AT_ONCE,
 }
-"""Options that one batch unit has, and why the other has not."""
+"""Options that mean nothing where a step is a number of samples, and why."""
 
 
 def run() -> None:
@@ -57,17 +54,16 @@ def run() -> None:
     """
     options = _parser().parse_args(sys.argv[2:])
     _keep_apart(options)
-    of_batch_unit = _of_batch_unit(options)
+    of_steps = _of_steps(options)
     tokens, media_start, media_cost = _read(options.lengths)
     tokens, media_start, media_cost, kept = _fit(tokens, media_start, media_cost, options)
     settings = OfflineSettings(
         token_budget=options.token_budget,
         ranks=options.ranks,
-        batch_unit=options.batch_unit,
         sync_every=options.sync_every,
         cost=_cost(options),
         encoder_ranks=options.encoder_ranks,
-        **of_batch_unit,
+        **of_steps,
     )
     announce_compilation(lambda sentence: print(sentence, file=sys.stderr))
     compiling = warm_up(settings)
@@ -95,9 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--media-out", type=Path, metavar="MEDIA.parquet", help="who encodes which media item in which batch")
     add("--token-budget", type=int, required=True, help="the most tokens of a microbatch")
     add("--ranks", type=int, required=True, help="backbone ranks")
-    add("--microbatches", type=int, help="of each rank and step, with --batch-unit tokens")
-    add("--global-batch-size", type=int, help="samples of a step, with --batch-unit samples")
-    add("--batch-unit", choices=BATCH_UNITS, default="samples", help="what a step is (default: %(default)s)")
+    add("--microbatches", type=int, help="of each rank and step")
+    add("--global-batch-size", type=int, help="samples of a step, in place of --microbatches")
     add(
         "--sync-every",
         choices=SYNC_EVERY,
@@ -108,10 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     pair = "cost of a token pair in a sequence (default: %(default).3g)"
     add("--cost-quadratic", type=float, default=1 / 24_576, help=pair)
     add("--encoder-ranks", type=int, default=1, help="ranks that encode (default: %(default)s)")
-    add("--balance-group", type=int, help="microbatches made alike in cost, with tokens (default: the ranks)")
+    add("--balance-group", type=int, help="microbatches made alike in cost, of all ranks (default: about a quarter)")
     delay, ahead = OfflineSettings.max_delay, OfflineSettings.lookahead
-    add("--max-delay", type=int, help=f"steps that a sample may wait, with tokens (default: {delay})")
-    add("--lookahead", type=int, help=f"steps drawn ahead at most, with tokens (default: {ahead})")
+    add("--max-delay", type=int, help=f"steps that a sample may wait (default: {delay})")
+    add("--lookahead", type=int, help=f"steps drawn ahead at most (default: {ahead})")
     add("--too-long", choices=("error", "drop", "truncate"), default="error", help="samples over the budget")
     add("--seed", type=int, default=0, help="the sampler's, for the record: packing itself draws no random numbers")
     add("--json", action="store_true", help="print the figures as JSON")
@@ -130,16 +125,18 @@ def _keep_apart(options: argparse.Namespace) -> None:
             raise PackingError(f"{name} would write over {path}, which is {other}; choose another name.")
 
 
-def _of_batch_unit(options: argparse.Namespace) -> dict[str, int]:
-    """The options that were given of those that only one batch unit has, which must be the one that was chosen."""
-    given = {name: value for name in _OF_BATCH_UNIT if (value := getattr(options, name)) is not None}
-    for name, value in given.items():
-        batch_unit, reason = _OF_BATCH_UNIT[name]
-        option = f"--{name.replace('_', '-')}"
-        if options.batch_unit != batch_unit:
+def _of_steps(options: argparse.Namespace) -> dict[str, int]:
+    """The options that say what a step is, as far as they were given."""
+    names = ("global_batch_size", *_NOT_OF_SAMPLES)
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if not given.keys() & {"microbatches", "global_batch_size"}:
+        raise PackingError("Nothing says what a step is; set --microbatches, of each rank, or --global-batch-size.")
+    for name, reason in _NOT_OF_SAMPLES.items():
+        if name in given and "global_batch_size" in given:
+            option = f"--{name.replace('_', '-')}"
             raise PackingError(
-                f"{option}={value} was given with --batch-unit={options.batch_unit}, where {reason}; "
-                f"set --batch-unit={batch_unit}, or leave {option} out."
+                f"{option}={given[name]} was given with --global-batch-size={given['global_batch_size']}, where "
+                f"{reason}; leave one of them out."
             )
     return given
 

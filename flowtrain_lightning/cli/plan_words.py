@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.allocator import BACKBONE, Layout
 from flowtrain_lightning.allocator.candidates import Candidate
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.allocator.role_problem import RoleProblem
+from flowtrain_lightning.packing.sample_stream import StreamSettings
 from flowtrain_lightning.placement.text_table import counted
 
 _HELD = {
@@ -78,6 +79,8 @@ def tokens_in_words(problems: Problems) -> str:
 def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None) -> str:
     """The command that trains on a plan, by a configuration of the user's own.
 
+    A step has about as many tokens there as planned, in equally many microbatches on every rank of the backbone.
+
     Args:
         plan: that training runs.
         backbone: what is known of its role.
@@ -85,13 +88,15 @@ def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None) -
     """
     path = Path("plan.yaml") if file is None else file
     nodes = -(-plan.devices // backbone.cluster.per_node)
+    ranks = plan.chosen[BACKBONE].layout.data
+    filled = backbone.load.tokens / (StreamSettings.fill * backbone.load.budget)
     options = [
         f"--trainer.devices={plan.devices // nodes}",
         *([f"--trainer.num_nodes={nodes}"] if nodes > 1 else []),
         f"--trainer.precision={backbone.precision.name}",
         "--trainer.strategy=flowtrain_lightning.FlowTrainStrategy",
         f"--trainer.strategy.allocation={path}",
-        f"--data.global_batch_size={round(backbone.load.items)}",
+        f"--data.token_steps.microbatches={ranks * max(1, round(filled / ranks))}",
         f"--data.token_budget={backbone.load.budget}",
     ]
     before = f"`--out {path}` writes the plan; then\n" if file is None else ""

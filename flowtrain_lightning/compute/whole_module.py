@@ -134,7 +134,8 @@ def refuse_accumulation(trainer: L.Trainer) -> None:
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
             f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) was given, but a FlowModule's step "
-            "already accumulates over its microbatches. Leave it at 1 and raise FlowDataModule(global_batch_size=...)."
+            "already accumulates over its microbatches. Leave it at 1 and raise FlowDataModule(token_steps=...) or "
+            "FlowDataModule(global_batch_size=...)."
         )
 
 

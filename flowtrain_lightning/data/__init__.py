@@ -32,7 +32,7 @@ from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.data.sources.sample_source import JoinedSources, SampleSource
 from flowtrain_lightning.data.sources.tar_shard import TarShard
 from flowtrain_lightning.data.step_packing import PackingConfig
-from flowtrain_lightning.data.token_stream import TokenSteps
+from flowtrain_lightning.data.step_sizing import TokenSteps
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.data.video_files import VideoError
 from flowtrain_lightning.data.video_processor import VideoProcessor

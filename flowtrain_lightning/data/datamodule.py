@@ -14,9 +14,8 @@ from typing import Any
 from weakref import WeakSet
 
 import lightning as L
-import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.data.conversation import ChatTemplate, Template
@@ -38,8 +37,8 @@ from flowtrain_lightning.data.sources.naming import Data, is_stream, mixture_of,
 from flowtrain_lightning.data.sources.sample_source import JoinedSources, SampleSource
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.data.step_packing import PackingConfig, StepPacking
+from flowtrain_lightning.data.step_sizing import Steps, StepSizing, TokenSteps
 from flowtrain_lightning.data.stream_steps import StreamSteps
-from flowtrain_lightning.data.token_stream import TokenSteps, TokenStream, stream_settings, training_stream
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing.compiled import announce_compilation
@@ -59,13 +58,16 @@ class FlowDataModule(L.LightningDataModule):
     (``images`` with ``path``, ``videos``, ``messages`` with ``role`` and ``content``), LLaVA's (``image``, ``video``,
     ``conversations``), text alone (``text``) and tokens (``input_ids``, ``labels``). Paths are relative to the file.
 
-    A step has ``global_batch_size`` samples over all ranks. How many microbatches that makes follows from
-    ``token_budget``; it is the same number on every rank. An epoch's last, smaller step is left out in training, which
-    costs fewer than ``global_batch_size`` samples, shuffled others each time; it is kept in validation, test and
-    prediction. Which samples are in a step depends on the data, ``seed``, ``global_batch_size`` and ``shuffle`` alone;
-    with ``token_steps``, on what `TokenSteps` says. A checkpoint keeps all that and refuses to go on in mid-epoch with
-    other values. ``packing`` only decides how a step's samples are packed. Its cost models stay as they are for the
-    whole run, unless the callback ``AdaptCosts`` is there; a checkpoint brings them back where none are given.
+    A training step fills a number of microbatches of ``token_budget`` tokens, as ``token_steps`` says. Samples may wait
+    a few steps for others with which they fill them; shuffled, none is left out: what an epoch leaves comes first in
+    the next one. With ``global_batch_size`` and no ``token_steps`` a training step has exactly so many samples, in as
+    many microbatches as they need; an epoch's last, smaller step is then left out. Steps that do not train have a
+    number of samples always, in order, the last of them perhaps fewer.
+
+    Which samples are in a step depends on the data, ``seed``, ``shuffle`` and ``global_batch_size``, or what
+    `TokenSteps` names, never on the ranks. A checkpoint keeps all that and refuses to go on in mid-epoch with other
+    values. ``packing`` only decides how a step's samples are packed. Its cost models stay as they are for the whole
+    run, unless the callback ``AdaptCosts`` is there; a checkpoint brings them back where none are given.
 
     Args:
         train: training data: a file, a pattern such as ``"shards/*.tar"``, an address that ``fsspec`` knows, a
@@ -80,14 +82,16 @@ class FlowDataModule(L.LightningDataModule):
         token_budget: the most tokens of a microbatch.
         encoder_budget: the most patches of an encoder batch, which bounds what an encoder keeps for its backward. A
             media item that has more by itself is a batch by itself, and the log says so.
-        global_batch_size: samples of one step over all ranks; with ``token_steps``, of one that does not train.
+        global_batch_size: samples of one step over all ranks; with ``token_steps``, of one that does not train. None
+            takes, where no training happens, as many samples as fill a training step's microbatches on average.
         images: what becomes of images; None takes what the model that is trained was made for, else
             ``ImageProcessor()``.
         videos: what becomes of videos; None takes what the model that is trained was made for, if it takes any.
         template: how conversations are written; None takes the model's own template, else ``ChatTemplate()``.
         seed: of order and augmentation; None takes that of ``seed_everything``, or 0.
         shuffle: training samples come in another order each epoch. Off while ``Trainer(overfit_batches=...)`` is on.
-        token_steps: training steps of a number of microbatches; None makes steps of ``global_batch_size`` samples.
+        token_steps: of how many microbatches training steps are. None makes steps of ``global_batch_size`` samples; if
+            that is None too, ``TokenSteps()``, which takes what suits the data.
         packing: cost models, padding, and when ranks wait for each other; None takes ``PackingConfig()``.
         index: what happens to samples that are too long and to images that cannot be read, and the folder of the index;
             None takes ``IndexConfig()``.
@@ -108,7 +112,7 @@ class FlowDataModule(L.LightningDataModule):
         predict: Data | None = None,
         *,
         token_budget: int,
-        global_batch_size: int,
+        global_batch_size: int | None = None,
         encoder_budget: int = ENCODER_BUDGET,
         tokenizer: Any = None,
         images: ImageProcessor | None = None,
@@ -129,10 +133,10 @@ class FlowDataModule(L.LightningDataModule):
         for name, count, least in (
             ("token_budget", token_budget, 1),
             ("encoder_budget", encoder_budget, 1),
-            ("global_batch_size", global_batch_size, 1),
             ("num_workers", num_workers, 0),
         ):
             check_setting(owner, name, count, int, least)
+        check_setting(owner, "global_batch_size", global_batch_size, int | None, least=1)
         check_setting(owner, "seed", seed, int | None, least=0)
         check_setting(owner, "shuffle", shuffle, bool)
         check_setting(owner, "token_steps", token_steps, TokenSteps | None)
@@ -149,7 +153,7 @@ class FlowDataModule(L.LightningDataModule):
         self._template = template
         self._reader: L.LightningModule | None = None
         self.shuffle = shuffle
-        self.token_steps = token_steps
+        self.token_steps = TokenSteps() if token_steps is None and global_batch_size is None else token_steps
         self.packing = (packing or PackingConfig()).with_profile_read()
         self.index = index or IndexConfig()
         self.augment = augment
@@ -245,7 +249,7 @@ class FlowDataModule(L.LightningDataModule):
             return []  # how many there are is told at its end
         told = [source.summary for source in opened.sources if isinstance(source, IndexedSource)]
         try:
-            steps = self._sampling(stage, opened, RankShard.plain(0, 1))
+            steps = self._steps(stage, opened)
         except DataError as error:  # too few for a step: the loader refuses that, an index is as good as any
             return [*told, f"{stage}: {error}"]
         assert not isinstance(steps, StreamSteps), "only a stream has these"
@@ -419,7 +423,8 @@ class FlowDataModule(L.LightningDataModule):
         )
         sections = vars(packing) | ({} if self.token_steps is None else vars(self.token_steps))
         unset = frozenset(name for name, value in sections.items() if value is None)
-        sampling, in_effect = self._sampling(stage, source, shard), self._packing_in_effect()
+        sampling, in_effect = self._steps(stage, source), self._packing_in_effect()
+        _warn_of_idle_ranks(sampling, shard)
         steps = StepDataset(samples, sampling, shard, in_effect, packing.pad_to_budget, unset)
         strategy = None if self.trainer is None else self.trainer.strategy
         loader = StepLoader(
@@ -436,39 +441,15 @@ class FlowDataModule(L.LightningDataModule):
     def _packing_in_effect(self) -> StepPacking:
         return self.packing.in_effect(self.token_budget, self.encoder_budget)
 
-    def _sampling(
-        self, stage: str, source: JoinedSources | StreamSource, shard: RankShard
-    ) -> Sampling | TokenStream | StreamSteps:
+    def _steps(self, stage: str, source: JoinedSources | StreamSource) -> Steps:
         """Which samples are in each step of a stage."""
-        training = stage == "train"
-        if isinstance(source, StreamSource):
-            settings = None
-            if training and self.token_steps is not None:
-                cost = self._packing_in_effect().cost
-                settings = stream_settings(self.token_steps, self.token_budget, shard.backbone_ranks, cost)
-            return StreamSteps(source, self.global_batch_size, settings, drop_last=training)
-        overfits = getattr(self.trainer, "overfit_batches", 0) > 0
-        sampling = Sampling(
-            source.lengths,
-            self.global_batch_size,
-            weights=source.weights if training else None,
-            seed=self.seed,
-            shuffle=training and self.shuffle and not overfits,
-            drop_last=training,
+        sizing = StepSizing(
+            self.token_budget, self._packing_in_effect().cost, self.global_batch_size, self.token_steps, self.seed
         )
-        if training and self.token_steps is not None:
-            return training_stream(
-                sampling,
-                source.sizes(np.arange(len(source), dtype=np.int64)).tokens,
-                self.token_steps,
-                token_budget=self.token_budget,
-                backbone_ranks=shard.backbone_ranks,
-                cost=self._packing_in_effect().cost,
-            )
-        if sampling.steps == 0:
-            too_few = f"{stage} has {len(source)} samples, fewer than global_batch_size={self.global_batch_size}"
-            raise DataError(f"{too_few}, so no step would be left; lower it.")
-        return sampling
+        if stage != "train":
+            return sizing.in_order(stage, source)
+        overfits = getattr(self.trainer, "overfit_batches", 0) > 0
+        return sizing.training(source, shuffle=self.shuffle and not overfits)
 
     def _shard(self) -> RankShard:
         """What this rank loads of each step: as the strategy says, else as in plain data parallelism."""
@@ -476,6 +457,17 @@ class FlowDataModule(L.LightningDataModule):
             return RankShard.plain(0, 1)
         shard: RankShard | None = getattr(self.trainer.strategy, "rank_shard", None)
         return shard or RankShard.plain(self.trainer.global_rank, self.trainer.world_size)
+
+
+def _warn_of_idle_ranks(steps: Steps, shard: RankShard) -> None:
+    if isinstance(steps, Sampling) or steps.settings is None:
+        return
+    if (microbatches := steps.settings.microbatches) < shard.backbone_ranks:
+        rank_zero_warn(
+            f"Of {shard.backbone_ranks} backbone ranks some have no work, as a step has microbatches={microbatches}. "
+            f"Set FlowDataModule(token_steps=TokenSteps(microbatches={shard.backbone_ranks})) or more, or lower "
+            "token_budget."
+        )
 
 
 def _refuse_unlike_ranks(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> None:

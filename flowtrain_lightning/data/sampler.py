@@ -55,6 +55,11 @@ class Sampling:
         return whole if self.drop_last or rest == 0 else whole + 1
 
     @property
+    def samples_per_step(self) -> int:
+        """Samples of a step."""
+        return self.global_batch_size
+
+    @property
     def summary(self) -> str:
         """What an epoch is, for the log."""
         samples = sum(self.lengths)

@@ -113,8 +113,8 @@ class StepPacking:
         )
 
     def arrange(self, step: StreamStep, settings: StreamSettings, shard: RankShard) -> Microbatches:
-        """The microbatches of a stream's step, which are the same on every layout, given to the ranks of this one."""
-        bin_of = arrange(
+        """The microbatches of a stream's step for the ranks of a layout; every layout gets the same samples."""
+        bin_of, positions = arrange(
             step.tokens,
             self.cost.weight_of_each(step.tokens),
             step.bin_of,
@@ -124,7 +124,7 @@ class StepPacking:
             budget=settings.token_budget,
             sync_every=self._sync_every(shard),
         )
-        return as_microbatches(bin_of, settings.microbatches // shard.backbone_ranks, shard.backbone_ranks)
+        return as_microbatches(bin_of, positions, shard.backbone_ranks)
 
     def _sync_every(self, shard: RankShard) -> SyncEvery:
         return self.sync_every or ("microbatch" if shard.meeting(shard.trunk).passes else "step")

@@ -31,13 +31,12 @@ class StreamSteps:
 
     Args:
         source: the samples.
-        global_batch_size: samples of one step; not used with ``settings``.
-        settings: how steps of a number of microbatches are cut; None cuts steps of ``global_batch_size`` samples.
+        cut: how steps of a number of microbatches are cut, or the samples of a step.
         drop_last: leave out a last step of fewer samples.
         start: epoch, number of the first step, and position in the stream from which a resumed run goes on.
 
     Attributes:
-        settings: how steps of a number of microbatches are cut.
+        settings: how steps of a number of microbatches are cut; None where they have a number of samples.
         steps: None: how many an epoch has is not known before its end.
     """
 
@@ -46,15 +45,14 @@ class StreamSteps:
     def __init__(
         self,
         source: StreamSource,
-        global_batch_size: int,
-        settings: StreamSettings | None,
+        cut: StreamSettings | int,
         *,
         drop_last: bool,
         start: tuple[int, int, StreamPosition, StreamState] | None = None,
     ) -> None:
-        self.settings = settings
+        self.settings = cut if isinstance(cut, StreamSettings) else None
         self._source = source
-        self._global_batch_size = global_batch_size
+        self._global_batch_size = 0 if isinstance(cut, StreamSettings) else cut
         self._drop_last = drop_last
         self._start = start
         self._epoch = self._told = -1
@@ -97,7 +95,7 @@ class StreamSteps:
             own = replace(own, balance_group=settings["balance_group"])
         position = StreamPosition(state["sample"], state["read"])
         start = (state["epoch"], state["step"], position, stream_state(state["packer"]))
-        return StreamSteps(self._source, self._global_batch_size, own, drop_last=self._drop_last, start=start)
+        return StreamSteps(self._source, own or self._global_batch_size, drop_last=self._drop_last, start=start)
 
     def _begin(self, epoch: int, step: int) -> None:
         known, first, position, packed = self._start or (-1, 0, StreamPosition(), StreamState())

@@ -14,46 +14,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.sampler import Sampling, epoch_order, told_number
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState, StreamStep
-from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.packing.stream_packer import StreamPacker
 
 _MEASURED_STEPS = 16
 """Steps from which it is known how many tokens a step takes: packing fills steps alike."""
-
-
-@dataclass(frozen=True)
-class TokenSteps:
-    """Training steps of a number of nearly full microbatches: the section ``token_steps`` of a data module.
-
-    A step has as many samples as its microbatches hold. Samples may wait for others like them, also past the end of an
-    epoch, so none is left out. Steps are the same on any number of backbone ranks that divides ``microbatches``. Which
-    samples are in a step depends on the data, seed, shuffling, token budget, these settings, and the backbone's cost
-    model.
-
-    Attributes:
-        microbatches: of one step, over all ranks; the number of backbone ranks must divide it.
-        balance_group: microbatches that are made alike in cost, best as many as run at the same time; must divide
-            ``microbatches``. None takes a checkpoint's, else the number of backbone ranks.
-        max_delay: steps that a sample may wait for others with which it fills microbatches.
-    """
-
-    microbatches: int
-    balance_group: int | None = None
-    max_delay: int = 8
-
-    def __post_init__(self) -> None:
-        check_settings(self, least={"microbatches": 1, "balance_group": 1, "max_delay": 0})
 
 
 class TokenStream:
@@ -84,6 +58,11 @@ class TokenStream:
     def microbatches(self) -> int:
         """Microbatches of a step, over all ranks."""
         return self.settings.microbatches
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of a step, on average."""
+        return self.settings.samples_that_fill(self._tokens)
 
     @property
     def summary(self) -> str:
@@ -160,66 +139,6 @@ class TokenStream:
             order = epoch_order(self._sampling, epoch)[max(start - first, 0) : end - first]
             parts.append(self._tokens[order])
         return np.concatenate(parts)
-
-
-def stream_settings(wanted: TokenSteps, token_budget: int, backbone_ranks: int, cost: CostModel) -> StreamSettings:
-    """How steps of a number of microbatches are cut from any stream of samples.
-
-    Args:
-        wanted: what the user asks of a step.
-        token_budget: the most tokens of a microbatch.
-        backbone_ranks: of this run.
-        cost: what a packed set of sequences costs the backbone.
-
-    Raises:
-        DataError: microbatches cannot be shared out evenly.
-    """
-    microbatches, group = wanted.microbatches, wanted.balance_group or backbone_ranks
-    for what, number in (("backbone ranks", backbone_ranks), ("balance_group", group)):
-        if microbatches % number:
-            raise DataError(
-                f"microbatches={microbatches} cannot be shared out evenly by {number} ({what}); "
-                f"choose a multiple of {number}."
-            )
-    return StreamSettings(
-        token_budget=token_budget,
-        microbatches=microbatches,
-        balance_group=group,
-        cost=cost,
-        max_delay=wanted.max_delay,
-    )
-
-
-def training_stream(
-    sampling: Sampling,
-    tokens: IntArray,
-    wanted: TokenSteps,
-    *,
-    token_budget: int,
-    backbone_ranks: int,
-    cost: CostModel,
-) -> TokenStream:
-    """The stream of a run's training steps.
-
-    Args:
-        sampling: the order of the samples.
-        tokens: ``[samples]`` of each sample of the data.
-        wanted: what the user asks of a step.
-        token_budget: the most tokens of a microbatch.
-        backbone_ranks: of this run.
-        cost: what a packed set of sequences costs the backbone.
-
-    Raises:
-        DataError: microbatches cannot be shared out evenly, or the data do not fill a step.
-    """
-    settings = stream_settings(wanted, token_budget, backbone_ranks, cost)
-    stream = TokenStream(sampling, tokens, settings)
-    if stream.steps == 0:
-        raise DataError(
-            f"The training data have {tokens.sum()} tokens, too few to fill microbatches={wanted.microbatches} of "
-            f"token_budget={token_budget}, so no step would be left; lower one of them."
-        )
-    return stream
 
 
 def saved_stream(state: StreamState) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How good a packing is: unused budget, waiting ranks, drift of composition, and what no packing could avoid."""
+"""How good a packing is: unused budget, waiting ranks, drift of composition."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flowtrain_lightning.packing.lower_bounds import (
-    context_parts,
-    least_idle_share,
-    least_idle_share_of_ranks,
-    least_step_time,
-)
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings, PackedStep, cost_of_media
 from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, Edge
 from flowtrain_lightning.packing.simulator import simulate_step
@@ -26,7 +20,7 @@ _SIMULATED_STEPS = 50
 def evaluate(
     plan: OfflinePlan, tokens: IntArray, media_start: IntArray, media_cost: FloatArray, settings: OfflineSettings
 ) -> dict[str, float]:
-    """Every figure of a plan by name; idle figures and bounds in percent.
+    """Every figure of a plan by name; idle figures in percent.
 
     Args:
         plan: the packing.
@@ -52,12 +46,9 @@ def evaluate(
         figures["max_delay_seen"] = int(delays.max())
         figures["p999_delay"] = float(np.quantile(delays, 0.999))
         figures["mean_delay"] = float(delays.mean())
-        figures |= _flow(plan, costs, encoder_cost, media_start, media_cost, settings)
-        figures["samples_to_split"] = sum(
-            int((context_parts(tokens[s.samples], settings.cost, microbatches=s.positions * settings.ranks) > 1).sum())
-            for s in plan.steps
-        )
-        figures["bound"] = 100 * _bound(plan, tokens, figures["pad"] / 100, settings)
+        figures["flow_gap"] = _flow_gap(plan, costs, media_start, media_cost, settings)
+        loads_of = [(costs[step.samples], step.positions * settings.ranks) for step in plan.steps]
+        figures["samples_to_split"] = sum(int((load > load.sum() / bins).sum()) for load, bins in loads_of)
     figures["microseconds_per_sample"] = 1e6 * plan.seconds / max(1, len(tokens))
     return figures
 
@@ -147,20 +138,11 @@ def _grid(step: PackedStep, values: IntArray | FloatArray, positions: int, ranks
     return sums.astype(np.float64).reshape(positions, ranks)
 
 
-def _flow(
-    plan: OfflinePlan,
-    costs: FloatArray,
-    encoder_cost: FloatArray,
-    media_start: IntArray,
-    media_cost: FloatArray,
-    settings: OfflineSettings,
-) -> dict[str, float]:
-    """Percent by which steps are longer than the work of their busiest lane, with an encoder that trains.
-
-    Where ranks synchronise at every microbatch, also the least that any swaps between these microbatches could reach.
-    """
-    is_synchronised = settings.sync_every == "microbatch"
-    makespan = work = least = 0.0
+def _flow_gap(
+    plan: OfflinePlan, costs: FloatArray, media_start: IntArray, media_cost: FloatArray, settings: OfflineSettings
+) -> float:
+    """Percent by which steps are longer than the work of their busiest lane, with an encoder that trains."""
+    makespan = work = 0.0
     owner = np.repeat(np.arange(len(media_start) - 1), np.diff(media_start))
     chosen = np.unique(np.linspace(0, len(plan.steps) - 1, _SIMULATED_STEPS).astype(int))
     for step in (plan.steps[number] for number in chosen.tolist()):
@@ -175,38 +157,11 @@ def _flow(
                 batches.append(TimedBatch(*in_two_passes(float(media_cost[batch].sum())), readers))
             encoding.append(batches)
         reading = [[TimedBatch(*in_two_passes(time)) for time in of_rank] for of_rank in grid.T.tolist()]
-        meets = {BACKBONE: Meeting(1, settings.ranks, ("forward", "backward"))} if is_synchronised else {}
+        meets = {BACKBONE: Meeting(1, settings.ranks, ("forward", "backward"))}
         step_work = {BACKBONE: reading, ENCODER: encoding}
-        found = simulate_step(step_work, StepRules.separate(step_work, [Edge(ENCODER, BACKBONE)], meets=meets))
+        rules = StepRules.separate(
+            step_work, [Edge(ENCODER, BACKBONE)], meets=meets if settings.sync_every == "microbatch" else {}
+        )
+        found = simulate_step(step_work, rules)
         makespan, work = makespan + found.makespan, work + found.work
-        if is_synchronised:
-            own = step.samples
-            least += least_step_time(grid, costs[own], encoder_cost[own], encoder_ranks=settings.encoder_ranks)
-    if not work:
-        return {"flow_gap": 0.0}
-    bound = {"flow_bound": 100 * max(0.0, least / work - 1)} if is_synchronised else {}
-    return {"flow_gap": 100 * (makespan / work - 1)} | bound
-
-
-def _bound(plan: OfflinePlan, tokens: IntArray, pad: float, settings: OfflineSettings) -> float:
-    """The least idle share for these samples and settings, with the same samples left over and the same padding."""
-    if settings.sync_every == "step":
-        costs = [settings.cost.of_each(tokens[step.samples]) for step in plan.steps]
-        return least_idle_share_of_ranks(costs, settings.ranks)
-    packed = np.sort(np.concatenate([step.samples for step in plan.steps]))
-    if settings.batch_unit == "samples":
-        step_of = np.arange(len(packed)) // (settings.global_batch_size or 1)
-        reach = 0
-    else:
-        bins = (settings.microbatches or 1) * settings.ranks
-        ahead = np.cumsum(tokens[packed]) - tokens[packed]
-        step_of = np.floor(ahead / (bins * settings.token_budget * (1 - pad)))
-        reach = settings.max_delay + min(settings.lookahead, settings.max_delay)
-    return least_idle_share(
-        tokens[packed],
-        step_of.astype(np.float64),
-        settings.cost,
-        group_size=settings.ranks,
-        budget=settings.token_budget,
-        reach=reach,
-    )
+    return 100 * (makespan / work - 1) if work else 0.0

@@ -19,7 +19,7 @@ from flowtrain_lightning.packing.cost_model import CostModel
 from flowtrain_lightning.packing.dense_groups import fill_groups
 from flowtrain_lightning.packing.load_balancing import rebalance
 from flowtrain_lightning.packing.sparse_groups import match_groups
-from flowtrain_lightning.packing.step_plan import FloatArray, IntArray, Microbatches, PackingError, SyncEvery
+from flowtrain_lightning.packing.step_plan import FloatArray, IntArray, Microbatches, SyncEvery
 
 _FEW = 12
 """Samples per microbatch below which several algorithms are tried, as none is good for all."""
@@ -110,10 +110,11 @@ def arrange(
     ranks: int,
     budget: int,
     sync_every: SyncEvery,
-) -> IntArray:
+) -> tuple[IntArray, int]:
     """Deal a step's microbatches, made in balance groups, to the ranks of a layout.
 
-    Samples may change their microbatch, but none enters or leaves the step.
+    Samples may change their microbatch, but none enters or leaves the step. Where the ranks do not divide the
+    microbatches, the samples are packed again, in a few more microbatches.
 
     Args:
         tokens: ``[samples]`` of the step.
@@ -126,18 +127,14 @@ def arrange(
         sync_every: how often ranks wait for each other.
 
     Returns:
-        ``[samples]`` the microbatch of each, ``position * ranks + rank``.
-
-    Raises:
-        PackingError: the ranks do not divide the microbatches.
+        ``[samples]`` the microbatch of each, ``position * ranks + rank``, and the number of positions.
     """
-    if microbatches % ranks:
-        raise PackingError(
-            f"A step of {microbatches} microbatches cannot be dealt evenly to {ranks} ranks; "
-            f"choose a number of ranks that divides {microbatches}."
-        )
-    positions = microbatches // ranks
     order = np.argsort(-tokens, kind="stable")
+    arranged = np.empty_like(bin_of)
+    if microbatches % ranks:
+        arranged[order], positions = pack_sorted(tokens[order], costs[order], ranks, budget, sync_every)
+        return arranged, positions
+    positions = microbatches // ranks
     tokens, costs, found = tokens[order], costs[order], bin_of[order]
     if ranks != group_size:
         found = sort_into_groups(found, costs, positions, ranks)
@@ -148,9 +145,8 @@ def arrange(
         other = deal_to_ranks(tokens, costs, positions, ranks, budget)
         if other is not None and _longest_rank(other, costs, ranks) < _longest_rank(found, costs, ranks):
             found = other
-    arranged = np.empty_like(found)
     arranged[order] = found
-    return arranged
+    return arranged, positions
 
 
 def sort_into_groups(bin_of: IntArray, costs: FloatArray, groups: int, group_size: int) -> IntArray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from flowtrain_lightning.packing.cost_model import CostModel
 from flowtrain_lightning.packing.encoder_batches import pack_encoder_batches
 from flowtrain_lightning.packing.microbatches import arrange, pack_sorted
 from flowtrain_lightning.packing.order import order_step
-from flowtrain_lightning.packing.sample_stream import StreamSettings
+from flowtrain_lightning.packing.sample_stream import StreamSettings, usual_balance_group
 from flowtrain_lightning.packing.step_plan import (
     SYNC_EVERY,
     EncoderBatches,
@@ -23,35 +22,28 @@ from flowtrain_lightning.packing.step_plan import (
 )
 from flowtrain_lightning.packing.stream_packer import StreamPacker
 
-BatchUnit = Literal["samples", "tokens"]
-"""``samples``: a step is so many samples; ``tokens``: a step is so many microbatches, and samples may wait."""
-
-BATCH_UNITS: tuple[str, ...] = get_args(BatchUnit)
-
 
 @dataclass(frozen=True)
 class OfflineSettings:
-    """How to pack.
+    """How to pack: into steps of a number of microbatches, or of a number of samples.
 
     Attributes:
         token_budget: the most tokens of a microbatch.
         ranks: backbone ranks.
         cost: what a packed set of sequences costs the backbone.
-        microbatches: of each rank and step; with ``samples`` it follows from the samples.
-        batch_unit: what a step is.
+        microbatches: of each rank and step; None with ``global_batch_size``.
         sync_every: how often ranks wait for each other.
         encoder_ranks: ranks that encode.
-        global_batch_size: samples of a step, with ``samples``.
-        balance_group: microbatches that are made alike in cost, with ``tokens``; None takes ``ranks``.
-        max_delay: steps that a sample may wait, with ``tokens``.
-        lookahead: steps drawn ahead at most, with ``tokens``.
+        global_batch_size: samples of a step, which come in order; None with ``microbatches``.
+        balance_group: microbatches that are made alike in cost, with ``microbatches``; None takes about a quarter.
+        max_delay: steps that a sample may wait, with ``microbatches``.
+        lookahead: steps drawn ahead at most, with ``microbatches``.
     """
 
     token_budget: int
     ranks: int
     cost: CostModel
     microbatches: int | None = None
-    batch_unit: BatchUnit = "samples"
     sync_every: SyncEvery = "microbatch"
     encoder_ranks: int = 1
     global_batch_size: int | None = None
@@ -64,13 +56,13 @@ class OfflineSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PackingError(f"{name} is {value}; it must be at least 1.")
-        for name, allowed in (("batch_unit", BATCH_UNITS), ("sync_every", SYNC_EVERY)):
-            if getattr(self, name) not in allowed:
-                raise PackingError(f"{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, allowed))}.")
-        if self.batch_unit == "tokens" and self.microbatches is None:
-            raise PackingError("With batch_unit 'tokens' a step is a number of microbatches: set microbatches.")
-        if self.batch_unit == "samples" and self.global_batch_size is None:
-            raise PackingError("With batch_unit 'samples' a step is a number of samples: set global_batch_size.")
+        if self.sync_every not in SYNC_EVERY:
+            raise PackingError(f"sync_every is {self.sync_every!r}; choose {' or '.join(map(repr, SYNC_EVERY))}.")
+        if (self.microbatches is None) == (self.global_batch_size is None):
+            raise PackingError(
+                f"microbatches is {self.microbatches} and global_batch_size is {self.global_batch_size}; a step is a "
+                "number of microbatches of each rank or a number of samples, so set one of them."
+            )
 
 
 @dataclass(frozen=True)
@@ -125,7 +117,7 @@ def pack_offline(
     begin = time.perf_counter()
     costs = settings.cost.weight_of_each(tokens)
     encoder_cost = cost_of_media(media_start, media_cost)
-    pack = _pack_samples if settings.batch_unit == "samples" else _pack_tokens
+    pack = _pack_tokens if settings.global_batch_size is None else _pack_samples
     drafts, left = pack(tokens, costs, settings)
     steps = []
     for draft in drafts:
@@ -151,8 +143,8 @@ def warm_up(settings: OfflineSettings) -> float:
     tiny = replace(
         settings,
         token_budget=64,
-        microbatches=2,
-        global_batch_size=32 * settings.ranks,
+        microbatches=settings.microbatches and 2,
+        global_batch_size=settings.global_batch_size and 32 * settings.ranks,
         balance_group=None,
         max_delay=8,
     )
@@ -197,7 +189,7 @@ def _pack_tokens(tokens: IntArray, costs: FloatArray, settings: OfflineSettings)
         StreamSettings(
             token_budget=settings.token_budget,
             microbatches=settings.microbatches * settings.ranks,
-            balance_group=settings.balance_group or settings.ranks,
+            balance_group=settings.balance_group or usual_balance_group(settings.microbatches * settings.ranks),
             cost=settings.cost,
             max_delay=settings.max_delay,
             lookahead=settings.lookahead,
@@ -206,7 +198,7 @@ def _pack_tokens(tokens: IntArray, costs: FloatArray, settings: OfflineSettings)
     )
     drafts = []
     for step in stream:
-        bin_of = arrange(
+        bin_of, positions = arrange(
             step.tokens,
             costs[step.samples],
             step.bin_of,
@@ -216,7 +208,7 @@ def _pack_tokens(tokens: IntArray, costs: FloatArray, settings: OfflineSettings)
             budget=settings.token_budget,
             sync_every=settings.sync_every,
         )
-        drafts.append(PackedStep(step.samples, bin_of, settings.microbatches, step.delay))
+        drafts.append(PackedStep(step.samples, bin_of, positions, step.delay))
     return drafts, stream.left()
 
 

@@ -21,8 +21,8 @@ class StreamSettings:
     Attributes:
         token_budget: the most tokens of a microbatch.
         microbatches: of a step, over all ranks.
-        balance_group: microbatches that are made alike in cost, as ranks compute them at the same time. The rank count
-            of the first run, and that number ever after, so that another layout gets the same steps.
+        balance_group: microbatches that are made alike in cost, as ranks compute them at the same time. See
+            :func:`usual_balance_group`.
         cost: what a packed set of sequences costs the backbone.
         max_delay: steps that a sample may wait, counted from the step at which it is drawn.
         lookahead: steps whose samples may be drawn before they are needed.
@@ -61,6 +61,22 @@ class StreamSettings:
     def step_tokens(self) -> float:
         """Tokens that a step should have."""
         return self.fill * self.groups * self.balance_group * self.token_budget
+
+    def samples_that_fill(self, tokens: IntArray) -> int:
+        """How many samples fill a step on average; ``tokens``: ``[samples]`` of such samples."""
+        return max(1, round(self.step_tokens / tokens.mean())) if len(tokens) else 1
+
+
+def usual_balance_group(microbatches: int) -> int:
+    """The balance group of a step of so many microbatches, whatever the number of ranks.
+
+    About a quarter of them, and about 4 at least. Ranks that a group does not suffice for get microbatches of several
+    groups, which are less alike; but of groups that are larger still, one alone could hold the long samples of several
+    steps.
+    """
+    wanted = max(4.0, microbatches / 4)
+    divisors = [number for number in range(1, microbatches + 1) if microbatches % number == 0]
+    return min(divisors, key=lambda number: max(number / wanted, wanted / number))
 
 
 @dataclass(frozen=True)

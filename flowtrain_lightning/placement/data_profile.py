@@ -10,7 +10,8 @@ import numpy as np
 
 from flowtrain_lightning.allocator import Workload
 from flowtrain_lightning.allocator.flops import FloatArray
-from flowtrain_lightning.data import FlowDataModule
+from flowtrain_lightning.data import DataError, FlowDataModule
+from flowtrain_lightning.data.stream_steps import StreamSteps
 from flowtrain_lightning.packing import IMAGE, CostModel, IntArray, SampleSizes
 from flowtrain_lightning.placement.profile import Profile
 
@@ -62,9 +63,15 @@ def profile_data(data: FlowDataModule, profile: Profile, devices: int = 8) -> Da
         devices: that are to be split; the more, the more samples it takes.
 
     Raises:
-        DataError: there are no training data, or they cannot be read.
+        DataError: there are no training data, they cannot be read, or they are a stream.
     """
-    source = data.train_dataloader().steps.samples.source
+    steps = data.train_dataloader().steps
+    if isinstance(steps.sampling, StreamSteps):
+        raise DataError(
+            "The training data are a stream, of which no samples can be drawn to measure the module with. Set "
+            "FlowTrainStrategy(profile='off'), or name the ranks of its roles."
+        )
+    source = steps.samples.source
     draw = np.random.default_rng(data.seed)
     pool = draw.permutation(len(source))[:_MOST]
     sizes = source.sizes(pool)
@@ -77,7 +84,7 @@ def profile_data(data: FlowDataModule, profile: Profile, devices: int = 8) -> Da
     drawn = np.arange(count)
     share = float(encoder[drawn].sum() / (encoder[drawn].sum() + backbone[drawn].sum()))
     chosen = sizes.select(drawn)
-    workload = _workload(chosen, data)
+    workload = _workload(chosen, data, steps.sampling.samples_per_step)
     return DataProfile(chosen, len(source), stable, devices, split(drawn), share, workload)
 
 
@@ -121,13 +128,13 @@ def stable_count(available: int, choose: Decide, draw: np.random.Generator) -> t
     return available, False
 
 
-def _workload(sizes: SampleSizes, data: FlowDataModule) -> Workload:
+def _workload(sizes: SampleSizes, data: FlowDataModule, samples_per_step: int) -> Workload:
     """The lengths, with batches as the packer makes them: an encoder batch is what one microbatch reads."""
     patches_per_token = sizes.media_patches.sum() / sizes.tokens.sum()
     return Workload(
         sizes.tokens,
         {IMAGE: sizes.media_patches},
-        global_batch_size=data.global_batch_size,
+        global_batch_size=samples_per_step,
         token_budget=data.token_budget,
         encoder_budget=min(data.encoder_budget, max(1, round(data.token_budget * patches_per_token))),
     )

@@ -141,7 +141,7 @@ class MeasuredCosts:
         try:
             plans = self.plan_steps(allocation, SIMULATED_STEPS)
         except PackingError:
-            return None  # microbatches=... cannot be shared out evenly among these backbone ranks
+            return None
         return predict_steps(plans, allocation, self.profile, self.processors, self.kept_batches)
 
     def _apart(self, placement: Placement, encoder_ranks: int) -> MeasuredPrediction | None:

@@ -27,7 +27,8 @@ REFUSED_CALLBACKS: dict[type[L.Callback], str] = {
     ),
     BatchSizeFinder: "the batch is a plan. Set FlowDataModule(token_budget=...)",
     GradientAccumulationScheduler: (
-        "a step holds as many microbatches as it needs. Set FlowDataModule(global_batch_size=...)"
+        "a step holds as many microbatches as it needs. Set FlowDataModule(token_steps=...) or "
+        "FlowDataModule(global_batch_size=...)"
     ),
     LearningRateFinder: "it replays steps from a checkpoint of one process. Run it under strategy='auto'",
     ModelPruning: "it masks parameters of both halves, which live on different ranks. Prune an exported checkpoint",

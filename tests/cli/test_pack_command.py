@@ -15,9 +15,9 @@ pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
 
 OPTIONS = ("--token-budget", "100", "--ranks", "2")
-TOKENS = ("--batch-unit", "tokens", "--microbatches", "2", "--max-delay", "4")
+TOKENS = ("--microbatches", "2", "--max-delay", "4")
 LENGTHS = "the file that is read"
-SAMPLES = ("--batch-unit", "samples", "--global-batch-size", "50")
+SAMPLES = ("--global-batch-size", "50")
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def table(count=400):
     return {"tokens": generator.integers(1, 40, count), "media_cost": pyarrow.array(media)}
 
 
-@pytest.mark.parametrize("batch_unit", [TOKENS, SAMPLES])
+@pytest.mark.parametrize("of_steps", [TOKENS, SAMPLES])
 @pytest.mark.parametrize("sync_every", ["microbatch", "step"])
-def test_the_plan_holds_every_sample_once_within_the_budget(pack, batch_unit, sync_every):
+def test_the_plan_holds_every_sample_once_within_the_budget(pack, of_steps, sync_every):
     columns = table()
-    folder, printed = pack(columns, *OPTIONS, *batch_unit, "--sync-every", sync_every, "--encoder-ranks", "2", "--json")
+    folder, printed = pack(columns, *OPTIONS, *of_steps, "--sync-every", sync_every, "--encoder-ranks", "2", "--json")
     figures = json.loads(printed)
     plan = parquet.read_table(folder / "plan.parquet").to_pydict()
     assert list(plan) == ["sample", "step", "rank", "microbatch", "position"]
@@ -82,7 +82,6 @@ def test_media_may_be_absent_and_figures_are_named(pack):
     for name in ("pad", "idle_sync", "idle_acc", "mixcv", "encoder_idle", "flow_gap", "max_delay_seen", "samples_left"):
         assert name in printed
     assert "microseconds_per_sample" in printed
-    assert "bound" in printed
     assert re.search(r"^pad +[\d.]+ %$", printed, flags=re.MULTILINE)
     assert re.search(r"^imb +[\d.]+$", printed, flags=re.MULTILINE)
 
@@ -113,8 +112,8 @@ def test_a_picture_is_drawn(pack, tmp_path):
         ({"tokens": [5], "media_cost": [[float("nan")]]}, (), "The cost of media item 0 is nan"),
         ({"tokens": [5]}, ("--ranks", "0"), "ranks is 0; it must be at least 1"),
         ({"tokens": [5]}, ("--encoder-ranks", "0"), "encoder_ranks is 0"),
-        ({"tokens": [5]}, ("--batch-unit", "tokens"), "set microbatches"),
-        ({"tokens": [5]}, ("--batch-unit", "tokens", "--microbatches", "0"), "microbatches is 0"),
+        ({"tokens": [5]}, ("--max-delay", "4"), "set --microbatches, of each rank, or --global-batch-size"),
+        ({"tokens": [5]}, ("--microbatches", "0"), "microbatches is 0"),
         ({"tokens": [5]}, ("--global-batch-size", "0"), "global_batch_size is 0"),
         ({"tokens": [5]}, ("--cost-linear", "-1"), "The linear coefficient of a cost model is -1.0"),
         ({"tokens": [5]}, ("--cost-quadratic", "nan"), "The quadratic coefficient of a cost model is nan"),
@@ -129,38 +128,37 @@ def test_a_picture_is_drawn(pack, tmp_path):
     ],
 )
 def test_bad_input_gets_a_sentence(pack, columns, options, words, tmp_path):
-    options = options if "--batch-unit" in options else ("--global-batch-size", "1", *options)
+    of_microbatches = {"--microbatches", "--max-delay"} & {*options}
+    options = options if of_microbatches else ("--global-batch-size", "1", *options)
     options = [str(tmp_path / "lengths.parquet") if option is LENGTHS else option for option in options]
     with pytest.raises(SystemExit, match=f"flowtrain pack: .*{words}"):
         pack(columns, *OPTIONS, *options)
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "batch_unit", "reason"),
+    ("option", "value", "reason"),
     [
-        ("--microbatches", "2", SAMPLES, "as many microbatches are made as the samples need"),
-        ("--balance-group", "3", SAMPLES, "as many microbatches are made as the samples need"),
-        ("--max-delay", "-1", SAMPLES, "no sample waits for another step"),
-        ("--lookahead", "4", SAMPLES, "no sample waits for another step"),
-        ("--global-batch-size", "16", TOKENS, "a step has as many samples as its microbatches hold"),
+        ("--microbatches", "2", "as many microbatches are made as the samples need"),
+        ("--balance-group", "3", "as many microbatches are made as the samples need"),
+        ("--max-delay", "-1", "no sample waits for another step"),
+        ("--lookahead", "4", "no sample waits for another step"),
     ],
 )
-def test_an_option_of_the_other_batch_unit_is_refused(pack, option, value, batch_unit, reason):
-    other = "tokens" if batch_unit is SAMPLES else "samples"
+def test_an_option_that_means_nothing_for_steps_of_samples_is_refused(pack, option, value, reason):
     with pytest.raises(SystemExit) as end:
-        pack({"tokens": [5]}, *OPTIONS, *batch_unit, option, value)
+        pack({"tokens": [5]}, *OPTIONS, *SAMPLES, option, value)
     assert end.value.code == (
-        f"flowtrain pack: {option}={value} was given with --batch-unit={batch_unit[1]}, where {reason}; "
-        f"set --batch-unit={other}, or leave {option} out."
+        f"flowtrain pack: {option}={value} was given with --global-batch-size=50, where {reason}; "
+        "leave one of them out."
     )
 
 
-def test_the_help_names_the_defaults_of_options_that_only_tokens_has(pack, capsys):
+def test_the_help_names_the_defaults_of_options_that_need_not_be_given(pack, capsys):
     with pytest.raises(SystemExit):
         pack({"tokens": [5]}, "--help")
     said = " ".join(capsys.readouterr().out.split())
-    assert "steps that a sample may wait, with tokens (default: 8)" in said
-    assert "steps drawn ahead at most, with tokens (default: 4)" in said
+    assert "steps that a sample may wait (default: 8)" in said
+    assert "steps drawn ahead at most (default: 4)" in said
 
 
 def test_media_of_which_only_tokens_are_known_cost_nothing(pack):
@@ -171,17 +169,16 @@ def test_media_of_which_only_tokens_are_known_cost_nothing(pack):
 
 
 def test_a_file_that_is_not_there_gets_a_sentence(monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        sys, "argv", ["flowtrain", "pack", "nowhere.parquet", *OPTIONS, "--out", str(tmp_path / "plan.parquet")]
-    )
+    command = ["flowtrain", "pack", "nowhere.parquet", *OPTIONS, *SAMPLES]
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path / "plan.parquet")])
     with pytest.raises(SystemExit, match=r"there is no file nowhere\.parquet"):
         main()
 
 
 @pytest.mark.parametrize("tokens", [[], [7], [7] * 3])
-@pytest.mark.parametrize("batch_unit", [TOKENS, SAMPLES])
-def test_too_few_samples_for_a_step_are_all_left_over(pack, tokens, batch_unit):
-    _, printed = pack({"tokens": pyarrow.array(tokens, pyarrow.int64())}, *OPTIONS, *batch_unit, "--json")
+@pytest.mark.parametrize("of_steps", [TOKENS, SAMPLES])
+def test_too_few_samples_for_a_step_are_all_left_over(pack, tokens, of_steps):
+    _, printed = pack({"tokens": pyarrow.array(tokens, pyarrow.int64())}, *OPTIONS, *of_steps, "--json")
     figures = json.loads(printed)
     assert (figures["steps"], figures["samples_left"]) == (0, len(tokens))
 

@@ -107,7 +107,7 @@ def test_the_command_that_trains_on_the_plan_is_one_that_the_command_line_takes(
     given = parser.parse_args([*options[2:], "--data.train=records.jsonl"])
     assert given.trainer.devices == "8" or given.trainer.devices == 8
     assert Path(given.trainer.strategy.init_args.allocation) == Path("plan.yaml")
-    assert (given.data.global_batch_size, given.data.token_budget) == (64, 8192)
+    assert (given.data.token_steps.microbatches, given.data.token_budget) == (16, 8192)  # of 64 samples, two a rank
 
 
 def test_json_has_every_figure(plan):

@@ -1,6 +1,7 @@
 """A loader goes on from a saved position with exactly the batches that were left, or says why it cannot."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -74,17 +75,26 @@ def test_a_saved_position_in_a_token_stream_gives_exactly_the_remaining_batches(
     assert read(second, epoch=2) == whole[2]
 
 
-def test_a_position_in_a_token_stream_does_not_depend_on_this_runs_ranks(loader_of):
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_position_in_a_token_stream_does_not_depend_on_this_runs_ranks(loader_of, ranks):
     whole = read(loader_of(token_steps=TOKEN_STEPS))
     first = loader_of(token_steps=TOKEN_STEPS)
     read(first, count=1)
     state = first.state_dict()
-    second = loader_of(token_steps=TOKEN_STEPS, shard=RankShard.plain(0, 2))
-    assert second.state_dict()["settings"]["balance_group"] == 2
+    second = loader_of(token_steps=TOKEN_STEPS, shard=RankShard.plain(0, ranks))
     second.load_state_dict(state)
     assert second.state_dict() == state
-    assert state["settings"]["balance_group"] == 1
     assert read(second) == whole[1:]
+
+
+def test_a_balance_group_that_is_not_set_is_that_of_the_checkpoint(loader_of):
+    other = replace(TOKEN_STEPS, balance_group=1)
+    first, second = loader_of(token_steps=other), loader_of(token_steps=TOKEN_STEPS)
+    assert second.state_dict()["settings"]["balance_group"] == 2
+    read(first, count=1)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    assert read(second) == read(loader_of(token_steps=other))[1:]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +103,7 @@ def test_a_position_in_a_token_stream_does_not_depend_on_this_runs_ranks(loader_
         ({"token_budget": 66}, "token_budget was 64, is 66"),
         ({"token_steps": TokenSteps(4, max_delay=2)}, "microbatches was 2, is 4"),
         ({"token_steps": TokenSteps(2, max_delay=3)}, "max_delay was 2, is 3"),
-        ({"token_steps": TokenSteps(2, balance_group=2, max_delay=2)}, "balance_group was 1, is 2"),
+        ({"token_steps": TokenSteps(2, balance_group=1, max_delay=2)}, "balance_group was 2, is 1"),
         ({"cost": CostModel(1.0, 2.0, 0.0)}, "cost was .*, is .*2.0"),
         ({"token_steps": None}, "now: batch_unit was tokens, is samples. Use"),
     ],

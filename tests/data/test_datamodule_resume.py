@@ -50,7 +50,7 @@ def test_a_run_on_a_token_stream_resumed_from_any_checkpoint_reads_the_rest(file
 
 def test_settings_of_the_checkpoint_hold_in_loaders_of_later_epochs_too(file, tmp_path):
     settings = {"max_epochs": 3, "num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
-    given = data_module(file, token_steps=replace(TOKEN_STEPS, balance_group=2))
+    given = data_module(file, token_steps=replace(TOKEN_STEPS, balance_group=1))
     whole = trained(tmp_path, given, callbacks=[SaveAlways(tmp_path)], **settings)
     unset = data_module(file, token_steps=TOKEN_STEPS)
     assert trained(tmp_path, unset, tmp_path / "batch-2.ckpt", **settings) == whole[2:]

@@ -35,7 +35,10 @@ def test_a_section_refuses_values_that_mean_nothing(section, change, words):
     ("change", "words"),
     [
         ({"global_batch_size": 19}, "train has 18 samples, fewer than global_batch_size=19"),
-        ({"token_steps": TokenSteps(3, balance_group=2)}, "microbatches=3 cannot be shared out evenly by 2"),
+        (
+            {"token_steps": TokenSteps(3, balance_group=2)},
+            "3 microbatches cannot be made of balance groups of 2",
+        ),
         ({"token_steps": TokenSteps(99)}, "tokens, too few to fill microbatches=99 of token_budget=64"),
         ({"train": []}, "train is an empty list of files"),
         ({"val": {"v.jsonl": 1.0}}, "val gives files weights, which only train may have"),

@@ -21,9 +21,11 @@ COSTS = {
 PACKINGS: dict[str, dict[str, Any]] = {
     "samples": {"packing": {"sync_every": "microbatch", **COSTS}},
     "tokens": {"token_steps": {"microbatches": 4, "balance_group": 2, "max_delay": 3}},
+    "unsaid": {"global_batch_size": None},
     "cut": {"encoder_budget": 40},  # patches: several encoder batches for most microbatches
     "tokens, costs": {"token_steps": {"microbatches": 4, "balance_group": 4}, "packing": COSTS, "shuffle": True},
 }
+LONGER = ("samples", "unsaid")
 LAYOUTS = ("ddp 2", "colocated 2", "1+2", "2+4")
 
 
@@ -43,7 +45,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
     return run
 
 
-@pytest.mark.parametrize("packing", ["tokens", "cut", "tokens, costs", pytest.param("samples", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "packing", ["tokens", "cut", "tokens, costs", *(pytest.param(each, marks=pytest.mark.full) for each in LONGER)]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_as_one_process_does(run: Callable[[str, str], Run], layout: str, packing: str):
     found, reference = run(layout, packing), run("auto", "samples" if packing == "cut" else packing)

@@ -58,17 +58,17 @@ def test_a_step_of_texts_and_pictures(settings, expected):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"batch_unit": "samples", "global_batch_size": 9}, "bc8b30fc16e0f2f0"),
-        ({"batch_unit": "samples", "global_batch_size": 100, "sync_every": "step"}, "9ba3d0d1b085bce4"),
-        ({"batch_unit": "tokens"}, "d77225e743cd6666"),
-        ({"batch_unit": "tokens", "sync_every": "step", "balance_group": 2}, "d69ca6e568f4d2ad"),
-        ({"batch_unit": "tokens", "token_budget": 40_000}, "18000bd1826e1488"),
+        ({"global_batch_size": 9}, "bc8b30fc16e0f2f0"),
+        ({"global_batch_size": 100, "sync_every": "step"}, "9ba3d0d1b085bce4"),
+        ({"microbatches": 2}, "d77225e743cd6666"),
+        ({"microbatches": 2, "sync_every": "step", "balance_group": 2}, "d69ca6e568f4d2ad"),
+        ({"microbatches": 2, "token_budget": 40_000}, "18000bd1826e1488"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value) or "defaults",
 )
 def test_a_data_set_of_texts_and_pictures(settings, expected):
     sizes = make_sizes(*texts_and_pictures(2000))
-    given = {"token_budget": TOKEN_BUDGET, "ranks": BACKBONE_RANKS, "cost": COST, "microbatches": 2, **settings}
+    given = {"token_budget": TOKEN_BUDGET, "ranks": BACKBONE_RANKS, "cost": COST, **settings}
     media_cost = ENCODER_COST.of_each(sizes.media_patches)
     options = OfflineSettings(**given, encoder_ranks=ENCODER_RANKS)
     plan = pack_offline(sizes.tokens, sizes.media_start, media_cost, options)

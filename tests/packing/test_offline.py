@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import SYNC_EVERY, CostModel, PackingError
-from flowtrain_lightning.packing.offline import BATCH_UNITS, OfflineSettings, pack_offline
+from flowtrain_lightning.packing.offline import OfflineSettings, pack_offline
 
 COST = CostModel(1.0, 0.01, 0.0)
 
@@ -18,19 +18,20 @@ def packed(tokens, media=None, **changes):
     media = media or [[]] * len(tokens)
     media_start = np.cumsum([0, *map(len, media)])
     media_cost = np.concatenate([[], *media])
-    given = {"token_budget": 100, "ranks": 2, "cost": COST, "microbatches": 2, "global_batch_size": 8}
+    given = {"token_budget": 100, "ranks": 2, "cost": COST}
+    changes = changes if "microbatches" in changes else {"global_batch_size": 8, **changes}
     return pack_offline(tokens, media_start, media_cost, OfflineSettings(**{**given, **changes}))
 
 
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(1, 100), st.lists(st.floats(0, 50), max_size=2)), max_size=60),
-    st.sampled_from(BATCH_UNITS),
+    st.sampled_from([{"microbatches": 2}, {"global_batch_size": 8}]),
     st.sampled_from(SYNC_EVERY),
 )
-def test_every_sample_and_its_media_are_in_one_step_or_left(samples, batch_unit, sync_every):
+def test_every_sample_and_its_media_are_in_one_step_or_left(samples, of_steps, sync_every):
     tokens, media = [tokens for tokens, _ in samples], [media for _, media in samples]
-    plan = packed(tokens, media, batch_unit=batch_unit, sync_every=sync_every, encoder_ranks=2)
+    plan = packed(tokens, media, sync_every=sync_every, encoder_ranks=2, **of_steps)
     start = np.cumsum([0, *map(len, media)])
     in_steps = [sample for step in plan.steps for sample in step.samples.tolist()]
     assert sorted(in_steps + plan.left.tolist()) == list(range(len(tokens)))
@@ -54,9 +55,14 @@ def test_a_step_of_samples_takes_them_in_order():
         ([5], [[float("nan")]], {}, "The cost of media item 0 is nan"),
         ([5], None, {"ranks": 0}, "ranks is 0; it must be at least 1"),
         ([5], None, {"sync_every": "never"}, "sync_every is 'never'; choose 'microbatch' or 'step'"),
-        ([5], None, {"batch_unit": "tokens", "microbatches": None}, "set microbatches"),
-        ([5], None, {"global_batch_size": None}, "set global_batch_size"),
-        ([5], None, {"batch_unit": "tokens", "balance_group": 3}, "choose a balance_group that divides 4"),
+        ([5], None, {"global_batch_size": None}, "microbatches is None and global_batch_size is None; .* set one of"),
+        (
+            [5],
+            None,
+            {"microbatches": 2, "global_batch_size": 8},
+            "is 2 and global_batch_size is 8; .* set one",
+        ),
+        ([5], None, {"microbatches": 2, "balance_group": 3}, "choose a balance_group that divides 4"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(tokens, media, changes, words):

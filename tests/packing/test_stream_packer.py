@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import CostModel, PackingError
-from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState
+from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState, usual_balance_group
 from flowtrain_lightning.packing.stream_packer import StreamPacker, steps_in_block
 
 BUDGET = 64
@@ -142,3 +142,10 @@ def test_blocks_let_a_sample_share_groups_with_as_many_steps_as_possible(max_del
 def test_settings_that_make_no_sense_are_refused_by_name(field, value, words):
     with pytest.raises(PackingError, match=words):
         StreamSettings(**{"token_budget": 8, "microbatches": 2, "balance_group": 2, "cost": COST, field: value})
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "group"), [(1, 1), (2, 2), (4, 4), (6, 3), (7, 7), (8, 4), (12, 4), (32, 8), (64, 16), (100, 25)]
+)
+def test_a_balance_group_is_about_a_quarter_of_a_step_and_about_four_at_least(microbatches, group):
+    assert usual_balance_group(microbatches) == group

@@ -1,12 +1,15 @@
 """How many samples it takes to know a data set, and what is kept of them."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from flowtrain_lightning.data import DataError, TokenSteps
 from flowtrain_lightning.packing import CostModel, SampleSizes
 from flowtrain_lightning.placement.data_profile import encoder_devices, profile_data, sample_costs, stable_count
+from tests.data.sources.test_resuming import Lines
 from tests.placement.test_profile import ENCODER, PROFILE
 from tests.tiny import tiny_data, write_records
 
@@ -61,6 +64,20 @@ def test_a_data_profile_is_a_workload_of_drawn_samples(tmp_path):
     assert found.workload.tokens.tolist() == found.sizes.tokens.tolist()
     assert found.workload.media["image"].tolist() == found.sizes.media_patches.tolist()
     assert 0 < found.encoder_share < 1
+
+
+def test_a_step_of_microbatches_is_as_many_samples_as_fill_them_on_average(tmp_path):
+    write_records(tmp_path, 80)
+    data = tiny_data(tmp_path, global_batch_size=None, token_steps=TokenSteps(4))
+    workload = profile_data(data, PROFILE).workload
+    assert workload.global_batch_size == round(0.986 * 4 * 160 / workload.tokens.mean())
+
+
+def test_a_stream_gives_no_samples_to_draw(tmp_path):
+    write_records(tmp_path, 8)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    with pytest.raises(DataError, match=r"are a stream, .* Set FlowTrainStrategy\(profile='off'\), or name the ranks"):
+        profile_data(tiny_data(tmp_path, train=Lines(rows)), PROFILE)
 
 
 def test_the_same_samples_are_drawn_for_the_same_seed(tmp_path):

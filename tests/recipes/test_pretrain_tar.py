@@ -17,7 +17,7 @@ from tests.models.test_pretrained import published
 pytest.importorskip("transformers")
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "pretrain_tar" / "config.yaml"
-FIT = ["--data.token_budget", "256", "--data.global_batch_size", "4", "--data.token_steps.microbatches", "2"]
+FIT = ["--data.token_budget", "256", "--data.token_steps.microbatches", "2"]
 FIT += ["--data.num_workers", "0", "--trainer.accelerator", "cpu", "--trainer.devices", "1"]
 FIT += ["--trainer.val_check_interval", "2", "--trainer.limit_val_batches", "1", "--trainer.log_every_n_steps", "1"]
 

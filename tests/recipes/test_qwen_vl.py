@@ -24,7 +24,7 @@ TEMPLATE = ROOT / "tests" / "models" / "chat_templates" / "qwen2_5_vl.jinja"
 DRAWINGS = ROOT / "recipes" / "quickstart"
 SECONDS = 600  # the longest wait on a busy machine
 PATCH = 8  # of the drawings, in pixels
-FIT = ["--data.global_batch_size", "16", "--data.token_budget", "512", "--data.num_workers", "0"]
+FIT = ["--data.token_steps.microbatches", "4", "--data.token_budget", "512", "--data.num_workers", "0"]
 FIT += ["--trainer.accelerator", "cpu", "--trainer.num_nodes", "1", "--trainer.max_steps", "2"]
 FIT += ["--trainer.val_check_interval", "2", "--trainer.limit_val_batches", "1"]
 

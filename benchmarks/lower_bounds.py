@@ -1,4 +1,4 @@
-"""What no packing can avoid: idle time, the least time of a step, and samples that would have to be split."""
+"""What no packing can avoid: idle time, and the least time of a step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,62 @@ import numpy as np
 
 from flowtrain_lightning.packing.compiled import compiled
 from flowtrain_lightning.packing.cost_model import CostModel
-from flowtrain_lightning.packing.step_plan import FloatArray, IntArray, PackingError
+from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings, cost_of_media
+from flowtrain_lightning.packing.step_plan import FloatArray, IntArray
 from flowtrain_lightning.packing.step_work import FORWARD_SHARE
 
 _SHARES = np.linspace(0, 1, 200)
 """Shares of the samples at whose costs the levels of :func:`least_idle_share` lie."""
+
+
+def bounds_of(
+    plan: OfflinePlan, tokens: IntArray, media_start: IntArray, media_cost: FloatArray, settings: OfflineSettings
+) -> dict[str, float]:
+    """Percent by which any plan of these samples idles, and by which steps outlast the work of their busiest lane.
+
+    The former with the same samples left over and the same padding; the latter, ``flow_bound``, however samples are
+    swapped between these microbatches. It is known where ranks synchronise at every microbatch.
+
+    Args:
+        plan: the packing.
+        tokens: ``[samples]`` tokens of each sequence.
+        media_start: ``[samples + 1]`` the media items of sample ``i`` are ``media_start[i]:media_start[i + 1]``.
+        media_cost: ``[media items]`` what encoding each costs, in the unit of ``settings.cost``.
+        settings: how the plan was made.
+    """
+    costs = settings.cost.of_each(tokens)
+    if settings.sync_every == "step":
+        share = least_idle_share_of_ranks([costs[step.samples] for step in plan.steps], settings.ranks)
+        return {"bound": 100 * share}
+    encoder = cost_of_media(media_start, media_cost)
+    least = work = 0.0
+    for step in plan.steps:
+        own, bins = step.samples, step.positions * settings.ranks
+        loads: FloatArray = np.bincount(step.bin_of, costs[own], minlength=bins).astype(np.float64)
+        grid = loads.reshape(step.positions, settings.ranks)
+        least += least_step_time(grid, costs[own], encoder[own], encoder_ranks=settings.encoder_ranks)
+        encoding = (sum(float(media_cost[batch].sum()) for batch in of_rank) for of_rank in step.encoder_batches)
+        work += max(float(grid.max(axis=1).sum()), *encoding)
+    return {"bound": 100 * _idle_share(plan, tokens, settings), "flow_bound": 100 * max(0.0, least / work - 1)}
+
+
+def _idle_share(plan: OfflinePlan, tokens: IntArray, settings: OfflineSettings) -> float:
+    packed = np.sort(np.concatenate([step.samples for step in plan.steps]))
+    if settings.global_batch_size is not None:
+        step_of, reach = np.arange(len(packed)) // settings.global_batch_size, 0
+    else:
+        bins = sum(step.positions for step in plan.steps) * settings.ranks
+        ahead = np.cumsum(tokens[packed]) - tokens[packed]
+        step_of = np.floor(ahead / (tokens[packed].sum() / bins * (settings.microbatches or 1) * settings.ranks))
+        reach = settings.max_delay + min(settings.lookahead, settings.max_delay)
+    return least_idle_share(
+        tokens[packed],
+        step_of.astype(np.float64),
+        settings.cost,
+        group_size=settings.ranks,
+        budget=settings.token_budget,
+        reach=reach,
+    )
 
 
 def least_idle_share(
@@ -173,31 +224,3 @@ def least_step_time(positions: FloatArray, costs: FloatArray, encoder: FloatArra
         method="highs",
     )
     return max(float(answer.fun), media) if answer.status == 0 else max(float(longest.sum()), media)
-
-
-def context_parts(tokens: IntArray, cost: CostModel, *, microbatches: int) -> IntArray:
-    """Into how many parts context parallelism would have to split each sample of a step.
-
-    A sample that alone costs more than the step's mean microbatch makes all other ranks wait, however the samples are
-    packed. Split evenly over so many ranks, each of its parts costs no more than a mean microbatch. Packing itself
-    never splits a sequence: this is what a layout with context parallelism would be chosen by.
-
-    Args:
-        tokens: ``[samples]`` of a step.
-        cost: what a packed set of sequences costs.
-        microbatches: of the step, over all ranks.
-
-    Returns:
-        ``[samples]`` parts, a power of two because context parallel groups are; 1 for whatever needs no split.
-
-    Raises:
-        PackingError: the step has less than one microbatch.
-    """
-    if microbatches < 1:
-        raise PackingError(f"A step has {microbatches} microbatches; it must have at least 1.")
-    costs = cost.of_each(tokens)
-    mean = costs.sum() / microbatches
-    if mean == 0:
-        return np.ones(len(tokens), dtype=np.int64)
-    parts: IntArray = np.exp2(np.ceil(np.log2(np.maximum(1.0, costs / mean) * (1 - 1e-12)))).astype(np.int64)
-    return parts

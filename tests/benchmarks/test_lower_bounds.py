@@ -7,14 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain_lightning.packing import CostModel, PackingError
-from flowtrain_lightning.packing.lower_bounds import (
-    context_parts,
-    least_idle_share,
-    least_idle_share_of_ranks,
-    least_step_time,
-)
+from benchmarks.lower_bounds import bounds_of, least_idle_share, least_idle_share_of_ranks, least_step_time
+from flowtrain_lightning.packing import SYNC_EVERY, CostModel
+from flowtrain_lightning.packing.evaluation import evaluate
 from flowtrain_lightning.packing.microbatches import pack_microbatches
+from flowtrain_lightning.packing.offline import OfflineSettings, pack_offline
 from flowtrain_lightning.packing.step_planner import plan_step
 from tests.packing.sizes import TOKEN_BUDGET, simulated, sizes_strategy
 
@@ -153,29 +150,15 @@ def test_no_simulated_step_is_shorter_than_the_bound(sizes, backbone_ranks, enco
     assert least <= simulated(plan, COST, encoder_cost, "microbatch").makespan * (1 + 1e-6)
 
 
-def test_a_sample_no_costlier_than_a_mean_microbatch_stays_whole():
-    assert context_parts(np.array([50, 50, 50, 50]), COST, microbatches=4).tolist() == [1, 1, 1, 1]
-
-
-def test_a_sample_is_split_until_no_part_is_costlier_than_a_mean_microbatch():
-    tokens = np.array([100, 10, 10, 10])  # costs 200, 11, 11, 11
-    assert context_parts(tokens, COST, microbatches=2).tolist() == [2, 1, 1, 1]
-    assert context_parts(tokens, COST, microbatches=8).tolist() == [8, 1, 1, 1]
-
-
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 16))
-def test_the_parts_are_the_fewest_of_a_power_of_two_that_suffice(tokens, microbatches):
-    costs = COST.of_each(np.array(tokens))
-    mean = costs.sum() / microbatches
-    parts = context_parts(np.array(tokens), COST, microbatches=microbatches)
-    assert (costs / parts <= mean * (1 + 1e-9)).all()
-    assert ((parts == 1) | (costs / (parts / 2) > mean * (1 - 1e-9))).all()
-
-
-def test_steps_without_microbatches_are_refused():
-    with pytest.raises(PackingError, match="A step has 0 microbatches; it must have at least 1"):
-        context_parts(np.array([1]), COST, microbatches=0)
-
-
-def test_a_step_without_samples_has_nothing_to_split():
-    assert context_parts(np.array([], dtype=np.int64), COST, microbatches=4).tolist() == []
+@pytest.mark.parametrize("sync_every", SYNC_EVERY)
+@pytest.mark.parametrize("of_steps", [{"global_batch_size": 40}, {"microbatches": 2, "max_delay": 4}])
+def test_no_plan_idles_less_than_its_bounds(of_steps, sync_every):
+    draw = np.random.default_rng(1)
+    tokens = np.minimum(draw.lognormal(4, 1, 600).astype(np.int64) + 1, 1000)
+    media_start = np.arange(601)
+    settings = OfflineSettings(1000, 2, CostModel(1.0, 1 / 2000, 0.0), sync_every=sync_every, **of_steps)
+    media_cost = 0.3 * tokens * (draw.random(600) < 0.6)
+    given = (pack_offline(tokens, media_start, media_cost, settings), tokens, media_start, media_cost, settings)
+    found, bounds = evaluate(*given), bounds_of(*given)
+    assert bounds["bound"] <= found["idle_sync" if sync_every == "microbatch" else "idle_acc"] + 1e-9
+    assert bounds.get("flow_bound", 0.0) <= found["flow_gap"] + 1e-6

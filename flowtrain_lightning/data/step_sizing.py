@@ -1,0 +1,173 @@
+"""Which samples are in each step: decided from what the user asks of steps and from the samples that there are.
+
+A training step fills a number of microbatches, or has a number of samples; every other step has a number of samples.
+None of it depends on the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowtrain_lightning.data.data_error import DataError
+from flowtrain_lightning.data.sampler import Sampling
+from flowtrain_lightning.data.sources.sample_source import JoinedSources
+from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
+from flowtrain_lightning.data.stream_steps import StreamSteps
+from flowtrain_lightning.data.token_stream import TokenStream
+from flowtrain_lightning.packing import CostModel, IntArray, PackingError
+from flowtrain_lightning.packing.sample_stream import StreamSettings, usual_balance_group
+from flowtrain_lightning.packing.setting_values import check_settings
+
+Steps = Sampling | TokenStream | StreamSteps
+"""The steps of all epochs of a stage."""
+
+_USUAL_STEPS, _LEAST_STEPS = 128, 4
+"""Steps that an epoch should have, where nobody says how large a step is."""
+_LEAST_MICROBATCHES, _MOST_MICROBATCHES = 8, 64
+"""Microbatches of a step, where nobody says how many."""
+_OF_A_STREAM = 32
+"""Microbatches of a step of a stream of unknown length. The window that is read ahead holds some five steps."""
+_FIRST_OF_A_STREAM = 256
+"""Samples from which it is known how long those of a stream are."""
+
+
+@dataclass(frozen=True)
+class TokenSteps:
+    """Training steps of a number of nearly full microbatches: the section ``token_steps`` of a data module.
+
+    A step has as many samples as its microbatches hold. Samples may wait for others like them, also past the end of an
+    epoch, so none is left out. Steps are the same on any number of ranks: which samples are in a step depends on the
+    data, seed, shuffling, token budget, these settings, and the backbone's cost model.
+
+    Attributes:
+        microbatches: of one step, over all ranks; best a multiple of the backbone ranks, as a step takes a few more of
+            them on other numbers of ranks. None takes what suits the data, see :func:`usual_microbatches`.
+        balance_group: microbatches that are made alike in cost, which must divide ``microbatches``: best as many as
+            run at the same time, or more. None takes a checkpoint's, else about a quarter of ``microbatches``: with
+            more of them, steps would differ in how many long samples they have.
+        max_delay: steps that a sample may wait for others with which it fills microbatches.
+    """
+
+    microbatches: int | None = None
+    balance_group: int | None = None
+    max_delay: int = 8
+
+    def __post_init__(self) -> None:
+        check_settings(self, least={"microbatches": 1, "balance_group": 1, "max_delay": 0})
+
+
+@dataclass(frozen=True)
+class StepSizing:
+    """What steps are made of.
+
+    Attributes:
+        token_budget: the most tokens of a microbatch.
+        cost: what a packed set of sequences costs the backbone.
+        global_batch_size: samples of a step; None takes as many as fill a training step's microbatches on average.
+        token_steps: of how many microbatches training steps are; None makes them of ``global_batch_size`` samples.
+        seed: of the order.
+    """
+
+    token_budget: int
+    cost: CostModel
+    global_batch_size: int | None
+    token_steps: TokenSteps | None
+    seed: int
+
+    def training(self, source: JoinedSources | StreamSource, *, shuffle: bool) -> Steps:
+        """The steps of training.
+
+        Args:
+            source: the samples.
+            shuffle: samples come in another order each epoch.
+
+        Raises:
+            DataError: balance groups do not divide the microbatches, or the data do not fill a step.
+        """
+        if isinstance(source, StreamSource):
+            cut = self._samples(source) if self.token_steps is None else self._cut()
+            return StreamSteps(source, cut, drop_last=True)
+        if self.token_steps is None:
+            return self._in_samples("train", source, self._samples(source), shuffle=shuffle, training=True)
+        order = Sampling(source.lengths, 1, weights=source.weights, seed=self.seed, shuffle=shuffle)
+        tokens = _tokens(source)
+        stream = TokenStream(order, tokens, self._cut(tokens.sum()))
+        if stream.steps == 0 and self.token_steps.microbatches is None:
+            # A few records to try something out: all of them are less than one microbatch.
+            few = max(1, len(source) // _LEAST_STEPS)
+            return self._in_samples("train", source, few, shuffle=shuffle, training=True)
+        if stream.steps == 0:
+            raise DataError(
+                f"The training data have {tokens.sum()} tokens, too few to fill microbatches={stream.microbatches} of "
+                f"token_budget={self.token_budget}, so no step would be left; lower one of them, or give "
+                "global_batch_size alone, the samples of a step."
+            )
+        return stream
+
+    def in_order(self, stage: str, source: JoinedSources | StreamSource) -> Steps:
+        """The steps of a stage that does not train.
+
+        Raises:
+            DataError: there are no samples.
+        """
+        if isinstance(source, StreamSource):
+            return StreamSteps(source, self._samples(source), drop_last=False)
+        return self._in_samples(stage, source, self._samples(source), shuffle=False, training=False)
+
+    def _in_samples(self, stage: str, source: JoinedSources, size: int, *, shuffle: bool, training: bool) -> Sampling:
+        weights = source.weights if training else None
+        sampling = Sampling(source.lengths, size, weights, self.seed, shuffle=shuffle, drop_last=training)
+        if sampling.steps == 0:
+            too_few = f"{stage} has {len(source)} samples, fewer than global_batch_size={size}"
+            raise DataError(f"{too_few}, so no step would be left; lower it.")
+        return sampling
+
+    def _samples(self, source: JoinedSources | StreamSource) -> int:
+        """Those of a step that has a number of samples."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size
+        if isinstance(source, JoinedSources):
+            tokens = _tokens(source)
+            return self._cut(tokens.sum()).samples_that_fill(tokens)
+        source.begin(0, StreamPosition())
+        return self._cut().samples_that_fill(source.lengths(0, _FIRST_OF_A_STREAM))
+
+    def _cut(self, tokens: float = math.inf) -> StreamSettings:
+        """How so many tokens are cut into steps of a number of microbatches."""
+        wanted = self.token_steps or TokenSteps()
+        microbatches = wanted.microbatches or usual_microbatches(tokens, self.token_budget)
+        try:
+            return StreamSettings(
+                token_budget=self.token_budget,
+                microbatches=microbatches,
+                balance_group=wanted.balance_group or usual_balance_group(microbatches),
+                cost=self.cost,
+                max_delay=wanted.max_delay,
+            )
+        except PackingError as error:
+            raise DataError(str(error)) from error
+
+
+def usual_microbatches(tokens: float, token_budget: int) -> int:
+    """The microbatches of a step where none are named: a power of two, so that usual numbers of ranks divide it.
+
+    So many that an epoch has about 128 steps. At least 8, so that several ranks have work, as far as an epoch then
+    still has 4 steps; at most 64, which are 8 for each of 8 ranks.
+
+    Args:
+        tokens: of the data; infinite where that is not known.
+        token_budget: the most tokens of a microbatch.
+    """
+    if math.isinf(tokens):
+        return _OF_A_STREAM
+    filled = tokens / (StreamSettings.fill * token_budget)
+    wanted = min(max(filled / _USUAL_STEPS, _LEAST_MICROBATCHES), _MOST_MICROBATCHES, filled / _LEAST_STEPS)
+    return int(2 ** math.floor(math.log2(max(wanted, 1.0))))
+
+
+def _tokens(source: JoinedSources) -> IntArray:
+    """``[samples]`` of each."""
+    return source.sizes(np.arange(len(source), dtype=np.int64)).tokens
