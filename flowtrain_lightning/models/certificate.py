@@ -111,7 +111,8 @@ class _Comparison:
         self._family, self._kind = config.model_type, kind
         with torch.device("cpu"), default_dtype(torch.float64):
             self._own = built_twin(twin)
-            self._samples = twin_samples(twin, twin_pictures(self._own, twin))
+            with InFloat64():  # type: ignore[no-untyped-call]
+                self._samples = twin_samples(twin, twin_pictures(self._own, twin))
             self._module = kind(twin, **settings)
             self._module.configure_model()
             if (adapters := self._module.hparams["adapters"]) is not None:

@@ -15,7 +15,6 @@ from flowtrain_lightning.models.own_merge import own_merge, pack_decoder, token_
 from flowtrain_lightning.models.own_positions import positions_of_rows
 from flowtrain_lightning.models.published_config import image_ends, image_token_id
 from flowtrain_lightning.models.twin_samples import TwinSample, packed
-from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
 
 _EQUAL = 1e-6
 
@@ -30,15 +29,14 @@ def sight_of(model: Any, config: Any, traits: Traits, samples: Sequence[TwinSamp
         traits: what else is known of it.
         samples: some longer than its windows.
     """
-    with InFloat64():  # type: ignore[no-untyped-call]
-        expected = torch.cat([own_hidden(model, sample) for sample in samples])
-        for sight in get_args(Sight):
-            try:
-                found = _packed_hidden(model, config, replace(traits, sight=sight), samples)
-            except Exception:  # such as packed attention that meets a window, or a mask that a layer knows nothing of
-                continue
-            if found.shape == expected.shape and (found - expected).abs().max() <= _EQUAL * expected.abs().max():
-                return sight
+    expected = torch.cat([own_hidden(model, sample) for sample in samples])
+    for sight in get_args(Sight):
+        try:
+            found = _packed_hidden(model, config, replace(traits, sight=sight), samples)
+        except Exception:  # such as packed attention that meets a window, or a mask that a layer knows nothing of
+            continue
+        if found.shape == expected.shape and (found - expected).abs().max() <= _EQUAL * expected.abs().max():
+            return sight
     return "packed"
 
 

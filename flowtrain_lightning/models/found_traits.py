@@ -26,6 +26,7 @@ from flowtrain_lightning.models.published_config import image_token_id
 from flowtrain_lightning.models.twin import twin_config
 from flowtrain_lightning.models.twin_pictures import twin_pictures
 from flowtrain_lightning.models.twin_samples import twin_samples
+from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
 
 _EQUAL = 1e-9
 
@@ -72,7 +73,12 @@ def _traits(kind: type[Any], settings: str) -> Traits:
             f"The forward of {type(whole).__name__} takes no features that were computed elsewhere "
             "(mm_encoder_outputs), so that its encoder cannot be trained on ranks of its own."
         )
-    pictures = twin_pictures(model, config)
+    with torch.device("cpu"), torch.enable_grad(), InFloat64():  # type: ignore[no-untyped-call]
+        return _of_twin(model, config)
+
+
+def _of_twin(model: Any, config: Any) -> Traits:
+    whole, pictures = whole_of(model), twin_pictures(model, config)
     names = tuple(pictures[0].arguments)
     outputs = [whole.get_image_features(**picture.arguments, return_dict=True) for picture in pictures]
     form = form_of(outputs[0])
