@@ -1,4 +1,4 @@
-"""Any family of Hugging Face that takes given features: encoded and merged by its own code, attention packed by ours."""
+"""Any family of Hugging Face that takes given features: encoded and merged by its own code, packed by ours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.models.asked_images import AskedImages
 from flowtrain_lightning.models.block_attention import SightMask
+from flowtrain_lightning.models.checked_twin import checked_twin, settings_of
 from flowtrain_lightning.models.encoder_inputs import Arguments, EncoderInputs, PatchInputs, joined
 from flowtrain_lightning.models.family_traits import rows_of, whole_of
 from flowtrain_lightning.models.found_traits import traits_of
@@ -24,6 +25,9 @@ from flowtrain_lightning.models.own_merge import own_merge, pack_decoder
 from flowtrain_lightning.models.own_positions import positions_of_rows
 from flowtrain_lightning.models.packed_experts import pack_experts
 from flowtrain_lightning.models.published_config import image_ends, image_token_id, read_config
+from flowtrain_lightning.models.twin_pictures import usual_images
+from flowtrain_lightning.packing_check.findings import Finding
+from flowtrain_lightning.packing_check.twins import CheckedTwin
 
 _OFFSETS = "offsets"
 
@@ -72,7 +76,7 @@ class AnyVLM(HuggingFaceVLM):
             ValueError: the encoder makes another number of rows than there are tokens for.
         """
         items = [_on(item, media.pixels.device, media.patches.dtype) for item in self._inputs.of_items(media)]
-        calls = [joined(items)] if self.traits.together and len(items) > 1 else items
+        calls = [joined(items)] if self._takes_several and len(items) > 1 else items
         outputs = [rows_of(whole_of(self.model).get_image_features(**call, return_dict=True)) for call in calls]
         levels = [torch.cat(level) for level in zip(*outputs, strict=True)]
         if len(levels[0]) != sum(media.rows):
@@ -92,6 +96,15 @@ class AnyVLM(HuggingFaceVLM):
         levels = [rows] if isinstance(rows, Tensor) else list(rows)
         offsets = levels.pop() if levels and self.traits.rotary else None
         return own_merge(self.model, self.traits, batch, levels, offsets)
+
+    def checked_twin(self) -> CheckedTwin | None:
+        """See `HuggingFaceVLM.checked_twin`; beside it, whether the family's certificate refuses it."""
+        from flowtrain_lightning.models.kept_certificates import certificate_of  # which compares modules of this class
+
+        found = certificate_of(read_config(self.hparams["model"]), settings_of(self))
+        kind: Literal["encode", "backbone"] = "encode" if found.half == "encoder" else "backbone"
+        refused = () if found.trains else (Finding(kind, found.sentence),)
+        return checked_twin(self, refused) if type(self) is AnyVLM else None
 
     def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
         """See `HuggingFaceVLM.slice_tokens`.
@@ -119,9 +132,17 @@ class AnyVLM(HuggingFaceVLM):
             self._give_modules()
 
     @cached_property
+    def _takes_several(self) -> bool:
+        """Whether images are encoded in one call: where that was tried with images in their form."""
+        alike = isinstance(self._inputs, PatchInputs) == self.traits.made_up or "image_grid_thw" in self.traits.names
+        return self.traits.together and alike
+
+    @cached_property
     def _inputs(self) -> EncoderInputs:
         if self.processor is not None and isinstance(self.processor.images, AskedImages):
             return self.processor.images.inputs
+        if not self.traits.made_up:
+            return usual_images(self.model, self.model.config).inputs
         inputs = PatchInputs.of(whole_of(self.model), self.model.config)
         return replace(inputs, names=tuple(name for name in inputs.names if name in self.traits.names))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,17 @@ from torch import Tensor
 
 from flowtrain_lightning.data import ImageProcessor
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.image_files import ImageError
+from flowtrain_lightning.data.image_files import ImageError, read_header
+from flowtrain_lightning.data.media_files import MediaFile
 from flowtrain_lightning.models.encoder_inputs import Arguments, AskedInputs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _SIZES_KEPT = 4096
+
+_ASKED = ((60, 84), (112, 60), (200, 333))
+"""Height and width in pixels of images whose values must all lie in rows of as many numbers."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,20 @@ class AskedImages(ImageProcessor):
         settings: of the processor, for comparing.
         processor: the image processor of Hugging Face.
         names: what ``get_image_features`` of the model takes.
-        count: all that the processor gives for an image -> rows of features.
+        dim: numbers in a row of values.
+        count: height and width of an image in pixels -> rows of features.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     processor: Any = field(default=None, repr=False, compare=False)
     names: tuple[str, ...] = ()
     count: Any = field(default=None, repr=False, compare=False)
+    dim: int = 0
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in a row of values."""
+        return self.dim or super().patch_dim
 
     @cached_property
     def fingerprint(self) -> str:
@@ -59,10 +71,18 @@ class AskedImages(ImageProcessor):
         """Height and width of an image in pixels -> all that the processor gives for a grey one."""
         return lru_cache(_SIZES_KEPT)(self._ask)
 
+    def raw(self, height: int, width: int) -> Any:
+        """All that the processor gives for a grey image, in its own form."""
+        from PIL import Image
+
+        return self._processed(Image.new("RGB", (width, height), (127, 127, 127)))
+
     def given(self, image: Image) -> dict[str, Any]:
         """All that the processor gives for an image: tensors, and what it has no tensors for."""
-        found = self.processor(image, return_tensors="np")
-        return {name: _as_tensor(value) for name, value in found.items()}
+        return {name: _as_tensor(value) for name, value in self._processed(image).items()}
+
+    def _processed(self, image: Image) -> Any:
+        return self.processor([image], return_tensors="np")
 
     def size(self, height: int, width: int, *, alone: bool = True) -> tuple[int, int]:
         """Rows of values of an image of ``height x width`` pixels, as height and width.
@@ -79,7 +99,12 @@ class AskedImages(ImageProcessor):
 
     def rows_of_features(self, grid: tuple[int, int], size: tuple[int, int]) -> int:
         """Rows of features, that is backbone tokens, of an image of a size in pixels."""
-        return int(self.count(self._of_size(*size)))
+        return int(self.count(*size))
+
+    def tiles_of(self, file: MediaFile) -> tuple[int, int]:
+        """Height and width of an image in pixels, by which the processor decides what it writes."""
+        header = read_header(file)
+        return header.height, header.width
 
     def values(self, image: Image, grid: tuple[int, int], size: tuple[int, int]) -> NDArray[np.float32]:
         """``[rows, patch_dim]`` what the encoder is given, one number after another."""
@@ -106,16 +131,47 @@ class AskedImages(ImageProcessor):
             raise ImageError(f"the model's image processor takes none of {height} x {width} pixels: {error}") from error
 
     def _ask(self, height: int, width: int) -> dict[str, Tensor]:
-        from PIL import Image
-
-        return self.given(Image.new("RGB", (width, height), (127, 127, 127)))
+        return {name: _as_tensor(value) for name, value in self.raw(height, width).items()}
 
     def _rows(self, given: Mapping[str, Tensor]) -> int:
         floats = [given[name] for name in self.names if name in given and given[name].is_floating_point()]
         return sum(tensor.numel() for tensor in floats) // self.patch_dim
 
 
-def patch_dim_of(given: Mapping[str, Any], names: tuple[str, ...], patch: int, channels: int = 3) -> int:
+def asked_images(processor: Any, names: tuple[str, ...], config: Any, count: Any = None) -> AskedImages:
+    """Images by a processor of Hugging Face.
+
+    Args:
+        processor: an image processor.
+        names: what ``get_image_features`` of the model takes.
+        config: the model's.
+        count: see `AskedImages`.
+
+    Raises:
+        ValueError: the encoder takes something else than the processor gives.
+    """
+    vision = getattr(config, "vision_config", config)
+    patch = getattr(processor, "patch_size", None) or getattr(vision, "patch_size", None) or 14
+    patch = int(patch[0] if isinstance(patch, list | tuple) else patch)
+    found = AskedImages(
+        patch_size=patch,
+        merge_size=1,
+        fixed_size=(patch, patch),
+        settings=json.loads(processor.to_json_string()),
+        processor=processor,
+        names=names,
+        count=count,
+    )
+    several = [found.asked(*size) for size in _ASKED]
+    given = several[0]
+    if "pixel_values" not in given:
+        raise ValueError(
+            f"{type(processor).__name__} makes {', '.join(given)} of an image; the encoder takes {', '.join(names)}."
+        )
+    return replace(found, dim=math.gcd(*(_dim_of(each, names, patch) for each in several)))
+
+
+def _dim_of(given: Mapping[str, Any], names: tuple[str, ...], patch: int, channels: int = 3) -> int:
     """Numbers in a row: of a patch, or fewer where that does not divide the values of an image."""
     numbers = [given[name].numel() for name in names if name in given and given[name].is_floating_point()]
     return math.gcd(channels * patch**2, *numbers)

@@ -13,13 +13,11 @@ from torch.nn import functional
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
 from flowtrain_lightning.data.collate import pack_media
-from flowtrain_lightning.models.found_traits import UntrainableError, built_twin
+from flowtrain_lightning.models.built_twin import UntrainableError, twin_of
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.own_merge import token_kinds
 from flowtrain_lightning.models.pretrained import module_class
 from flowtrain_lightning.models.trained_weights import add_adapters
-from flowtrain_lightning.models.twin import twin_config
-from flowtrain_lightning.models.twin_pictures import twin_pictures
 from flowtrain_lightning.models.twin_samples import TwinSample, packed, twin_samples
 from flowtrain_lightning.packing_check.checked_module import default_dtype
 from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
@@ -75,7 +73,7 @@ class Certificate:
         if not self.trains:
             return f"{self.family} is refused: {self.reason}"
         return (
-            f"{self.family} trains: a twin in two halves, packed, has the loss and the gradients of Hugging Face's whole "
+            f"{self.family} trains: a twin in two halves, packed, has the loss and gradients of Hugging Face's whole "
             f"model sample by sample ({self.verdict}; largest relative error {self.error:.1e}, {self.where}), and no "
             f"sample's gradients move with another's ({self.leak:.0e})."
         )
@@ -107,13 +105,11 @@ class _Comparison:
     """A module of a twin and Hugging Face's own model with the same weights, on the same samples."""
 
     def __init__(self, config: Any, kind: type[HuggingFaceVLM], settings: Mapping[str, Any]) -> None:
-        twin = twin_config(config)
         self._family, self._kind = config.model_type, kind
         with torch.device("cpu"), default_dtype(torch.float64):
-            self._own = built_twin(twin)
-            with InFloat64():  # type: ignore[no-untyped-call]
-                self._samples = twin_samples(twin, twin_pictures(self._own, twin))
-            self._module = kind(twin, **settings)
+            twin = twin_of(config)
+            self._own, self._samples = twin.model, twin_samples(twin.config, twin.pictures)
+            self._module = kind(twin.config, **settings)
             self._module.configure_model()
             if (adapters := self._module.hparams["adapters"]) is not None:
                 add_adapters(self._own, adapters)
@@ -145,7 +141,9 @@ class _Comparison:
         return self._judged(errors[where], where, leak)
 
     def _judged(self, error: float, where: str, leak: float) -> Certificate:
-        half = "encoder" if where.startswith("features") else role_of(f"model.{where}", self._module.halves) or "backbone"
+        half = (
+            "encoder" if where.startswith("features") else role_of(f"model.{where}", self._module.halves) or "backbone"
+        )
         trains = error <= ROUNDED and leak <= EXACT
         reason = ""
         if error > ROUNDED:

@@ -146,9 +146,9 @@ class AskedInputs:
         found: Arguments = {}
         begin, flat = 0, values.flatten()
         for name in self.names:
-            if name not in asked:
+            like = asked.get(name)
+            if not isinstance(like, Tensor):
                 continue
-            like = asked[name]
             if like.is_floating_point():
                 end = begin + like.numel()
                 found[name], begin = flat[begin:end].view(like.shape), end

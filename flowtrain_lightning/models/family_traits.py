@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ class Traits:
         form: of the features that the encoder hands on.
         rotary: positions follow a rule of the model's own (``get_rope_index``).
         names: what ``get_image_features`` takes of images.
+        made_up: they were found with pictures in patches, not with those of an image processor.
         together: images are encoded in one call, each as if it were alone.
         sight: which tokens see which.
     """
@@ -37,6 +38,7 @@ class Traits:
     form: Form
     rotary: bool
     names: tuple[str, ...]
+    made_up: bool
     together: bool
     sight: Sight
 
@@ -117,7 +119,8 @@ def halves_of(model: Any, of_encoder: set[str], of_backbone: set[str]) -> tuple[
             f"{type(model).__name__} has parameters that its encoder and its decoder both use, such as {both[0]}, so "
             "that they cannot train on ranks of their own."
         )
-    shared = {id(weight): role for name, weight in model.named_parameters() for role in _role(name, of_encoder, of_backbone)}
+    named = {name: weight for name, weight in model.named_parameters() if name in of_encoder | of_backbone}
+    shared = {id(weight): ENCODER if name in of_encoder else BACKBONE for name, weight in named.items()}
     found: dict[str, list[str]] = {ENCODER: [], BACKBONE: []}
     loose: list[str] = []
 
@@ -145,10 +148,3 @@ def halves_of(model: Any, of_encoder: set[str], of_backbone: set[str]) -> tuple[
         raise ValueError(f"The decoder of {type(model).__name__}, {decoder}, has parts that only its encoder uses.")
     found[BACKBONE].sort(key=lambda path: path != decoder)
     return {role: tuple(paths) for role, paths in found.items()}, loose
-
-
-def _role(name: str, of_encoder: set[str], of_backbone: set[str]) -> Iterator[str]:
-    if name in of_encoder:
-        yield ENCODER
-    if name in of_backbone:
-        yield BACKBONE

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowtrain_lightning.models.built_twin import Twin, twin_of
 from flowtrain_lightning.models.encoder_inputs import Arguments, joined
 from flowtrain_lightning.models.family_traits import (
     Traits,
@@ -23,31 +24,10 @@ from flowtrain_lightning.models.family_traits import (
 )
 from flowtrain_lightning.models.found_sight import sight_of
 from flowtrain_lightning.models.published_config import image_token_id
-from flowtrain_lightning.models.twin import twin_config
-from flowtrain_lightning.models.twin_pictures import twin_pictures
 from flowtrain_lightning.models.twin_samples import twin_samples
 from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
 
 _EQUAL = 1e-9
-
-
-class UntrainableError(ValueError):
-    """A family cannot be trained in halves; the message says why."""
-
-
-def built_twin(config: Any) -> Any:
-    """A model of a twin's config, in float64, with numbers that hide nothing: none is 0, and none vanishes."""
-    from transformers import AutoModelForImageTextToText as Maker
-
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Maker.from_config(config, dtype=torch.float64, trust_remote_code=False).double()
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            drawn = torch.randn(weight.shape, generator=draw, dtype=torch.float64)
-            weight.copy_(0.1 * drawn) if weight.ndim > 1 else weight.add_(0.02 * drawn)
-    return model.eval()
 
 
 def traits_of(config: Any) -> Traits:
@@ -59,26 +39,20 @@ def traits_of(config: Any) -> Traits:
     Raises:
         UntrainableError: it cannot be trained in halves; says why.
     """
-    return _traits(type(config), json.dumps(twin_config(config).to_dict(), sort_keys=True, default=str))
+    return _traits(type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
 
 
 @lru_cache(16)
 def _traits(kind: type[Any], settings: str) -> Traits:
-    config = kind(**{name: value for name, value in json.loads(settings).items() if name != "model_type"})
-    config._experts_implementation = "eager"
-    model = built_twin(config)
-    whole = whole_of(model)
-    if "mm_encoder_outputs" not in inspect.signature(whole.forward).parameters:
-        raise UntrainableError(
-            f"The forward of {type(whole).__name__} takes no features that were computed elsewhere "
-            "(mm_encoder_outputs), so that its encoder cannot be trained on ranks of its own."
-        )
+    given = {name: value for name, value in json.loads(settings).items() if name != "model_type"}
+    twin = twin_of(kind(**given))
     with torch.device("cpu"), torch.enable_grad(), InFloat64():  # type: ignore[no-untyped-call]
-        return _of_twin(model, config)
+        return _of_twin(twin)
 
 
-def _of_twin(model: Any, config: Any) -> Traits:
-    whole, pictures = whole_of(model), twin_pictures(model, config)
+def _of_twin(twin: Twin) -> Traits:
+    model, config, pictures = twin.model, twin.config, twin.pictures
+    whole = whole_of(model)
     names = tuple(pictures[0].arguments)
     outputs = [whole.get_image_features(**picture.arguments, return_dict=True) for picture in pictures]
     form = form_of(outputs[0])
@@ -91,6 +65,7 @@ def _of_twin(model: Any, config: Any) -> Traits:
         loose=tuple(loose),
         form=form,
         names=names,
+        made_up=twin.made_up,
         rotary=hasattr(whole, "get_rope_index"),
         together=_together(whole, [picture.arguments for picture in pictures], levels),
         sight="packed",

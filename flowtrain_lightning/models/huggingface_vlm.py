@@ -15,6 +15,7 @@ from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.cross_entropy import summed_cross_entropy
 from flowtrain_lightning.data import Features, FlowDataModule, PackedBatch
 from flowtrain_lightning.models.cached_generation import generate_with_cache, takes_cache
+from flowtrain_lightning.models.checked_twin import checked_twin
 from flowtrain_lightning.models.own_forward import own_outputs, takes_features
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.processor import copy_processor
@@ -35,6 +36,7 @@ from flowtrain_lightning.models.trained_weights import (
     add_adapters,
     keep_frozen_in_bf16,
 )
+from flowtrain_lightning.packing_check.twins import CheckedTwin
 from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.blocks import Compile, compile_blocks
 
@@ -231,6 +233,10 @@ class HuggingFaceVLM(ReadingModule):
         positions = self.merge(batch, features)["position_ids"]
         outputs = own_outputs(self.model, self._text, batch, projected, positions)
         return None if outputs is None else self.loss(outputs, batch)
+
+    def checked_twin(self) -> CheckedTwin | None:
+        """A small model of the same classes and settings, for the packing check; None of a class of the user's own."""
+        return checked_twin(self) if type(self).__module__.startswith(__package__) else None
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and converts the weights, but leaves tables of frequencies as exact as they were built.

@@ -34,6 +34,9 @@ def own_merge(
         batch: a microbatch.
         levels: ``[rows, width]`` features of all its images, and those for deeper layers; empty without images.
         offsets: of M-RoPE, as ``media_offsets`` has them; None without images.
+
+    Raises:
+        TypeError: the forward needs other outputs of the encoder, too.
     """
     given: dict[str, Any] = {"input_ids": batch.tokens[None], "use_cache": False, **sequence_bounds(batch)}
     given["position_ids"] = batch.position_ids[None]
@@ -43,7 +46,13 @@ def own_merge(
     if levels:
         given["mm_encoder_outputs"] = {"image": as_encoder_output(levels, traits.form)}
     given |= token_kinds(model, batch.tokens, places)
-    arguments = decoder_arguments(decoder_of(model), lambda: whole_of(model)(**given))
+    try:
+        arguments = decoder_arguments(decoder_of(model), lambda: whole_of(model)(**given))
+    except AttributeError as error:
+        raise TypeError(
+            f"{type(model).__name__} asks its encoder's outputs for more than rows of features, which nobody carries "
+            f"from encoder ranks to backbone ranks: {error}."
+        ) from error
     found = {name: value for name, value in arguments.items() if value is not None}
     if traits.sight != "packed":
         found.pop("attention_mask", None)

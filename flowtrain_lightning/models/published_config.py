@@ -31,7 +31,10 @@ def image_token_id(config: Any) -> int:
 
 def image_ends(config: Any) -> tuple[int, ...]:
     """The tokens that begin and end an image, of a config that names both."""
-    for begin, end in (("vision_start_token_id", "vision_end_token_id"), ("image_start_token_id", "image_end_token_id")):
+    for begin, end in (
+        ("vision_start_token_id", "vision_end_token_id"),
+        ("image_start_token_id", "image_end_token_id"),
+    ):
         tokens = getattr(config, begin, None), getattr(config, end, None)
         if all(isinstance(token, int) for token in tokens):
             return tuple(int(token) for token in tokens if token is not None)
@@ -166,7 +169,9 @@ def read_generation(source: str | Path) -> dict[str, Any] | None:
 
 def end_token(config: Any, generation: Mapping[str, Any] | None) -> int | None:
     """The token with which a model ends, the first where it has several."""
-    ends: int | list[int] | None = (generation or {}).get("eos_token_id", config.get_text_config().eos_token_id)
+    ends: int | list[int] | None = (generation or {}).get(
+        "eos_token_id", getattr(config.get_text_config(), "eos_token_id", None)
+    )
     return ends[0] if isinstance(ends, list) else ends
 
 

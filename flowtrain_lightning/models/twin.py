@@ -25,7 +25,9 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "dense_intermediate_size"), 64),
     **dict.fromkeys(("out_hidden_size", "text_hidden_size", "adapter_hidden_dim", "projector_hidden_size"), 64),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_intermediate_size"), 32),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads", "n_heads", "n_head"), 4),
+    **dict.fromkeys(
+        ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads", "n_heads", "n_head"), 4
+    ),
     **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads"), 2),
     **dict.fromkeys(("head_dim", "global_head_dim", "hidden_size_per_layer_input"), 16),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
@@ -40,7 +42,6 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "max_position_embeddings": 512,
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), WINDOW),
-    **dict.fromkeys(("image_seq_length", "mm_tokens_per_image"), 4),
 }
 """Sizes of a twin by the names that configs have for them; whatever is smaller already stays."""
 
@@ -50,7 +51,7 @@ _PATCHES = 4
 """Patches on a side of an image for a tower that takes one size."""
 
 
-def twin_config(config: Any) -> Any:
+def twin_config(config: Any, *, small_images: bool = True) -> Any:
     """The config of a model of the same classes and kinds of layers, of some 100,000 weights.
 
     Geometry stays as it is: sides of patches, how many are merged, and what follows from that. Special tokens get ids
@@ -58,12 +59,13 @@ def twin_config(config: Any) -> Any:
 
     Args:
         config: of ``transformers``.
+        small_images: a tower that takes images of one size takes smaller ones.
 
     Raises:
         Exception: whatever the config's class raises of numbers that do not fit each other.
     """
     given = copy.deepcopy(config.to_dict())
-    small = _Shrinking(given).shrunk(given, "")
+    small = _Shrinking(small_images).shrunk(given, "")
     for name in ("transformers_version", "architectures", "torch_dtype", "dtype", "_name_or_path"):
         small.pop(name, None)
     small.pop("model_type", None)
@@ -89,9 +91,9 @@ def _give_sections(config: Any) -> None:
 class _Shrinking:
     """One config on its way to a twin's; remembers which special token has become which."""
 
-    def __init__(self, whole: Mapping[str, Any]) -> None:
+    def __init__(self, small_images: bool) -> None:
         self._tokens: dict[int, int] = {}
-        self._whole = whole
+        self._small_images = small_images
 
     def shrunk(self, part: Mapping[str, Any], path: str) -> dict[str, Any]:
         """A config, or a part of it, at the path of its name."""
@@ -99,7 +101,9 @@ class _Shrinking:
         for name, value in part.items():
             found[name] = self._value(name, value, f"{path}.{name}") if isinstance(name, str) else value
         _cut_layers(found)
-        _fit(found, path)
+        _fit(found)
+        if self._small_images:
+            _shrink_images(found)
         return found
 
     def _value(self, name: str, value: Any, path: str) -> Any:
@@ -150,7 +154,9 @@ def _cut_layers(part: dict[str, Any]) -> None:
             part[key] = min(part[key], 1 if key == "first_k_dense_replace" else 0 if "shared" in key else len(kept))
     if isinstance(part.get("per_layer_config"), Mapping):
         own = {str(number): value for number, value in part["per_layer_config"].items()}
-        part["per_layer_config"] = {at: own[str(number)] for at, number in enumerate(kept) if str(number) in own} or None
+        part["per_layer_config"] = {
+            at: own[str(number)] for at, number in enumerate(kept) if str(number) in own
+        } or None
     for key in _LISTS_OF_INDICES:
         if isinstance(part.get(key), list):
             part[key] = list(range(min(len(part[key]), len(kept)))) if "deepstack" in key else [len(kept) - 1]
@@ -170,19 +176,24 @@ def _kept_layers(layers: int, kinds: Sequence[object]) -> list[int]:
     return sorted(kept)
 
 
-def _fit(part: dict[str, Any], path: str) -> None:
+def _fit(part: dict[str, Any]) -> None:
     """What must fit other numbers of the same part, in place."""
     if "kv_lora_rank" in part and "num_attention_heads" in part:
         part["num_key_value_heads"] = part["num_attention_heads"]
-    patch = part.get("patch_size")
-    side = patch[0] if isinstance(patch, list | tuple) and patch else patch
-    if isinstance(side, int) and "image_size" in part:
-        size = part["image_size"]
-        small = _PATCHES * side
-        part["image_size"] = [small] * len(size) if isinstance(size, list | tuple) else small
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(part.get(name), dict):
             part[name] = _rotary(part[name], part)
+
+
+def _shrink_images(part: dict[str, Any]) -> None:
+    patch = part.get("patch_size")
+    side = patch[0] if isinstance(patch, list | tuple) and patch else patch
+    if isinstance(side, int) and "image_size" in part:
+        size, small = part["image_size"], _PATCHES * side
+        part["image_size"] = [small] * len(size) if isinstance(size, list | tuple) else small
+    for name in ("image_seq_length", "mm_tokens_per_image"):
+        if isinstance(part.get(name), int):
+            part[name] = 4
 
 
 def _rotary(rope: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:

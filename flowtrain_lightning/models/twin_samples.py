@@ -63,7 +63,9 @@ def twin_samples(config: Any, pictures: Sequence[Picture]) -> list[TwinSample]:
         config: the twin's.
         pictures: at least three.
     """
-    return [_sample(config, number, [pictures[each] for each in own], text) for number, (own, text) in enumerate(_SHAPES)]
+    return [
+        _sample(config, number, [pictures[each] for each in own], text) for number, (own, text) in enumerate(_SHAPES)
+    ]
 
 
 def packed(samples: Sequence[TwinSample], padding: int = 0) -> PackedBatch:
