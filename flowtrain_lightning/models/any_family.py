@@ -144,7 +144,9 @@ class AnyVLM(HuggingFaceVLM):
         if not self.traits.made_up:
             return usual_images(self.model, self.model.config).inputs
         inputs = PatchInputs.of(whole_of(self.model), self.model.config)
-        return replace(inputs, names=tuple(name for name in inputs.names if name in self.traits.names))
+        return replace(
+            inputs, names=tuple(name for name in inputs.names if name != "image_sizes" or name in self.traits.names)
+        )
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Logits by the model's own forward behind its decoder, which may scale or bound them."""

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class AskedImages(ImageProcessor):
         processor: the image processor of Hugging Face.
         names: what ``get_image_features`` of the model takes.
         dim: numbers in a row of values.
+        call: an image -> all that the processor gives for it, by name.
         count: height and width of an image in pixels -> rows of features.
     """
 
@@ -50,6 +51,7 @@ class AskedImages(ImageProcessor):
     names: tuple[str, ...] = ()
     count: Any = field(default=None, repr=False, compare=False)
     dim: int = 0
+    call: Any = field(default=None, repr=False, compare=False)
 
     @property
     def patch_dim(self) -> int:
@@ -59,7 +61,7 @@ class AskedImages(ImageProcessor):
     @cached_property
     def fingerprint(self) -> str:
         """Changes whenever some image would become something else."""
-        return fingerprint([type(self.processor).__name__, dict(self.settings), self.names, self.patch_size])
+        return fingerprint([type(self.processor).__name__, dict(self.settings), self.names, self.dim])
 
     @cached_property
     def inputs(self) -> AskedInputs:
@@ -71,18 +73,9 @@ class AskedImages(ImageProcessor):
         """Height and width of an image in pixels -> all that the processor gives for a grey one."""
         return lru_cache(_SIZES_KEPT)(self._ask)
 
-    def raw(self, height: int, width: int) -> Any:
-        """All that the processor gives for a grey image, in its own form."""
-        from PIL import Image
-
-        return self._processed(Image.new("RGB", (width, height), (127, 127, 127)))
-
     def given(self, image: Image) -> dict[str, Any]:
         """All that the processor gives for an image: tensors, and what it has no tensors for."""
-        return {name: _as_tensor(value) for name, value in self._processed(image).items()}
-
-    def _processed(self, image: Image) -> Any:
-        return self.processor([image], return_tensors="np")
+        return {name: _as_tensor(value) for name, value in self.call(image).items()}
 
     def size(self, height: int, width: int, *, alone: bool = True) -> tuple[int, int]:
         """Rows of values of an image of ``height x width`` pixels, as height and width.
@@ -131,21 +124,28 @@ class AskedImages(ImageProcessor):
             raise ImageError(f"the model's image processor takes none of {height} x {width} pixels: {error}") from error
 
     def _ask(self, height: int, width: int) -> dict[str, Tensor]:
-        return {name: _as_tensor(value) for name, value in self.raw(height, width).items()}
+        return self.given(grey(height, width))
 
     def _rows(self, given: Mapping[str, Tensor]) -> int:
         floats = [given[name] for name in self.names if name in given and given[name].is_floating_point()]
         return sum(tensor.numel() for tensor in floats) // self.patch_dim
 
 
-def asked_images(processor: Any, names: tuple[str, ...], config: Any, count: Any = None) -> AskedImages:
+def grey(height: int, width: int) -> Image:
+    """An image of a size."""
+    from PIL import Image
+
+    return Image.new("RGB", (width, height), (127, 127, 127))
+
+
+def asked_images(processor: Any, names: tuple[str, ...], config: Any, call: Any = None) -> AskedImages:
     """Images by a processor of Hugging Face.
 
     Args:
         processor: an image processor.
         names: what ``get_image_features`` of the model takes.
         config: the model's.
-        count: see `AskedImages`.
+        call: see `AskedImages`; None: the image processor alone.
 
     Raises:
         ValueError: the encoder takes something else than the processor gives.
@@ -160,7 +160,7 @@ def asked_images(processor: Any, names: tuple[str, ...], config: Any, count: Any
         settings=json.loads(processor.to_json_string()),
         processor=processor,
         names=names,
-        count=count,
+        call=call or partial(_of_image, processor),
     )
     several = [found.asked(*size) for size in _ASKED]
     given = several[0]
@@ -169,6 +169,10 @@ def asked_images(processor: Any, names: tuple[str, ...], config: Any, count: Any
             f"{type(processor).__name__} makes {', '.join(given)} of an image; the encoder takes {', '.join(names)}."
         )
     return replace(found, dim=math.gcd(*(_dim_of(each, names, patch) for each in several)))
+
+
+def _of_image(processor: Any, image: Image) -> Any:
+    return processor([image], return_tensors="np")
 
 
 def _dim_of(given: Mapping[str, Any], names: tuple[str, ...], patch: int, channels: int = 3) -> int:

@@ -9,14 +9,10 @@ from typing import Any
 
 import torch
 
-from flowtrain_lightning.models.family_traits import whole_of
+from flowtrain_lightning.models.family_traits import UntrainableError, whole_of
 from flowtrain_lightning.models.twin import twin_config
 from flowtrain_lightning.models.twin_pictures import Picture, twin_pictures, usual_processor
 from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
-
-
-class UntrainableError(ValueError):
-    """A family cannot be trained in halves; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,14 @@ def _take_usual_images(config: Any) -> None:
 
 def built(config: Any) -> Any:
     """A model of a twin's config, in float64, with numbers that hide nothing: none is 0, and none vanishes."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     from transformers import AutoModelForImageTextToText as Maker
 
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise UntrainableError(
+            f"Models of type {config.model_type!r} are none of images and text: AutoModelForImageTextToText of "
+            "transformers has no class for them."
+        )
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Maker.from_config(config, dtype=torch.float64, trust_remote_code=False).double()

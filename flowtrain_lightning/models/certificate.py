@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
 from flowtrain_lightning.data.collate import pack_media
-from flowtrain_lightning.models.built_twin import UntrainableError, twin_of
+from flowtrain_lightning.models.built_twin import twin_of
+from flowtrain_lightning.models.family_traits import UntrainableError
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.own_merge import token_kinds
 from flowtrain_lightning.models.pretrained import module_class
@@ -83,17 +84,19 @@ class Certificate:
         return {**asdict(self), "verdict": self.verdict}
 
 
-def certify(config: Any, settings: Mapping[str, Any] | None = None) -> Certificate:
+def certify(
+    config: Any, settings: Mapping[str, Any] | None = None, kind: type[HuggingFaceVLM] | None = None
+) -> Certificate:
     """Compares a twin of a model, trained in two halves from packed samples, with Hugging Face's own whole one.
 
     Args:
         config: of ``transformers``, of the model itself.
         settings: arguments of the `HuggingFaceVLM` that trains it.
+        kind: its class; None: the one that trains the family here.
     """
     start, family = time.perf_counter(), config.model_type
     try:
-        kind = module_class(family)
-        found = _Comparison(config, kind, dict(settings or {})).run()
+        found = _Comparison(config, kind or module_class(family), dict(settings or {})).run()
     except Exception as error:  # whatever a family raises that is built or run in another way than was foreseen
         name = "" if isinstance(error, UntrainableError) else f"{type(error).__name__}: "
         reason = f"{name}{' '.join(str(error).split())}"

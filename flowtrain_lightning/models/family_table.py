@@ -22,10 +22,10 @@ _LIMIT_S = 900.0
 _INTRODUCTION = """# All families
 
 What `flowtrain check MODEL_TYPE` says of every family of `AutoModelForImageTextToText`, on {date}, with transformers
-{transformers} and torch {torch} on one core. A twin of the family's usual config is trained in two halves, from packed samples,
-and compared with Hugging Face's whole model sample by sample, in float64: *exact* is a relative error of at most 1e-9 of
-the loss and of every gradient. Written by `python -m flowtrain_lightning.models.family_table docs/families.md`, without
-torchvision and timm, which some image processors and towers need. {trained} of {all} train.
+{transformers} and torch {torch} on one core. A twin of the family's usual config is trained in two halves, from packed
+samples, and compared with Hugging Face's whole model sample by sample, in float64: *exact* is a relative error of at
+most 1e-9 of the loss and of every gradient. Written by `python -m flowtrain_lightning.models.family_table FILE`,
+without torchvision and timm, which some image processors and towers need. {trained} of {all} train.
 
 | `model_type` | trained by | verdict | largest error | seconds | why not |
 |---|---|---|---|---|---|

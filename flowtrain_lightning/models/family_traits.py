@@ -11,6 +11,11 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER
 
+
+class UntrainableError(ValueError):
+    """A family cannot be trained in halves; the message says why."""
+
+
 Form = Literal["rows", "tuple", "stack"]
 """Features of all images in a row; a tuple with those of each image; all images have as many."""
 
@@ -47,12 +52,12 @@ def whole_of(model: Any) -> Any:
     """The part of a Hugging Face model that puts encoder and decoder together, without the head.
 
     Raises:
-        ValueError: it has none that takes given features.
+        UntrainableError: it has none.
     """
     for part in (getattr(model, "model", None), model):
         if hasattr(part, "get_image_features"):
             return part
-    raise ValueError(
+    raise UntrainableError(
         f"{type(model).__name__} has no get_image_features, so that its encoder cannot be run apart from its decoder."
     )
 

@@ -151,7 +151,7 @@ class HuggingFaceVLM(ReadingModule):
                 f"{type(self).__name__} does not train models of type {config.model_type!r}. QwenVLM trains qwen2_vl, "
                 "qwen2_5_vl, qwen3_vl and qwen3_vl_moe, LlavaVLM trains llava, OnevisionVLM trains llava_onevision, "
                 "InternVLM trains internvl, SmolVLM trains smolvlm, GemmaVLM trains gemma3, PaliGemmaVLM trains "
-                "paligemma; for others write a HuggingFaceVLM of your own (docs/models.md)."
+                "paligemma, and AnyVLM what flowtrain check says (docs/models.md)."
             )
 
     # ---- what it reads ------------------------------------------------------------------------------------------

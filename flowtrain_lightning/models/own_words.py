@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from flowtrain_lightning.models.asked_images import AskedImages, asked_images
+from flowtrain_lightning.models.asked_images import AskedImages, asked_images, grey
 from flowtrain_lightning.models.encoder_inputs import image_arguments
 from flowtrain_lightning.models.family_traits import whole_of
 from flowtrain_lightning.models.image_words import ImageWords
@@ -58,24 +58,41 @@ def _lenient(kind: Any, parts: set[str]) -> Any:
     return type(kind.__name__, (kind,), {"check_argument_for_proper_class": checked})
 
 
-def own_images(model: str | Path, config: Any) -> AskedImages:
-    """Images by the processor of a model's folder, for an encoder that takes what that gives.
+def own_image_processor(model: str | Path) -> Any:
+    """The image processor of a model's folder, with its Pillow backend where it has one.
 
     Raises:
-        ImportError: the processor needs a library that is not installed.
-        ValueError: the encoder takes something else.
+        ImportError: it needs a library that is not installed.
+        ValueError: it is code that comes with the model.
     """
     from transformers import AutoImageProcessor
-    from transformers import AutoModelForImageTextToText as Maker
 
     with without_foreign_code(model):
         try:
-            processor = AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)
+            return AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)
         except (ValueError, ImportError):  # of a family that has none with this backend
-            processor = AutoImageProcessor.from_pretrained(model, trust_remote_code=False)
+            return AutoImageProcessor.from_pretrained(model, trust_remote_code=False)
+
+
+def own_images(processor: Any, config: Any) -> AskedImages:
+    """Images by a model's own processor.
+
+    Args:
+        processor: of Hugging Face; see `own_processor`.
+        config: the model's.
+
+    Raises:
+        ValueError: the encoder takes something else.
+    """
+    from transformers import AutoModelForImageTextToText as Maker
+
     with torch.device("meta"):
         whole = whole_of(Maker.from_config(twin_config(config), trust_remote_code=False))
-    return asked_images(processor, image_arguments(whole), config)
+    return asked_images(processor.image_processor, image_arguments(whole), config, partial(_of_image, processor))
+
+
+def _of_image(processor: Any, image: Any) -> Any:
+    return processor(text=[processor.image_token], images=[[image]], return_tensors="np")
 
 
 def counted_by_words(images: AskedImages, words: ImageWords) -> AskedImages:
@@ -87,12 +104,11 @@ def counted_by_words(images: AskedImages, words: ImageWords) -> AskedImages:
     return replace(images, count=count)
 
 
-def own_words(processor: Any, images: AskedImages, config: Any, tokenizer: Any) -> ImageWords:
+def own_words(processor: Any, config: Any, tokenizer: Any) -> ImageWords:
     """How images stand in the text of a model, by its own processor.
 
     Args:
         processor: of Hugging Face.
-        images: of the model.
         config: the model's.
         tokenizer: the model's.
 
@@ -109,7 +125,8 @@ def own_words(processor: Any, images: AskedImages, config: Any, tokenizer: Any) 
 
     @lru_cache(_SIZES_KEPT)
     def written(size: tuple[int, int]) -> tuple[str, tuple[int, ...]]:
-        text = str(processor.replace_image_token(images.raw(*size), 0))
+        asked = processor(text=[placeholder], images=[[grey(*size)]], return_text_replacement_offsets=True)
+        text = str(asked["text_replacement_offsets"][0][0]["replacement"])
         runs = re.compile(f"(?:{re.escape(token)})+")
         counts = tuple(len(run.group()) // len(token) for run in runs.finditer(text))
         return runs.sub(lambda _: token, text), counts

@@ -12,7 +12,13 @@ from flowtrain_lightning.data import ImageProcessor, Tokenizer, VideoProcessor, 
 from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
 from flowtrain_lightning.models.image_words import FAMILIES, image_words
 from flowtrain_lightning.models.images import images_of
-from flowtrain_lightning.models.own_words import counted_by_words, own_images, own_processor, own_words
+from flowtrain_lightning.models.own_words import (
+    counted_by_words,
+    own_image_processor,
+    own_images,
+    own_processor,
+    own_words,
+)
 from flowtrain_lightning.models.processor_template import ProcessorTemplate, Tiles
 from flowtrain_lightning.models.published_config import read_config, refuse_missing_library
 from flowtrain_lightning.models.videos import videos_of
@@ -72,8 +78,8 @@ def processor_of(model: str | Path, min_pixels: int | None = None, max_pixels: i
 
 def _own(model: str | Path, config: Any, tokenizer: Any) -> Processor:
     """Of a family whose words and pixels nobody has written down here: by its own processor."""
-    images = own_images(model, config)
-    words = own_words(own_processor(model, config, tokenizer, images.processor), images, config, tokenizer)
+    processor = own_processor(model, config, tokenizer, own_image_processor(model))
+    words, images = own_words(processor, config, tokenizer), own_images(processor, config)
     images = counted_by_words(images, words)
     template = ProcessorTemplate(tokenizer, _chat_template(model, config, tokenizer)[0], words, images.tiles_of)
     return Processor(open_tokenizer(tokenizer), template, images, None)

@@ -45,6 +45,9 @@ _SIZES: Mapping[str, int] = {
 }
 """Sizes of a twin by the names that configs have for them; whatever is smaller already stays."""
 
+_ALIKE = ("hidden_size", "out_hidden_size", "text_hidden_size", "projection_dim", "vocab_size")
+"""Sizes that parts of a model must have in common, so that they are not kept where they are smaller."""
+
 _TOKENS = ("_token_id", "_token_index", "_patch_id")
 _LISTS_OF_INDICES = ("deepstack_visual_indexes", "fullatt_block_indexes")
 _PATCHES = 4
@@ -77,9 +80,9 @@ def twin_config(config: Any, *, small_images: bool = True) -> Any:
 
 def _give_sections(config: Any) -> None:
     """Writes down the sections of M-RoPE, which some classes else take for those of a larger head."""
-    from transformers import AutoModelForImageTextToText as Maker
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    model = Maker._model_mapping.get(type(config), None)
+    model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
     module = sys.modules.get(getattr(model, "__module__", ""))
@@ -120,7 +123,7 @@ class _Shrinking:
         if limit is None or isinstance(value, bool):
             return value
         if isinstance(value, int | float):
-            return limit if name in ("hidden_size", "vocab_size") else min(int(value), limit) if value > 0 else value
+            return limit if name in _ALIKE else min(int(value), limit) if value > 0 else value
         if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
             return [min(each, limit) for each in value]
         return value
@@ -180,6 +183,9 @@ def _fit(part: dict[str, Any]) -> None:
     """What must fit other numbers of the same part, in place."""
     if "kv_lora_rank" in part and "num_attention_heads" in part:
         part["num_key_value_heads"] = part["num_attention_heads"]
+    for name in ("vision_feature_layer", "vision_feature_layers"):
+        if isinstance(part.get(name), list | tuple):
+            part[name] = [-1 - number for number in range(len(part[name]))]
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(part.get(name), dict):
             part[name] = _rotary(part[name], part)
