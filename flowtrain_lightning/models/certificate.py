@@ -16,7 +16,6 @@ from flowtrain_lightning.data.collate import pack_media
 from flowtrain_lightning.models.built_twin import twin_of
 from flowtrain_lightning.models.family_traits import UntrainableError
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
-from flowtrain_lightning.models.own_merge import token_kinds
 from flowtrain_lightning.models.pretrained import module_class
 from flowtrain_lightning.models.trained_weights import add_adapters
 from flowtrain_lightning.models.twin_samples import TwinSample, packed, twin_samples
@@ -164,8 +163,8 @@ class _Comparison:
         self._own.zero_grad(set_to_none=True)
         for sample in self._samples:
             batch = sample.batch
-            kinds = token_kinds(self._own, batch.tokens, batch.media_positions.get("image"))
-            given = {"input_ids": batch.tokens[None], "use_cache": False, **kinds, **sample.arguments}
+            given = {"input_ids": batch.tokens[None], "use_cache": False}
+            given |= {**self._module.token_kinds(batch), **sample.arguments}
             loss = _cross_entropy(self._own(**given).logits[0], batch)
             loss.backward()
             total += float(loss.detach())

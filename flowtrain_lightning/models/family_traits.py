@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -60,6 +61,15 @@ def whole_of(model: Any) -> Any:
     raise UntrainableError(
         f"{type(model).__name__} has no get_image_features, so that its encoder cannot be run apart from its decoder."
     )
+
+
+def token_kinds(model: Any, tokens: Tensor, places: Tensor | None) -> dict[str, Tensor]:
+    """Which tokens stand for images, by the names under which a model's own forward asks for that."""
+    inside = torch.zeros_like(tokens)
+    if places is not None:
+        inside[places] = 1
+    known = inspect.signature(whole_of(model).forward).parameters
+    return {name: inside[None] for name in ("token_type_ids", "mm_token_type_ids") if name in known}
 
 
 def decoder_of(model: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.models.family_traits import Sight, Traits, decoder_of, rows_of, whole_of
-from flowtrain_lightning.models.own_merge import own_merge, pack_decoder, token_kinds
+from flowtrain_lightning.models.family_traits import Sight, Traits, decoder_of, rows_of, token_kinds, whole_of
+from flowtrain_lightning.models.own_merge import own_merge, pack_decoder
 from flowtrain_lightning.models.own_positions import positions_of_rows
 from flowtrain_lightning.models.published_config import image_ends, image_token_id
 from flowtrain_lightning.models.twin_samples import TwinSample, packed
@@ -21,7 +21,7 @@ _EQUAL = 1e-6
 
 @torch.no_grad()
 def sight_of(model: Any, config: Any, traits: Traits, samples: Sequence[TwinSample]) -> Sight:
-    """The first way in which packed samples have the hidden states that each has alone; "packed" where none has.
+    """The first way in which packed samples have the hidden states that each has alone; else the nearest.
 
     Args:
         model: a twin, with attention of its own.
@@ -30,14 +30,16 @@ def sight_of(model: Any, config: Any, traits: Traits, samples: Sequence[TwinSamp
         samples: some longer than its windows.
     """
     expected = torch.cat([own_hidden(model, sample) for sample in samples])
+    errors: dict[Sight, float] = {}
     for sight in get_args(Sight):
         try:
             found = _packed_hidden(model, config, replace(traits, sight=sight), samples)
         except Exception:  # such as packed attention that meets a window, or a mask that a layer knows nothing of
             continue
-        if found.shape == expected.shape and (found - expected).abs().max() <= _EQUAL * expected.abs().max():
+        errors[sight] = float((found - expected).abs().max() / expected.abs().max())
+        if errors[sight] <= _EQUAL:
             return sight
-    return "packed"
+    return min(errors, key=lambda sight: errors[sight], default="packed")
 
 
 def own_hidden(model: Any, sample: TwinSample) -> Tensor:

@@ -16,6 +16,7 @@ from flowtrain_lightning.compute.cross_entropy import summed_cross_entropy
 from flowtrain_lightning.data import Features, FlowDataModule, PackedBatch
 from flowtrain_lightning.models.cached_generation import generate_with_cache, takes_cache
 from flowtrain_lightning.models.checked_twin import checked_twin
+from flowtrain_lightning.models.family_traits import token_kinds
 from flowtrain_lightning.models.own_forward import own_outputs, takes_features
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.processor import copy_processor
@@ -233,6 +234,10 @@ class HuggingFaceVLM(ReadingModule):
         positions = self.merge(batch, features)["position_ids"]
         outputs = own_outputs(self.model, self._text, batch, projected, positions)
         return None if outputs is None else self.loss(outputs, batch)
+
+    def token_kinds(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """What the model's own forward is told of the tokens of one sample, beside their ids and their images."""
+        return token_kinds(self.model, batch.tokens, batch.media_positions.get("image"))
 
     def checked_twin(self) -> CheckedTwin | None:
         """A small model of the same classes and settings, for the packing check; None of a class of the user's own."""

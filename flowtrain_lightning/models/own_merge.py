@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.data import PackedBatch
 from flowtrain_lightning.models.block_attention import SightMask, attend_in_blocks
-from flowtrain_lightning.models.family_traits import Sight, Traits, as_encoder_output, decoder_of, whole_of
+from flowtrain_lightning.models.family_traits import Sight, Traits, as_encoder_output, decoder_of, token_kinds, whole_of
 from flowtrain_lightning.models.gemma import image_blocks
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.qwen import mrope_positions
@@ -59,15 +57,6 @@ def own_merge(
         ahead = traits.sight == "images" and places is not None
         found["sight"] = SightMask(batch, image_blocks(places, len(batch.tokens)) if ahead else None)
     return found
-
-
-def token_kinds(model: Any, tokens: Tensor, places: Tensor | None) -> dict[str, Tensor]:
-    """Which tokens stand for images, by the names under which a model's own forward asks for that."""
-    inside = torch.zeros_like(tokens)
-    if places is not None:
-        inside[places] = 1
-    known = inspect.signature(whole_of(model).forward).parameters
-    return {name: inside[None] for name in ("token_type_ids", "mm_token_type_ids") if name in known}
 
 
 class _ReachedError(Exception):

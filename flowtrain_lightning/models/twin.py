@@ -117,7 +117,7 @@ class _Shrinking:
         return self.shrunk(value, path)
 
     def _small(self, name: str, value: Any) -> Any:
-        if "dropout" in name and isinstance(value, float):
+        if ("dropout" in name or "drop_path" in name) and isinstance(value, float):
             return 0.0
         limit = _SIZES.get(name)
         if limit is None or isinstance(value, bool):
