@@ -66,7 +66,7 @@ def _take_usual_images(config: Any) -> None:
     """Lets a tower of one size take that of its family's image processor, in place; published sizes may differ."""
     from PIL import Image
 
-    vision = getattr(config, "vision_config", None)
+    vision: Any = getattr(config, "vision_config", None)
     with suppress(Exception):  # then the config says what it takes
         values = usual_processor(config)([Image.new("RGB", (84, 60))], return_tensors="np")["pixel_values"]
         if isinstance(getattr(vision, "image_size", None), int) and values.shape[-1] == values.shape[-2]:

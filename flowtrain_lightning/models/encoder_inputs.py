@@ -96,7 +96,7 @@ class PatchInputs:
     def of_items(self, media: PackedMedia) -> list[Arguments]:
         """The arguments for each media item, in order."""
         counts = media.grid.prod(dim=1).tolist()
-        items = zip(media.patches.split(counts), media.grid.tolist(), media.rows, strict=True)
+        items = zip(torch.split(media.patches, counts), media.grid.tolist(), media.rows, strict=True)
         return [self._arguments(patches, (high, wide), rows) for patches, (high, wide), rows in items]
 
     def _arguments(self, patches: Tensor, grid: tuple[int, int], rows: int) -> Arguments:
@@ -139,7 +139,7 @@ class AskedInputs:
         counts = media.grid.prod(dim=1).tolist()
         return [
             self._arguments(values, self.ask(*size))
-            for values, size in zip(media.patches.split(counts), media.sizes, strict=True)
+            for values, size in zip(torch.split(media.patches, counts), media.sizes, strict=True)
         ]
 
     def _arguments(self, values: Tensor, asked: Mapping[str, Tensor]) -> Arguments:

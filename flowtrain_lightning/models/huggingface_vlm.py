@@ -47,10 +47,8 @@ class HuggingFaceVLM(ReadingModule):
 
     A subclass says which ``families`` it trains, names the ``halves`` by path and defines ``encode``; `QwenVLM` and
     `LlavaVLM` do. ``self.model`` is the Hugging Face model. After training
-
-    ``QwenVLM.load_from_checkpoint("last.ckpt").save_pretrained("folder")``
-
-    writes a folder that everybody can load, as ``flowtrain export --format hf last.ckpt folder`` does.
+    ``QwenVLM.load_from_checkpoint("last.ckpt").save_pretrained("folder")`` writes a folder that everybody can load, as
+    ``flowtrain export --format hf last.ckpt folder`` does.
 
     Args:
         model: a name or a folder of Hugging Face, whose weights are loaded; or a ``transformers`` config (or its
@@ -150,9 +148,8 @@ class HuggingFaceVLM(ReadingModule):
         if config.model_type not in self.families:
             raise ValueError(
                 f"{type(self).__name__} does not train models of type {config.model_type!r}. QwenVLM trains qwen2_vl, "
-                "qwen2_5_vl, qwen3_vl and qwen3_vl_moe, LlavaVLM trains llava, OnevisionVLM trains llava_onevision, "
-                "InternVLM trains internvl, SmolVLM trains smolvlm, GemmaVLM trains gemma3, PaliGemmaVLM trains "
-                "paligemma, and AnyVLM what flowtrain check says (docs/models.md)."
+                "qwen2_5_vl, qwen3_vl and qwen3_vl_moe, LlavaVLM trains llava; flow.models.from_pretrained(FOLDER) "
+                "finds the class for any family (docs/models.md)."
             )
 
     # ---- what it reads ------------------------------------------------------------------------------------------
@@ -236,7 +233,7 @@ class HuggingFaceVLM(ReadingModule):
         return None if outputs is None else self.loss(outputs, batch)
 
     def token_kinds(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """What the model's own forward is told of the tokens of one sample, beside their ids and their images."""
+        """What the model's own forward is told of the tokens of one sample beside their ids."""
         return token_kinds(self.model, batch.tokens, batch.media_positions.get("image"))
 
     def checked_twin(self) -> CheckedTwin | None:
