@@ -40,7 +40,7 @@ ROOMS = {
     "registration": {"strategy"},
     "metrics": STARTS,
     "callbacks": {*STARTS, "metrics"},
-    "models": {"allocator", "attention", "data", "parallel", "compute", "module"},
+    "models": {"allocator", "attention", "data", "parallel", "compute", "packing_check", "module"},
     "cli": {*STARTS, "attention", "callbacks", "models"},
 }
 """Each room, or module beside the rooms, and the rooms that it may import; from below."""

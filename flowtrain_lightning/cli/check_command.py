@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch.cli import LightningCLI
 
+from flowtrain_lightning.cli.check_model import run_for_model
 from flowtrain_lightning.cli.command_table import COMMANDS
 from flowtrain_lightning.cli.train_command import MISTAKES, BriefParser, configured
 from flowtrain_lightning.packing_check import CheckReport, report_of
@@ -32,10 +33,11 @@ class CheckParser(BriefParser):
             return
         own = argparse.ArgumentParser(
             _NAME,
-            f"{_NAME} --config CONFIG [options]",
+            f"{_NAME} --config CONFIG [options]\n       {_NAME} MODEL [--json]",
             f"{COMMANDS['check'].meaning}; ends with 1 where it does, and with 2 where nothing is proven",
             "What the configuration says may also be given as options, such as --data.train data.jsonl: `flowtrain fit "
-            "--help` shows them. Of it model and data count here, and what FlowTrainStrategy(couples=...) names.",
+            "--help` shows them. Of it model and data count here, and what FlowTrainStrategy(couples=...) names. "
+            "A MODEL is the folder, name or model_type of one of Hugging Face: `flowtrain check MODEL --help`.",
         )
         own.add_argument("-c", "--config", help="the YAML file that `flowtrain fit` takes")
         own.print_help(*args, **kwargs)
@@ -46,10 +48,15 @@ def run() -> None:
 
     Ends with 1 where packing changes something, and with 2 where the check could not tell.
 
+    A model of Hugging Face is named in place of a configuration; see `run_for_model`.
+
     Raises:
-        UsageError: jsonargparse is not installed.
+        UsageError: jsonargparse is not installed, or there is no such model.
         DataError: there are no training data, or they cannot be read.
     """
+    if len(sys.argv) > 2 and not sys.argv[2].startswith("-"):
+        run_for_model()
+        return
     del sys.argv[1]  # Lightning reads the rest of the command line, where it would take this word for an option's
     cli = configured(parser=CheckParser, run=False, save_config_callback=None, parser_kwargs={"prog": _NAME})
     cli.trainer.datamodule = cli.datamodule  # type: ignore[attr-defined]

@@ -15,6 +15,8 @@ from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.cross_entropy import summed_cross_entropy
 from flowtrain_lightning.data import Features, FlowDataModule, PackedBatch
 from flowtrain_lightning.models.cached_generation import generate_with_cache, takes_cache
+from flowtrain_lightning.models.checked_twin import checked_twin
+from flowtrain_lightning.models.family_traits import token_kinds
 from flowtrain_lightning.models.own_forward import own_outputs, takes_features
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.processor import copy_processor
@@ -35,6 +37,7 @@ from flowtrain_lightning.models.trained_weights import (
     add_adapters,
     keep_frozen_in_bf16,
 )
+from flowtrain_lightning.packing_check.twins import CheckedTwin
 from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.blocks import Compile, compile_blocks
 
@@ -44,10 +47,8 @@ class HuggingFaceVLM(ReadingModule):
 
     A subclass says which ``families`` it trains, names the ``halves`` by path and defines ``encode``; `QwenVLM` and
     `LlavaVLM` do. ``self.model`` is the Hugging Face model. After training
-
-    ``QwenVLM.load_from_checkpoint("last.ckpt").save_pretrained("folder")``
-
-    writes a folder that everybody can load, as ``flowtrain export --format hf last.ckpt folder`` does.
+    ``QwenVLM.load_from_checkpoint("last.ckpt").save_pretrained("folder")`` writes a folder that everybody can load, as
+    ``flowtrain export --format hf last.ckpt folder`` does.
 
     Args:
         model: a name or a folder of Hugging Face, whose weights are loaded; or a ``transformers`` config (or its
@@ -147,9 +148,8 @@ class HuggingFaceVLM(ReadingModule):
         if config.model_type not in self.families:
             raise ValueError(
                 f"{type(self).__name__} does not train models of type {config.model_type!r}. QwenVLM trains qwen2_vl, "
-                "qwen2_5_vl, qwen3_vl and qwen3_vl_moe, LlavaVLM trains llava, OnevisionVLM trains llava_onevision, "
-                "InternVLM trains internvl, SmolVLM trains smolvlm, GemmaVLM trains gemma3, PaliGemmaVLM trains "
-                "paligemma; for others write a HuggingFaceVLM of your own (docs/models.md)."
+                "qwen2_5_vl, qwen3_vl and qwen3_vl_moe, LlavaVLM trains llava; flow.models.from_pretrained(FOLDER) "
+                "finds the class for any family (docs/models.md)."
             )
 
     # ---- what it reads ------------------------------------------------------------------------------------------
@@ -231,6 +231,14 @@ class HuggingFaceVLM(ReadingModule):
         positions = self.merge(batch, features)["position_ids"]
         outputs = own_outputs(self.model, self._text, batch, projected, positions)
         return None if outputs is None else self.loss(outputs, batch)
+
+    def token_kinds(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """What the model's own forward is told of the tokens of one sample beside their ids."""
+        return token_kinds(self.model, batch.tokens, batch.media_positions.get("image"))
+
+    def checked_twin(self) -> CheckedTwin | None:
+        """A small model of the same classes and settings, for the packing check; None of a class of the user's own."""
+        return checked_twin(self) if type(self).__module__.startswith(__package__) else None
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and converts the weights, but leaves tables of frequencies as exact as they were built.

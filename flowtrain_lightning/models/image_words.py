@@ -41,6 +41,13 @@ class ImageWords:
     videos: VideoWords | None = None
 
 
+FAMILIES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "llava_onevision", "internvl", "smolvlm"),
+    *("gemma3", "paligemma"),
+)
+"""``model_type`` of the families whose words are known here."""
+
+
 def image_words(config: Any, tokenizer: Any, settings: Mapping[str, Any]) -> ImageWords:
     """How images stand in the text of a model.
 

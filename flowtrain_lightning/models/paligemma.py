@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flowtrain_lightning.data import IGNORED_LABEL, Features, PackedBatch
 from flowtrain_lightning.models.block_attention import SightMask
@@ -22,6 +23,11 @@ class PaliGemmaVLM(GemmaFamilyVLM):
         arguments = super().merge(batch, features)
         sight = SightMask(batch, prefix_blocks(batch))
         return {**arguments, "position_ids": arguments["position_ids"] + 1, "sight": sight}
+
+    def token_kinds(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """Tells the question from the answer, which begins with the first token that is learned."""
+        learned = batch.labels[:-1] != IGNORED_LABEL
+        return {"token_type_ids": pad(learned.cumsum(0).clamp(max=1), (1, 0))[None]}
 
     def generate(self, batch: PackedBatch, features: Features) -> list[tuple[int, list[int]]]:
         """Refuses: a token that was generated would be taken for one of the question, and see what follows it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from flowtrain_lightning.models.any_family import AnyVLM
 from flowtrain_lightning.models.gemma import GemmaVLM
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.internvl import InternVLM
@@ -56,19 +57,9 @@ def from_pretrained(model: str | Path, **settings: Any) -> HuggingFaceVLM:
 
 
 def module_class(family: str) -> type[HuggingFaceVLM]:
-    """The class that trains models of a family.
+    """The class that trains models of a family; of one without a class of its own, the one that takes any.
 
     Args:
         family: the ``model_type`` of their config.
-
-    Raises:
-        ValueError: none does.
     """
-    for kind in _TRAINED:
-        if family in kind.families:
-            return kind
-    trained = ", ".join(name for kind in _TRAINED for name in kind.families)
-    raise ValueError(
-        f"The model is of type {family!r}; the families that train are {trained}. For others write a HuggingFaceVLM of "
-        "your own (docs/models.md)."
-    )
+    return next((kind for kind in _TRAINED if family in kind.families), AnyVLM)

@@ -10,8 +10,15 @@ from typing import Any
 
 from flowtrain_lightning.data import ImageProcessor, Tokenizer, VideoProcessor, open_tokenizer
 from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
-from flowtrain_lightning.models.image_words import image_words
+from flowtrain_lightning.models.image_words import FAMILIES, image_words
 from flowtrain_lightning.models.images import images_of
+from flowtrain_lightning.models.own_words import (
+    counted_by_words,
+    own_image_processor,
+    own_images,
+    own_processor,
+    own_words,
+)
 from flowtrain_lightning.models.processor_template import ProcessorTemplate, Tiles
 from flowtrain_lightning.models.published_config import read_config, refuse_missing_library
 from flowtrain_lightning.models.videos import videos_of
@@ -61,9 +68,21 @@ def processor_of(model: str | Path, min_pixels: int | None = None, max_pixels: i
     Raises:
         ValueError: something of it is not known here.
     """
-    tokenizer, images = _tokenizer(model), images_of(model, min_pixels, max_pixels)
+    tokenizer, config = _tokenizer(model), read_config(model)
+    if config.model_type not in FAMILIES:
+        return _own(model, config, tokenizer)
+    images = images_of(model, min_pixels, max_pixels)
     tiles = images.tiles_of if isinstance(images, HuggingFaceImages) else None
     return Processor(open_tokenizer(tokenizer), _template(model, tokenizer, tiles), images, videos_of(model))
+
+
+def _own(model: str | Path, config: Any, tokenizer: Any) -> Processor:
+    """Of a family whose words and pixels nobody has written down here: by its own processor."""
+    processor = own_processor(model, config, tokenizer, own_image_processor(model))
+    words, images = own_words(processor, config, tokenizer), own_images(processor, config)
+    images = counted_by_words(images, words)
+    template = ProcessorTemplate(tokenizer, _chat_template(model, config, tokenizer)[0], words, images.tiles_of)
+    return Processor(open_tokenizer(tokenizer), template, images, None)
 
 
 def template_of(model: str | Path) -> ProcessorTemplate:
@@ -124,9 +143,21 @@ def _tokenizer(model: str | Path) -> Any:
 
 
 def _template(model: str | Path, tokenizer: Any, tiles: Tiles | None) -> ProcessorTemplate:
+    config = read_config(model)
+    if config.model_type not in FAMILIES:
+        return _own(model, config, tokenizer).template
+    template, settings = _chat_template(model, config, tokenizer)
+    words = image_words(config, tokenizer, settings)
+    if words.tiled and tiles is None:
+        images = images_of(model)
+        tiles = images.tiles_of if isinstance(images, HuggingFaceImages) else None
+    return ProcessorTemplate(tokenizer, template, words, tiles)
+
+
+def _chat_template(model: str | Path, config: Any, tokenizer: Any) -> tuple[str, dict[str, Any]]:
+    """The chat template of a model, and the settings of its processor."""
     from transformers import ProcessorMixin
 
-    config = read_config(model)
     # Its settings alone: most processors cannot be built without torchvision, which only their videos need.
     settings: dict[str, Any] = {}
     with suppress(OSError):  # a model whose processor has no file of its own
@@ -140,8 +171,4 @@ def _template(model: str | Path, tokenizer: Any, tiles: Tiles | None) -> Process
             f"{model} has no chat template. Say how conversations are written: "
             "FlowDataModule(template=ChatTemplate(...))."
         )
-    words = image_words(config, tokenizer, settings)
-    if words.tiled and tiles is None:
-        images = images_of(model)
-        tiles = images.tiles_of if isinstance(images, HuggingFaceImages) else None
-    return ProcessorTemplate(tokenizer, template, words, tiles)
+    return template, settings

@@ -11,10 +11,34 @@ from typing import Any
 _QUANTIZED = ("quantization_config", "compression_config")
 
 
+_IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id", "im_patch_id")
+
+
 def image_token_id(config: Any) -> int:
-    """The token that stands for a row of features of an image, by either name that configs have for it."""
-    found: int | None = getattr(config, "image_token_id", None)
-    return int(config.image_token_index) if found is None else found
+    """The token that stands for a row of features of an image, by whichever name a config has for it.
+
+    Raises:
+        ValueError: it has none.
+    """
+    for name in _IMAGE_TOKENS:
+        if isinstance(found := getattr(config, name, None), int):
+            return found
+    raise ValueError(
+        f"The config of type {config.model_type!r} names no token that stands for rows of features of an image "
+        f"({', '.join(_IMAGE_TOKENS)})."
+    )
+
+
+def image_ends(config: Any) -> tuple[int, ...]:
+    """The tokens that begin and end an image, of a config that names both."""
+    for begin, end in (
+        ("vision_start_token_id", "vision_end_token_id"),
+        ("image_start_token_id", "image_end_token_id"),
+    ):
+        tokens = getattr(config, begin, None), getattr(config, end, None)
+        if all(isinstance(token, int) for token in tokens):
+            return tuple(int(token) for token in tokens if token is not None)
+    return ()
 
 
 def read_settings(model: str | Path) -> dict[str, Any]:
@@ -145,7 +169,9 @@ def read_generation(source: str | Path) -> dict[str, Any] | None:
 
 def end_token(config: Any, generation: Mapping[str, Any] | None) -> int | None:
     """The token with which a model ends, the first where it has several."""
-    ends: int | list[int] | None = (generation or {}).get("eos_token_id", config.get_text_config().eos_token_id)
+    ends: int | list[int] | None = (generation or {}).get(
+        "eos_token_id", getattr(config.get_text_config(), "eos_token_id", None)
+    )
     return ends[0] if isinstance(ends, list) else ends
 
 

@@ -32,7 +32,8 @@ from flowtrain_lightning.packing_check.machine import CPU, made_on, many_threads
 from flowtrain_lightning.packing_check.passes import FeaturesOfItems, Pass, Passes
 from flowtrain_lightning.packing_check.random_draws import kept_random_states
 from flowtrain_lightning.packing_check.rounding import EXACT
-from flowtrain_lightning.packing_check.samples import Item, load_samples
+from flowtrain_lightning.packing_check.samples import CheckedSamples, Item, load_samples
+from flowtrain_lightning.packing_check.twins import HasTwin
 
 T = TypeVar("T")
 
@@ -72,8 +73,9 @@ class CheckReport:
 def check_packing(module: Any, data: FlowDataModule, trainer: L.Trainer) -> CheckReport:
     """Compares samples that are packed with the same samples one by one: features, loss, count and every gradient.
 
-    It runs the user's methods on a copy, in float64 (in float32 where they take nothing else), with a few real samples:
-    in both orders, and each a second time, so that what is kept between calls shows. It computes on the Trainer's GPU,
+    It runs the user's methods on a copy, in float64 (in float32 where they take nothing else), with a few real samples,
+    or on its twin with samples of its own where it has one: in both orders, and each a second time, so that what is
+    kept between calls shows. It computes on the Trainer's GPU,
     and on the CPU where there is none, or too little room, or no kernel for float64.
 
     Args:
@@ -87,6 +89,14 @@ def check_packing(module: Any, data: FlowDataModule, trainer: L.Trainer) -> Chec
         Exception: whatever the user's methods raise for one sample alone.
     """
     start = time.perf_counter()
+    twin = module.checked_twin() if isinstance(module, HasTwin) else None
+    module, samples, known = twin or (module, None, ())
+    report = _report_of(module, samples or data, trainer, start)
+    report.findings += known
+    return report
+
+
+def _report_of(module: Any, data: FlowDataModule | CheckedSamples, trainer: L.Trainer, start: float) -> CheckReport:
     device = trainer.strategy.root_device
     with kept_random_states(), made_on(CPU):
         if device.type == "cuda":
@@ -101,15 +111,20 @@ def check_packing(module: Any, data: FlowDataModule, trainer: L.Trainer) -> Chec
 
 
 def _report(
-    module: Any, data: FlowDataModule, trainer: L.Trainer, dtype: torch.dtype, device: torch.device, start: float
+    module: Any,
+    data: FlowDataModule | CheckedSamples,
+    trainer: L.Trainer,
+    dtype: torch.dtype,
+    device: torch.device,
+    start: float,
 ) -> CheckReport:
     """Checks a copy in one precision on one device."""
     copied = checked_copy(module, trainer, dtype, device)
     weights = sum(weight.numel() for weight in copied.parameters())
-    samples = load_samples(data, weights)
+    samples = data if isinstance(data, CheckedSamples) else load_samples(data, weights)
     report = CheckReport(len(samples.samples), len(samples.media), device, dtype)
     report.findings += _of_batch_norms(copied, freeze_batch_norms(copied))
-    passes = Passes(copied, samples, dtype, _PADDING if data.packing.pad_to_budget else 0, device)
+    passes = Passes(copied, samples, dtype, _padding_of(data), device)
     features: FeaturesOfItems = {}
     with ExitStack() as inside:
         if weights > WHOLE:
@@ -129,6 +144,10 @@ def _report(
             report.conditional = conditional_modules(passes, samples, features)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _padding_of(data: FlowDataModule | CheckedSamples) -> int:
+    return _PADDING if isinstance(data, CheckedSamples) or data.packing.pad_to_budget else 0
 
 
 def _check_encoder(

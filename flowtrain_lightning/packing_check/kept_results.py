@@ -62,7 +62,7 @@ class KeptResults:
         code = _own_code()
         if made is None or code is None:
             return cls()
-        versions = [_version(name) for name in ("torch", "lightning", "transformers", "peft")]
+        versions = [installed_version(name) for name in ("torch", "lightning", "transformers", "peft")]
         name = f"check.{fingerprint([made, code, versions, data.fingerprint('fit'), data.settings])}.json"
         given = data.index.cache_dir
         folders = [*user_cache(), *cache_folders(data.path("train"))] if given is None else [Path(given)]
@@ -108,7 +108,7 @@ def _own_code() -> str | None:
 
     None where some of that has no file, as in a notebook.
     """
-    digest = hashlib.blake2b(_package_code(), digest_size=12)
+    digest = hashlib.blake2b(package_code(), digest_size=12)
     try:
         for file in sorted(set(_own_files())):
             digest.update(file.encode() + b"\0" + Path(file).read_bytes() + b"\0")
@@ -118,7 +118,8 @@ def _own_code() -> str | None:
 
 
 @functools.cache
-def _package_code() -> bytes:
+def package_code() -> bytes:
+    """A name for the sources of this package."""
     digest = hashlib.blake2b(digest_size=12)
     for file in sorted(_PACKAGE.rglob("*.py")):
         digest.update(file.read_bytes())
@@ -143,7 +144,8 @@ def _own_files() -> Iterator[str]:
 
 
 @functools.cache
-def _version(name: str) -> str:
+def installed_version(name: str) -> str:
+    """The version of an installed package; empty where it is not installed."""
     with suppress(PackageNotFoundError):
         return version(name)
     return ""

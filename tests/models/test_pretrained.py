@@ -201,10 +201,12 @@ def test_a_placement_is_planned_by_steps_of_what_the_model_reads(tmp_path, recor
 
 
 def test_a_family_that_nothing_trains_is_named(tmp_path):
-    PUBLISHED["qwen3_vl"].save(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "glm4v"}))
-    with pytest.raises(ValueError, match="of type 'glm4v'; the families that train are qwen2_vl"):
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.BertConfig(**small).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Models of type 'bert' are none of images and text"):
+        flow.models.from_pretrained(tmp_path)
+    transformers.BlipConfig(vision_config=small, text_config=small).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="BlipForConditionalGeneration has no get_image_features"):
         flow.models.from_pretrained(tmp_path)
 
 

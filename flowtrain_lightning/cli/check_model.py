@@ -1,0 +1,47 @@
+"""``flowtrain check MODEL``: whether a model of Hugging Face trains here as it does there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from flowtrain_lightning.cli.command_table import UsageError
+from flowtrain_lightning.models import certificate_of, read_config
+
+_NAME = "flowtrain check"
+
+
+def run_for_model() -> None:
+    """Print the certificate of a model, and end with 1 where it is refused.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    parser = argparse.ArgumentParser(
+        prog=_NAME,
+        description="Compare a small twin of a model, trained in two halves from packed samples, with Hugging Face's "
+        "whole model sample by sample: loss and every gradient, in float64. Ends with 1 where they differ.",
+    )
+    parser.add_argument("model", help="folder or name of a model, or a model_type of transformers such as llava")
+    parser.add_argument("--json", action="store_true", help="print it as one JSON object")
+    options = parser.parse_args(sys.argv[2:])
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # what it says of a twin's numbers concerns nobody
+    found = certificate_of(_config(options.model))
+    print(json.dumps(found.as_data()) if options.json else found.sentence)
+    if not found.trains:
+        sys.exit(1)
+
+
+def _config(model: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    if not Path(model).exists() and model in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model]()
+    try:
+        return read_config(model)
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"{error}") from error

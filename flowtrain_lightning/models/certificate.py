@@ -1,0 +1,252 @@
+"""Whether a family trains here as in Hugging Face: a twin in two halves, packed, beside the whole model, one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
+from flowtrain_lightning.data.collate import pack_media
+from flowtrain_lightning.models.built_twin import twin_of
+from flowtrain_lightning.models.family_traits import UntrainableError
+from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
+from flowtrain_lightning.models.pretrained import module_class
+from flowtrain_lightning.models.trained_weights import add_adapters
+from flowtrain_lightning.models.twin_samples import TwinSample, packed, twin_samples
+from flowtrain_lightning.packing_check.checked_module import default_dtype
+from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
+from flowtrain_lightning.packing_check.passes import relative_errors
+from flowtrain_lightning.parallel.halves import role_of
+
+EXACT = 1e-9
+"""Relative error of a loss or a gradient in float64 up to which two ways of computing it are one."""
+
+ROUNDED = 1e-6
+"""The same where code of ``transformers`` rounds to float32 on its way."""
+
+_PADDING = 5
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What became of the comparison.
+
+    Attributes:
+        family: ``model_type``.
+        module: class that trains it.
+        trains: whether it does.
+        error: the largest relative error of the loss, features and gradients; None where nothing could be computed.
+        where: the tensor with that error.
+        half: whose it is, ``"encoder"`` or ``"backbone"``.
+        leak: how far gradients of a sample moved, relative to them, when another sample was changed.
+        reason: a sentence; empty where it trains.
+        seconds: that it took.
+    """
+
+    family: str
+    module: str
+    trains: bool
+    error: float | None = None
+    where: str = ""
+    half: str = ""
+    leak: float | None = None
+    reason: str = ""
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        """In a few words: exact, within so much, or refused."""
+        if not self.trains:
+            return "refused"
+        assert self.error is not None
+        return "exact" if self.error <= EXACT else f"within {self.error:.0e}"
+
+    @property
+    def sentence(self) -> str:
+        """All that is to be said."""
+        if not self.trains:
+            return f"{self.family} is refused: {self.reason}"
+        return (
+            f"{self.family} trains: a twin in two halves, packed, has the loss and gradients of Hugging Face's whole "
+            f"model sample by sample ({self.verdict}; largest relative error {self.error:.1e}, {self.where}), and no "
+            f"sample's gradients move with another's ({self.leak:.0e})."
+        )
+
+    def as_data(self) -> dict[str, Any]:
+        """For files."""
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def certify(
+    config: Any, settings: Mapping[str, Any] | None = None, kind: type[HuggingFaceVLM] | None = None
+) -> Certificate:
+    """Compares a twin of a model, trained in two halves from packed samples, with Hugging Face's own whole one.
+
+    Args:
+        config: of ``transformers``, of the model itself.
+        settings: arguments of the `HuggingFaceVLM` that trains it.
+        kind: its class; None: the one that trains the family here.
+    """
+    start, family = time.perf_counter(), config.model_type
+    try:
+        found = _Comparison(config, kind or module_class(family), dict(settings or {})).run()
+    except Exception as error:  # whatever a family raises that is built or run in another way than was foreseen
+        name = "" if isinstance(error, UntrainableError) else f"{type(error).__name__}: "
+        reason = f"{name}{' '.join(str(error).split())}"
+        found = Certificate(family, "", False, reason=reason if len(reason) < 400 else f"{reason[:400]} …")
+    return Certificate(**{**asdict(found), "seconds": time.perf_counter() - start})
+
+
+class _Comparison:
+    """A module of a twin and Hugging Face's own model with the same weights, on the same samples."""
+
+    def __init__(self, config: Any, kind: type[HuggingFaceVLM], settings: Mapping[str, Any]) -> None:
+        self._family, self._kind = config.model_type, kind
+        with torch.device("cpu"), default_dtype(torch.float64):
+            twin = twin_of(config)
+            self._own, self._samples = twin.model, twin_samples(twin.config, twin.pictures)
+            self._module = kind(twin.config, **settings)
+            self._module.configure_model()
+            if (adapters := self._module.hparams["adapters"]) is not None:
+                add_adapters(self._own, adapters)
+        self._module.double()
+        if hasattr(self._module.model, "set_experts_implementation"):
+            self._module.model.set_experts_implementation("eager")
+        self._share_weights()
+        self._own.train()
+
+    def _share_weights(self) -> None:
+        """Gives the module the numbers of Hugging Face's model, and freezes there what it froze."""
+        ours = {_plain(name): weight for name, weight in self._module.model.named_parameters()}
+        draw = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, weight in self._own.named_parameters():
+                if not weight.any():  # adapters begin with zeros, which would hide what lies behind them
+                    weight.copy_(0.1 * torch.randn(weight.shape, generator=draw, dtype=torch.float64))
+                ours[name].copy_(weight)
+                weight.requires_grad_(ours[name].requires_grad)
+
+    def run(self) -> Certificate:
+        with InFloat64():  # type: ignore[no-untyped-call]
+            expected_loss, expected = self._one_by_one()
+            found_loss, found = self._in_halves(self._samples)
+            of_loss = abs(found_loss - expected_loss) / max(abs(expected_loss), 1e-300)
+            errors = {**relative_errors(expected, found), "the loss": of_loss, **self._tower_errors()}
+            leak = self._leak()
+        where = max(errors, key=lambda name: errors[name])
+        return self._judged(errors[where], where, leak)
+
+    def _judged(self, error: float, where: str, leak: float) -> Certificate:
+        half = (
+            "encoder" if where.startswith("features") else role_of(f"model.{where}", self._module.halves) or "backbone"
+        )
+        trains = error <= ROUNDED and leak <= EXACT
+        reason = ""
+        if error > ROUNDED:
+            reason = (
+                f"packed and in halves, {where} of the {half} is {error:.1e} off what Hugging Face's whole model has "
+                "sample by sample."
+            )
+        elif leak > EXACT:
+            reason = f"a sample's gradients move by {leak:.1e} with the words and pictures of another."
+        return Certificate(self._family, self._kind.__name__, trains, error, where, half, leak, reason)
+
+    def _one_by_one(self) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of Hugging Face's model, from pixels on, one sample after another."""
+        total = 0.0
+        self._own.zero_grad(set_to_none=True)
+        for sample in self._samples:
+            batch = sample.batch
+            given = {"input_ids": batch.tokens[None], "use_cache": False}
+            given |= {**self._module.token_kinds(batch), **sample.arguments}
+            loss = _cross_entropy(self._own(**given).logits[0], batch)
+            loss.backward()
+            total += float(loss.detach())
+        return total, _gradients(self._own)
+
+    def _in_halves(self, samples: Sequence[TwinSample]) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of the module: all pictures in one encoder batch, all samples in one microbatch."""
+        module = self._module
+        module.zero_grad(set_to_none=True)
+        made = self._encoded(samples)
+        leaves = tuple(rows.detach().requires_grad_(rows.is_floating_point()) for rows in made)
+        loss, _ = module.backbone_step(packed(samples, _PADDING), _as_features(leaves), "train")
+        loss.backward()
+        reached = [
+            (rows, leaf.grad)
+            for rows, leaf in zip(made, leaves, strict=True)
+            if leaf.grad is not None and rows.requires_grad
+        ]
+        if reached:
+            torch.autograd.backward([rows for rows, _ in reached], [gradient for _, gradient in reached])
+        return float(loss.detach()), _gradients(module.model)
+
+    def _encoded(self, samples: Sequence[TwinSample]) -> tuple[Tensor, ...]:
+        items = [picture.media for sample in samples for picture in sample.pictures]
+        made = self._module.encode(pack_media(items))
+        return made if isinstance(made, tuple) else (made,)
+
+    @torch.no_grad()
+    def _tower_errors(self) -> dict[str, float]:
+        """How far features that were made together are from those that were made one by one."""
+        pictures = [picture.media for sample in self._samples for picture in sample.pictures]
+        alone: list[tuple[Tensor, ...]] = []
+        for picture in pictures:
+            made = self._module.encode(pack_media([picture]))
+            alone.append(made if isinstance(made, tuple) else (made,))
+        expected = [torch.cat(level) for level in zip(*alone, strict=True)]
+        pairs = zip(expected, self._encoded(self._samples), strict=True)
+        return {
+            f"features {level}": float((one - other).abs().max() / one.abs().max().clamp(min=1e-300))
+            for level, (one, other) in enumerate(pairs)
+        }
+
+    def _leak(self) -> float:
+        """The largest relative change of what one sample teaches, while the words and pictures of others change."""
+        worst, before = 0.0, self._of_samples(self._samples)
+        for changed in range(len(self._samples)):
+            samples = [each.changed() if n == changed else each for n, each in enumerate(self._samples)]
+            after = self._of_samples(samples)
+            for number, (one, other) in enumerate(zip(before, after, strict=True)):
+                if number != changed:
+                    worst = max(worst, float((one - other).norm() / one.norm().clamp(min=1e-300)))
+        return worst
+
+    def _of_samples(self, samples: Sequence[TwinSample]) -> list[Tensor]:
+        """Of each sample, the gradients of the embeddings that its decoder is given, in one microbatch."""
+        module, batch = self._module, packed(samples, _PADDING)
+        with torch.no_grad():
+            made = self._encoded(samples)
+        arguments = module.merge(batch, _as_features(made))
+        arguments["inputs_embeds"] = arguments["inputs_embeds"].detach().requires_grad_()
+        decoder = module.get_submodule(module.halves["backbone"][0])
+        loss, _ = module.loss(decoder(**arguments), batch)
+        (gradient,) = torch.autograd.grad(loss, arguments["inputs_embeds"])
+        lengths = [len(sample.sequence) for sample in samples]
+        return list(gradient[0, : sum(lengths)].split(lengths))
+
+
+def _as_features(levels: tuple[Tensor, ...]) -> dict[str, Tensor | tuple[Tensor, ...]]:
+    return {"image": levels[0] if len(levels) == 1 else levels}
+
+
+def _cross_entropy(logits: Tensor, batch: PackedBatch) -> Tensor:
+    return functional.cross_entropy(logits, batch.labels, ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+def _gradients(model: Any) -> dict[str, Tensor]:
+    return {_plain(name): weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def _plain(name: str) -> str:
+    """The name by which ``transformers`` knows a parameter that was given a module to lie in."""
+    if "parametrizations." not in name:
+        return name
+    owner, _, inner = name.partition("parametrizations.")
+    return owner + inner.removesuffix(".original")

@@ -1,0 +1,157 @@
+"""What ``get_image_features`` of a Hugging Face model is called with, made of packed media."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flowtrain_lightning.data import PackedMedia
+
+Arguments = dict[str, Any]
+"""Keyword arguments of ``get_image_features``."""
+
+_SETTINGS = ("vision_feature_layer", "vision_feature_select_strategy", "interpolate_pos_encoding", "downsample_mode")
+_KNOWN = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "pixel_mask")
+_NOT_OF_IMAGES = ("kwargs", "return_dict", "output_hidden_states", "output_attentions")
+
+
+class EncoderInputs(Protocol):
+    """Makes of packed media what the encoder takes."""
+
+    def of_items(self, media: PackedMedia) -> list[Arguments]:
+        """The arguments for each media item, in order."""
+        ...
+
+
+def image_arguments(whole: Any) -> tuple[str, ...]:
+    """Names of what ``get_image_features`` of a model takes of images, switches and settings left out."""
+    names = inspect.signature(whole.get_image_features).parameters
+    return tuple(name for name in names if name not in (*_SETTINGS, *_NOT_OF_IMAGES))
+
+
+def joined(arguments: Sequence[Arguments]) -> Arguments:
+    """The arguments for several images in one call: along the first dimension, one after another.
+
+    Images of unlike height and width get zeros below and at the right, as image processors do it.
+
+    Raises:
+        RuntimeError: their shapes do not fit each other.
+    """
+    return {name: _joined([each[name] for each in arguments]) for name in arguments[0]}
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    if tensors[0].is_floating_point() and tensors[0].ndim > 3:
+        high, wide = (max(tensor.shape[side] for tensor in tensors) for side in (-2, -1))
+        tensors = [pad(each, (0, wide - each.shape[-1], 0, high - each.shape[-2])) for each in tensors]
+    return torch.cat(list(tensors))
+
+
+@dataclass(frozen=True)
+class PatchInputs:
+    """Of images that `ImageProcessor` has cut into patches: by their grid, or whole again.
+
+    Attributes:
+        names: what ``get_image_features`` takes.
+        frames: equal frames of a patch, for towers that take several together.
+        channels: of an image.
+    """
+
+    names: tuple[str, ...]
+    frames: int = 1
+    channels: int = 3
+
+    @classmethod
+    def of(cls, whole: Any, config: Any) -> PatchInputs:
+        """For a model.
+
+        Args:
+            whole: it has ``get_image_features``.
+            config: the model's.
+
+        Raises:
+            ValueError: its images are something else than patches.
+        """
+        names = image_arguments(whole)
+        if unknown := [name for name in names if name not in _KNOWN]:
+            raise ValueError(
+                f"get_image_features of {type(whole).__name__} takes {', '.join(unknown)}, which only the model's own "
+                "image processor makes. Load the model from a folder that has it (preprocessor_config.json)."
+            )
+        vision = getattr(config, "vision_config", config)
+        return cls(names, int(getattr(vision, "temporal_patch_size", 1) or 1))
+
+    @property
+    def any_size(self) -> bool:
+        """Whether the encoder takes images of unlike sizes."""
+        return "image_grid_thw" in self.names or "image_sizes" in self.names
+
+    def of_items(self, media: PackedMedia) -> list[Arguments]:
+        """The arguments for each media item, in order."""
+        counts = media.grid.prod(dim=1).tolist()
+        items = zip(torch.split(media.patches, counts), media.grid.tolist(), media.rows, strict=True)
+        return [self._arguments(patches, (high, wide), rows) for patches, (high, wide), rows in items]
+
+    def _arguments(self, patches: Tensor, grid: tuple[int, int], rows: int) -> Arguments:
+        if "image_grid_thw" in self.names:
+            still = patches.view(len(patches), self.channels, 1, -1).expand(-1, -1, self.frames, -1)
+            return {"pixel_values": still.flatten(1), "image_grid_thw": torch.tensor([[1, *grid]])}
+        merge = max(math.isqrt(math.prod(grid) // rows), 1)
+        image = _whole_image(patches, grid, merge, self.channels)
+        found: Arguments = {"pixel_values": image[None]}
+        if "image_sizes" in self.names:
+            found["image_sizes"] = torch.tensor([list(image.shape[1:])])
+        if "pixel_attention_mask" in self.names:
+            found["pixel_values"] = image[None, None]
+        return found
+
+
+def _whole_image(patches: Tensor, grid: tuple[int, int], merge: int, channels: int) -> Tensor:
+    """``[channels, height, width]`` of patches in blocks of ``merge x merge``."""
+    (high, wide), side = grid, math.isqrt(patches.shape[1] // channels)
+    if high % merge or wide % merge:
+        merge = 1
+    blocks = patches.view(high // merge, wide // merge, merge, merge, channels, side, side)
+    return blocks.permute(4, 0, 2, 5, 1, 3, 6).reshape(channels, high * side, wide * side)
+
+
+@dataclass(frozen=True)
+class AskedInputs:
+    """Of images that the model's own image processor has made, whose values lie in rows one after another.
+
+    Attributes:
+        ask: height and width of an image in pixels -> all that its processor gives for one of that size.
+        names: what ``get_image_features`` takes.
+    """
+
+    ask: Any
+    names: tuple[str, ...]
+
+    def of_items(self, media: PackedMedia) -> list[Arguments]:
+        """The arguments for each media item, in order."""
+        counts = media.grid.prod(dim=1).tolist()
+        return [
+            self._arguments(values, self.ask(*size))
+            for values, size in zip(torch.split(media.patches, counts), media.sizes, strict=True)
+        ]
+
+    def _arguments(self, values: Tensor, asked: Mapping[str, Tensor]) -> Arguments:
+        found: Arguments = {}
+        begin, flat = 0, values.flatten()
+        for name in self.names:
+            like = asked.get(name)
+            if not isinstance(like, Tensor):
+                continue
+            if like.is_floating_point():
+                end = begin + like.numel()
+                found[name], begin = flat[begin:end].view(like.shape), end
+            else:
+                found[name] = like
+        return found

@@ -1,0 +1,115 @@
+"""The table of all families: ``python -m flowtrain_lightning.models.family_table docs/families.md`` writes it anew."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from flowtrain_lightning.models.certificate import Certificate
+from flowtrain_lightning.models.kept_certificates import certificate_of
+
+_LIMIT_S = 900.0
+"""Of one family: a tower that takes thousands of patches of every picture is slow on one core."""
+
+_INTRODUCTION = """# All families
+
+What `flowtrain check MODEL_TYPE` says of every family of `AutoModelForImageTextToText`, on {date}, with transformers
+{transformers} and torch {torch} on one core. A twin of the family's usual config is trained in two halves, from packed
+samples, and compared with Hugging Face's whole model sample by sample, in float64: *exact* is a relative error of at
+most 1e-9 of the loss and of every gradient. Written by `python -m flowtrain_lightning.models.family_table FILE`,
+without torchvision and timm, which some image processors and towers need. {trained} of {all} train.
+
+| `model_type` | trained by | verdict | largest error | seconds | why not |
+|---|---|---|---|---|---|
+"""
+
+
+def families() -> list[str]:
+    """The ``model_type`` of all families that ``transformers`` has for images and text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    return sorted(NAMES)
+
+
+def certificates(names: Sequence[str]) -> Iterator[Certificate]:
+    """Certificates of families by their usual configs, each made in a process of its own.
+
+    Args:
+        names: their ``model_type``.
+    """
+    forking = multiprocessing.get_context("fork")
+    for name in names:
+        mine, other = forking.Pipe(duplex=False)
+        process = forking.Process(target=_certify, args=(name, other), daemon=True)
+        process.start()
+        other.close()
+        try:
+            if mine.poll(_LIMIT_S):
+                yield mine.recv()
+            else:
+                yield Certificate(name, "", False, reason=f"no verdict within {_LIMIT_S:.0f} s.", seconds=_LIMIT_S)
+        except EOFError:
+            yield Certificate(name, "", False, reason="the process that compared it died.")
+        finally:
+            process.kill()
+            process.join()
+
+
+def _certify(name: str, answer: Connection) -> None:
+    from transformers import CONFIG_MAPPING
+
+    torch.set_num_threads(1)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        found = certificate_of(CONFIG_MAPPING[name]())
+    except Exception as error:  # of a config that cannot be made by itself
+        found = Certificate(name, "", False, reason=f"{type(error).__name__}: {error}")
+    answer.send(found)
+
+
+def table(found: Sequence[Certificate]) -> str:
+    """The page, those that train first.
+
+    Args:
+        found: of all families.
+    """
+    ordered = sorted(found, key=lambda each: (not each.trains, each.family))
+    rows = [
+        f"| `{each.family}` | {f'`{each.module}`' if each.trains else ''} | {each.verdict} | "
+        f"{'' if each.error is None else f'{each.error:.0e}'} | {each.seconds:.0f} | {_in_a_cell(each.reason)} |"
+        for each in ordered
+    ]
+    head = _INTRODUCTION.format(
+        date=datetime.now(UTC).date().isoformat(),
+        transformers=version("transformers"),
+        torch=version("torch"),
+        trained=sum(each.trains for each in found),
+        all=len(found),
+    )
+    return head + "\n".join(rows) + "\n"
+
+
+def _in_a_cell(reason: str) -> str:
+    words = " ".join(reason.split()).replace("|", "\\|")
+    return words if len(words) < 200 else f"{words[:200]} …"
+
+
+def main() -> None:
+    """Writes the file that the command line names, anew after every family."""
+    _, file, *names = sys.argv
+    found: list[Certificate] = []
+    for certificate in certificates(names or families()):
+        found.append(certificate)
+        Path(file).write_text(table(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

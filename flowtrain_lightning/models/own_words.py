@@ -1,0 +1,138 @@
+"""What a model's own processor writes for an image, asked of it once for every size."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from flowtrain_lightning.models.asked_images import AskedImages, asked_images, grey
+from flowtrain_lightning.models.encoder_inputs import image_arguments
+from flowtrain_lightning.models.family_traits import whole_of
+from flowtrain_lightning.models.image_words import ImageWords
+from flowtrain_lightning.models.published_config import image_token_id, without_foreign_code
+from flowtrain_lightning.models.twin import twin_config
+
+_SIZES_KEPT = 4096
+
+
+def own_processor(model: str | Path, config: Any, tokenizer: Any, image_processor: Any) -> Any:
+    """A model's processor of Hugging Face, without its videos: those need torchvision, and nothing here is one.
+
+    Raises:
+        ValueError: ``transformers`` has none for the family, or its files do not fit it.
+    """
+    from transformers import PROCESSOR_MAPPING, ProcessorMixin
+
+    kind = PROCESSOR_MAPPING.get(type(config), None)
+    if kind is None or not hasattr(kind, "replace_image_token"):
+        raise ValueError(
+            f"transformers has no processor that writes images for models of type {config.model_type!r}. Write a "
+            "template: FlowDataModule(template=ChatTemplate(...))."
+        )
+    settings: dict[str, Any] = {}
+    with suppress(OSError):  # a model whose processor has no file of its own
+        settings, _ = ProcessorMixin.get_processor_dict(model)
+    known = inspect.signature(kind.__init__).parameters
+    given = {name: value for name, value in settings.items() if name in known and not isinstance(value, Mapping)}
+    given |= {"image_processor": image_processor, "tokenizer": tokenizer}
+    others = {name for name in known if name.endswith(("video_processor", "feature_extractor"))}
+    given |= {name: SimpleNamespace(merge_size=1, num_frames=None, fps=None) for name in others}
+    return _lenient(kind, {*others, "image_processor"})(**given)
+
+
+def _lenient(kind: Any, parts: set[str]) -> Any:
+    """A processor class that takes anything for some of its parts."""
+
+    def checked(self: Any, name: str, argument: Any) -> Any:
+        return type(argument) if name in parts else kind.check_argument_for_proper_class(self, name, argument)
+
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": checked})
+
+
+def own_image_processor(model: str | Path) -> Any:
+    """The image processor of a model's folder, with its Pillow backend where it has one.
+
+    Raises:
+        ImportError: it needs a library that is not installed.
+        ValueError: it is code that comes with the model.
+    """
+    from transformers import AutoImageProcessor
+
+    with without_foreign_code(model):
+        try:
+            return AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)
+        except (ValueError, ImportError):  # of a family that has none with this backend
+            return AutoImageProcessor.from_pretrained(model, trust_remote_code=False)
+
+
+def own_images(processor: Any, config: Any) -> AskedImages:
+    """Images by a model's own processor.
+
+    Args:
+        processor: of Hugging Face; see `own_processor`.
+        config: the model's.
+
+    Raises:
+        ValueError: the encoder takes something else.
+    """
+    from transformers import AutoModelForImageTextToText as Maker
+
+    with torch.device("meta"):
+        whole = whole_of(Maker.from_config(twin_config(config), trust_remote_code=False))
+    return asked_images(processor.image_processor, image_arguments(whole), config, partial(_of_image, processor))
+
+
+def _of_image(processor: Any, image: Any) -> Any:
+    return processor(text=[processor.image_token], images=[[image]], return_tensors="np")
+
+
+def counted_by_words(images: AskedImages, words: ImageWords) -> AskedImages:
+    """The same images, of which each has as many rows of features as its words have tokens."""
+
+    def count(height: int, width: int) -> int:
+        return sum(words.write(0, (height, width))[1])
+
+    return replace(images, count=count)
+
+
+def own_words(processor: Any, config: Any, tokenizer: Any) -> ImageWords:
+    """How images stand in the text of a model, by its own processor.
+
+    Args:
+        processor: of Hugging Face.
+        config: the model's.
+        tokenizer: the model's.
+
+    Raises:
+        ValueError: the processor names no token for images.
+    """
+    token = str(tokenizer.convert_ids_to_tokens(image_token_id(config)))
+    placeholder = getattr(processor, "image_token", None)
+    if not placeholder:
+        raise ValueError(
+            f"{type(processor).__name__} names no image_token, so that nobody knows where images go. Write a "
+            "template: FlowDataModule(template=ChatTemplate(...))."
+        )
+
+    @lru_cache(_SIZES_KEPT)
+    def written(size: tuple[int, int]) -> tuple[str, tuple[int, ...]]:
+        asked = processor(text=[placeholder], images=[[grey(*size)]], return_text_replacement_offsets=True)
+        text = str(asked["text_replacement_offsets"][0][0]["replacement"])
+        runs = re.compile(f"(?:{re.escape(token)})+")
+        counts = tuple(len(run.group()) // len(token) for run in runs.finditer(text))
+        return runs.sub(lambda _: token, text), counts
+
+    def write(rows: int, size: tuple[int, int]) -> tuple[str, list[int]]:
+        text, counts = written(size)
+        return text, list(counts)
+
+    return ImageWords(str(placeholder), token, True, write)

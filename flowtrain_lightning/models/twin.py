@@ -1,0 +1,223 @@
+"""A model's config made small: the same classes, every kind of layer, windows shorter than what is packed."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+WINDOW = 24
+"""Tokens that local layers of a twin see, and of its chunks: fewer than the samples have that it is checked with."""
+
+VOCABULARY = 160
+"""Tokens of a twin, the last `SPECIAL` of which are its special ones."""
+
+SPECIAL = 48
+
+_LAYERS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "n_layer")
+_FEWEST = 2
+_MOST = 6
+"""Layers of a half: as many as it has kinds of, within these bounds."""
+
+_SIZES: Mapping[str, int] = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "projection_dim", "d_model", "n_embd", "mlp_dim", "model_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "dense_intermediate_size"), 64),
+    **dict.fromkeys(("out_hidden_size", "text_hidden_size", "adapter_hidden_dim", "projector_hidden_size"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_intermediate_size"), 32),
+    **dict.fromkeys(
+        ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads", "n_heads", "n_head"), 4
+    ),
+    **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "global_head_dim", "hidden_size_per_layer_input"), 16),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
+    **dict.fromkeys(("linear_num_key_heads",), 2),
+    **dict.fromkeys(("linear_num_value_heads",), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    "q_lora_rank": 32,
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
+    "qk_head_dim": 32,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    "max_position_embeddings": 512,
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), WINDOW),
+}
+"""Sizes of a twin by the names that configs have for them; whatever is smaller already stays."""
+
+_ALIKE = ("hidden_size", "out_hidden_size", "text_hidden_size", "projection_dim", "vocab_size")
+"""Sizes that parts of a model must have in common, so that they are not kept where they are smaller."""
+
+_TOKENS = ("_token_id", "_token_index", "_patch_id")
+_LISTS_OF_INDICES = ("deepstack_visual_indexes", "fullatt_block_indexes")
+_PATCHES = 4
+"""Patches on a side of an image for a tower that takes one size."""
+
+
+def twin_config(config: Any, *, small_images: bool = True) -> Any:
+    """The config of a model of the same classes and kinds of layers, of some 100,000 weights.
+
+    Geometry stays as it is: sides of patches, how many are merged, and what follows from that. Special tokens get ids
+    within the small vocabulary.
+
+    Args:
+        config: of ``transformers``.
+        small_images: a tower that takes images of one size takes smaller ones.
+
+    Raises:
+        Exception: whatever the config's class raises of numbers that do not fit each other.
+    """
+    given = copy.deepcopy(config.to_dict())
+    small = _Shrinking(small_images).shrunk(given, "")
+    for name in ("transformers_version", "architectures", "torch_dtype", "dtype", "_name_or_path"):
+        small.pop(name, None)
+    small.pop("model_type", None)
+    made = type(config)(**small)
+    _give_sections(made)
+    made._experts_implementation = "eager"  # the others know no float64
+    return made
+
+
+def _give_sections(config: Any) -> None:
+    """Writes down the sections of M-RoPE, which some classes else take for those of a larger head."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None)
+    module = sys.modules.get(getattr(model, "__module__", ""))
+    counts_in_three = any(hasattr(part, "get_rope_index") for part in vars(module).values()) if module else False
+    if counts_in_three and isinstance(rope, dict) and "mrope_section" not in rope:
+        text.rope_parameters = _rotary({**rope, "mrope_section": [0, 0, 0]}, text.to_dict())
+
+
+class _Shrinking:
+    """One config on its way to a twin's; remembers which special token has become which."""
+
+    def __init__(self, small_images: bool) -> None:
+        self._tokens: dict[int, int] = {}
+        self._small_images = small_images
+
+    def shrunk(self, part: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """A config, or a part of it, at the path of its name."""
+        found: dict[str, Any] = {}
+        for name, value in part.items():
+            found[name] = self._value(name, value, f"{path}.{name}") if isinstance(name, str) else value
+        _cut_layers(found)
+        _fit(found)
+        if self._small_images:
+            _shrink_images(found)
+        return found
+
+    def _value(self, name: str, value: Any, path: str) -> Any:
+        if name.endswith(_TOKENS) and isinstance(value, int | list) and not isinstance(value, bool):
+            return self._token(value)
+        if name in ("rope_parameters", "rope_scaling") or not isinstance(value, Mapping):
+            return self._small(name, value)
+        return self.shrunk(value, path)
+
+    def _small(self, name: str, value: Any) -> Any:
+        if ("dropout" in name or "drop_path" in name) and isinstance(value, float):
+            return 0.0
+        limit = _SIZES.get(name)
+        if limit is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int | float):
+            return limit if name in _ALIKE else min(int(value), limit) if value > 0 else value
+        if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
+            return [min(each, limit) for each in value]
+        return value
+
+    def _token(self, token: Any) -> Any:
+        if isinstance(token, list):
+            return [self._token(each) for each in token]
+        if token < 0:
+            return token
+        first = VOCABULARY - SPECIAL
+        return self._tokens.setdefault(token, first + len(self._tokens) % SPECIAL)
+
+
+def _cut_layers(part: dict[str, Any]) -> None:
+    """Keeps one layer of each kind, in place; lists with an entry for every layer keep those of the same layers."""
+    name = next((each for each in _LAYERS if isinstance(part.get(each), int)), None)
+    if name is None or part[name] <= _FEWEST:
+        return
+    layers = part[name]
+    lists = {
+        key: value
+        for key, value in part.items()
+        if isinstance(value, list) and len(value) == layers and key not in _LISTS_OF_INDICES
+    }
+    kept = _kept_layers(layers, list(zip(*(map(str, value) for value in lists.values()), strict=True)))
+    for key, value in lists.items():
+        part[key] = [value[number] for number in kept]
+    part[name] = len(kept)
+    for key in ("first_k_dense_replace", "num_kv_shared_layers", "full_attention_interval"):
+        if isinstance(part.get(key), int):
+            part[key] = min(part[key], 1 if key == "first_k_dense_replace" else 0 if "shared" in key else len(kept))
+    if isinstance(part.get("per_layer_config"), Mapping):
+        own = {str(number): value for number, value in part["per_layer_config"].items()}
+        part["per_layer_config"] = {
+            at: own[str(number)] for at, number in enumerate(kept) if str(number) in own
+        } or None
+    for key in _LISTS_OF_INDICES:
+        if isinstance(part.get(key), list):
+            part[key] = list(range(min(len(part[key]), len(kept)))) if "deepstack" in key else [len(kept) - 1]
+
+
+def _kept_layers(layers: int, kinds: Sequence[object]) -> list[int]:
+    """Numbers of layers of every kind, in order; more of them where there are too few kinds."""
+    first: dict[object, int] = {}
+    for number, kind in enumerate(kinds):
+        first.setdefault(kind, number)
+    kept = set(list(first.values())[:_MOST])
+    wanted = max(_FEWEST, min(4, layers)) if not kinds else max(_FEWEST, len(kept))
+    for number in range(layers):
+        if len(kept) >= wanted:
+            break
+        kept.add(number)
+    return sorted(kept)
+
+
+def _fit(part: dict[str, Any]) -> None:
+    """What must fit other numbers of the same part, in place."""
+    if "kv_lora_rank" in part and "num_attention_heads" in part:
+        part["num_key_value_heads"] = part["num_attention_heads"]
+    for name in ("vision_feature_layer", "vision_feature_layers"):
+        if isinstance(part.get(name), list | tuple):
+            part[name] = [-1 - number for number in range(len(part[name]))]
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(part.get(name), dict):
+            part[name] = _rotary(part[name], part)
+
+
+def _shrink_images(part: dict[str, Any]) -> None:
+    patch = part.get("patch_size")
+    side = patch[0] if isinstance(patch, list | tuple) and patch else patch
+    if isinstance(side, int) and "image_size" in part:
+        size, small = part["image_size"], _PATCHES * side
+        part["image_size"] = [small] * len(size) if isinstance(size, list | tuple) else small
+    for name in ("image_seq_length", "mm_tokens_per_image"):
+        if isinstance(part.get(name), int):
+            part[name] = 4
+
+
+def _rotary(rope: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of rotary positions, whose sections fill half of a smaller head."""
+    found: dict[str, Any] = {}
+    for name, value in rope.items():
+        if name == "mrope_section" and isinstance(value, list) and len(value) == 3:
+            share = rope.get("partial_rotary_factor", part.get("partial_rotary_factor")) or 1.0
+            half = int(_head(part) * share) // 2
+            first = max(1, half // 4)
+            second = (half - first) // 2
+            found[name] = [first, second, half - first - second]
+        elif isinstance(value, Mapping):
+            found[name] = _rotary(value, part)
+        else:
+            found[name] = value
+    return found
+
+
+def _head(part: Mapping[str, Any]) -> int:
+    return int(part.get("head_dim") or part.get("hidden_size", 64) // part.get("num_attention_heads", 4))

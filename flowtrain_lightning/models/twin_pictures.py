@@ -1,0 +1,143 @@
+"""Pictures for a twin: as the model's own image processor makes them, or made up where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from flowtrain_lightning.data.collate import pack_media
+from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.models.asked_images import AskedImages, asked_images
+from flowtrain_lightning.models.encoder_inputs import Arguments, PatchInputs, image_arguments
+from flowtrain_lightning.models.family_traits import rows_of, whole_of
+
+_SIZES = ((60, 84), (112, 60), (84, 84))
+"""Height and width in pixels of pictures for an image processor."""
+
+_GRIDS = ((4, 4), (4, 8), (8, 4))
+"""Patches along the height and width of pictures of any size."""
+
+
+class Picture(NamedTuple):
+    """A picture of a twin.
+
+    Attributes:
+        arguments: what the encoder takes of it.
+        media: the same, to be packed.
+    """
+
+    arguments: Arguments
+    media: LoadedMedia
+
+
+def twin_pictures(model: Any, config: Any, *, made_up: bool) -> list[Picture]:
+    """Three pictures, of unlike sizes where the encoder takes these.
+
+    Args:
+        model: a twin.
+        config: its config.
+        made_up: in patches of noise; else by the image processor of the family.
+
+    Raises:
+        Exception: whatever its encoder raises.
+    """
+    error: Exception | None = None
+    for make in (_of_patches, _of_whole_images) if made_up else (_of_processor,):
+        try:
+            return make(model, config)
+        except Exception as raised:  # such as of a tower that has one size, though the model takes others
+            error = error or raised
+    assert error is not None
+    raise error
+
+
+def _of_patches(model: Any, config: Any) -> list[Picture]:
+    inputs = PatchInputs.of(whole_of(model), config)
+    return [_counted(model, inputs, media) for media in _made_up(config, any_size=inputs.any_size)]
+
+
+def _of_whole_images(model: Any, config: Any) -> list[Picture]:
+    inputs = PatchInputs.of(whole_of(model), config)
+    inputs = replace(inputs, names=tuple(name for name in inputs.names if name != "image_sizes"))
+    return [_counted(model, inputs, media) for media in _made_up(config, any_size=inputs.any_size)]
+
+
+def _of_processor(model: Any, config: Any) -> list[Picture]:
+    """As the family's image processor makes them by its usual settings."""
+    from PIL import Image
+
+    whole, images = whole_of(model), usual_images(model, config)
+    found = []
+    for number, (height, width) in enumerate(_SIZES):
+        noise = np.random.default_rng(number).integers(0, 255, (height, width, 3), dtype=np.uint8)
+        values = images.flat(images.given(Image.fromarray(noise))).astype(np.float64)
+        media = LoadedMedia(values, images.size(height, width), 1, size=(height, width))
+        (arguments,) = images.inputs.of_items(pack_media([media]))
+        with torch.no_grad():
+            rows = len(rows_of(whole.get_image_features(**arguments, return_dict=True))[0])
+        found.append(Picture(arguments, media._replace(rows=rows)))
+    return found
+
+
+def usual_images(model: Any, config: Any) -> AskedImages:
+    """Images by the image processor that ``transformers`` has for a family, with its usual settings.
+
+    Raises:
+        ValueError: it has none.
+    """
+    return asked_images(usual_processor(config), image_arguments(whole_of(model)), config)
+
+
+def usual_processor(config: Any) -> Any:
+    """The image processor that ``transformers`` has for a family, with its usual settings.
+
+    Raises:
+        ImportError: it needs a library that is not installed.
+        ValueError: there is none.
+    """
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+
+    kinds = IMAGE_PROCESSOR_MAPPING.get(type(config), None)
+    kinds = kinds if isinstance(kinds, dict) else {"": kinds}
+    kind = kinds.get("pil") or next((kind for kind in kinds.values() if kind is not None), None)
+    if kind is None:
+        raise ValueError(f"transformers has no image processor for models of type {config.model_type!r}.")
+    return kind()
+
+
+def _made_up(config: Any, *, any_size: bool) -> list[LoadedMedia]:
+    """Pictures of noise, in patches."""
+    vision = getattr(config, "vision_config", config)
+    side = _one(getattr(vision, "patch_size", 14))
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
+    square = _one(getattr(vision, "image_size", None) or 4 * side) // side
+    found = []
+    for number, grid in enumerate(_GRIDS if any_size else ((square, square),) * len(_GRIDS)):
+        patches = np.random.default_rng(number).standard_normal((grid[0] * grid[1], channels * side**2))
+        found.append(LoadedMedia(patches, grid, 1, size=(grid[0] * side, grid[1] * side)))
+    return found
+
+
+def _counted(model: Any, inputs: PatchInputs, media: LoadedMedia) -> Picture:
+    """With as many rows as the encoder makes of it, which say how its patches are ordered."""
+    rows = 0
+    for _ in range(2):
+        rows, before = _rows(model, inputs, media._replace(rows=rows or len(media.pixels))), rows
+        if rows == before:
+            break
+    media = media._replace(rows=rows)
+    (arguments,) = inputs.of_items(pack_media([media]))
+    return Picture(arguments, media)
+
+
+@torch.no_grad()
+def _rows(model: Any, inputs: PatchInputs, media: LoadedMedia) -> int:
+    (arguments,) = inputs.of_items(pack_media([media]))
+    return len(rows_of(whole_of(model).get_image_features(**arguments, return_dict=True))[0])
+
+
+def _one(size: Any) -> int:
+    return int(size[0] if isinstance(size, list | tuple) else size)

@@ -1,0 +1,155 @@
+"""Certificates: families that train have the loss and gradients of Hugging Face's whole model; leaks are refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flowtrain_lightning as flow
+from flowtrain_lightning.cli import main
+from flowtrain_lightning.models import AnyVLM, certificate_of, certify, kept_certificates, read_config
+from flowtrain_lightning.models.family_traits import Traits
+from flowtrain_lightning.models.found_traits import traits_of
+from flowtrain_lightning.models.twin import WINDOW, twin_config
+from tests.models.foreign import FOREIGN
+from tests.models.tiny import FAMILIES
+
+transformers = pytest.importorskip("transformers")
+
+_QUICK = {("llava with clip", True), *((name, False) for name in ("qwen2_vl", "gemma3", "internvl", "smolvlm"))}
+_EITHER = ("llava with clip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "internvl", "smolvlm")
+"""By the class that they have here, and by the one that takes any family."""
+
+_WITHOUT_A_CLASS = (
+    *("mistral3", "lighton_ocr", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga", "idefics3", "idefics2"),
+    *("aya_vision", "exaone4_5", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "qianfan_ocr", "vipllava"),
+    *("hyperclovax_vision_v2", "minimax_m3_vl"),
+)
+
+
+def config_of(family: str) -> Any:
+    return read_config(FAMILIES[family].config)
+
+
+def published(family: str) -> Any:
+    """The config that ``transformers`` makes of a family by itself, as large as it was published."""
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {family}")
+    return transformers.CONFIG_MAPPING[family]()
+
+
+@pytest.mark.parametrize(
+    ("family", "by_any"),
+    [
+        pytest.param(name, by_any, marks=() if (name, by_any) in _QUICK else pytest.mark.full)
+        for name in _EITHER
+        for by_any in (False, True)
+    ],
+)
+def test_a_family_trains_as_hugging_faces_whole_model(family, by_any):
+    found = certify(config_of(family), kind=AnyVLM if by_any else None)
+    assert (found.verdict, found.reason) == ("exact", "")
+    assert found.leak is not None
+    assert found.leak <= 1e-12
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", _WITHOUT_A_CLASS)
+def test_a_family_without_a_class_trains_by_its_published_config(family):
+    found = certify(published(family))
+    assert (found.verdict, found.module, found.reason) == ("exact", "AnyVLM", "")
+
+
+class CausalGemma(flow.models.HuggingFaceVLM):
+    """Gemma 3 whose image tokens do not see each other, as packed attention without a mask has it."""
+
+    families = ("gemma3",)
+    halves = flow.models.GemmaVLM.halves
+
+    def encode(self, media: Any) -> Any:
+        return self.model.model.get_image_features(media.images(), return_dict=True).pooler_output.flatten(0, 1)
+
+
+def test_a_lost_mask_is_refused_with_its_figure():
+    config = {**FAMILIES["gemma3"].config}
+    config["text_config"] = {**config["text_config"], "layer_types": ["full_attention", "full_attention"]}
+    found = certify(read_config(config), kind=CausalGemma)
+    assert not found.trains
+    assert found.error is not None
+    assert found.error > 1e-3
+    assert "off what Hugging Face's whole model has sample by sample" in found.reason
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["lfm3_vl", "qwen3_5"])
+def test_scans_and_convolutions_that_cross_samples_are_refused_with_their_figure(family):
+    config = FOREIGN[family].module().hparams["model"] if FOREIGN[family].is_installed else pytest.skip("not there")
+    found = certify(read_config(config))
+    assert not found.trains
+    assert found.reason
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "sight"), [("llava", "packed"), ("gemma3", "images"), ("aya_vision", "windows"), ("mistral3", "packed")]
+)
+def test_which_tokens_see_which_is_found_out(family, sight):
+    traits: Traits = traits_of(published(family))
+    assert traits.sight == sight
+    assert traits.halves["encoder"] == ("model.vision_tower", "model.multi_modal_projector")
+    assert traits.halves["backbone"] == ("model.language_model", "lm_head")
+
+
+def test_a_twin_has_every_kind_of_layer_and_windows_shorter_than_its_samples():
+    config = transformers.Gemma3Config(text_config={"num_hidden_layers": 26, "sliding_window": 4096})
+    twin = twin_config(config)
+    assert set(twin.text_config.layer_types) == set(config.text_config.layer_types)
+    assert twin.text_config.num_hidden_layers == len(twin.text_config.layer_types) < 26
+    assert twin.text_config.sliding_window == WINDOW
+    assert twin.image_token_id < twin.text_config.vocab_size
+
+
+def test_what_was_compared_once_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = []
+
+    def compare(config: Any, settings: Any = None) -> flow.models.Certificate:
+        asked.append(config.model_type)
+        return flow.models.Certificate(config.model_type, "LlavaVLM", True, 1e-15, "lm_head.weight", "backbone", 0.0)
+
+    monkeypatch.setattr(kept_certificates, "certify", compare)
+    first, second = (certificate_of(config_of("llava with clip")) for _ in range(2))
+    assert first == second
+    assert asked == ["llava"]
+    certificate_of(config_of("llava with clip"), {"recompute": True})
+    certificate_of(config_of("llava with siglip"))
+    assert asked == ["llava"] * 3
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of ``flowtrain check``."""
+    monkeypatch.setattr(sys, "argv", ["flowtrain", "check", *arguments])
+    try:
+        main()
+    except SystemExit as end:
+        return 1 if isinstance(end.code, str) else int(end.code or 0)
+    return 0
+
+
+def test_the_command_prints_the_certificate_of_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config_of("llava with clip").save_pretrained(tmp_path / "model")
+    assert checked(monkeypatch, str(tmp_path / "model"), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["family"], found["trains"], found["verdict"]) == ("llava", True, "exact")
+    assert checked(monkeypatch, str(tmp_path / "model")) == 0
+    assert capsys.readouterr().out.startswith("llava trains: a twin in two halves, packed, has the loss")
+
+
+def test_the_command_ends_with_1_where_a_family_is_refused(monkeypatch, capsys):
+    assert checked(monkeypatch, "blip") == 1
+    assert "blip is refused: BlipForConditionalGeneration has no get_image_features" in capsys.readouterr().out
