@@ -166,7 +166,7 @@ class _Comparison:
             given = {"input_ids": batch.tokens[None], "use_cache": False}
             given |= {**self._module.token_kinds(batch), **sample.arguments}
             loss = _cross_entropy(self._own(**given).logits[0], batch)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total, _gradients(self._own)
 

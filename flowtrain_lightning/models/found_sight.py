@@ -31,7 +31,8 @@ def sight_of(model: Any, config: Any, traits: Traits, samples: Sequence[TwinSamp
     """
     expected = torch.cat([own_hidden(model, sample) for sample in samples])
     errors: dict[Sight, float] = {}
-    for sight in get_args(Sight):
+    sights: tuple[Sight, ...] = get_args(Sight)
+    for sight in sights:
         try:
             found = _packed_hidden(model, config, replace(traits, sight=sight), samples)
         except Exception:  # such as packed attention that meets a window, or a mask that a layer knows nothing of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,11 +39,11 @@ def traits_of(config: Any) -> Traits:
     Raises:
         UntrainableError: it cannot be trained in halves; says why.
     """
-    return _traits(type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
+    return _traits(cast(Hashable, type(config)), json.dumps(config.to_dict(), sort_keys=True, default=str))
 
 
 @lru_cache(16)
-def _traits(kind: type[Any], settings: str) -> Traits:
+def _traits(kind: Any, settings: str) -> Traits:
     given = {name: value for name, value in json.loads(settings).items() if name != "model_type"}
     twin = twin_of(kind(**given))
     with torch.device("cpu"), torch.enable_grad(), InFloat64():  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ def _of_twin(twin: Twin) -> Traits:
 def _reached(model: Any, losses: Sequence[Tensor]) -> set[str]:
     """Names of the parameters that a backward reaches."""
     model.zero_grad(set_to_none=True)
-    torch.stack([loss for loss in losses if loss.requires_grad]).sum().backward()
+    torch.stack([loss for loss in losses if loss.requires_grad]).sum().backward()  # type: ignore[no-untyped-call]
     found = {name for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad(set_to_none=True)
     return found

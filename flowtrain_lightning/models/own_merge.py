@@ -54,8 +54,10 @@ def own_merge(
     found = {name: value for name, value in arguments.items() if value is not None}
     if traits.sight != "packed":
         found.pop("attention_mask", None)
-        ahead = traits.sight == "images" and places is not None
-        found["sight"] = SightMask(batch, image_blocks(places, len(batch.tokens)) if ahead else None)
+        blocks = None
+        if traits.sight == "images" and places is not None:
+            blocks = image_blocks(places, len(batch.tokens))
+        found["sight"] = SightMask(batch, blocks)
     return found
 
 
