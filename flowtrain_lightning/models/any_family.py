@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -21,6 +22,7 @@ from flowtrain_lightning.models.encoder_inputs import Arguments, EncoderInputs, 
 from flowtrain_lightning.models.family_traits import rows_of, whole_of
 from flowtrain_lightning.models.found_traits import traits_of
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
+from flowtrain_lightning.models.kept_certificates import certificate_of
 from flowtrain_lightning.models.own_merge import own_merge, pack_decoder
 from flowtrain_lightning.models.own_positions import positions_of_rows
 from flowtrain_lightning.models.packed_experts import pack_experts
@@ -99,9 +101,7 @@ class AnyVLM(HuggingFaceVLM):
 
     def checked_twin(self) -> CheckedTwin | None:
         """See `HuggingFaceVLM.checked_twin`; beside it, whether the family's certificate refuses it."""
-        from flowtrain_lightning.models.kept_certificates import certificate_of  # which compares modules of this class
-
-        found = certificate_of(read_config(self.hparams["model"]), settings_of(self))
+        found = certificate_of(read_config(self.hparams["model"]), AnyVLM, settings_of(self))
         kind: Literal["encode", "backbone"] = "encode" if found.half == "encoder" else "backbone"
         refused = () if found.trains else (Finding(kind, found.sentence),)
         return checked_twin(self, refused) if type(self) is AnyVLM else None
@@ -153,12 +153,12 @@ class AnyVLM(HuggingFaceVLM):
         whole = whole_of(self.model)
         if whole is self.model:
             return super()._head(hidden)
-        name = next(name for name, child in self.model.named_children() if child is whole)
-        setattr(self.model, name, _Decoded(hidden))
-        try:
-            logits: Tensor = self.model(input_ids=None, inputs_embeds=hidden[None], return_dict=True).logits[0]
-        finally:
-            setattr(self.model, name, whole)
+        decoded = copy.copy(
+            self.model
+        )  # and not the model itself: the loader's thread asks that for positions meanwhile
+        parts = {name: _Decoded(hidden) if child is whole else child for name, child in self.model.named_children()}
+        decoded.__dict__["_modules"] = parts
+        logits: Tensor = decoded(input_ids=None, inputs_embeds=hidden[None], return_dict=True).logits[0]
         return logits
 
     def _give_modules(self) -> None:

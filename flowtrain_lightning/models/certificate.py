@@ -16,7 +16,6 @@ from flowtrain_lightning.data.collate import pack_media
 from flowtrain_lightning.models.built_twin import twin_of
 from flowtrain_lightning.models.family_traits import UntrainableError
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
-from flowtrain_lightning.models.pretrained import module_class
 from flowtrain_lightning.models.trained_weights import add_adapters
 from flowtrain_lightning.models.twin_samples import TwinSample, packed, twin_samples
 from flowtrain_lightning.packing_check.checked_module import default_dtype
@@ -39,7 +38,7 @@ class Certificate:
 
     Attributes:
         family: ``model_type``.
-        module: class that trains it.
+        module: class that trains it; empty of a family without a class of its own that could not be compared.
         trains: whether it does.
         error: the largest relative error of the loss, features and gradients; None where nothing could be computed.
         where: the tensor with that error.
@@ -61,15 +60,25 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        """In a few words: exact, within so much, or refused."""
+        """In a few words: exact, within so much, refused, or not compared."""
         if not self.trains:
-            return "refused"
+            return "not compared" if self.is_unproven else "refused"
         assert self.error is not None
         return "exact" if self.error <= EXACT else f"within {self.error:.0e}"
 
     @property
+    def is_unproven(self) -> bool:
+        """A class of its own trains the family, but no twin of it could be compared."""
+        return not self.trains and self.error is None and bool(self.module)
+
+    @property
     def sentence(self) -> str:
         """All that is to be said."""
+        if self.is_unproven:
+            return (
+                f"{self.family} was not compared, so nothing is proven: {self.reason} {self.module} trains it, and the "
+                "packing check looks at the module itself before its first step."
+            )
         if not self.trains:
             return f"{self.family} is refused: {self.reason}"
         return (
@@ -83,23 +92,22 @@ class Certificate:
         return {**asdict(self), "verdict": self.verdict}
 
 
-def certify(
-    config: Any, settings: Mapping[str, Any] | None = None, kind: type[HuggingFaceVLM] | None = None
-) -> Certificate:
+def certify(config: Any, kind: type[HuggingFaceVLM], settings: Mapping[str, Any] | None = None) -> Certificate:
     """Compares a twin of a model, trained in two halves from packed samples, with Hugging Face's own whole one.
 
     Args:
         config: of ``transformers``, of the model itself.
-        settings: arguments of the `HuggingFaceVLM` that trains it.
-        kind: its class; None: the one that trains the family here.
+        kind: the class that trains it.
+        settings: arguments of that class.
     """
     start, family = time.perf_counter(), config.model_type
     try:
-        found = _Comparison(config, kind or module_class(family), dict(settings or {})).run()
+        found = _Comparison(config, kind, dict(settings or {})).run()
     except Exception as error:  # whatever a family raises that is built or run in another way than was foreseen
         name = "" if isinstance(error, UntrainableError) else f"{type(error).__name__}: "
         reason = f"{name}{' '.join(str(error).split())}"
-        found = Certificate(family, "", False, reason=reason if len(reason) < 400 else f"{reason[:400]} …")
+        module = kind.__name__ if family in kind.families else ""
+        found = Certificate(family, module, False, reason=reason if len(reason) < 400 else f"{reason[:400]} …")
     return Certificate(**{**asdict(found), "seconds": time.perf_counter() - start})
 
 

@@ -15,6 +15,7 @@ import torch
 
 from flowtrain_lightning.models.certificate import Certificate
 from flowtrain_lightning.models.kept_certificates import certificate_of
+from flowtrain_lightning.models.pretrained import module_class
 
 _LIMIT_S = 900.0
 """Of one family: a tower that takes thousands of patches of every picture is slow on one core."""
@@ -69,7 +70,7 @@ def _certify(name: str, answer: Connection) -> None:
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        found = certificate_of(CONFIG_MAPPING[name]())
+        found = certificate_of(CONFIG_MAPPING[name](), module_class(name))
     except Exception as error:  # of a config that cannot be made by itself
         found = Certificate(name, "", False, reason=f"{type(error).__name__}: {error}")
     answer.send(found)

@@ -11,29 +11,32 @@ from typing import Any
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.index import user_cache
 from flowtrain_lightning.models.certificate import Certificate, certify
+from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.packing_check.kept_results import installed_version, package_code
 
 _LIBRARIES = ("torch", "transformers", "peft")
 
 
-def certificate_of(config: Any, settings: Mapping[str, Any] | None = None) -> Certificate:
+def certificate_of(config: Any, kind: type[HuggingFaceVLM], settings: Mapping[str, Any] | None = None) -> Certificate:
     """As `certify`; what an earlier comparison found is not computed again.
 
-    It is found again by the config, the settings, the versions of the libraries and the sources of this package.
+    It is found again by config, class and settings, the versions of the libraries and the sources of this package.
     """
-    files = [folder / f"certificate.{_name(config, settings or {})}.json" for folder in user_cache()]
+    files = [folder / f"certificate.{_name(config, kind, settings or {})}.json" for folder in user_cache()]
     for file in files:
         with suppress(OSError, ValueError, TypeError):
             return Certificate(**json.loads(file.read_text(encoding="utf-8")))
-    found = certify(config, settings)
+    found = certify(config, kind, settings)
     if found.error is not None:  # else a library may have been missing, which is not known by its version
         _write(files, found)
     return found
 
 
-def _name(config: Any, settings: Mapping[str, Any]) -> str:
+def _name(config: Any, kind: type[HuggingFaceVLM], settings: Mapping[str, Any]) -> str:
     versions = [installed_version(name) for name in _LIBRARIES]
-    return fingerprint([config.to_json_string(), repr(sorted(settings.items())), versions, package_code().hex()])
+    return fingerprint(
+        [config.to_json_string(), kind.__qualname__, repr(sorted(settings.items())), versions, package_code().hex()]
+    )
 
 
 def _write(files: list[Path], found: Certificate) -> None:

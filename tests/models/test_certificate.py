@@ -11,7 +11,15 @@ import pytest
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.cli import main
-from flowtrain_lightning.models import AnyVLM, certificate_of, certify, kept_certificates, read_config
+from flowtrain_lightning.models import (
+    AnyVLM,
+    LlavaVLM,
+    certificate_of,
+    certify,
+    kept_certificates,
+    module_class,
+    read_config,
+)
 from flowtrain_lightning.models.family_traits import Traits
 from flowtrain_lightning.models.found_traits import traits_of
 from flowtrain_lightning.models.twin import WINDOW, twin_config
@@ -51,7 +59,8 @@ def published(family: str) -> Any:
     ],
 )
 def test_a_family_trains_as_hugging_faces_whole_model(family, by_any):
-    found = certify(config_of(family), kind=AnyVLM if by_any else None)
+    config = config_of(family)
+    found = certify(config, AnyVLM if by_any else module_class(config.model_type))
     assert (found.verdict, found.reason) == ("exact", "")
     assert found.leak is not None
     assert found.leak <= 1e-12
@@ -60,7 +69,7 @@ def test_a_family_trains_as_hugging_faces_whole_model(family, by_any):
 @pytest.mark.full
 @pytest.mark.parametrize("family", _WITHOUT_A_CLASS)
 def test_a_family_without_a_class_trains_by_its_published_config(family):
-    found = certify(published(family))
+    found = certify(published(family), AnyVLM)
     assert (found.verdict, found.module, found.reason) == ("exact", "AnyVLM", "")
 
 
@@ -77,7 +86,7 @@ class CausalGemma(flow.models.HuggingFaceVLM):
 def test_a_lost_mask_is_refused_with_its_figure():
     config = {**FAMILIES["gemma3"].config}
     config["text_config"] = {**config["text_config"], "layer_types": ["full_attention", "full_attention"]}
-    found = certify(read_config(config), kind=CausalGemma)
+    found = certify(read_config(config), CausalGemma)
     assert not found.trains
     assert found.error is not None
     assert found.error > 1e-3
@@ -88,7 +97,7 @@ def test_a_lost_mask_is_refused_with_its_figure():
 @pytest.mark.parametrize("family", ["lfm3_vl", "qwen3_5"])
 def test_scans_and_convolutions_that_cross_samples_are_refused_with_their_figure(family):
     config = FOREIGN[family].module().hparams["model"] if FOREIGN[family].is_installed else pytest.skip("not there")
-    found = certify(read_config(config))
+    found = certify(read_config(config), AnyVLM)
     assert not found.trains
     assert found.reason
 
@@ -117,17 +126,24 @@ def test_what_was_compared_once_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = []
 
-    def compare(config: Any, settings: Any = None) -> flow.models.Certificate:
+    def compare(config: Any, kind: Any, settings: Any = None) -> flow.models.Certificate:
         asked.append(config.model_type)
         return flow.models.Certificate(config.model_type, "LlavaVLM", True, 1e-15, "lm_head.weight", "backbone", 0.0)
 
     monkeypatch.setattr(kept_certificates, "certify", compare)
-    first, second = (certificate_of(config_of("llava with clip")) for _ in range(2))
+    first, second = (certificate_of(config_of("llava with clip"), LlavaVLM) for _ in range(2))
     assert first == second
     assert asked == ["llava"]
-    certificate_of(config_of("llava with clip"), {"recompute": True})
-    certificate_of(config_of("llava with siglip"))
+    certificate_of(config_of("llava with clip"), LlavaVLM, {"recompute": True})
+    certificate_of(config_of("llava with siglip"), LlavaVLM)
     assert asked == ["llava"] * 3
+
+
+def test_a_twin_that_its_own_class_cannot_read_proves_nothing():
+    found = flow.models.Certificate("llava_onevision", "OnevisionVLM", False, reason="It got no pictures.")
+    assert found.verdict == "not compared"
+    assert found.sentence.startswith("llava_onevision was not compared, so nothing is proven: It got no pictures.")
+    assert flow.models.Certificate("git", "", False, reason="It has no halves.").verdict == "refused"
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -70,6 +70,14 @@ def test_tiles_are_joined_and_experts_chosen_in_every_placement_as_in_one_proces
     assert_equal(*(replace(run, weights=[without_key_biases(run.weights[-1])]) for run in runs))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["1+1", "colocated 2", "2+2 sharded"])
+@pytest.mark.parametrize("family", ["llava with clip by any", "qwen2_5_vl by any"])
+def test_the_class_that_takes_any_family_computes_on_ranks_what_one_process_does(trained, family, layout):
+    runs = [read_run(trained(family, each)) for each in (layout, "auto")]
+    assert_equal(*(replace(run, weights=[without_key_biases(run.weights[-1])]) for run in runs))
+
+
 def assert_equal(found: Run, expected: Run) -> None:
     assert error(found.initial, expected.initial) == 0.0
     assert found.losses == pytest.approx(expected.losses, rel=1e-9)

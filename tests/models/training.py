@@ -10,6 +10,7 @@ import lightning as L
 import torch
 
 from flowtrain_lightning.data import PackingConfig
+from flowtrain_lightning.models import AnyVLM
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.parallel.blocks import Compile
 from flowtrain_lightning.parallel.connecting import disconnect_groups
@@ -17,6 +18,9 @@ from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.train import Recorder
 from tests.models.tiny import FAMILIES
+
+BY_ANY = " by any"
+"""After the name of a family, has the class train it that takes any."""
 
 
 class SaveAfter(L.Callback):
@@ -56,8 +60,9 @@ def train(
     ``moves`` says whether a projector behind a frozen tower goes to the backbone half.
     """
     torch.backends.cudnn.allow_tf32 = False  # else convolutions on GPUs keep three digits
-    chosen, recorder = FAMILIES[family], Recorder()
-    kind = chosen.kind if moves else type("Kept", (chosen.kind,), {"projector": ()})
+    chosen, recorder = FAMILIES[family.removesuffix(BY_ANY)], Recorder()
+    kind: Any = AnyVLM if family.endswith(BY_ANY) else chosen.kind
+    kind = kind if moves else type("Kept", (kind,), {"projector": ()})
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "frozen": frozen, "frozen_in_bf16": frozen_in_bf16}
     settings |= {"compile": compile, "recompute": recompute}
     images: dict[str, Any] = {"images": chosen.images}

@@ -252,17 +252,21 @@ def test_a_single_rank_that_hangs_ends_and_says_where():
         assert "time.sleep(600)" in fault(ranks, 0)
 
 
-def await_guard():
-    while not any("lock_guard" in " ".join(child.cmdline()) for child in psutil.Process().children()):
+def await_guard(mesh):
+    def there():
+        return any("lock_guard" in " ".join(child.cmdline()) for child in psutil.Process().children())
+
+    until = None  # it is told of this process
+    while until is None or time.monotonic() < until:
+        mesh.page.enter("compute microbatch 3", 7)  # else a busy machine takes this for a hang
         time.sleep(0.05)
-    time.sleep(1)  # it is told of this process
+        until = until or (time.monotonic() + 1 if there() else None)
 
 
 def holds_alone(rank, ranks):
     mesh, _, _ = start(rank, ranks)
-    mesh.page.enter("compute microbatch 3", 7)
     progress = threading.Thread(target=lambda: [mesh.page.enter("compute microbatch 4", 7), time.sleep(600)])
-    await_guard()
+    await_guard(mesh)
     progress.start()
     mark("ready")
     ctypes.PyDLL(None).sleep(600)  # as an extension in C does that never releases the interpreter's lock
@@ -286,7 +290,7 @@ def test_a_single_rank_that_holds_the_interpreter_is_ended_from_outside():
 
 def is_guarded(rank, ranks):
     mesh, _, health = start(rank, ranks, hang=600)
-    await_guard()
+    await_guard(mesh)
     health.leave()
     assert not psutil.Process().children()
     mesh.close()
