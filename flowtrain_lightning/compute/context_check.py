@@ -3,7 +3,8 @@
 Whatever looks at other tokens without asking the other ranks gives another gradient: attention that is not
 `varlen_attention`, a convolution or a norm across tokens, positions that were not sliced. So a piece of the first
 microbatch is run shared, and whole on every rank, and the gradient of each weight is compared. The bound comes from the
-module itself: it is run whole a second time with every layer's output changed by a rounding error.
+module itself: it is run whole a second time with every layer's output changed by a rounding error. What autocast would
+round to bfloat16, in which a small mixture is no more than rounding, is computed in float32 where the module can.
 
 Trials leave nothing behind: not gradients, logged values, buffers, random streams or the modules' mode. Gradients of
 two runs are subtracted as they accumulate, so no copy of them is made.
@@ -13,19 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_hook
 
 from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.context_loss import LossInParts
+from flowtrain_lightning.compute.context_piece import cut
 from flowtrain_lightning.data import Features, PackedBatch
-from flowtrain_lightning.data.batch import IGNORED_LABEL
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.random_streams import enter_stream, random_states, restore_random_states
 
@@ -95,9 +97,15 @@ class ContextCheck:
             return
         self._steps_left -= 1  # whatever comes of it, so that all ranks look equally often
         ranks = self._engine.exchange.ranks
-        piece, given = cut(batch, features, max(len(batch.tokens) // ranks, _LEAST_TOKENS))
+        kind = batch.tokens.device.type
+        rounds = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        most = len(batch.tokens) // ranks // (2 if rounds else 1)  # float32 takes twice the room
+        piece, given = cut(batch, features, max(most, _LEAST_TOKENS))
         states = random_states()
-        with _evaluating(self._half), _kept_buffers(self._half), self._engine.on_trial():
+        with _evaluating(self._half), _kept_buffers(self._half), self._engine.on_trial(), ExitStack() as precise:
+            if rounds and self._runs_in_float32(piece, given, kind):
+                precise.enter_context(torch.autocast(kind, enabled=False))
+                given = _in_float32(given)
             with self._loss.noting(len(piece.tokens)):
                 found = self._differences(piece, given, 1.0 if batch.samples else 0.0)
             of_loss = self._of_parts(piece.tokens.device)
@@ -106,6 +114,19 @@ class ContextCheck:
             raise ContextError(of_loss)
         if found:
             raise ContextError(self._sentence(found))
+
+    def _runs_in_float32(self, piece: PackedBatch, given: Features, kind: str) -> bool:
+        """Whether the half also runs without autocast, as its ranks agree; FSDP2 gathers weights in bfloat16 anyway."""
+        if any(isinstance(part, FSDPModule) for module in self._half for part in module.modules()):
+            return False
+        runs = torch.ones((), device=piece.tokens.device)
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
+            try:
+                self._step(piece, _in_float32(given))
+            except RuntimeError:  # it casts to a type of its own, or its kernels take no float32
+                runs.zero_()
+        dist.all_reduce(runs, dist.ReduceOp.MIN, group=self._engine.exchange.group)
+        return bool(runs)
 
     def _differences(self, piece: PackedBatch, given: Features, factor: float) -> dict[str, tuple[float, float]]:
         """What differs -> by how much, and how much rounding changes it, relative.
@@ -220,70 +241,20 @@ class ContextCheck:
         )
 
 
-def cut(batch: PackedBatch, features: Features, most: int) -> tuple[PackedBatch, Features]:
-    """A piece of a microbatch that takes no more room whole than a rank's share of all of it.
-
-    Args:
-        batch: the microbatch.
-        features: of it.
-        most: tokens of the piece, at most.
-
-    Returns:
-        its first sequences with a target that fit, or the end of one, and their features. No picture is cut.
-    """
-    if len(batch.tokens) <= most:
-        return batch, features
-    targets, bounds = batch.targets.tolist(), batch.cu_seqlens.tolist()
-    first = targets[0] if targets else 0
-    number = next(n for n, end in enumerate(bounds[1:]) if first < end)
-    start, stop = bounds[number], bounds[number + 1]
-    if stop - start > most:
-        stop = min(stop, next((last + 2 for last in reversed(targets) if last < stop), stop))
-        start = _after_media(batch, max(start, stop - most), stop)
-    else:
-        stop = max(end for end in bounds if start < end <= start + most)
-    return _section(batch, features, start, stop)
-
-
-def _after_media(batch: PackedBatch, start: int, stop: int) -> int:
-    """``start``, or the end of the run of media tokens in whose midst it is."""
-    media = {place for places in batch.media_positions.values() for place in places.tolist()}
-    if start - 1 not in media:
-        return start
-    return next((place for place in range(start, stop) if place not in media), stop - 1)
-
-
-def _section(batch: PackedBatch, features: Features, start: int, stop: int) -> tuple[PackedBatch, Features]:
-    own = slice(start, stop)
-    first = int((batch.cu_seqlens <= start).sum()) - 1
-    bounds = torch.unique(batch.cu_seqlens.clamp(start, stop) - start)
-    begins = torch.repeat_interleave(bounds[:-1], bounds.diff()).to(batch.position_ids.dtype)
-    labels = batch.labels[own].clone()
-    labels[bounds[1:].long() - 1] = IGNORED_LABEL  # of a sequence that was cut; of whole ones it is
-    inside = {name: (places >= start) & (places < stop) for name, places in batch.media_positions.items()}
-    positions = {name: places[inside[name]] - start for name, places in batch.media_positions.items()}
-    kept = {
-        name: tuple(each[inside[name]] for each in rows) if isinstance(rows, tuple) else rows[inside[name]]
-        for name, rows in features.items()
-    }
-    piece = replace(
-        batch,
-        tokens=batch.tokens[own],
-        labels=labels,
-        position_ids=torch.arange(stop - start, device=begins.device, dtype=begins.dtype) - begins,
-        cu_seqlens=bounds,
-        max_seqlen=int(bounds.diff().max()),
-        media_positions=positions,
-        samples=batch.samples[first : first + len(bounds) - 1],
-        targets=torch.nonzero(labels != IGNORED_LABEL).flatten(),
-    )
-    return piece, kept
-
-
 def _leaves(features: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     if isinstance(features, tuple):
         return tuple(each.detach().requires_grad_(each.requires_grad) for each in features)
     return features.detach().requires_grad_(features.requires_grad)
+
+
+def _in_float32(features: Features) -> Features:
+    def raised(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    return {
+        modality: tuple(map(raised, given)) if isinstance(given, tuple) else raised(given)
+        for modality, given in features.items()
+    }
 
 
 @contextmanager
