@@ -12,8 +12,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 LOOK_SECONDS = 5.0
 """Between two looks at who is there; a store answers within milliseconds, but rank 0 may come later than the others."""
 
-SILENT_SECONDS = 45.0
-"""For so long, from the first look on, a program that lets everybody in may say nothing."""
+STRANGE_SECONDS = 45.0
+"""For so long, from the first look on, a program may say nothing or what no store says; a rank 0 that comes late is none."""
 
 _ANSWER_SECONDS = 2.0  # which it gets to say something when it is looked at
 _WORDS = b"is this the store of a flowtrain job?\r\n\r\n"  # which closes the connection of whoever says so
@@ -37,23 +37,23 @@ def connect_to_store(connect: Callable[[], Store], host: str, port: int, timeout
         timeout: seconds for all of it.
 
     Raises:
-        NoStoreError: a program that is no store is there, and stays silent for a minute or to the end of the time.
+        NoStoreError: a program that is no store is there, for a minute or to the end of the time.
         RuntimeError: from ``connect``, where nothing is there.
     """
     attempt = _Attempt(connect)
     start = time.monotonic()
-    silent_since: float | None = None
+    strange_since: float | None = None
     wait = min(LOOK_SECONDS, timeout)
     while not attempt.ended(wait):
         found = _who_is_there(host, port)
         if attempt.ended(0):
             break
         now = time.monotonic()
-        if found == _SILENT:
-            silent_since = now if silent_since is None else silent_since
+        if found is not None and found.startswith((_SILENT, _ANSWERS)):  # a store closes the connection instead
+            strange_since = now if strange_since is None else strange_since
         elif found != _UNANSWERED:  # which a silent program's port is too, once its queue is full
-            silent_since = None
-        if now >= start + timeout or (silent_since is not None and now >= silent_since + SILENT_SECONDS):
+            strange_since = None
+        if now >= start + timeout or (strange_since is not None and now >= strange_since + STRANGE_SECONDS):
             raise RuntimeError("nobody listens") if found is None else _no_store(host, port, found, now - start)
         wait = min(LOOK_SECONDS, max(start + timeout - now, 0.0))
     if attempt.error is not None:
@@ -86,6 +86,7 @@ class _Attempt:
 
 
 _SILENT = "a program lets everybody in and says nothing"
+_ANSWERS = "a program answers"
 _CLOSES = "a program closes every connection"
 _UNANSWERED = "nothing answers those who connect, as behind a firewall"
 
@@ -108,7 +109,7 @@ def _who_is_there(host: str, port: int) -> str | None:
             return _SILENT
         except OSError:
             answer = b""
-    return f"a program answers {answer!r}" if answer else _CLOSES
+    return f"{_ANSWERS} {answer!r}" if answer else _CLOSES
 
 
 def _no_store(host: str, port: int, found: str, seconds: float) -> NoStoreError:

@@ -92,14 +92,15 @@ def test_a_program_at_the_same_address_of_the_newer_kind_is_found_as_well():
         assert_all_good(run_ranks(come, 1, 60, rendezvous(port, "::1"), [words, SECONDS, 3 * SECONDS + 10]))
 
 
-def come_with_much_time(rank, ranks, port):
-    store_connection.SILENT_SECONDS = store_connection.LOOK_SECONDS = 1.0
-    come(rank, ranks, "says nothing", 3600, 30)
+def come_with_much_time(rank, ranks, words):
+    store_connection.STRANGE_SECONDS = store_connection.LOOK_SECONDS = 1.0
+    come(rank, ranks, words, 3600, 30)
 
 
-def test_a_silent_program_is_not_waited_for_as_long_as_a_rank_that_may_come():
-    with listener("is silent") as port:
-        assert_all_good(run_ranks(come_with_much_time, 1, 60, rendezvous(port), [port]))
+@pytest.mark.parametrize(("kind", "words"), [("is silent", "says nothing"), ("says its name", "answers b'SSH")])
+def test_another_program_is_not_waited_for_as_long_as_a_rank_that_may_come(kind, words):
+    with listener(kind) as port:
+        assert_all_good(run_ranks(come_with_much_time, 1, 60, rendezvous(port), [words]))
 
 
 def test_where_nobody_listens_the_rank_that_is_missing_is_told():
