@@ -19,7 +19,7 @@ from tests.tiny import IMAGES, CharTokenizer, tiny_data, write_records
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
-OWN_MODULE, PRETRAINED, OWN_FAMILY, SECTIONS, POOL = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+OWN_MODULE, OTHER_LOSS, PRETRAINED, OWN_FAMILY, SECTIONS, POOL = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
 
 (SECTIONS_IN_YAML,) = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
 
@@ -36,6 +36,18 @@ def run(*blocks: str) -> dict[str, Any]:
     for block in blocks:
         exec(block, names)
     return names
+
+
+@pytest.mark.checks_packing
+@pytest.mark.parametrize("name", ["MyVLM", "Scores"])
+def test_the_module_of_one_s_own_trains_and_passes_the_check(tmp_path, name):
+    write_records(tmp_path, 16)
+    sizes = {"vocabulary": CharTokenizer.vocabulary, "width": 64, "depth": 1, "longest": 1024}
+    module = run(OWN_MODULE, OTHER_LOSS)[name](patch_dim=IMAGES.patch_dim, learning_rate=1e-3, **sizes)
+    ran = trainer(tmp_path)
+    ran.fit(module, tiny_data(tmp_path))
+    assert 0 < float(ran.callback_metrics["train_loss"]) < 10
+    assert all(weight.grad is not None for weight in module.parameters())
 
 
 def write_pretrained(folder: Path) -> None:
