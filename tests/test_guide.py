@@ -43,7 +43,7 @@ def run(*blocks: str) -> dict[str, Any]:
 def test_the_module_of_one_s_own_trains_and_passes_the_check(tmp_path, name):
     write_records(tmp_path, 16)
     sizes = {"vocabulary": CharTokenizer.vocabulary, "width": 64, "depth": 1, "longest": 1024}
-    module = run(OWN_MODULE, OTHER_LOSS)[name](patch_dim=IMAGES.patch_dim, learning_rate=1e-3, **sizes)
+    module = run(OWN_MODULE, OTHER_LOSS)[name](patch_dim=IMAGES.patch_dim, **sizes)
     ran = trainer(tmp_path)
     ran.fit(module, tiny_data(tmp_path))
     assert 0 < float(ran.callback_metrics["train_loss"]) < 10
