@@ -19,7 +19,9 @@ from tests.tiny import IMAGES, CharTokenizer, tiny_data, write_records
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
-OWN_MODULE, OTHER_LOSS, PRETRAINED, OWN_FAMILY, SECTIONS, POOL = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+OWN_MODULE, OTHER_LOSS, PRETRAINED, OWN_FAMILY, SECTIONS, POOL = re.findall(
+    r"```python\n(.*?)```", GUIDE, flags=re.DOTALL
+)
 
 (SECTIONS_IN_YAML,) = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
 

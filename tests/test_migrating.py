@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia
 from tests.exactness.layouts import trainer_for
 from tests.models.test_pretrained import published, records
+from tests.tiny import CharTokenizer, write_records
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 PAGE = (Path(__file__).parents[1] / "docs/migrating.md").read_text(encoding="utf-8")
-THEIRS, FROM_TRAINER, FROM_LLAVA = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+THEIRS, FROM_TRAINER, FROM_LLAVA, PADDED, SPLIT = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 __all__ = ["records"]  # a fixture
 
@@ -69,3 +72,35 @@ def test_the_projector_first_and_then_the_rest(tmp_path, records, monkeypatch):
     tuned = changed(projected, weights(names["model"].model))
     assert any("language_model" in name for name in tuned)
     assert not any("vision_tower" in name for name in tuned)
+
+
+def pad(batch: PackedBatch, media: PackedMedia) -> dict[str, torch.Tensor]:
+    """The same microbatch as a collator makes it, whose labels are not shifted."""
+    bounds = list(pairwise(batch.cu_seqlens.tolist()))
+    tokens = torch.zeros(len(bounds), batch.max_seqlen, dtype=torch.int64)
+    labels = torch.full_like(tokens, IGNORED_LABEL)
+    for row, (start, stop) in enumerate(bounds):
+        tokens[row, : stop - start] = batch.tokens[start:stop]
+        labels[row, 1 : stop - start] = batch.labels[start : stop - 1]
+    return {"tokens": tokens, "labels": labels, "images": media.images()}
+
+
+@pytest.mark.checks_packing
+def test_a_plain_module_and_the_one_it_becomes_have_the_same_loss(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_records(tmp_path, 8)
+    written = SPLIT.replace('"tokenizer.json"', "tokenizer").replace("Split()", "module")
+    module_of, _, fit = re.sub(r"L\.Trainer\(.*?\)", "trainer", written).partition("images = ")
+    names: dict[str, Any] = {"tokenizer": CharTokenizer()}
+    names["trainer"] = trainer_for("auto", max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
+    exec(module_of, names)
+    module = names["module"] = names["Split"](CharTokenizer.vocabulary, 32)
+    exec("images = " + fit, names)
+    step = next(step for step in names["data"].train_dataloader() if step.read_by(0))
+    batch, ((_, media),) = step.microbatches[0], step.read_by(0)
+    loss, tokens = module.backbone_step(batch, {"image": module.encode(media)}, "train")
+    padded: dict[str, Any] = {}
+    exec(PADDED, padded)
+    plain = padded["Plain"](CharTokenizer.vocabulary, 32)
+    plain.load_state_dict(module.state_dict())
+    torch.testing.assert_close(loss / tokens, plain.training_step(pad(batch, media), 0))
