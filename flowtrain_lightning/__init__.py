@@ -7,7 +7,7 @@ from importlib import import_module
 
 from flowtrain_lightning.registration import register_strategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "FlowCheckpointIO": "flowtrain_lightning.checkpoint",

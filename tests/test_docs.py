@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import flowtrain_lightning as flow
 from docs.draw import pictures, room_imports
 
 ROOT = Path(__file__).parents[1]
@@ -56,3 +57,11 @@ def test_the_pictures_of_the_architecture_are_what_the_script_draws_from_the_cod
 def test_every_room_has_its_line_on_the_page_about_architecture():
     page = prose(PAGES["docs/architecture.md"])
     assert [room for room in room_imports() if f"| [{room}](../flowtrain_lightning/{room}" not in page] == []
+
+
+def test_the_version_is_one_and_its_changes_are_told():
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert version is not None
+    assert flow.__version__ == version[1]
+    assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version[1]}" in PAGES["CHANGELOG.md"].read_text(encoding="utf-8")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,13 +34,57 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
     return subprocess.run(command, env={**outside, **environment}, capture_output=True, text=True, check=False)
 
 
-def test_under_slurm_every_task_trains_on_the_nodes_of_the_job(tmp_path):
-    srun = tmp_path / "srun"
-    srun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
-    srun.chmod(0o755)
-    job = {"SLURM_NNODES": "4", "SLURM_NTASKS_PER_NODE": "2", "PATH": f"{tmp_path}:{PATH}"}
-    said = run("slurm.sh", "--config", "a file.yaml", **job).stdout.splitlines()
-    assert said[1:] == ["flowtrain", "fit", "--config", "a file.yaml", "--trainer.num_nodes=4", "--trainer.devices=2"]
+def stand_in(folder: Path, name: str, says: str) -> None:
+    """A program of SLURM's."""
+    program = folder / name
+    program.write_text(f"#!/usr/bin/env bash\n{says}\n")
+    program.chmod(0o755)
+
+
+JOB = {"SLURM_NNODES": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "17"}
+
+
+@pytest.mark.parametrize("given", [[], ["--ckpt_path", "a.ckpt"]], ids=["goes on by itself", "from a checkpoint"])
+def test_under_slurm_every_task_trains_on_the_nodes_of_the_job(tmp_path, given):
+    stand_in(tmp_path, "srun", 'printf "%s\\n" "$@"')
+    said = run("slurm.sh", "--config", "a file.yaml", *given, **JOB, PATH=f"{tmp_path}:{PATH}").stdout.splitlines()
+    from_where = given or ["--ckpt_path", "last"]
+    wanted = [
+        "flowtrain",
+        "fit",
+        "--config",
+        "a file.yaml",
+        *from_where,
+        "--trainer.num_nodes=4",
+        "--trainer.devices=2",
+    ]
+    assert said[1:] == wanted
+
+
+def test_under_slurm_tasks_may_run_in_a_container(tmp_path):
+    stand_in(tmp_path, "srun", 'printf "%s\\n" "$@"')
+    said = run("slurm.sh", **JOB, CONTAINER="image.sqsh", PATH=f"{tmp_path}:{PATH}").stdout.splitlines()
+    assert "--container-image=image.sqsh" in said[: said.index("flowtrain")]
+
+
+def test_a_job_whose_time_is_over_tells_its_tasks_waits_for_them_and_is_queued_again(tmp_path):
+    stand_in(
+        tmp_path,
+        "srun",
+        f"touch {tmp_path}/runs; until [ -e {tmp_path}/told ]; do sleep .1; done; sleep .3; echo saved",
+    )
+    stand_in(tmp_path, "scancel", f'[ "$*" = "--signal=USR1 17" ] && touch {tmp_path}/told')
+    stand_in(tmp_path, "scontrol", 'echo "$@"')
+    environment = {**os.environ, **JOB, "PATH": f"{tmp_path}:{PATH}"}
+    command = [str(SCRIPTS / "slurm.sh")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as script:
+        until = time.monotonic() + 30
+        while not (tmp_path / "runs").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        script.send_signal(signal.SIGUSR1)
+        said, _ = script.communicate(timeout=30)
+    assert said.split("\n") == ["saved", "requeue 17", ""]
+    assert script.returncode == 0
 
 
 def test_what_is_missing_is_said():
