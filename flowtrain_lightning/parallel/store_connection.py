@@ -13,7 +13,7 @@ LOOK_SECONDS = 5.0
 """Between two looks at who is there; a store answers within milliseconds, but rank 0 may come later than the others."""
 
 STRANGE_SECONDS = 45.0
-"""For so long, from the first look on, a program may say nothing or what no store says; a rank 0 that comes late is none."""
+"""For so long, from the first look on, a program may say nothing or what no store says."""
 
 _ANSWER_SECONDS = 2.0  # which it gets to say something when it is looked at
 _WORDS = b"is this the store of a flowtrain job?\r\n\r\n"  # which closes the connection of whoever says so
