@@ -44,15 +44,25 @@ _TIER_SECONDS = 180
 REQUIRED = ("flowtrain-lightning", "torch", "lightning", "torchmetrics", "numpy", "scipy")
 
 OPTIONAL = {
-    "jsonargparse": "flowtrain fit, validate, test and predict; extra: cli",
-    "tokenizers": "byte-level tokenizers for FlowDataModule; extra: data",
-    "pillow": "reading pictures; extra: data",
-    "matplotlib": "pictures of losses and timelines; extra: plot",
-    "wandb": "WandbLogger; extra: wandb",
-    "tensorboard": "TensorBoardLogger",
-    "nixl": "the pool between hosts by RDMA, where it is asked for; extra: nixl",
+    "jsonargparse": ("flowtrain fit, validate, test and predict", "cli"),
+    "pillow": ("reading pictures", "data"),
+    "tokenizers": ("a tokenizer.json", "data"),
+    "datasets": ("data sets of Hugging Face", "data"),
+    "pyarrow": ("Parquet", "data"),
+    "universal-pathlib": ("data on remote stores", "data"),
+    "av": ("videos", "video"),
+    "transformers": ("models of Hugging Face", "transformers"),
+    "peft": ("LoRA and other adapters", "peft"),
+    "numba": ("packing a hundred times faster", "pack"),
+    "matplotlib": ("pictures of plans, losses and timelines", "plot"),
+    "wandb": ("WandbLogger", "wandb"),
+    "deepspeed": ("layouts by ZeRO", "deepspeed"),
+    "flash-attn": ("attention on GPUs", "flash-attn"),
+    "bitsandbytes": ("optimizer moments in 8 bits", "bitsandbytes"),
+    "ray": ("measuring data on a cluster", "ray"),
+    "nixl": ("the pool between hosts by RDMA, where it is asked for", "nixl"),
 }
-"""Packages that need not be there, and what each is for."""
+"""Packages that need not be there: what each is for, and the extra that installs it."""
 
 
 @dataclass(frozen=True)
@@ -180,9 +190,10 @@ def _versions() -> Iterator[Fact]:
     for package in REQUIRED:
         installed = _version(package)
         yield Fact(package, installed is not None, installed or "required; install flowtrain-lightning again")
-    for package, purpose in OPTIONAL.items():
+    for package, (purpose, extra) in OPTIONAL.items():
         installed = _version(package)
-        yield Fact(package, installed is not None, f"{installed} ({purpose})" if installed else purpose)
+        command = f'{purpose}: pip install "flowtrain-lightning[{extra}]"'
+        yield Fact(package, installed is not None, f"{installed} ({purpose})" if installed else command)
 
 
 def _devices() -> Iterator[Fact]:

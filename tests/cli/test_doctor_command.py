@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import metadata
 
 import pytest
 import torch
 
-from flowtrain_lightning.cli.doctor_command import examine, examine_device_tier
+from flowtrain_lightning.cli.doctor_command import OPTIONAL, examine, examine_device_tier
 from tests.pool.device.simulated import simulated
 
 
@@ -46,3 +47,12 @@ def test_without_a_gpu_it_says_so():
     (found,) = (finding for finding in examine() if finding.name == "device tier")
     assert str(found).split(maxsplit=3)[2:] == ["absent", found.meaning]
     assert found.meaning.startswith("no GPU: ")
+
+
+OF_SEVERAL = {"quickstart", "beside-hf", "docs", "test"}
+"""Extras that gather others, or are for this project's own pages and tests."""
+
+
+def test_every_extra_is_named_with_what_it_is_for():
+    extras = set(metadata("flowtrain-lightning").get_all("Provides-Extra") or ())
+    assert {extra for _, extra in OPTIONAL.values()} == extras - OF_SEVERAL
