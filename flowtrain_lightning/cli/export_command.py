@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from flowtrain_lightning.checkpoint import export_checkpoint, read_checkpoint
 from flowtrain_lightning.cli.command_table import UsageError, command_parser
 
 MISTAKES = ()
@@ -35,6 +34,8 @@ def run() -> None:
         help="false also reads objects that are no tensors or plain data, which may run code: only for what you trust",
     )
     options = parser.parse_args(sys.argv[2:])
+    from flowtrain_lightning.checkpoint import export_checkpoint  # not for --help: it brings torch
+
     if options.out.exists():
         raise UsageError(f"{options.out} exists; choose another name.")
     weights_only = options.weights_only == "true"
@@ -55,6 +56,7 @@ def _export_model(source: Path, folder: Path, weights_only: bool) -> None:
     Raises:
         ValueError: the checkpoint is not that of a model of Hugging Face.
     """
+    from flowtrain_lightning.checkpoint import read_checkpoint
     from flowtrain_lightning.models import module_class
 
     checkpoint = read_checkpoint(source, weights_only=weights_only, optimizers=False)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -33,7 +35,31 @@ def run() -> None:
     Raises:
         UsageError: jsonargparse is not installed.
     """
+    if {"-h", "--help"} & set(sys.argv[2:]):
+        print(_first_of_help(sys.argv[1]))
     configured(save_config_kwargs={"overwrite": True})
+
+
+def _first_of_help(command: str) -> str:
+    """What stands before the hundreds of lines about Lightning's Trainer: an example, and what model and data take."""
+    classes = {"model": "flowtrain_lightning.models.QwenVLM", "data": "flowtrain_lightning.FlowDataModule"}
+    model, data = classes.values()
+    taken = fill(", ".join(list(signature(FlowDataModule).parameters)), 76, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join(
+        [
+            "An example, which a file may say as well (--config; see recipes/):",
+            f"  flowtrain {command} --model {model} --model.model Qwen/Qwen2-VL-2B-Instruct \\",
+            f"    --data {data} --data.train train.jsonl --data.token_budget 8192 \\",
+            "    --trainer.strategy flowtrain --trainer.devices 8 --trainer.precision bf16-mixed",
+            "",
+            "Options begin with --model., --data. and --trainer.; what each takes is said by",
+            *(f"  flowtrain {command} --{part}.help {name}" for part, name in classes.items()),
+            "",
+            "The data take:",
+            taken,
+            "",
+        ]
+    )
 
 
 def configured(
